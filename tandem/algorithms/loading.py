@@ -1,0 +1,64 @@
+"""Finding algorithms: the modules of a package, and a user's own function by reference."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import pkgutil
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from tandem.errors import ConfigError
+
+
+def import_submodules(package: str, path: Iterable[str]) -> None:
+    """Imports every module of a package, so that each registers what it defines."""
+    for module in pkgutil.iter_modules(path):
+        importlib.import_module(f"{package}.{module.name}")
+
+
+def load_function(reference: str) -> Callable[..., Any]:
+    """The function that `path/to/file.py:function` or `package.module:function` names.
+
+    Raises:
+        ConfigError: no such file or module, one that fails on import, or no such function in it.
+    """
+    source, _, name = reference.rpartition(":")
+    try:
+        is_file = source.endswith(".py")
+        module = _module_of_file(Path(source).resolve()) if is_file else importlib.import_module(source)
+    except Exception as error:
+        raise ConfigError(
+            "the module of this function could not be imported",
+            field=reference,
+            got=f"{type(error).__name__}: {error}",
+            expected="path/to/file.py:function or package.module:function",
+            remedy="a module must be on PYTHONPATH; a file needs its path, ending in .py",
+        ) from error
+    functions = {key: value for key, value in vars(module).items() if inspect.isfunction(value)}
+    if name not in functions:
+        raise ConfigError(
+            "no such function in this module", field=reference, got=name, expected=sorted(functions)
+        )
+    return functions[name]
+
+
+@functools.cache
+def _module_of_file(path: Path) -> ModuleType:
+    """Executes a file as a module, once per process, whatever it is called and wherever it stands."""
+    if not path.is_file():
+        raise FileNotFoundError(f"no file {path}")
+    digest = hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()
+    spec = importlib.util.spec_from_file_location(f"{path.stem}_{digest}", path)
+    assert spec is not None, path
+    assert spec.loader is not None, path
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,66 @@
+"""PPO's clipped objective with separate bounds and the dual clip."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tandem.algorithms.registry import register_policy_loss
+from tandem.errors import ConfigError
+
+
+@register_policy_loss("vanilla")
+def vanilla(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    *,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.2,
+    clip_ratio_c: float = 3.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The clipped surrogate per token.
+
+    Equation (rho = exp(log_probs - old_log_probs), the exponent clamped to [-20, 20]):
+
+        l = max(-rho * A, -clip(rho, 1 - low, 1 + high) * A)
+        l = min(l, -c * A)                                     where A < 0 (dual clip)
+
+    Args:
+        log_probs: (N) nats, carries the gradient.
+        old_log_probs: (N) nats.
+        advantages: (N).
+        clip_ratio_low, clip_ratio_high: how far the ratio may fall below and rise above one.
+        clip_ratio_c: bound of the ratio where the advantage is negative, > 1.
+
+    Returns:
+        (N) losses, and per token: clip_fraction (1 where the clipped term is the larger),
+        clip_fraction_lower (1 where the dual clip binds), ppo_kl (-log rho).
+
+    Raises:
+        ConfigError: clip_ratio_c is not above one.
+
+    Source: Schulman et al. 2017, https://arxiv.org/abs/1707.06347, eq. 7; two bounds, Yu et al.
+    2025 (DAPO), https://arxiv.org/abs/2503.14476, eq. 10; dual clip, Ye et al. 2020,
+    https://arxiv.org/abs/1912.09729, eq. 5.
+    """
+    assert log_probs.shape == old_log_probs.shape == advantages.shape, (
+        log_probs.shape,
+        old_log_probs.shape,
+        advantages.shape,
+    )
+    if clip_ratio_c <= 1:
+        raise ConfigError("out of range", field="clip_ratio_c", got=clip_ratio_c, expected="> 1")
+    log_ratio = (log_probs - old_log_probs).clamp(-20, 20)
+    ratio = log_ratio.exp()
+    plain = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
+    surrogate = torch.maximum(plain, clipped)
+    bound = -advantages * clip_ratio_c
+    bounded = (advantages < 0) & (surrogate > bound)
+    metrics = {
+        "clip_fraction": (clipped > plain).to(ratio.dtype),
+        "clip_fraction_lower": bounded.to(ratio.dtype),
+        "ppo_kl": -log_ratio.detach(),
+    }
+    return torch.where(bounded, bound, surrogate), metrics

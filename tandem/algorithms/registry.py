@@ -1,0 +1,296 @@
+"""Advantage estimators and policy losses by name.
+
+A function's signature is its declaration. Positional parameters are columns of the batch,
+keyword-only parameters are options (numbers, bools, strings) with defaults:
+
+    @register_advantage("mean_baseline")
+    def mean_baseline(token_level_rewards, response_mask, offsets, *, scale=1.0): ...
+
+The loop reads the declaration and provides what it names. A user's own function needs no
+registration: its name in the config is `path/to/file.py:function` or `package.module:function`.
+
+Shapes: N tokens of all sequences together, B sequences.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+
+from torch import Tensor
+
+from tandem.algorithms.loading import load_function
+from tandem.errors import ConfigError
+
+Option = bool | int | float | str
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class Advantages(NamedTuple):
+    """What an estimator returns; both (N), zero where `response_mask` is false.
+
+    Attributes:
+        advantages: weights of the policy gradient.
+        returns: what a critic is fitted to.
+    """
+
+    advantages: Tensor
+    returns: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """A registered function and what it needs.
+
+    Attributes:
+        name: as registered, or a user's reference.
+        fn: the function itself.
+        columns: its positional parameters, in order.
+        options: its keyword-only parameters with their defaults.
+        rollouts: rollouts needed besides the sampled ones.
+    """
+
+    kind: ClassVar[str]
+    known_columns: ClassVar[Mapping[str, str]]
+    result: ClassVar[str]
+
+    name: str
+    fn: Callable[..., Any]
+    columns: tuple[str, ...]
+    options: Mapping[str, Option]
+    rollouts: tuple[str, ...] = ()
+
+    def select_options(self, shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Option]:
+        """The options to call with: of `shared` (config keys that many algorithms read) those this
+        one declares, and all of `own` (given for this one), which wins.
+
+        Raises:
+            ConfigError: an option of `own` that is not declared, or a value of another type.
+        """
+        chosen = {name: shared[name] for name in self.options if name in shared} | dict(own)
+        for name, value in chosen.items():
+            if name not in self.options:
+                raise ConfigError(
+                    f"the {self.kind} '{self.name}' has no such option",
+                    field=name,
+                    expected=dict(self.options),
+                    remedy=_nearest(name, self.options),
+                )
+            if not _fits(value, self.options[name]):
+                raise ConfigError(
+                    f"an option of the {self.kind} '{self.name}' has the wrong type",
+                    field=name,
+                    got=repr(value),
+                    expected=type(self.options[name]).__name__,
+                )
+        return chosen
+
+    def _call(self, columns: Mapping[str, Tensor], options: Mapping[str, Option]) -> Any:
+        return self.fn(*(columns[name] for name in self.columns), **options)
+
+    def _wrong_result(self, got: object, expected: str) -> ConfigError:
+        return ConfigError(
+            f"the {self.kind} returned something else than {self.result}",
+            field=self.name,
+            got=_described(got),
+            expected=expected,
+        )
+
+
+class AdvantageSpec(Spec):
+    """An advantage estimator."""
+
+    kind = "advantage estimator"
+    known_columns = MappingProxyType(
+        {
+            "token_level_scores": "(N) fp32, the rewards as scored",
+            "token_level_rewards": "(N) fp32, scores less the KL penalty where one is taken",
+            "values": "(N) fp32, the critic's, predicted before each token",
+            "response_mask": "(N) bool, tokens that the policy wrote",
+            "old_log_probs": "(N) fp32, nats",
+            "ref_log_probs": "(N) fp32, nats",
+            "group": "(B) int64, which prompt each sequence answers",
+            "offsets": "(B+1) int64, where each sequence starts",
+        }
+    )
+    result = "Advantages(advantages, returns)"
+
+    @property
+    def needs_critic(self) -> bool:
+        return "values" in self.columns
+
+    def __call__(self, columns: Mapping[str, Tensor], **options: Option) -> Advantages:
+        """Calls the function with the columns it declares.
+
+        Raises:
+            ConfigError: it returned something else than two tensors of the tokens' shape.
+        """
+        result = self._call(columns, options)
+        shape = columns["response_mask"].shape
+        if not (isinstance(result, tuple) and len(result) == 2 and _all_of_shape(result, shape)):
+            raise self._wrong_result(result, f"two tensors of shape {tuple(shape)}")
+        return Advantages(*result)
+
+
+class PolicyLossSpec(Spec):
+    """A policy loss."""
+
+    kind = "policy loss"
+    known_columns = MappingProxyType(
+        {
+            "log_probs": "(N) fp32, nats, of the policy being trained; carries the gradient",
+            "old_log_probs": "(N) fp32, nats, of the policy before this batch's updates",
+            "advantages": "(N) fp32",
+            "response_mask": "(N) bool, tokens that the policy wrote",
+            "offsets": "(B+1) int64, where each sequence starts",
+            "entropy": "(N) fp32, nats; carries the gradient",
+        }
+    )
+    result = "(losses per token, {metric: per token})"
+
+    def __call__(self, columns: Mapping[str, Tensor], **options: Option) -> tuple[Tensor, dict[str, Tensor]]:
+        """Calls the function with the columns it declares.
+
+        Raises:
+            ConfigError: it returned something else than per-token losses and per-token metrics.
+        """
+        result = self._call(columns, options)
+        shape = columns["log_probs"].shape
+        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
+            raise self._wrong_result(result, "a tensor and a dict of tensors")
+        losses, metrics = result
+        if not _all_of_shape((losses, *metrics.values()), shape):
+            raise self._wrong_result(result, f"tensors of shape {tuple(shape)}")
+        return losses, metrics
+
+
+AnySpec = TypeVar("AnySpec", bound=Spec)
+
+
+class Registry(Generic[AnySpec]):
+    """Specs by name and alias.
+
+    Args:
+        spec: the class of the specs, which knows the columns allowed.
+    """
+
+    def __init__(self, spec: type[AnySpec]) -> None:
+        self._spec = spec
+        self._specs: dict[str, AnySpec] = {}
+        self.aliases: dict[str, str] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names registered, without aliases."""
+        return tuple(sorted(self._specs))
+
+    def register(
+        self, name: str, *aliases: str, rollouts: tuple[str, ...] = ()
+    ) -> Callable[[Function], Function]:
+        """A decorator that registers a function and returns it unchanged.
+
+        Raises:
+            ConfigError: a name that is taken, or a signature that is no declaration.
+        """
+
+        def decorate(fn: Function) -> Function:
+            for each in (name, *aliases):
+                if each in self._specs or each in self.aliases:
+                    raise ConfigError(f"this {self._spec.kind}'s name is taken", field=each)
+            self._specs[name] = declared(self._spec, name, fn, rollouts)
+            self.aliases.update(dict.fromkeys(aliases, name))
+            return fn
+
+        return decorate
+
+    def find(self, name: str) -> AnySpec:
+        """The spec of a registered name, an alias, or a user's `file.py:function`.
+
+        Raises:
+            ConfigError: no such name, or a user's function that cannot be used.
+        """
+        if ":" in name:
+            fn = load_function(name)
+            known = (spec for spec in self._specs.values() if spec.fn is fn)
+            return next(known, None) or declared(self._spec, name, fn, ())
+        spec = self._specs.get(self.aliases.get(name, name))
+        if spec is None:
+            raise ConfigError(
+                f"no such {self._spec.kind}",
+                field=name,
+                expected=", ".join(self.names),
+                remedy=_nearest(name, (*self.names, *self.aliases))
+                or "your own function is named path/to/file.py:function",
+            )
+        return spec
+
+
+def declared(spec: type[AnySpec], name: str, fn: Callable[..., Any], rollouts: tuple[str, ...]) -> AnySpec:
+    """The spec that a function's signature declares.
+
+    Raises:
+        ConfigError: the signature is no declaration; the message shows what is expected.
+    """
+    columns: list[str] = []
+    options: dict[str, Option] = {}
+    faults: list[str] = []
+    for parameter in inspect.signature(fn).parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            if not isinstance(parameter.default, Option):
+                faults.append(f"option '{parameter.name}' has no number, bool or string as its default")
+            options[parameter.name] = parameter.default
+        elif parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            faults.append(f"'{parameter}' names nothing that could be provided")
+        elif parameter.name not in spec.known_columns:
+            hint = _nearest(parameter.name, spec.known_columns) or "an option must stand after *"
+            faults.append(f"'{parameter.name}' is no column ({hint})")
+        else:
+            columns.append(parameter.name)
+    if faults:
+        known = "".join(f"\n      {column}: {meaning}" for column, meaning in spec.known_columns.items())
+        raise ConfigError(
+            f"the signature of this {spec.kind} does not say what to provide: {'; '.join(faults)}",
+            field=name,
+            got=f"def {getattr(fn, '__name__', 'function')}{inspect.signature(fn)}",
+            expected=f"def function(COLUMN, ..., *, OPTION=DEFAULT, ...) -> {spec.result}\n"
+            f"    where the columns are any of{known}\n    and the defaults are numbers, bools or strings",
+        )
+    return spec(name, fn, tuple(columns), MappingProxyType(options), rollouts)
+
+
+def _fits(value: object, default: Option) -> bool:
+    if isinstance(default, float):
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return type(value) is type(default)
+
+
+def _all_of_shape(values: tuple[object, ...], shape: tuple[int, ...]) -> bool:
+    return all(isinstance(value, Tensor) and value.shape == shape for value in values)
+
+
+def _described(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, tuple):
+        return f"({', '.join(_described(part) for part in value)})"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {_described(part)}' for key, part in value.items())}}}"
+    return type(value).__name__
+
+
+def _nearest(name: str, names: Mapping[str, Any] | tuple[str, ...]) -> str | None:
+    close = difflib.get_close_matches(name, names, n=1)
+    return f"did you mean '{close[0]}'?" if close else None
+
+
+ADVANTAGES = Registry(AdvantageSpec)
+POLICY_LOSSES = Registry(PolicyLossSpec)
+
+register_advantage = ADVANTAGES.register
+advantage_estimator = ADVANTAGES.find
+register_policy_loss = POLICY_LOSSES.register
+policy_loss = POLICY_LOSSES.find

@@ -1,0 +1,32 @@
+"""The critic's loss. Shapes: N tokens of all sequences together."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def clipped_value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, *, cliprange_value: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Squared error that does not reward moving far from the values of the rollout.
+
+        v_clip = clip(v, v_old - c, v_old + c)
+        l = max((v - R)**2, (v_clip - R)**2) / 2
+
+    Args:
+        values: (N), carries the gradient.
+        old_values: (N), before this batch's updates.
+        returns: (N).
+        cliprange_value: c, > 0.
+
+    Returns:
+        (N) losses, and {"clip_fraction": (N), 1 where the clipped error is the larger}.
+
+    Source: Schulman et al. 2017, https://arxiv.org/abs/1707.06347, section 5; the clipping is that of the
+    authors' code, described in Engstrom et al. 2020, https://arxiv.org/abs/2005.12729, section 2.
+    """
+    assert values.shape == old_values.shape == returns.shape, (values.shape, old_values.shape, returns.shape)
+    clipped_values = values.clamp(old_values - cliprange_value, old_values + cliprange_value)
+    plain, clipped = (values - returns).square(), (clipped_values - returns).square()
+    return 0.5 * torch.maximum(plain, clipped), {"clip_fraction": (clipped > plain).to(values.dtype)}

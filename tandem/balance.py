@@ -1,0 +1,70 @@
+"""Even division of weights: Karmarkar–Karp largest differencing (Karmarkar & Karp 1982; k parts:
+Korf 1998). Used over token counts, for micro-batches and for data-parallel shares. No torch here."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+from tandem.errors import ConfigError
+
+
+def partition(weights: Sequence[int], parts: int) -> list[list[int]]:
+    """Divides items into `parts` sets of nearly equal total weight.
+
+    Args:
+        weights: one number >= 0 per item, such as its tokens.
+        parts: how many sets; more than items leaves some sets empty.
+
+    Returns:
+        The items' indices per set, ascending within a set; heaviest set first. The same input always
+        gives the same answer.
+
+    Raises:
+        ConfigError: fewer than one part.
+    """
+    if parts < 1:
+        raise ConfigError("parts below one", field="parts", got=parts, expected=">= 1")
+    # A state is a partial solution: its sets heaviest first. The two states with the largest spread
+    # are merged, heaviest set with lightest, until one state is left. The counter breaks ties.
+    empty: list[tuple[int, list[int]]] = [(0, [])] * (parts - 1)
+    heap = [(-weight, item, [(weight, [item]), *empty]) for item, weight in enumerate(weights)]
+    heapq.heapify(heap)
+    order = len(heap)
+    while len(heap) > 1:
+        first, second = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
+        merged = [
+            (a + b, left + right)
+            for (a, left), (b, right) in zip(first, reversed(second), strict=True)
+        ]
+        merged.sort(key=lambda entry: -entry[0])
+        heapq.heappush(heap, (merged[-1][0] - merged[0][0], order, merged))
+        order += 1
+    sets = heap[0][2] if heap else [(0, [])] * parts
+    return [sorted(items) for _, items in sets]
+
+
+def within_budget(weights: Sequence[int], budget: int) -> list[list[int]]:
+    """Divides items into few sets of nearly equal weight, none above `budget`.
+
+    Returns:
+        The items' indices per set; no set is empty, and no items give no sets.
+
+    Raises:
+        ConfigError: one item alone is heavier than the budget.
+    """
+    if not weights:
+        return []
+    if max(weights) > budget:
+        raise ConfigError(
+            "one sequence alone exceeds the token budget",
+            got=f"{max(weights)} tokens",
+            expected=f"<= {budget}",
+            remedy="raise the *max_token_len_per_gpu key, or shorten prompts and responses",
+        )
+    parts = max(1, -(-sum(weights) // budget))
+    while True:
+        sets = partition(weights, parts)
+        if max(sum(weights[item] for item in items) for items in sets) <= budget:
+            return [items for items in sets if items]
+        parts += 1

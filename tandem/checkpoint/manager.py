@@ -1,0 +1,208 @@
+"""Checkpoints of a run: one folder per step, written atomically, checked by digests when read.
+
+checkpoints/step_000010/manifest.json   step, and size and sha256 of every other file
+                        state.pt        small state: counters, random generators, data position
+                        NAME/…          what the writer of that name wrote: model shards, optimizer
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tandem.checkpoint.staging import REPLACED, TEMPORARY, bytes_below, files_below, recover, staged
+from tandem.errors import CheckpointError, ConfigError
+
+_MANIFEST = "manifest.json"
+_STATE = "state.pt"
+_NAME = re.compile(r"step_(\d{6,})")
+_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint found whole.
+
+    Attributes:
+        path: its folder; what the writers wrote stands in the subfolders of their names.
+        step: training steps done.
+        state: what was given to `save`.
+    """
+
+    path: Path
+    step: int
+    state: dict[str, Any]
+
+
+class CheckpointManager:
+    """The checkpoints below `root`, for the one process that writes them.
+
+    On construction, what a killed save left behind is removed.
+
+    Args:
+        root: the folder of checkpoints; made if missing.
+        keep: how many to keep, the newest; None keeps all.
+        log: is told, in a sentence, about each damaged checkpoint that is passed over.
+
+    Raises:
+        ConfigError: keep below one.
+    """
+
+    def __init__(self, root: Path, keep: int | None = None, *, log: Callable[[str], None] = print) -> None:
+        if keep is not None and keep < 1:
+            raise ConfigError(
+                "must keep at least one checkpoint",
+                field="trainer.max_ckpt_to_keep",
+                got=keep,
+                expected=">= 1, or null to keep all",
+            )
+        self._root = Path(root)
+        self._keep = keep
+        self._log = log
+        self._root.mkdir(parents=True, exist_ok=True)
+        self._clean_up()
+
+    def save(
+        self, step: int, writers: Mapping[str, Callable[[Path], None]], state: Mapping[str, Any]
+    ) -> Path:
+        """Writes a checkpoint and prunes old ones. A checkpoint of the same step is replaced.
+
+        Args:
+            step: training steps done.
+            writers: name to a function that fills the empty folder it is given.
+            state: small, picklable; tensors allowed.
+
+        Raises:
+            CheckpointError: the disk is full or cannot be written. Nothing of this checkpoint
+                remains then, and all earlier ones are intact.
+        """
+        final = self._root / f"step_{step:06d}"
+        newest = max(self._folders().items(), default=None)
+        with staged(final, needed=None if newest is None else bytes_below(newest[1])) as folder:
+            for name, write in writers.items():
+                (folder / name).mkdir()
+                write(folder / name)
+            torch.save(dict(state), folder / _STATE)
+            _write_manifest(folder, step)
+        self._prune(step)
+        return final
+
+    def latest(self) -> Checkpoint | None:
+        """The newest whole checkpoint; None if there is none at all.
+
+        Raises:
+            CheckpointError: there are checkpoints, and all are damaged.
+        """
+        folders = self._folders()
+        for step in sorted(folders, reverse=True):
+            try:
+                return open_checkpoint(folders[step])
+            except CheckpointError as error:
+                self._log(f"Checkpoint passed over, trying the one before it. {error}")
+        if folders:
+            raise CheckpointError(
+                "all checkpoints are damaged",
+                field=str(self._root),
+                got=", ".join(folders[step].name for step in sorted(folders)),
+                remedy="to start afresh set trainer.resume_mode=disable and another trainer.experiment_name",
+            )
+        return None
+
+    def open(self, path: Path) -> Checkpoint:
+        """See `open_checkpoint`."""
+        return open_checkpoint(path)
+
+    def _folders(self) -> dict[int, Path]:
+        found = ((_NAME.fullmatch(path.name), path) for path in self._root.iterdir())
+        return {int(match[1]): path for match, path in found if match is not None}
+
+    def _clean_up(self) -> None:
+        """Removes what a killed process was writing or deleting, and ends its replacements."""
+        for path in sorted(self._root.iterdir()):
+            if _NAME.fullmatch(path.stem) and path.suffix == TEMPORARY:
+                shutil.rmtree(path)
+            elif _NAME.fullmatch(path.stem) and path.suffix == REPLACED:
+                recover(path.with_suffix(""))
+
+    def _prune(self, newest: int) -> None:
+        """Keeps the last ones up to `newest`. Later ones, which a run that went back to an earlier
+        checkpoint has yet to reach, do not count."""
+        if self._keep is None:
+            return
+        folders = self._folders()
+        for step in sorted(step for step in folders if step <= newest)[: -self._keep]:
+            doomed = folders[step].with_name(folders[step].name + TEMPORARY)
+            folders[step].rename(doomed)  # so that a half-deleted folder is never taken for a checkpoint
+            shutil.rmtree(doomed)
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Checks every file of a checkpoint against its digest and reads its state. The state is a
+    pickle: open only your own.
+
+    Raises:
+        CheckpointError: missing or damaged; says which file and how.
+    """
+    path = Path(path)
+    manifest = _read_manifest(path)
+    for name, got in _fingerprints(path, list(manifest["files"])).items():
+        expected = manifest["files"][name]
+        if got != expected:
+            raise CheckpointError(
+                "damaged checkpoint", field=str(path / name), got=got or "missing", expected=expected
+            )
+    state = torch.load(path / _STATE, map_location="cpu", weights_only=False)
+    return Checkpoint(path, manifest["step"], state)
+
+
+def _write_manifest(folder: Path, step: int) -> None:
+    files = _fingerprints(folder, [str(file.relative_to(folder)) for file in files_below(folder)])
+    content = {"format": _FORMAT, "step": step, "files": files}
+    text = json.dumps({**content, "sha256": _digest_of(content)}, indent=1)
+    (folder / _MANIFEST).write_text(text)
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    file = path / _MANIFEST
+    try:
+        content: dict[str, Any] = json.loads(file.read_bytes())
+        digest = content.pop("sha256")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            "no readable manifest",
+            field=str(file),
+            got=f"{type(error).__name__}: {error}",
+            expected="a checkpoint folder such as …/checkpoints/step_000010",
+        ) from error
+    if digest != _digest_of(content):
+        raise CheckpointError("damaged manifest", field=str(file), got=digest, expected=_digest_of(content))
+    if content["format"] != _FORMAT:
+        raise CheckpointError("another format", field=str(file), got=content["format"], expected=_FORMAT)
+    return content
+
+
+def _fingerprints(folder: Path, names: list[str]) -> dict[str, dict[str, Any] | None]:
+    """Size and digest of each file; None for one that is not there. Hashing runs on all cores."""
+    with ThreadPoolExecutor() as threads:
+        return dict(zip(names, threads.map(lambda name: _fingerprint(folder / name), names), strict=True))
+
+
+def _fingerprint(file: Path) -> dict[str, Any] | None:
+    if not file.is_file():
+        return None
+    with file.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    return {"bytes": file.stat().st_size, "sha256": digest}
+
+
+def _digest_of(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

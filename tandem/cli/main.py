@@ -1,0 +1,55 @@
+"""The command `tandem`. Each subcommand lives in a file of its own, loaded only when it is called, so
+that those that need no torch answer at once."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+
+from tandem.errors import TandemError
+
+# name: ("module:function", what it does)
+COMMANDS = {
+    "demo": ("demo:demo", "a small policy learns arithmetic, on any machine, in minutes"),
+    "train": ("train:train", "reinforcement learning: PPO, GRPO, RLOO, REINFORCE++"),
+    "sft": ("sft:sft", "supervised fine-tuning"),
+    "export": ("export:export", "a checkpoint as a Hugging Face model folder"),
+    "check": ("check:check", "says everything that is wrong with a config"),
+    "config": ("config:config", "shows a resolved config; explains a key"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Args:
+        arguments: the words after `tandem`; None takes the process's own.
+
+    Returns:
+        the exit status: 0, or 1 after an error the user can act on, 2 for an unknown command, 130
+        after an interrupt.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0
+    if words[0] not in COMMANDS:
+        print(f"tandem: no command {words[0]!r}\n\n{usage()}", file=sys.stderr)
+        return 2
+    module, function = COMMANDS[words[0]][0].split(":")
+    run: Callable[[list[str]], int] = getattr(import_module(f"tandem.cli.{module}"), function)
+    try:
+        return run(words[1:])
+    except TandemError as error:
+        print(f"tandem {words[0]}: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("stopped; the last checkpoint is whole, the same command resumes from it", file=sys.stderr)
+        return 130
+
+
+def usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {meaning}" for name, (_, meaning) in COMMANDS.items()]
+    return "\n".join(["usage: tandem COMMAND …", "", *lines, "", "tandem COMMAND --help says more."])

@@ -1,0 +1,23 @@
+"""The config: typed sections, loading, checking, explaining. Imports no torch."""
+
+from tandem.config.batching import Batching
+from tandem.config.explain import explain
+from tandem.config.load import Loaded, load_sft_config, load_train_config, to_dict, to_yaml
+from tandem.config.root import TrainConfig
+from tandem.config.sft import SFTConfig
+from tandem.config.sizes import derived
+from tandem.config.sources import split_arguments
+
+__all__ = [
+    "Batching",
+    "Loaded",
+    "SFTConfig",
+    "TrainConfig",
+    "derived",
+    "explain",
+    "load_sft_config",
+    "load_train_config",
+    "split_arguments",
+    "to_dict",
+    "to_yaml",
+]

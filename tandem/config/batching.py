@@ -1,0 +1,64 @@
+"""How a phase cuts its share of a batch into micro-batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tandem.config.section import Section, key
+
+
+@dataclass(frozen=True, slots=True)
+class Batching:
+    """A micro-batch rule. At most one of the two is set; neither: one micro-batch, the whole share.
+
+    Attributes:
+        max_samples: sequences per micro-batch and device.
+        max_tokens: tokens per micro-batch and device, whatever the number of sequences.
+    """
+
+    max_samples: int | None = None
+    max_tokens: int | None = None
+
+    @classmethod
+    def of(cls, *, dynamic: bool, samples: int | None, tokens: int) -> Batching:
+        """The rule of three keys: by tokens if `dynamic`, else by samples."""
+        return cls(max_tokens=tokens) if dynamic else cls(max_samples=samples)
+
+    def __str__(self) -> str:
+        if self.max_tokens is not None:
+            return f"at most {self.max_tokens} tokens per device"
+        if self.max_samples is not None:
+            return f"at most {self.max_samples} samples per device"
+        return "all samples at once"
+
+
+class LogProbSection(Section):
+    """The keys of a phase that only computes log-probs; the actor's stand in where they are not set."""
+
+    log_prob_micro_batch_size_per_gpu: int | None = key(
+        None,
+        "samples per log-prob micro-batch and device; null: all at once",
+        read_by="workers.actor",
+        ge=1,
+    )
+    log_prob_use_dynamic_bsz: bool = key(
+        False,
+        "cut log-prob micro-batches by tokens, not by samples",
+        read_by="workers.actor",
+        inherits="actor_rollout_ref.actor.use_dynamic_bsz",
+    )
+    log_prob_max_token_len_per_gpu: int = key(
+        16384,
+        "tokens per log-prob micro-batch and device, with log_prob_use_dynamic_bsz",
+        read_by="workers.actor",
+        inherits="actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+        ge=1,
+    )
+
+    @property
+    def log_prob_batching(self) -> Batching:
+        return Batching.of(
+            dynamic=self.log_prob_use_dynamic_bsz,
+            samples=self.log_prob_micro_batch_size_per_gpu,
+            tokens=self.log_prob_max_token_len_per_gpu,
+        )

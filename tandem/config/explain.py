@@ -1,0 +1,58 @@
+"""`tandem config explain`: what a key is, in a few lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from tandem.config.deprecated import DEPRECATED
+from tandem.config.root import TrainConfig
+from tandem.config.schema import Key, keys, sections, shown, unknown_key
+from tandem.config.section import Section
+from tandem.config.sft import SFTConfig
+
+COMMANDS: Mapping[str, type[Section]] = {"tandem train": TrainConfig, "tandem sft": SFTConfig}
+
+
+def explain(name: str) -> str:
+    """Type, default, meaning and reader of a key; for a section, its keys.
+
+    Raises:
+        ConfigError: no such key, with the nearest.
+    """
+    parts = [
+        f"{name} ({command})\n{text}" for command, root in COMMANDS.items() if (text := _explain(root, name))
+    ]
+    if name in DEPRECATED:
+        parts.append(f"{name} (tandem train)\n  deprecated: {DEPRECATED[name]}")
+    if not parts:
+        raise unknown_key(name, [known for root in COMMANDS.values() for known in keys(root)])
+    return "\n\n".join(parts)
+
+
+def overview(command: str) -> str:
+    """All keys of a command with their defaults and meanings."""
+    return _listed(keys(COMMANDS[command]).values())
+
+
+def _explain(root: type[Section], name: str) -> str | None:
+    if name in sections(root):
+        return _listed(key for key in keys(root).values() if key.name.startswith(f"{name}."))
+    if name not in keys(root):
+        return None
+    key = keys(root)[name]
+    return (
+        f"  type:    {key.expected}\n"
+        f"  default: {_default(key)}\n"
+        f"  meaning: {key.info.description}\n"
+        f"  read by: {', '.join(key.read_by)}"
+    )
+
+
+def _listed(group: Iterable[Key]) -> str:
+    return "\n".join(f"{key.name}: {_default(key)}\n    {key.info.description}" for key in group)
+
+
+def _default(key: Key) -> str:
+    if key.inherits is not None:
+        return f"the value of {key.inherits}"
+    return "none; it must be given" if key.required else shown(key.default)

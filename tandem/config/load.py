@@ -1,0 +1,234 @@
+"""From a YAML file and overrides to a whole, checked, frozen config; every error at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from tandem.config.check import Findings, check_sft, check_train
+from tandem.config.deprecated import DEPRECATED, Deprecated, modernise
+from tandem.config.root import TrainConfig
+from tandem.config.schema import REQUIRED, Key, keys, nested, sections, shown, unknown_key, value_at
+from tandem.config.section import Section, nearest_remedy
+from tandem.config.sft import SFTConfig
+from tandem.config.sources import read_sources
+from tandem.errors import ConfigError, ConfigErrors
+
+C = TypeVar("C", bound=Section)
+Check = Callable[[C, frozenset[str], frozenset[str]], Findings]
+
+
+@dataclass(frozen=True)
+class Loaded(Generic[C]):
+    """A config, and what the user should know about it.
+
+    Attributes:
+        config: every key has its value; nothing is left to fill in.
+        notices: one sentence each, for deprecated, superseded and unused keys.
+    """
+
+    config: C
+    notices: tuple[str, ...]
+
+
+def load_train_config(path: str | None = None, overrides: Sequence[str] = ()) -> Loaded[TrainConfig]:
+    """The config of `tandem train`.
+
+    Args:
+        path: a YAML file that holds what differs from the defaults, if any.
+        overrides: `key=value` each, the value in YAML; they win over the file.
+
+    Raises:
+        ConfigErrors: everything that is wrong.
+    """
+    return _load(TrainConfig, check_train, DEPRECATED, path, overrides)
+
+
+def load_sft_config(path: str | None = None, overrides: Sequence[str] = ()) -> Loaded[SFTConfig]:
+    """The config of `tandem sft`; as `load_train_config`."""
+    return _load(SFTConfig, check_sft, {}, path, overrides)
+
+
+def to_dict(config: Section) -> dict[str, Any]:
+    """The whole config as plain dicts, lists, numbers and texts."""
+    return config.model_dump(mode="json")
+
+
+def to_yaml(config: Section) -> str:
+    """The whole config as YAML; loading it gives the same config."""
+    return OmegaConf.to_yaml(OmegaConf.create(to_dict(config)))
+
+
+def _load(
+    root: type[C],
+    check: Check[C],
+    deprecated: Mapping[str, Deprecated],
+    path: str | None,
+    overrides: Sequence[str],
+) -> Loaded[C]:
+    tree, errors, notices = read_sources(path, overrides)
+    flat, unknown = _flatten(root, deprecated, tree)
+    given, old_errors, old_notices = modernise(flat, deprecated, _devices(root, flat))
+    config, wrong = _build(root, given)
+    bad = _with_heirs(root, given, frozenset(str(error.field) for error in wrong))
+    changed = frozenset(name for name in given if value_at(config, name) != _unset(root, config, name))
+    findings = check(config, changed, bad)
+    order = {name: place for place, name in enumerate(keys(root))}
+    late = sorted(wrong + findings.errors, key=lambda error: order.get(str(error.field), len(order)))
+    if problems := errors + unknown + old_errors + late:
+        raise ConfigErrors(problems)
+    return Loaded(config, tuple(notices + old_notices + findings.notices))
+
+
+def _flatten(
+    root: type[Section], deprecated: Iterable[str], tree: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[ConfigError]]:
+    """Given values by dotted path, and an error for each path that is no key. An inherited key given
+    as null, and an empty section, count as not given."""
+    known, parents = keys(root), sections(root)
+    flat: dict[str, Any] = {}
+    errors: list[ConfigError] = []
+
+    def visit(name: str, value: Any) -> None:
+        if name in deprecated:
+            flat[name] = value
+        elif name in known:
+            if value is not None or known[name].inherits is None:
+                flat[name] = value
+        elif isinstance(value, Mapping) and value:
+            for child, inner in value.items():
+                visit(f"{name}.{child}", inner)
+        elif name not in parents:
+            errors.append(unknown_key(name, [*known, *deprecated]))
+        elif value is not None and value != {}:
+            remedy = f"set the keys below it: {name}.<key>=…"
+            errors.append(ConfigError("a section, not a key", field=name, got=shown(value), remedy=remedy))
+
+    for name, value in tree.items():
+        visit(name, value)
+    return flat, errors
+
+
+def _devices(root: type[Section], flat: Mapping[str, Any]) -> int:
+    """Devices of the run, as far as the given values can be trusted before they are validated."""
+    names = ("trainer.n_gpus_per_node", "trainer.nnodes")
+    per_node, nodes = (flat.get(name, keys(root)[name].default) for name in names)
+    return max(1, per_node * nodes) if type(per_node) is type(nodes) is int else 1
+
+
+def _build(root: type[C], given: Mapping[str, Any]) -> tuple[C, list[ConfigError]]:
+    """The config, and what is wrong with single values. Defaults stand in for wrong values, so that
+    what depends on the others can still be checked."""
+    known = keys(root)
+    missing = [key for key in known.values() if key.required and given.get(key.name) is None]
+    errors = [_missing(key) for key in missing]
+    usable = {name: value for name, value in given.items() if known[name] not in missing}
+    while True:
+        values, found = _resolve(root, usable)
+        try:
+            config = root.model_validate(values)
+        except ValidationError as invalid:
+            found += _invalid(root, usable, values, invalid.errors(include_url=False))
+        if not found:
+            return config, errors
+        errors += found
+        usable = {name: value for name, value in usable.items() if name not in {e.field for e in found}}
+
+
+def _missing(key: Key) -> ConfigError:
+    return ConfigError("missing", field=key.name, expected=key.expected, remedy=f"add {key.name}=…")
+
+
+def _resolve(root: type[Section], given: Mapping[str, Any]) -> tuple[dict[str, Any], list[ConfigError]]:
+    """The whole tree of plain values, with defaults, inherited keys and interpolations filled in."""
+    defaults = {key.name: _default(key) for key in keys(root).values()}
+    tree = OmegaConf.create(nested({**defaults, **given}))
+    errors = []
+    for name, value in given.items():
+        try:
+            _plain(tree, name)
+        except OmegaConfBaseException as error:
+            reason = str(error).splitlines()[0]
+            errors.append(ConfigError(f"cannot be resolved: {reason}", field=name, got=value))
+    for problem in errors:
+        OmegaConf.update(tree, str(problem.field), defaults[str(problem.field)], merge=False)
+    values = OmegaConf.to_container(tree, resolve=True)
+    assert isinstance(values, dict)
+    return {str(name): value for name, value in values.items()}, errors
+
+
+def _default(key: Key) -> Any:
+    """A key's default for OmegaConf; the empty text stands in for a required key that is missing."""
+    if key.inherits is not None:
+        return f"${{{key.inherits}}}"
+    return "" if key.default is REQUIRED else key.default
+
+
+def _plain(tree: DictConfig, name: str) -> Any:
+    value = OmegaConf.select(tree, name)
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+
+
+def _invalid(
+    root: type[Section], given: Mapping[str, Any], values: Mapping[str, Any], details: list[ErrorDetails]
+) -> list[ConfigError]:
+    """One error for each given key whose value pydantic refused, an inherited one at its source."""
+    errors: dict[str, ConfigError] = {}
+    for detail in details:
+        name = _name_of(root, detail["loc"])
+        key = keys(root)[name]
+        while name not in given:
+            inherits = keys(root)[name].inherits
+            assert inherits is not None, f"the default of {name} is not valid: {detail}"
+            name = inherits
+        got: Any = values
+        for part in name.split("."):
+            got = got[part]
+        errors.setdefault(name, _refused(name, got, key.expected, detail))
+    return list(errors.values())
+
+
+def _name_of(root: type[Section], loc: tuple[int | str, ...]) -> str:
+    """The key in which pydantic found an error."""
+    paths = (".".join(str(part) for part in loc[:end]) for end in range(len(loc), 0, -1))
+    return next(path for path in paths if path in keys(root))
+
+
+_OUT_OF_RANGE = {"greater_than", "greater_than_equal", "less_than", "less_than_equal", "finite_number"}
+
+
+def _refused(name: str, got: Any, expected: str, detail: ErrorDetails) -> ConfigError:
+    kind = detail["type"]
+    message, remedy = "wrong type", None
+    if kind in _OUT_OF_RANGE:
+        message = "out of range"
+    elif kind == "unknown_name":
+        message, remedy = "unknown value", detail["ctx"]["remedy"]
+    elif kind == "literal_error":
+        message = "unknown value"
+        remedy = nearest_remedy(str(got), expected.removeprefix("one of ").split(", "))
+    elif kind == "string_type" and isinstance(got, (int, float)):
+        remedy = f"to give it as text quote it twice: {name}='\"{got}\"'"
+    return ConfigError(message, field=name, got=shown(got), expected=expected, remedy=remedy)
+
+
+def _with_heirs(root: type[Section], given: Mapping[str, Any], bad: frozenset[str]) -> frozenset[str]:
+    """`bad` and the keys that would have inherited a value from one of them."""
+    known = keys(root)
+
+    def tainted(name: str | None) -> bool:
+        return name is not None and (name in bad or (name not in given and tainted(known[name].inherits)))
+
+    return frozenset(name for name in known if tainted(name))
+
+
+def _unset(root: type[Section], config: Section, name: str) -> Any:
+    """What the key's value would be had nobody set it."""
+    key = keys(root)[name]
+    return value_at(config, key.inherits) if key.inherits is not None else key.default

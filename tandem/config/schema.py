@@ -1,0 +1,152 @@
+"""A config's keys as one flat table, read off its section types."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import annotated_types
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from tandem.config.section import OneOf, Section, nearest_remedy
+from tandem.errors import ConfigError
+
+REQUIRED = PydanticUndefined
+"""The default of a key without one."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key.
+
+    Attributes:
+        name: the dotted path from the root.
+        default: its value when nobody sets it; REQUIRED if there is none. Meaningless with `inherits`.
+        inherits: the dotted path of the key whose value stands in, if any.
+        info: pydantic's declaration.
+    """
+
+    name: str
+    default: Any
+    inherits: str | None
+    info: FieldInfo
+
+    @property
+    def required(self) -> bool:
+        return self.default is REQUIRED and self.inherits is None
+
+    @property
+    def read_by(self) -> tuple[str, ...]:
+        """Modules that act on it."""
+        assert isinstance(self.info.json_schema_extra, dict)
+        return tuple(f"tandem.{part}" for part in str(self.info.json_schema_extra["read_by"]).split(", "))
+
+    @property
+    def expected(self) -> str:
+        """The type and limits in words."""
+        return _words(self.info.annotation, self.info.metadata)
+
+
+@cache
+def keys(root: type[Section]) -> Mapping[str, Key]:
+    """All keys of a config by dotted path, in the order of their declaration."""
+    return {item.name: item for item in _walk(root, None, "")}
+
+
+@cache
+def sections(root: type[Section]) -> frozenset[str]:
+    """The dotted paths that hold keys."""
+    return frozenset(
+        name.rsplit(".", depth)[0] for name in keys(root) for depth in range(1, name.count(".") + 1)
+    )
+
+
+def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """A dict of dicts from values by dotted path."""
+    out: dict[str, Any] = {}
+    for name, value in flat.items():
+        *parents, leaf = name.split(".")
+        at = out
+        for parent in parents:
+            at = at.setdefault(parent, {})
+        at[leaf] = value
+    return out
+
+
+def value_at(config: Section, name: str) -> Any:
+    """The value of a key in a loaded config."""
+    value: Any = config
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def unknown_key(name: str, known: Iterable[str]) -> ConfigError:
+    """The error for a key that does not exist, with the nearest that does. Keys of the same last
+    name come first: it may be the section that was mistaken."""
+    names = list(known)
+    leaf = name.rsplit(".", 1)[-1]
+    same_leaf = [other for other in names if other.rsplit(".", 1)[-1] == leaf]
+    remedy = nearest_remedy(name, same_leaf, cutoff=0.0) or nearest_remedy(name, names)
+    return ConfigError("unknown key", field=name, remedy=remedy or "`tandem config show` lists all keys")
+
+
+def shown(value: Any) -> str:
+    """A value as YAML would spell it, on one line."""
+    return json.dumps(value, default=str, ensure_ascii=False)
+
+
+def _walk(section: type[Section], preset: Section | None, at: str) -> Iterator[Key]:
+    """The keys of `section`, which lies at path `at`; `preset` is the parent's default for it."""
+    for name, info in section.model_fields.items():
+        path = f"{at}{name}"
+        is_preset = preset is not None and name in preset.model_fields_set
+        default = getattr(preset, name) if is_preset else info.default
+        if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
+            yield from _walk(info.annotation, None if default is REQUIRED else default, f"{path}.")
+            continue
+        extra = info.json_schema_extra
+        assert isinstance(extra, dict), f"{path} is not declared with key()"
+        inherits = extra["inherits"]
+        if isinstance(inherits, str) and inherits.startswith("."):
+            inherits = at + inherits[1:]
+        yield Key(path, default, None if is_preset or inherits is None else str(inherits), info)
+
+
+_SIMPLE = {int: "integer", float: "number", bool: "true or false", str: "text", dict: "mapping"}
+
+
+def _words(annotation: Any, metadata: Sequence[Any] = ()) -> str:
+    """A type and its limits in words."""
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _words(parts[0], [*parts[1:], *metadata])
+    if origin in (UnionType, Union):
+        (inner,) = (part for part in parts if part is not NoneType)
+        return f"{_words(inner, metadata)}, or null"
+    if origin is Literal:
+        return "one of " + ", ".join(parts)
+    if origin is tuple:
+        many = "or a list of such" if parts[-1] is Ellipsis else f"{len(parts)} of them in a list"
+        return f"{_words(parts[0])}, {many}"
+    named = next((str(item) for item in metadata if isinstance(item, OneOf)), None)
+    limits = " and ".join(words for item in metadata if (words := _limit(item)))
+    return f"{named or _SIMPLE[origin or annotation]} {limits}".rstrip()
+
+
+def _limit(item: Any) -> str | None:
+    match item:
+        case annotated_types.Ge(ge=bound):
+            return f">= {bound}"
+        case annotated_types.Gt(gt=bound):
+            return f"> {bound}"
+        case annotated_types.Le(le=bound):
+            return f"<= {bound}"
+        case annotated_types.Lt(lt=bound):
+            return f"< {bound}"
+    return None

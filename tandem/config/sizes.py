@@ -1,0 +1,65 @@
+"""The sizes that follow from a config, for `--dry-run`."""
+
+from __future__ import annotations
+
+from tandem.config.root import TrainConfig
+from tandem.config.unused import uses_critic
+
+
+def derived(config: TrainConfig, *, train_rows: int | None = None) -> dict[str, int | str]:
+    """Sizes by name, in reading order; lengths and budgets are in tokens.
+
+    Args:
+        config: the loaded config.
+        train_rows: training prompts after filtering, where known: with it come the steps of the run.
+    """
+    data, policy, trainer = config.data, config.actor_rollout_ref, config.trainer
+    actor = policy.actor
+    prompts, n = data.train_batch_size, policy.rollout.n
+    mini_batches = prompts // actor.ppo_mini_batch_size
+    sizes: dict[str, int | str] = {
+        "devices": trainer.world_size,
+        "prompts per step": prompts,
+        "samples per step": prompts * n,
+        "longest sequence": data.max_prompt_length + data.max_response_length,
+        "tokens per step at most": prompts * n * (data.max_prompt_length + data.max_response_length),
+        "actor mini-batches per step": mini_batches,
+        "samples per actor mini-batch": actor.ppo_mini_batch_size * n,
+        "actor optimizer steps per step": mini_batches * actor.ppo_epochs,
+        "micro-batches, actor update": str(actor.train_batching),
+        "micro-batches, old log-probs": str(policy.rollout.log_prob_batching),
+    }
+    if config.needs_reference:
+        sizes["micro-batches, reference log-probs"] = str(policy.ref.log_prob_batching)
+    if uses_critic(config):
+        sizes |= _critic_sizes(config)
+    if train_rows is not None:
+        sizes["steps per epoch"] = train_rows // prompts
+    steps = total_steps(config, train_rows)
+    if steps is not None:
+        sizes["steps"] = steps
+        sizes["actor optimizer steps"] = (
+            max(0, steps - trainer.critic_warmup) * mini_batches * actor.ppo_epochs
+        )
+    return sizes
+
+
+def total_steps(config: TrainConfig, train_rows: int | None) -> int | None:
+    """Training steps of the run; None where that depends on an unknown number of rows. An epoch's
+    last, incomplete batch is left out."""
+    if config.trainer.total_training_steps is not None:
+        return config.trainer.total_training_steps
+    if train_rows is None:
+        return None
+    return train_rows // config.data.train_batch_size * config.trainer.total_epochs
+
+
+def _critic_sizes(config: TrainConfig) -> dict[str, int | str]:
+    critic = config.critic
+    mini_batches = config.data.train_batch_size // critic.ppo_mini_batch_size
+    return {
+        "critic mini-batches per step": mini_batches,
+        "critic optimizer steps per step": mini_batches * critic.ppo_epochs,
+        "micro-batches, critic update": str(critic.train_batching),
+        "micro-batches, values": str(critic.forward_batching),
+    }

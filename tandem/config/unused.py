@@ -1,0 +1,274 @@
+"""Keys that count only together with others. Setting one where it does nothing is an error if it
+would change results, a notice if it only concerns speed, memory or a part that does not run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from tandem.config.optim import OptimConfig
+from tandem.config.root import TrainConfig
+from tandem.config.schema import value_at
+from tandem.config.section import Section
+from tandem.config.sft import SFTConfig
+from tandem.config.tables import loss_options, needs
+from tandem.errors import ConfigError
+
+C = TypeVar("C", bound=Section)
+
+POLICY = "actor_rollout_ref"
+ACTOR, REF, ROLLOUT = f"{POLICY}.actor", f"{POLICY}.ref", f"{POLICY}.rollout"
+
+
+@dataclass(frozen=True)
+class Use(Generic[C]):
+    """When some keys count.
+
+    Attributes:
+        keys: dotted paths; one that ends in a dot stands for everything below it.
+        reads: the keys that `applies` looks at.
+        applies: whether the keys count.
+        condition: the same in words: "counts only <condition>".
+        neutral: values that ask for nothing, so that they may stand where the key does not count.
+    """
+
+    keys: tuple[str, ...]
+    reads: tuple[str, ...]
+    applies: Callable[[C], bool]
+    condition: str
+    neutral: tuple[Any, ...] = ()
+
+    def unused(self, config: C, changed: frozenset[str], bad: frozenset[str]) -> list[str]:
+        """The changed keys that do nothing, in alphabetical order."""
+        if bad.intersection(self.reads) or self.applies(config):
+            return []
+        prefixes = tuple(key for key in self.keys if key.endswith("."))
+        mine = (key for key in changed - bad if key in self.keys or (prefixes and key.startswith(prefixes)))
+        return sorted(key for key in mine if value_at(config, key) not in self.neutral)
+
+
+def unused_errors(
+    uses: Sequence[Use[C]], config: C, changed: frozenset[str], bad: frozenset[str]
+) -> Iterator[ConfigError]:
+    """An error for each key that does nothing although it says what should come out."""
+    for use in uses:
+        for name in use.unused(config, changed, bad):
+            yield ConfigError(
+                "has no effect",
+                field=name,
+                got=value_at(config, name),
+                expected=f"set only {use.condition}",
+                remedy="set that too, or remove this key",
+            )
+
+
+def unused_notices(
+    uses: Sequence[Use[C]], config: C, changed: frozenset[str], bad: frozenset[str]
+) -> Iterator[str]:
+    """A sentence for each reason why keys do nothing; a key appears in one."""
+    told: set[str] = set()
+    for use in uses:
+        names = [name for name in use.unused(config, changed, bad) if name not in told]
+        told.update(names)
+        if names:
+            yield f"{', '.join(names)}: no effect; counts only {use.condition}."
+
+
+def option_applies(option: str) -> Callable[[TrainConfig], bool]:
+    """Whether the advantage estimator takes `option`; a user's own might."""
+
+    def applies(config: TrainConfig) -> bool:
+        known = needs(config.algorithm.adv_estimator)
+        return known is None or option in known.options
+
+    return applies
+
+
+def uses_critic(config: TrainConfig) -> bool:
+    """Whether the advantage estimator needs a critic; a user's own might."""
+    known = needs(config.algorithm.adv_estimator)
+    return known is None or known.critic
+
+
+def _clips(config: TrainConfig) -> bool:
+    options = loss_options(config.actor_rollout_ref.actor.policy_loss.loss_mode)
+    return options is None or "clip_ratio_low" in options
+
+
+def _scales(config: TrainConfig) -> bool:
+    modes = (config.actor_rollout_ref.actor.loss_agg_mode, config.critic.loss_agg_mode)
+    return "seq-mean-token-sum-norm" in modes
+
+
+def _schedule(at: str, get: Callable[[C], OptimConfig]) -> list[Use[C]]:
+    """The rules of one optimizer section, which lies at path `at`."""
+    kind, steps, ratio = f"{at}.lr_scheduler_type", f"{at}.lr_warmup_steps", f"{at}.lr_warmup_steps_ratio"
+    return [
+        Use(
+            (f"{at}.min_lr_ratio",),
+            (kind,),
+            lambda config: get(config).lr_scheduler_type != "constant",
+            f"with {kind}=linear or cosine",
+        ),
+        Use((ratio,), (steps,), lambda config: get(config).lr_warmup_steps < 0, f"without {steps}", (0,)),
+        Use(
+            (f"{at}.total_training_steps",),
+            (kind, ratio),
+            lambda config: (
+                get(config).lr_scheduler_type != "constant" or get(config).lr_warmup_steps_ratio > 0
+            ),
+            f"with {kind}=linear or cosine, or with {ratio}",
+        ),
+    ]
+
+
+def _cut(by_tokens: str, samples: str, tokens: str) -> list[Use[Any]]:
+    """The rules of one phase's micro-batches: either its token key counts or its sample key."""
+    return [
+        Use(
+            (samples,),
+            (by_tokens,),
+            lambda config: not value_at(config, by_tokens),
+            f"with {by_tokens}=false",
+        ),
+        Use(
+            (tokens,),
+            (by_tokens,),
+            lambda config: bool(value_at(config, by_tokens)),
+            f"with {by_tokens}=true",
+        ),
+    ]
+
+
+_RESUME: Use[Any] = Use(
+    ("trainer.resume_from_path",),
+    ("trainer.resume_mode",),
+    lambda config: config.trainer.resume_mode == "resume_path",
+    "with trainer.resume_mode=resume_path",
+)
+
+TRAIN_ERRORS: list[Use[TrainConfig]] = [
+    Use(
+        (f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type"),
+        (f"{ACTOR}.use_kl_loss",),
+        lambda config: config.actor_rollout_ref.actor.use_kl_loss,
+        f"with {ACTOR}.use_kl_loss=true",
+        neutral=(0,),
+    ),
+    Use(
+        ("algorithm.kl_penalty", "algorithm.kl_ctrl."),
+        ("algorithm.use_kl_in_reward",),
+        lambda config: config.algorithm.use_kl_in_reward,
+        "with algorithm.use_kl_in_reward=true",
+        neutral=(0,),
+    ),
+    Use(
+        ("algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl"),
+        ("algorithm.kl_ctrl.type", "algorithm.use_kl_in_reward"),
+        lambda config: config.algorithm.kl_ctrl.type == "adaptive" or not config.algorithm.use_kl_in_reward,
+        "with algorithm.kl_ctrl.type=adaptive",
+    ),
+    *(
+        Use(
+            (f"algorithm.{option}",),
+            ("algorithm.adv_estimator",),
+            option_applies(option),
+            f"with an algorithm.adv_estimator that takes {option}",
+        )
+        for option in ("gamma", "lam", "norm_adv_by_std_in_grpo")
+    ),
+    Use(
+        tuple(
+            f"{ACTOR}.{name}" for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
+        ),
+        (f"{ACTOR}.policy_loss.loss_mode",),
+        _clips,
+        f"with an {ACTOR}.policy_loss.loss_mode that clips",
+    ),
+    Use(
+        (f"{ACTOR}.loss_scale_factor",),
+        (f"{ACTOR}.loss_agg_mode", "critic.loss_agg_mode"),
+        _scales,
+        f"with {ACTOR}.loss_agg_mode=seq-mean-token-sum-norm",
+    ),
+    Use(
+        ("custom_reward_function.name", "custom_reward_function.reward_kwargs"),
+        ("custom_reward_function.path",),
+        lambda config: config.custom_reward_function.path is not None,
+        "with custom_reward_function.path",
+    ),
+    Use(
+        ("trainer.critic_warmup",),
+        ("algorithm.adv_estimator",),
+        uses_critic,
+        "with an algorithm.adv_estimator that has a critic",
+    ),
+    *_schedule(f"{ACTOR}.optim", lambda config: config.actor_rollout_ref.actor.optim),
+    *_schedule("critic.optim", lambda config: config.critic.optim),
+    _RESUME,
+]
+
+TRAIN_NOTICES: list[Use[TrainConfig]] = [
+    Use(
+        ("critic.",),
+        ("algorithm.adv_estimator",),
+        uses_critic,
+        "with an algorithm.adv_estimator that has a critic",
+    ),
+    Use(
+        (f"{REF}.",),
+        (f"{ACTOR}.use_kl_loss", "algorithm.use_kl_in_reward"),
+        lambda config: config.needs_reference,
+        f"with {ACTOR}.use_kl_loss=true or algorithm.use_kl_in_reward=true",
+    ),
+    Use(
+        ("data.val_batch_size", "data.val_max_samples", f"{ROLLOUT}.val_kwargs."),
+        ("data.val_files",),
+        lambda config: bool(config.data.val_files),
+        "with data.val_files",
+    ),
+    Use(
+        tuple(f"{ROLLOUT}.val_kwargs.{name}" for name in ("temperature", "top_k", "top_p")),
+        (f"{ROLLOUT}.val_kwargs.do_sample",),
+        lambda config: config.actor_rollout_ref.rollout.val_kwargs.do_sample,
+        f"with {ROLLOUT}.val_kwargs.do_sample=true (without it validation is greedy)",
+    ),
+    Use(
+        tuple(f"{ROLLOUT}.{name}" for name in ("runner", "gpu_memory_utilization")),
+        (f"{ROLLOUT}.name",),
+        lambda config: config.actor_rollout_ref.rollout.name == "native",
+        f"with {ROLLOUT}.name=native",
+    ),
+    Use(("data.seed",), ("data.shuffle",), lambda config: config.data.shuffle, "with data.shuffle=true"),
+    *_cut(
+        f"{ACTOR}.use_dynamic_bsz",
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu",
+        f"{ACTOR}.ppo_max_token_len_per_gpu",
+    ),
+    *(
+        use
+        for at in (REF, ROLLOUT)
+        for use in _cut(
+            f"{at}.log_prob_use_dynamic_bsz",
+            f"{at}.log_prob_micro_batch_size_per_gpu",
+            f"{at}.log_prob_max_token_len_per_gpu",
+        )
+    ),
+    *(
+        use
+        for phase in ("ppo", "forward")
+        for use in _cut(
+            "critic.use_dynamic_bsz",
+            f"critic.{phase}_micro_batch_size_per_gpu",
+            f"critic.{phase}_max_token_len_per_gpu",
+        )
+    ),
+]
+
+SFT_ERRORS: list[Use[SFTConfig]] = [*_schedule("optim", lambda config: config.optim), _RESUME]
+
+SFT_NOTICES: list[Use[SFTConfig]] = [
+    Use(("data.seed",), ("data.shuffle",), lambda config: config.data.shuffle, "with data.shuffle=true"),
+    *_cut("use_dynamic_bsz", "micro_batch_size_per_gpu", "max_token_len_per_gpu"),
+]

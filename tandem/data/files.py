@@ -1,0 +1,187 @@
+"""Reads parquet and JSON-lines files into one table; every error names the file."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.json as pa_json
+import pyarrow.parquet as pa_parquet
+
+from tandem.errors import DataError
+
+CHUNK_ROWS = 1024
+JSON_SUFFIXES = (".jsonl", ".json")
+JSON_BLOCK_BYTES = 64 << 20
+"""The longest line of a JSON-lines file; Arrow's default, 1 MiB, is less than a long conversation."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataFiles:
+    """The rows of all files below each other.
+
+    Attributes:
+        table: the columns asked for, as far as they exist.
+        paths: one per file.
+        starts: the number in the table of each file's first row.
+    """
+
+    table: pa.Table
+    paths: tuple[Path, ...]
+    starts: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return int(self.table.num_rows)
+
+    @property
+    def columns(self) -> list[str]:
+        return list(self.table.column_names)
+
+    def where(self, row: int) -> str:
+        """A row's name in messages: its number in its file, and the file if there are several."""
+        place = bisect_right(self.starts, row) - 1
+        file = f"{self.paths[place].name} " if len(self.paths) > 1 else ""
+        return f"{file}row {row - self.starts[place]}"
+
+    @property
+    def names(self) -> str:
+        """The files, for messages."""
+        return ", ".join(map(str, self.paths))
+
+    def records(self, columns: Sequence[str] | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
+        """(number, row as Python objects) of every row, converted a chunk at a time."""
+        table = self.table if columns is None else self.table.select(list(columns))
+        for start in range(0, len(self), CHUNK_ROWS):
+            yield from enumerate(table.slice(start, CHUNK_ROWS).to_pylist(), start)
+
+    def take(self, rows: Sequence[int] | np.ndarray) -> list[dict[str, Any]]:
+        """The rows of these numbers, in that order."""
+        taken: list[dict[str, Any]] = self.table.take(pa.array(rows, pa.int64())).to_pylist()
+        return taken
+
+
+def read_files(
+    files: str | Sequence[str],
+    *alternatives: Sequence[str],
+    optional: Sequence[str] = (),
+    max_samples: int = -1,
+) -> DataFiles:
+    """Reads the columns of the first alternative that all files have.
+
+    Args:
+        files: one path or several; `.jsonl` and `.json` hold one object per line, all others are parquet.
+        alternatives: sets of columns, one of which must be there.
+        optional: further columns, read where they are there.
+        max_samples: keep the first so many rows of all files together; -1 keeps all.
+
+    Raises:
+        DataError: no file is named; max_samples is out of range; a file is missing, unreadable, empty or
+            lacks columns; two files have different types in one column.
+    """
+    paths = [Path(file).expanduser() for file in ([files] if isinstance(files, str) else files)]
+    if not paths:
+        raise DataError("no data file is named", field="files", expected="at least one path")
+    if max_samples < -1 or max_samples == 0:
+        raise DataError("out of range", field="max_samples", got=max_samples, expected="-1 (all) or >= 1")
+    opened = [_open(path) for path in paths]
+    wanted = _shared_columns(opened, alternatives)
+    tables = [_read(file, [*wanted, *optional]) for file in opened]
+    starts = [0]
+    for table in tables[:-1]:
+        starts.append(starts[-1] + table.num_rows)
+    try:
+        whole = pa.concat_tables(tables, promote_options="permissive")
+    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+        raise DataError(
+            "the files have different types in one column",
+            field=", ".join(map(str, paths)),
+            got=error,
+            expected="columns of the same names to have the same types",
+            remedy="write the files anew with equal types, or train on one of them",
+        ) from error
+    if max_samples > 0:
+        whole = whole.slice(0, max_samples)
+    # One chunk per column: taking rows out of many chunks would copy the whole column each time.
+    return DataFiles(whole.combine_chunks(), tuple(paths), tuple(starts))
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    path: Path
+    columns: list[str]
+    read: Callable[[list[str]], pa.Table]
+
+
+def _open(path: Path) -> _File:
+    if not path.is_file():
+        raise DataError(
+            "is a folder" if path.is_dir() else "no such data file",
+            field=str(path),
+            expected="a parquet or .jsonl file",
+            remedy="check data.train_files and data.val_files; paths are relative to the working folder",
+        )
+    if path.stat().st_size == 0:
+        raise _empty(path)
+    try:
+        if path.suffix in JSON_SUFFIXES:
+            table = pa_json.read_json(path, read_options=pa_json.ReadOptions(block_size=JSON_BLOCK_BYTES))
+            return _File(path, table.column_names, table.select)
+        parquet = pa_parquet.ParquetFile(path)
+        return _File(path, parquet.schema_arrow.names, lambda columns: parquet.read(columns=columns))
+    except (OSError, pa.ArrowException) as error:
+        raise _unreadable(path, error) from error
+
+
+def _shared_columns(files: list[_File], alternatives: Sequence[Sequence[str]]) -> list[str]:
+    """The first alternative whose columns all files have."""
+    for wanted in alternatives:
+        if all(set(wanted) <= set(file.columns) for file in files):
+            return list(wanted)
+    expected = " or ".join(", ".join(wanted) for wanted in alternatives)
+    for file in files:
+        missing = [[name for name in wanted if name not in file.columns] for wanted in alternatives]
+        if all(missing):
+            raise DataError(
+                "missing column " + " or ".join(" and ".join(map(repr, names)) for names in missing),
+                field=str(file.path),
+                got=f"columns {', '.join(file.columns)}",
+                expected=expected,
+                remedy="rename the columns, or name yours with data.prompt_key, data.reward_fn_key, "
+                "data.response_key, data.messages_key",
+            )
+    raise DataError(
+        "the files have different columns",
+        field=", ".join(str(file.path) for file in files),
+        got="; ".join(", ".join(file.columns) for file in files),
+        expected=f"{expected}, the same in every file",
+    )
+
+
+def _read(file: _File, columns: list[str]) -> pa.Table:
+    try:
+        table = file.read([name for name in columns if name in file.columns])
+    except (OSError, pa.ArrowException) as error:
+        raise _unreadable(file.path, error) from error
+    if table.num_rows == 0:
+        raise _empty(file.path)
+    return table
+
+
+def _empty(path: Path) -> DataError:
+    return DataError("the data file is empty", field=str(path), got="0 rows", expected="at least one row")
+
+
+def _unreadable(path: Path, error: Exception) -> DataError:
+    kind = "JSON-lines" if path.suffix in JSON_SUFFIXES else "parquet"
+    return DataError(
+        f"not a readable {kind} file",
+        field=str(path),
+        got=str(error).splitlines()[0],
+        expected="a parquet or .jsonl file",
+        remedy="write the file anew; it may be cut off or of another format",
+    )

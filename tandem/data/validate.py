@@ -1,0 +1,89 @@
+"""What is wrong with rows of data files: found for all rows first, then said in one error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tandem.errors import DataError
+
+SHOWN = 10
+"""Rows named in a message; the rest is counted."""
+
+
+class RowProblems:
+    """Collects what is wrong with single rows.
+
+    Args:
+        where: a row number to its name in messages.
+    """
+
+    def __init__(self, where: Callable[[int], str]) -> None:
+        self._where = where
+        self._shown: list[str] = []
+        self.count = 0
+
+    def add(self, row: int, problem: str) -> None:
+        self.count += 1
+        if len(self._shown) < SHOWN:
+            self._shown.append(f"{self._where(row)}: {problem}")
+
+    def raise_if_any(self, message: str, *, field: str, expected: str, remedy: str) -> None:
+        """
+        Raises:
+            DataError: something was added; names the first rows and what is wrong with each.
+        """
+        if not self.count:
+            return
+        more = [f"and {self.count - SHOWN} more"] if self.count > SHOWN else []
+        raise DataError(
+            f"{self.count} row(s) {message}",
+            field=field,
+            got="\n            ".join([*self._shown, *more]),
+            expected=expected,
+            remedy=remedy,
+        )
+
+
+def conversation_problem(value: Any) -> str | None:
+    """What keeps `value` from being a list of {role, content} with text in both; None if nothing does."""
+    if not isinstance(value, list):
+        return f"not a list of messages but {kind(value)}"
+    if not value:
+        return "an empty list of messages"
+    for place, message in enumerate(value):
+        if not isinstance(message, dict):
+            return f"message {place} is not {{role, content}} but {kind(message)}"
+        for key in ("role", "content"):
+            if not isinstance(message.get(key), str):
+                state = f"is {kind(message[key])}" if key in message else "is missing"
+                return f"message {place}: '{key}' {state}, not text"
+    return None
+
+
+def prompt_problem(value: Any) -> str | None:
+    """None for non-empty text (taken as already formatted) and for a conversation."""
+    if isinstance(value, str):
+        return None if value else "an empty text"
+    return conversation_problem(value)
+
+
+def reward_problem(row: dict[str, Any], reward_fn_key: str) -> str | None:
+    """What the reward will lack in this row: its data source, its ground truth."""
+    source = row[reward_fn_key]
+    if not isinstance(source, str) or not source:
+        return f"{reward_fn_key} is {source!r}, not a name"
+    model = row["reward_model"]
+    if not isinstance(model, dict):
+        return f"reward_model is {kind(model)}, not {{style, ground_truth}}"
+    if model.get("ground_truth") is None:
+        return "reward_model has no ground_truth"
+    extra = row.get("extra_info")
+    if extra is not None and not isinstance(extra, dict):
+        return f"extra_info is {kind(extra)}, not a mapping"
+    return None
+
+
+def kind(value: Any) -> str:
+    """A value's kind in plain words."""
+    return "null" if value is None else f"of type {type(value).__name__}"

@@ -1,0 +1,96 @@
+"""What every in-process engine checks of a request before it is queued, and of logits afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from tandem.errors import EngineError
+from tandem.protocol import Request
+
+
+def check_new(
+    requests: Sequence[Request], known: Collection[tuple[str, int]], max_length: int, can_decode: bool
+) -> None:
+    """Refuses requests that can never run.
+
+    Raises:
+        EngineError: a duplicate id, an empty prompt, a sequence beyond `max_length`, stop strings
+            without a tokenizer.
+    """
+    seen = set(known)
+    for request in requests:
+        if request.id in seen:
+            raise EngineError(
+                "this request is already there", field="id", got=request.id, expected="a new id"
+            )
+        seen.add(request.id)
+        length = len(request.prompt_ids) + request.params.max_tokens
+        if not len(request.prompt_ids):
+            raise EngineError(
+                "empty prompt", field="prompt_ids", got=request.id, expected="at least one token"
+            )
+        if length > max_length:
+            raise EngineError(
+                f"request {request.id} can grow beyond the longest sequence",
+                field="prompt_ids + max_tokens",
+                got=f"{len(request.prompt_ids)} + {request.params.max_tokens} = {length} tokens",
+                expected=f"<= {max_length}",
+                remedy="shorten the prompt or max_tokens, or raise data.max_response_length",
+            )
+        if request.params.stop and not can_decode:
+            raise EngineError(
+                "stop strings need a tokenizer",
+                field="stop",
+                got=request.params.stop,
+                remedy="give the engine a tokenizer, or use stop_token_ids",
+            )
+
+
+def check_fits_model(requests: Sequence[Request], module: nn.Module) -> None:
+    """Refuses requests the model cannot take.
+
+    Raises:
+        EngineError: a sequence beyond the model's positions, a token outside its vocabulary.
+    """
+    config: Any = module.config.get_text_config()  # type: ignore[union-attr, operator]
+    positions = getattr(config, "max_position_embeddings", None)
+    for request in requests:
+        length = len(request.prompt_ids) + request.params.max_tokens
+        if positions is not None and length > positions:
+            raise EngineError(
+                f"request {request.id} can grow beyond the model's positions",
+                field="prompt_ids + max_tokens",
+                got=f"{len(request.prompt_ids)} + {request.params.max_tokens} = {length} tokens",
+                expected=f"<= max_position_embeddings = {positions}",
+                remedy="lower data.max_prompt_length or data.max_response_length",
+            )
+        low, high = int(np.min(request.prompt_ids)), int(np.max(request.prompt_ids))
+        if low < 0 or high >= config.vocab_size:
+            raise EngineError(
+                f"request {request.id} has a token outside the model's vocabulary",
+                field="prompt_ids",
+                got=low if low < 0 else high,
+                expected=f"0 to {config.vocab_size - 1}",
+                remedy="use the tokenizer that belongs to the model",
+            )
+
+
+def check_finite(log_probs_R: np.ndarray, requests: Sequence[Request], positions_R: np.ndarray) -> None:
+    """Refuses to go on from logits that are NaN or have no finite entry.
+
+    Raises:
+        EngineError: names the first such request and the position in its response.
+    """
+    bad = np.flatnonzero(~np.isfinite(log_probs_R))
+    if len(bad):
+        request, position = requests[bad[0]], int(positions_R[bad[0]])
+        raise EngineError(
+            f"logits are not finite for request {request.id} at response token {position}",
+            got=f"{len(bad)} of {len(log_probs_R)} sequences of this step",
+            expected="finite logits",
+            remedy="the weights have diverged: look at the loss and gradient norm of the last updates",
+        )

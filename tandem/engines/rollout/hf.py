@@ -1,0 +1,197 @@
+"""transformers' own `generate` on padded batches: the slow reference of the rollout engines.
+
+A batch is filled from the queue in order and runs until its last sequence has finished. The tokens
+are drawn by the same keyed sampler as in the native engine, called as a logits processor which leaves
+a single token possible; `generate` then takes it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+from tandem.engines.rollout.base import WeightSource
+from tandem.engines.rollout.borrowed import borrowed
+from tandem.engines.rollout.checks import check_fits_model, check_new
+from tandem.engines.rollout.counters import Counters
+from tandem.engines.rollout.rows import Rows, empty_sample
+from tandem.engines.rollout.sampler import RowParams
+from tandem.engines.rollout.stops import Decode
+from tandem.errors import EngineError
+from tandem.protocol import Request, Sample
+
+_ATTENTION = "sdpa"
+
+
+class HFEngine:
+    """A `RolloutEngine` in this process.
+
+    Args:
+        max_length: tokens of prompt and response together, at most.
+        max_num_seqs: sequences of one batch.
+        max_num_batched_tokens: prompt tokens of one batch, padding included; a longer prompt runs alone.
+        decode: token ids to text, for stop strings.
+        log: receives a line about every two seconds of work, between batches; None for none.
+    """
+
+    def __init__(
+        self,
+        *,
+        device: torch.device,
+        max_length: int,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int = 8192,
+        decode: Decode | None = None,
+        log: Callable[[str], None] | None = None,
+    ) -> None:
+        self._device = device
+        self._max_length = max_length
+        self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._decode = decode
+        self._counters = Counters(log)
+        self._waiting: deque[Request] = deque()
+        self._source: WeightSource | None = None
+        self._version = 0
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        known = {request.id for request in self._waiting}
+        check_new(requests, known, self._max_length, self._decode is not None)
+        if self._source is not None:
+            check_fits_model(requests, self._source.module)
+        self._waiting.extend(requests)
+
+    def pending(self) -> int:
+        return len(self._waiting)
+
+    def abort(self, ids: Sequence[tuple[str, int]], *, keep_partial: bool = False) -> list[Sample]:
+        """Nothing runs between polls, so all partial samples are empty."""
+        wanted = set(ids)
+        dropped = [request for request in self._waiting if request.id in wanted]
+        self._waiting = deque(request for request in self._waiting if request.id not in wanted)
+        return [empty_sample(request) for request in dropped] if keep_partial else []
+
+    def update_weights(self, source: WeightSource, version: int) -> None:
+        check_fits_model(list(self._waiting), source.module)
+        self._source, self._version = source, version
+
+    def sleep(self) -> None:
+        if self._waiting:
+            raise EngineError(
+                "requests are pending", got=f"{len(self._waiting)} requests", remedy="poll or abort them"
+            )
+        self._source = None
+
+    def stats(self) -> dict[str, float]:
+        return self._counters.take()
+
+    def poll(self, timeout_s: float) -> list[Sample]:
+        """Runs whole batches, at least one if anything waits."""
+        deadline = time.monotonic() + timeout_s
+        finished: list[Sample] = []
+        while self._waiting and (not finished or time.monotonic() < deadline):
+            batch = self._next_batch()
+            finished += self._generate(batch)
+            for _ in batch:
+                self._waiting.popleft()
+            self._counters.line(len(batch), len(self._waiting), 0.0)
+        return finished
+
+    def _next_batch(self) -> list[Request]:
+        batch: list[Request] = []
+        longest = 0
+        for request in self._waiting:
+            longest = max(longest, len(request.prompt_ids))
+            if batch and (
+                len(batch) == self._max_num_seqs or longest * (len(batch) + 1) > self._max_num_batched_tokens
+            ):
+                break
+            batch.append(request)
+        return batch
+
+    def _generate(self, batch: Sequence[Request]) -> list[Sample]:
+        if self._source is None:
+            raise EngineError("the engine has no weights", remedy="call update_weights before poll")
+        lengths = np.array([len(request.prompt_ids) for request in batch])
+        width = int(lengths.max())
+        ids, mask = (np.zeros((len(batch), width), dtype=np.int64) for _ in range(2))
+        for row, request in enumerate(batch):
+            ids[row, width - lengths[row] :] = request.prompt_ids
+            mask[row, width - lengths[row] :] = 1
+        writer = _Writer(batch, self._version, self._decode)
+        module: Any = self._source.module
+        with torch.no_grad(), borrowed(module, _ATTENTION), _no_generation_defaults(module):
+            module.generate(
+                input_ids=torch.from_numpy(ids).to(self._device),
+                attention_mask=torch.from_numpy(mask).to(self._device),
+                do_sample=False,
+                max_new_tokens=int(writer.rows.max_tokens.max()),
+                pad_token_id=0,
+                logits_processor=LogitsProcessorList([writer]),
+                stopping_criteria=StoppingCriteriaList([_Finished(writer)]),
+            )
+        self._counters.prefill_tokens += int(lengths.sum())
+        self._counters.decode_steps += writer.steps - 1
+        self._counters.generated_tokens += int(writer.rows.produced.sum())
+        self._counters.running(len(batch))
+        return [
+            writer.rows.sample(row, "stop" if stopped else "length")
+            for row, stopped in enumerate(writer.stopped)
+        ]
+
+
+@contextmanager
+def _no_generation_defaults(module: Any) -> Iterator[None]:
+    """Hides the checkpoint's generation_config.json, whose stop tokens and penalties nobody asked for."""
+    before = module.generation_config
+    module.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        module.generation_config = before
+
+
+class _Writer(LogitsProcessor):
+    """Samples the next token of each unfinished row and leaves it as the only possible one."""
+
+    def __init__(self, batch: Sequence[Request], version: int, decode: Decode | None) -> None:
+        self.rows = Rows(len(batch))
+        self.rows.add(batch)
+        self.done, self.stopped = np.zeros(len(batch), dtype=bool), np.zeros(len(batch), dtype=bool)
+        self.steps = 0
+        self._version = version
+        self._decode = decode
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        active = np.flatnonzero(~self.done)
+        active_R = torch.from_numpy(active).to(scores.device)
+        params = RowParams.of([self.rows.request[row].params for row in active], scores.device)
+        taken = self.rows.take(active, scores[active_R], params, self._version, self._decode)
+        self.done[active], self.stopped[active] = taken
+        self.steps += 1
+        tokens_R = torch.from_numpy(self.rows.last_token).to(scores.device)
+        return torch.full_like(scores, -torch.inf).scatter_(1, tokens_R[:, None], 0.0)
+
+
+class _Finished(StoppingCriteria):
+    """Which rows the writer has finished."""
+
+    def __init__(self, writer: _Writer) -> None:
+        self._writer = writer
+
+    def __call__(self, input_ids: Tensor, scores: object, **options: object) -> Tensor:
+        return torch.from_numpy(self._writer.done.copy()).to(input_ids.device)

@@ -1,0 +1,177 @@
+"""A lean decoder over the parameters of a transformers model of the Llama family (Llama, Mistral,
+Qwen2, Qwen3): the same arithmetic as the module, without its Python per layer.
+
+Shape suffixes: R rows, B prompts, T prompt columns, E hidden size, H key heads, G query heads per key
+head, N all heads (query then key), D head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tandem.engines.rollout.native.cache import DecodePlan, KVCache, LayerShape, Prefill
+
+_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # those whose angles depend on the position alone
+_PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+_MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+
+
+def why_not_fused(module: nn.Module, max_length: int) -> str | None:
+    """Why `FusedRunner` cannot run the model, or None if it can."""
+    config: Any = module.config
+    if config.model_type not in _MODEL_TYPES:
+        return f"model type {config.model_type} is none of {', '.join(_MODEL_TYPES)}"
+    rope = config.rope_parameters
+    if rope.get("rope_type", "default") not in _ROPE_TYPES or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        return f"rope parameters {rope}"
+    if config.hidden_act != "silu":
+        return f"activation {config.hidden_act}"
+    layer_types = getattr(config, "layer_types", None) or ()
+    window = getattr(config, "sliding_window", None)
+    slides = "sliding_attention" in layer_types or (config.model_type == "mistral" and window is not None)
+    if slides and window is not None and window < max_length:
+        return f"sliding window of {window} tokens below the {max_length} of a sequence"
+    for name, child in module.named_modules():
+        if name.endswith((*_PROJECTIONS, *_MLP, "lm_head")) and type(child) is not nn.Linear:
+            return f"{name} is a {type(child).__name__}, not a Linear"
+    return None
+
+
+_Linear = tuple[Tensor, Tensor | None]
+"""Weight and bias."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    attention_norm_E: Tensor
+    qkv: _Linear
+    qk_norm_ND: Tensor | None
+    output: _Linear
+    mlp_norm_E: Tensor
+    gate_up: _Linear
+    down: _Linear
+
+
+class FusedRunner:
+    """See `Runner`. Query, key and value weights are joined into one matrix, gate and up into another:
+    a copy of about two thirds of the layers' weights, made anew for each weight version."""
+
+    def __init__(self, module: nn.Module, max_length: int) -> None:
+        config: Any = module.config
+        model: Any = module.model
+        self.kv_heads = config.num_key_value_heads or config.num_attention_heads
+        self.group = config.num_attention_heads // self.kv_heads
+        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.eps = config.rms_norm_eps
+        self.embedding_VE: Tensor = model.embed_tokens.weight.detach()
+        self.head: _Linear = _linear(module.lm_head)
+        self.norm_E: Tensor = model.norm.weight.detach()
+        self.dtype, self.device = self.embedding_VE.dtype, self.embedding_VE.device
+        self._layers = [self._layer(layer) for layer in model.layers[: config.num_hidden_layers]]
+        self.layers = (LayerShape(self.kv_heads, self.head_dim, self.head_dim),) * len(self._layers)
+        self._cos_PND, self._sin_PND = self._rope_tables(model.rotary_emb, max_length)
+
+    def _layer(self, layer: Any) -> _Layer:
+        attention, mlp = layer.self_attn, layer.mlp
+        qk_norm = None
+        if hasattr(attention, "q_norm"):
+            query_norm = attention.q_norm.weight.detach().expand(self.kv_heads * self.group, -1)
+            qk_norm = torch.cat((query_norm, attention.k_norm.weight.detach().expand(self.kv_heads, -1)))
+        return _Layer(
+            attention_norm_E=layer.input_layernorm.weight.detach(),
+            qkv=_joined(attention.q_proj, attention.k_proj, attention.v_proj),
+            qk_norm_ND=qk_norm,
+            output=_linear(attention.o_proj),
+            mlp_norm_E=layer.post_attention_layernorm.weight.detach(),
+            gate_up=_joined(mlp.gate_proj, mlp.up_proj),
+            down=_linear(mlp.down_proj),
+        )
+
+    def _rope_tables(self, rotary: nn.Module, max_length: int) -> tuple[Tensor, Tensor]:
+        """cos and sin per position and head from the model's own rotary module. The first half of sin is
+        negated, so that a rotation is x * cos + roll(x) * sin; query heads carry the softmax scale."""
+        positions = torch.arange(max_length, device=self.device)[None]
+        cos_PD, sin_PD = (table[0] for table in rotary(self.embedding_VE[:1, None], positions))
+        half = self.head_dim // 2
+        sin_PD = torch.cat((-sin_PD[:, :half], sin_PD[:, half:]), -1)
+        scale_N1 = torch.ones(self.kv_heads * (self.group + 1), 1, dtype=self.dtype, device=self.device)
+        scale_N1[: self.kv_heads * self.group] = self.head_dim**-0.5
+        return cos_PD[:, None] * scale_N1, sin_PD[:, None] * scale_N1
+
+    def _qkv(
+        self, layer: _Layer, x_RE: Tensor, cos_RND: Tensor, sin_RND: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries (R, H*G, D), scaled, and keys (R, H, D); values (R, H, D)."""
+        heads = self.kv_heads * (self.group + 2)
+        qkv = F.linear(self._norm(x_RE, layer.attention_norm_E), *layer.qkv).view(-1, heads, self.head_dim)
+        qk_RND, value_RHD = qkv[:, : -self.kv_heads], qkv[:, -self.kv_heads :]
+        if layer.qk_norm_ND is not None:
+            qk_RND = F.rms_norm(qk_RND, (self.head_dim,), None, self.eps) * layer.qk_norm_ND
+        rolled_RND = qk_RND.roll(self.head_dim // 2, -1)
+        qk_RND = torch.addcmul(qk_RND * cos_RND, rolled_RND, sin_RND)
+        return qk_RND[:, : -self.kv_heads], qk_RND[:, -self.kv_heads :], value_RHD
+
+    def _mlp(self, layer: _Layer, x_RE: Tensor) -> Tensor:
+        gate_RI, up_RI = F.linear(self._norm(x_RE, layer.mlp_norm_E), *layer.gate_up).chunk(2, -1)
+        return _added(x_RE, F.silu(gate_RI).mul_(up_RI), layer.down)
+
+    def _norm(self, x_RE: Tensor, weight_E: Tensor) -> Tensor:
+        return F.rms_norm(x_RE, weight_E.shape, weight_E, self.eps)
+
+    def _logits(self, x_RE: Tensor) -> Tensor:
+        return F.linear(self._norm(x_RE, self.norm_E), *self.head)
+
+    def decode(self, ids_R: Tensor, plan: DecodePlan, cache: KVCache) -> Tensor:
+        x_RE = F.embedding(ids_R, self.embedding_VE)
+        cos_RND, sin_RND = self._cos_PND[plan.positions_R], self._sin_PND[plan.positions_R]
+        grouped = (-1, self.kv_heads, self.group, self.head_dim)
+        for index, layer in enumerate(self._layers):
+            query, key, value = self._qkv(layer, x_RE, cos_RND, sin_RND)
+            cache.write(index, plan, key, value)
+            attended = cache.attend(index, plan, query.reshape(grouped))
+            x_RE = self._mlp(layer, _added(x_RE, attended.flatten(1), layer.output))
+        return self._logits(x_RE)
+
+    def prefill(self, ids_BT: Tensor, lengths_B: Tensor) -> Prefill:
+        prompts, width = ids_BT.shape
+        x_RE = F.embedding(ids_BT.flatten(), self.embedding_VE)
+        cos_RND, sin_RND = (table[:width].repeat(prompts, 1, 1) for table in (self._cos_PND, self._sin_PND))
+        keys, values = [], []
+        for layer in self._layers:
+            query, key, value = (
+                part.reshape(prompts, width, -1, self.head_dim).transpose(1, 2)
+                for part in self._qkv(layer, x_RE, cos_RND, sin_RND)
+            )
+            keys.append(key)
+            values.append(value)
+            attended = F.scaled_dot_product_attention(
+                query, key, value, is_causal=True, scale=1.0, enable_gqa=self.group > 1
+            )
+            x_RE = self._mlp(
+                layer, _added(x_RE, attended.transpose(1, 2).reshape(len(x_RE), -1), layer.output)
+            )
+        last_B = torch.arange(prompts, device=ids_BT.device) * width + lengths_B - 1
+        return Prefill(keys, values, self._logits(x_RE[last_B]))
+
+
+def _linear(linear: Any) -> _Linear:
+    return linear.weight.detach(), None if linear.bias is None else linear.bias.detach()
+
+
+def _joined(*linears: Any) -> _Linear:
+    """One linear map whose outputs are those of all; they have all a bias or none."""
+    weights, biases = zip(*(_linear(linear) for linear in linears), strict=True)
+    return torch.cat(weights), None if biases[0] is None else torch.cat(biases)
+
+
+def _added(x_RE: Tensor, y_RI: Tensor, linear: _Linear) -> Tensor:
+    """x + linear(y) in one pass over the result."""
+    weight, bias = linear
+    out = torch.addmm(x_RE, y_RI, weight.t())
+    return out if bias is None else out.add_(bias)

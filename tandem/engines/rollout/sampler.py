@@ -1,0 +1,175 @@
+"""Draws tokens from logits by inverting the cumulative distribution at one given uniform number per row.
+
+Shape suffixes: R rows, V vocabulary, C candidates (the likeliest tokens, in falling order).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tandem.protocol import SamplingParams
+
+_BLOCK = 128  # tokens per block of the two-level search
+_FIRST_CANDIDATES = 256
+
+
+class Drawn(NamedTuple):
+    """One token per row.
+
+    Attributes:
+        tokens_R: int64.
+        log_probs_R: nats under the distribution drawn from; a greedy token's under the untempered one.
+        untruncated_R: nats after temperature, before top-k and top-p.
+    """
+
+    tokens_R: Tensor
+    log_probs_R: Tensor
+    untruncated_R: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RowParams:
+    """Sampling parameters of R rows on the device, and which paths they need.
+
+    Attributes:
+        temperature_R: float64; 1 for greedy rows.
+        greedy_R: bool.
+        top_k_R: int64; the vocabulary's bound where there is none.
+        top_p_R: float64.
+        greedy: (none, some, all) greedy rows as 0, 1, 2.
+        tempered: whether any temperature differs from 1.
+        truncated_rows: indices of rows with top-k or top-p, or None.
+    """
+
+    temperature_R: Tensor
+    greedy_R: Tensor
+    top_k_R: Tensor
+    top_p_R: Tensor
+    greedy: int
+    tempered: bool
+    truncated_rows: Tensor | None
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams], device: torch.device) -> RowParams:
+        truncated = [row for row, p in enumerate(params) if p.truncated]
+        n_greedy = sum(p.greedy for p in params)
+
+        def column(values: list[float] | list[int] | list[bool], dtype: torch.dtype) -> Tensor:
+            return torch.tensor(values, dtype=dtype).to(device)
+
+        return cls(
+            temperature_R=column([p.temperature or 1.0 for p in params], torch.float64),
+            greedy_R=column([p.greedy for p in params], torch.bool),
+            top_k_R=column([p.top_k if p.top_k > 0 else 2**31 for p in params], torch.int64),
+            top_p_R=column([p.top_p for p in params], torch.float64),
+            greedy=0 if n_greedy == 0 else 2 if n_greedy == len(params) else 1,
+            tempered=any(p.temperature not in (0.0, 1.0) for p in params),
+            truncated_rows=column(truncated, torch.int64) if truncated else None,
+        )
+
+
+def sample(logits_RV: Tensor, uniforms_R: Tensor, params: RowParams) -> Drawn:
+    """One token per row. Half-precision logits are widened to float32, float64 stays.
+
+    NaN in a row's logits, or nothing but -inf, gives that row a NaN log-prob.
+
+    Args:
+        logits_RV: any floating dtype; not changed.
+        uniforms_R: float64 in [0, 1).
+    """
+    assert logits_RV.shape[0] == len(uniforms_R) == len(params.greedy_R)
+    scores_RV = logits_RV if logits_RV.dtype == torch.float64 else logits_RV.float()
+    if params.tempered:
+        scores_RV = scores_RV / params.temperature_R.to(scores_RV.dtype)[:, None]
+    peak_R = scores_RV.amax(-1)
+    weights_RV = (scores_RV - peak_R[:, None]).exp_()
+    blocks_RN, total_R = _block_sums(weights_RV)
+    log_total_R = peak_R + total_R.log().to(peak_R.dtype)
+    if params.greedy == 2:
+        tokens_R = scores_RV.argmax(-1)
+    else:
+        tokens_R = _draw(weights_RV, blocks_RN, uniforms_R)
+        if params.greedy == 1:
+            tokens_R = torch.where(params.greedy_R, scores_RV.argmax(-1), tokens_R)
+    untruncated_R = _picked(scores_RV, tokens_R) - log_total_R
+    if params.truncated_rows is None:
+        return Drawn(tokens_R, untruncated_R, untruncated_R)
+    rows = params.truncated_rows
+    cut_tokens, cut_log_probs = _draw_truncated(
+        scores_RV[rows],
+        peak_R[rows],
+        total_R[rows],
+        uniforms_R[rows],
+        params.top_k_R[rows],
+        params.top_p_R[rows],
+    )
+    tokens_R = tokens_R.index_copy(0, rows, cut_tokens)
+    log_probs_R = untruncated_R.index_copy(0, rows, cut_log_probs.to(untruncated_R.dtype))
+    return Drawn(tokens_R, log_probs_R, _picked(scores_RV, tokens_R) - log_total_R)
+
+
+def _picked(values_RV: Tensor, index_R: Tensor) -> Tensor:
+    return values_RV.gather(-1, index_R[:, None]).squeeze(-1)
+
+
+def _block_sums(weights_RV: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums of `_BLOCK` neighbouring tokens (R, N) and of the row (R), both float64."""
+    remainder = -weights_RV.shape[1] % _BLOCK
+    padded = F.pad(weights_RV, (0, remainder)) if remainder else weights_RV
+    blocks_RN = padded.view(len(padded), -1, _BLOCK).sum(-1).double()
+    return blocks_RN, blocks_RN.sum(-1)
+
+
+def _draw(weights_RV: Tensor, blocks_RN: Tensor, uniforms_R: Tensor) -> Tensor:
+    """The first token whose cumulative weight exceeds the uniform's share of the total: first the
+    block is found, then the token in it, so that only one pass goes over the vocabulary."""
+    ends_RN = blocks_RN.cumsum(-1)
+    target_R = uniforms_R * ends_RN[:, -1]
+    block_R = _first_above(ends_RN, target_R)
+    begin_R = _picked(ends_RN - blocks_RN, block_R)
+    columns = block_R[:, None] * _BLOCK + torch.arange(_BLOCK, device=block_R.device)
+    inside = columns < weights_RV.shape[1]
+    columns = columns.clamp(max=weights_RV.shape[1] - 1)
+    in_block = weights_RV.gather(-1, columns).double() * inside
+    token_R = _first_above(in_block.cumsum(-1), target_R - begin_R)
+    return _picked(columns, token_R)
+
+
+def _first_above(ends: Tensor, target_R: Tensor) -> Tensor:
+    """Index of the first of the rising `ends` (R, N) above the target. A target that rounding put below
+    zero or beyond the end is moved inside, so that an entry of weight zero is never chosen."""
+    below_end = torch.nextafter(ends[:, -1], torch.zeros_like(target_R))
+    target_R = torch.minimum(target_R.clamp(min=0), below_end)
+    return (ends <= target_R[:, None]).sum(-1).clamp(max=ends.shape[1] - 1)
+
+
+def _draw_truncated(
+    scores_RV: Tensor, peak_R: Tensor, total_R: Tensor, uniforms_R: Tensor, top_k_R: Tensor, top_p_R: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Tokens and log-probs after top-k, then top-p of what top-k left: the smallest set of likeliest
+    tokens whose share reaches top_p, the token that reaches it included."""
+    vocabulary = scores_RV.shape[1]
+    candidates = min(_FIRST_CANDIDATES, vocabulary)
+    while True:
+        scores_RC, tokens_RC = scores_RV.topk(candidates, -1)
+        weights_RC = (scores_RC - peak_R[:, None]).exp().double()
+        rank_C = torch.arange(candidates, device=scores_RV.device)
+        weights_RC = weights_RC * (rank_C < top_k_R[:, None])
+        ends_RC = weights_RC.cumsum(-1)
+        allowed_R = torch.where(top_k_R < vocabulary, ends_RC[:, -1], total_R)
+        enough_R = (top_k_R <= candidates) | ((top_k_R >= vocabulary) & (ends_RC[:, -1] >= top_p_R * total_R))
+        if candidates == vocabulary or bool((enough_R | total_R.isnan()).all()):
+            break
+        candidates = min(candidates * 8, vocabulary)
+    kept_RC = (ends_RC - weights_RC) < (top_p_R * allowed_R)[:, None]
+    weights_RC = weights_RC * kept_RC
+    ends_RC = weights_RC.cumsum(-1)
+    pick_R = _first_above(ends_RC, uniforms_R * ends_RC[:, -1])
+    log_total_R = peak_R + ends_RC[:, -1].log()
+    return _picked(tokens_RC, pick_R), _picked(scores_RC, pick_R) - log_total_R

@@ -1,0 +1,113 @@
+"""The protocol of training engines. An engine holds one model, sharded over its ranks, and knows
+nothing of algorithms: a loss is handed to it with the columns it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor, nn
+
+from tandem.observability.metrics import Metrics
+from tandem.protocol import DataProto
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Denominators of a loss: those of the global mini-batch, over all ranks and micro-batches.
+
+    Attributes:
+        tokens: response tokens (true entries of `response_mask`).
+        sequences: sequences with at least one response token.
+    """
+
+    tokens: int
+    sequences: int
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatching:
+    """How one rank's share is cut; exactly one of the two is set, or none for one micro-batch.
+
+    Attributes:
+        max_samples: sequences per micro-batch.
+        max_tokens: tokens per micro-batch (dynamic batching, balanced).
+    """
+
+    max_samples: int | None = None
+    max_tokens: int | None = None
+
+
+class LossFn(Protocol):
+    """A micro-batch's share of a mini-batch's loss.
+
+    `outputs` names model outputs ("log_probs", "entropy", "values"), `columns` ragged columns of
+    the batch. Both arrive as flat tensors over the micro-batch's tokens, aligned with `offsets`
+    (B+1, on the tensors' device). Summed over all micro-batches of all ranks the returned scalars
+    are the loss, because `counts` are global. Ghost micro-batches have a false response mask throughout.
+    """
+
+    @property
+    def outputs(self) -> frozenset[str]: ...
+
+    @property
+    def columns(self) -> frozenset[str]: ...
+
+    def __call__(
+        self,
+        out: Mapping[str, Tensor],
+        columns: Mapping[str, Tensor],
+        offsets: Tensor,
+        counts: Counts,
+    ) -> tuple[Tensor, Metrics]: ...
+
+
+@runtime_checkable
+class TrainEngine(Protocol):
+    """All methods are collective over the engine's ranks; each ends with the model resharded."""
+
+    version: int
+    """Optimizer steps taken."""
+
+    def forward(
+        self, batch: DataProto, *, outputs: frozenset[str], micro: MicroBatching
+    ) -> DataProto:
+        """Without gradient: each output as a ragged fp32 column aligned with `tokens`; entry t of
+        log_probs, entropy, values concerns token t given the tokens before it, entry 0 is zero."""
+        ...
+
+    def train_step(self, batch: DataProto, loss: LossFn, *, micro: MicroBatching) -> Metrics:
+        """One optimizer step over this rank's share of a mini-batch. Metrics are already reduced
+        over ranks and hold, besides the loss's own, grad_norm and lr.
+
+        Raises:
+            NonFiniteError: the loss or gradient norm is not finite; no weight has changed.
+        """
+        ...
+
+    def unsharded(self) -> AbstractContextManager[nn.Module]:
+        """The transformers model with whole, compute-dtype weights; no train_step inside."""
+        ...
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Full tensors by Hugging Face name, master precision, same order on all ranks."""
+        ...
+
+    def save(self, path: Path) -> None:
+        """This model's shards, optimizer, schedule and version into the folder `path`."""
+        ...
+
+    def load(self, path: Path) -> None: ...
+
+    def offload(self) -> None:
+        """Moves what the config says (parameters, optimizer state) to the host, between phases."""
+        ...
+
+    def onload(self) -> None: ...
+
+    def state_info(self) -> dict[str, Any]:
+        """Where things are and how large: parameters, bytes per kind and device."""
+        ...

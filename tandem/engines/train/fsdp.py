@@ -1,0 +1,301 @@
+"""The training engine on FSDP2 (fully_shard); one rank is the same code as many."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from tandem.config.fsdp import FSDPConfig
+from tandem.config.model import BackboneConfig
+from tandem.config.optim import OptimConfig
+from tandem.engines.train.base import Counts, LossFn, MicroBatching
+from tandem.engines.train.microbatch import MicroBatch, assemble, cut, equalise
+from tandem.engines.train.optim import learning_rate
+from tandem.engines.train.state import TrainState
+from tandem.errors import EngineError, NonFiniteError
+from tandem.models.loading import load_policy
+from tandem.models.parallel import init_distributed, shard
+from tandem.models.policy import PolicyModel
+from tandem.models.value import ValueModel
+from tandem.observability.metrics import Metrics
+from tandem.protocol import DataProto, Ragged
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+
+
+class FSDPEngine:
+    """A policy or value model, sharded over all ranks; see `TrainEngine` for the methods.
+
+    Args:
+        model_path: Hugging Face folder.
+        kind: "policy" (outputs log_probs, entropy) or "value" (values).
+        model: how the backbone is run.
+        fsdp: sharding, precision, offload.
+        optim: the optimizer; None freezes the model.
+        total_steps: optimizer steps the schedule spans, where `optim` does not say.
+        temperature: divides the policy's logits.
+        device: where it runs.
+
+    Raises:
+        ModelError: a folder that cannot be used.
+    """
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        *,
+        kind: Literal["policy", "value"] = "policy",
+        model: BackboneConfig,
+        fsdp: FSDPConfig,
+        optim: OptimConfig | None,
+        total_steps: int,
+        temperature: float = 1.0,
+        device: torch.device,
+    ) -> None:
+        self.device = device
+        self.version = 0
+        self._fsdp = fsdp
+        self._optim = optim
+        self._total_steps = total_steps
+        self._interrupted = False
+        self._pad_to_longest = not model.use_remove_padding
+        self._master = _DTYPES[fsdp.model_dtype]
+        self._compute = _compute_dtype(fsdp, device)
+        mesh = init_distributed(device)
+        self._world = mesh.size()
+        backbone = load_policy(
+            model_path, dtype=self._master, trust_remote_code=model.trust_remote_code
+        )
+        if model.enable_gradient_checkpointing and optim is not None:
+            backbone.gradient_checkpointing_enable(
+                gradient_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": False}
+            )
+        if kind == "policy":
+            self.module: PolicyModel | ValueModel = PolicyModel(backbone, temperature=temperature)
+        else:
+            self.module = ValueModel(backbone)
+        self.module.requires_grad_(optim is not None)
+        # One rank gains nothing from giving up parameters it would at once gather from itself.
+        self._reshard_after_forward = fsdp.reshard_after_forward and self._world > 1
+        layers: Any = self.module.decoder.layers
+        self._units: list[FSDPModule] = shard(
+            self.module,
+            list(layers),
+            mesh,
+            compute_dtype=self._compute,
+            master_dtype=self._master,
+            reshard_after_forward=self._reshard_after_forward,
+            forward_prefetch=fsdp.forward_prefetch,
+        )
+        self._warm_up()
+        self._state = TrainState(self.module, optim)
+
+    def _warm_up(self) -> None:
+        """A first forward through the root, on one token: FSDP takes the module that runs first for
+        its root, and that may otherwise be a layer that the rollout calls."""
+        token = DataProto({"tokens": Ragged.from_list([[0]], dtype=torch.int64)})
+        inputs = assemble(token, [0], frozenset(), device=self.device).inputs
+        with torch.no_grad():
+            self.module(inputs, frozenset())
+        self._reshard()
+
+    def _reshard(self) -> None:
+        for unit in self._units:
+            unit.reshard()
+
+    def _micro_batches(
+        self, batch: DataProto, columns: frozenset[str], micro: MicroBatching
+    ) -> Iterator[MicroBatch]:
+        lengths = batch.ragged("tokens").lengths.tolist()
+        for rows in equalise(cut(lengths, micro)):
+            yield assemble(
+                batch, rows, columns, device=self.device, pad_to_longest=self._pad_to_longest
+            )
+
+    def forward(
+        self, batch: DataProto, *, outputs: frozenset[str], micro: MicroBatching
+    ) -> DataProto:
+        """See `TrainEngine.forward`. Outputs are evaluated where `response_mask` is true, if the
+        batch has one, and zero elsewhere; they come back on the host.
+
+        Raises:
+            EngineError: an output this kind of model does not have.
+        """
+        rows: list[int] = []
+        lengths: list[Tensor] = []
+        parts: dict[str, list[Tensor]] = {name: [] for name in sorted(outputs)}
+        try:
+            with torch.no_grad():
+                for part in self._micro_batches(batch, frozenset(), micro):
+                    out = self.module(part.inputs, outputs)
+                    if not part.rows:
+                        continue
+                    rows += part.rows
+                    lengths.append(part.lengths)
+                    for name in parts:
+                        parts[name].append(out[name])
+        finally:
+            self._reshard()
+        if not rows:
+            empty = batch.ragged("tokens").with_values(torch.empty(0))
+            return DataProto(dict.fromkeys(parts, empty))
+        back = torch.empty(len(rows), dtype=torch.int64)
+        back[torch.tensor(rows)] = torch.arange(len(rows))
+        return DataProto(
+            {
+                name: Ragged.from_lengths(torch.cat(values).cpu(), torch.cat(lengths))[back]
+                for name, values in parts.items()
+            }
+        )
+
+    def train_step(self, batch: DataProto, loss: LossFn, *, micro: MicroBatching) -> Metrics:
+        """See `TrainEngine.train_step`. Its metrics are the loss's own, grad_norm (before clipping)
+        and lr.
+
+        Raises:
+            NonFiniteError: the loss or the gradient norm is not finite; nothing has changed.
+            EngineError: the model is frozen, or an earlier step was broken off by another error.
+        """
+        if self._optim is None:
+            raise EngineError("a frozen model cannot be trained", remedy="give the engine an optimizer")
+        if self._interrupted:
+            raise EngineError(
+                "an earlier training step was broken off and left part of its gradient behind",
+                remedy="start again from a checkpoint; the weights themselves are whole and can be saved",
+            )
+        counts = self._counts(batch)
+        lr = learning_rate(self._optim, self.version, self._total_steps)
+        self._interrupted = True
+        try:
+            metrics, total = self._accumulate(batch, loss, counts, micro)
+            self._interrupted = False
+            grad_norm = self._state.gradient_norm()
+            self._check_finite(total, grad_norm)
+            self._state.step(lr, grad_norm, self._optim.clip_grad)
+        finally:
+            self._state.zero_grad()
+            self._reshard()
+        self.version += 1
+        metrics.add_max("grad_norm", grad_norm)
+        metrics.add_max("lr", lr)
+        return metrics
+
+    def _accumulate(
+        self, batch: DataProto, loss: LossFn, counts: Counts, micro: MicroBatching
+    ) -> tuple[Metrics, Tensor]:
+        """Gradients of the whole mini-batch; its metrics and loss over all ranks. Weights stay
+        gathered between micro-batches, and gradients meet once, in the last backward."""
+        parts: list[Metrics] = []
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        micro_batches = list(self._micro_batches(batch, loss.columns, micro))
+        for index, part in enumerate(micro_batches):
+            last = index == len(micro_batches) - 1
+            self._root.set_requires_gradient_sync(last)
+            self._root.set_reshard_after_backward(last)
+            out = self.module(part.inputs, loss.outputs)
+            share, metrics = loss(out, part.columns, part.offsets, counts)
+            torch.autograd.backward(share)
+            parts.append(metrics)
+            total += share.detach()
+        merged = Metrics.merged(parts)
+        if self._world > 1:
+            dist.all_reduce(total)
+            merged = merged.all_reduced(None, self.device)
+        return merged, total
+
+    @property
+    def _root(self) -> FSDPModule:
+        return self._units[-1]
+
+    def _counts(self, batch: DataProto) -> Counts:
+        """Denominators of the global mini-batch; counted on the host."""
+        mask = batch.ragged("response_mask")
+        tokens = int(mask.values.sum())
+        answered = torch.zeros(len(mask), dtype=torch.bool)
+        answered[mask.row_ids()[mask.values].cpu()] = True
+        both = torch.tensor([tokens, int(answered.sum())])
+        if self._world > 1:
+            dist.all_reduce(both)
+        return Counts(tokens=int(both[0]), sequences=int(both[1]))
+
+    @staticmethod
+    def _check_finite(loss: Tensor, grad_norm: Tensor) -> None:
+        values = torch.stack([loss, grad_norm.to(loss.dtype)]).tolist()
+        for name, value in zip(("loss", "gradient norm"), values, strict=True):
+            if not math.isfinite(value):
+                raise NonFiniteError(
+                    f"the {name} is not finite; no weight has changed",
+                    field=name,
+                    got=value,
+                    expected="a finite number",
+                )
+
+    @contextmanager
+    def unsharded(self) -> Iterator[nn.Module]:
+        """See `TrainEngine.unsharded`. The module is in eval mode inside."""
+        training = self.module.training
+        for unit in self._units:
+            unit.unshard()
+            unit.set_reshard_after_forward(False, recurse=False)
+        self.module.eval()
+        try:
+            yield self.module.model
+        finally:
+            self.module.train(training)
+            for unit in self._units[:-1]:
+                unit.set_reshard_after_forward(self._reshard_after_forward, recurse=False)
+            self._reshard()
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """See `TrainEngine.weights`."""
+        for name, parameter in self.module.named_parameters():
+            value = parameter.detach()
+            yield self.module.hf_name(name), value.full_tensor() if isinstance(value, DTensor) else value
+
+    def save(self, path: Path) -> None:
+        """Writes model, optimizer and version into the folder `path`, each rank its own shards."""
+        self._state.save(path, self.version)
+
+    def load(self, path: Path) -> None:
+        """Reads what `save` wrote, at this or another number of ranks.
+
+        Raises:
+            CheckpointError: unreadable, or of another model.
+        """
+        self.version = self._state.load(path)
+
+    def offload(self) -> None:
+        """Moves what the config says to the host. On a CPU there is nowhere to go: nothing moves."""
+        self._state.move("cpu", parameters=self._fsdp.param_offload, optimizer=self._fsdp.optimizer_offload)
+
+    def onload(self) -> None:
+        self._state.move(
+            self.device, parameters=self._fsdp.param_offload, optimizer=self._fsdp.optimizer_offload
+        )
+
+    def state_info(self) -> dict[str, Any]:
+        """parameters; bytes of this rank's parameters and optimizer state by device; dtypes; ranks."""
+        return {
+            "parameters": sum(parameter.numel() for parameter in self.module.parameters()),
+            "master_dtype": str(self._master),
+            "compute_dtype": str(self._compute),
+            "world_size": self._world,
+            "device": str(self.device),
+            "offload_applies": self.device.type != "cpu",
+            **self._state.bytes_by_device(),
+        }
+
+
+def _compute_dtype(fsdp: FSDPConfig, device: torch.device) -> torch.dtype:
+    if fsdp.dtype != "auto":
+        return _DTYPES[fsdp.dtype]
+    return torch.bfloat16 if device.type == "cuda" else _DTYPES[fsdp.model_dtype]

@@ -1,0 +1,112 @@
+"""How one rank's share of a mini-batch is cut into micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tandem.balance import within_budget
+from tandem.engines.train.base import MicroBatching
+from tandem.models.packing import PackedInputs, pack
+from tandem.protocol import DataProto, Ragged
+
+
+def cut(lengths: Sequence[int], micro: MicroBatching) -> list[list[int]]:
+    """Rows of each micro-batch. Sequences of like length share one where the rule leaves a choice,
+    and stand longest first within it; the micro-batch with the longest sequences comes first, so that
+    what needs most memory is known at once.
+
+    Args:
+        lengths: tokens of each row of the share.
+
+    Raises:
+        ConfigError: a row alone exceeds the token budget.
+    """
+    assert micro.max_samples is None or micro.max_tokens is None, micro
+
+    def longest_first(rows: Iterable[int]) -> list[int]:
+        return sorted(rows, key=lambda row: (-lengths[row], row))
+
+    if micro.max_tokens is not None:
+        parts = [longest_first(rows) for rows in within_budget(lengths, micro.max_tokens)]
+        return sorted(parts, key=lambda rows: (-lengths[rows[0]], rows[0]))
+    ordered = longest_first(range(len(lengths)))
+    size = micro.max_samples or len(ordered)
+    return [ordered[start : start + size] for start in range(0, len(ordered), max(1, size))]
+
+
+def equalise(parts: list[list[int]], group: dist.ProcessGroup | None = None) -> list[list[int]]:
+    """The same number of micro-batches on every rank, at least one: short ranks get empty ones,
+    which run as ghosts. Collective, on the host."""
+    count = torch.tensor(max(1, len(parts)))
+    if dist.get_world_size(group) > 1:
+        dist.all_reduce(count, op=dist.ReduceOp.MAX, group=group)
+    return parts + [[] for _ in range(int(count) - len(parts))]
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Attributes:
+    rows: the share's rows in it; none for a ghost.
+    inputs: what the model takes.
+    columns: the loss's columns, flat over the rows' tokens.
+    offsets: (B+1) int64; all on the model's device.
+    lengths: tokens per row, on the host.
+    """
+
+    rows: list[int]
+    inputs: PackedInputs
+    columns: dict[str, Tensor]
+    offsets: Tensor
+    lengths: Tensor
+
+
+def assemble(
+    batch: DataProto,
+    rows: list[int],
+    columns: frozenset[str],
+    *,
+    device: torch.device,
+    pad_to_longest: bool = False,
+) -> MicroBatch:
+    """One micro-batch on the model's device. No rows make a ghost: one sequence of one token, whose
+    columns are all zero, its `response_mask` false. It takes part in every collective and adds nothing.
+
+    Args:
+        batch: the rank's share, with `tokens` and, unless every token's outcome is wanted,
+            `response_mask`.
+        columns: ragged or dense columns for the loss.
+
+    Raises:
+        DataError: a column that is not there.
+    """
+    part = batch[rows] if rows else _ghost(batch)
+    tokens = part.ragged("tokens").to("cpu")
+    wanted = part.ragged("response_mask").values.cpu() if "response_mask" in part else None
+    return MicroBatch(
+        rows=rows,
+        inputs=pack(tokens, wanted, device=device, pad_to_longest=pad_to_longest),
+        columns={name: _values(part, name).to(device) for name in sorted(columns)},
+        offsets=tokens.offsets.to(device),
+        lengths=tokens.lengths,
+    )
+
+
+def _values(part: DataProto, name: str) -> Tensor:
+    return part.dense(name) if isinstance(part.batch.get(name), Tensor) else part.ragged(name).values
+
+
+def _ghost(batch: DataProto) -> DataProto:
+    """One row in the image of the batch's columns."""
+    row: dict[str, Tensor | Ragged] = {}
+    for name, column in batch.batch.items():
+        if isinstance(column, Ragged):
+            zero = column.values.new_zeros((1, *column.values.shape[1:]))
+            row[name] = Ragged.from_lengths(zero, [1])
+        else:
+            row[name] = column.new_zeros((1, *column.shape[1:]))
+    return DataProto(row)

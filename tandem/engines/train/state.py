@@ -1,0 +1,134 @@
+"""What a training step changes: sharded parameters and the optimizer's state; their norm, update,
+place and checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load as load_shards
+from torch.distributed.checkpoint.state_dict_saver import save as save_shards
+from torch.distributed.tensor import DTensor
+
+from tandem.config.optim import OptimConfig
+from tandem.errors import CheckpointError
+
+
+class TrainState:
+    """Parameters of a sharded module and the AdamW that updates them.
+
+    Args:
+        module: sharded by FSDP2, with every parameter in its final place.
+        optim: the optimizer's numbers; None for a frozen module.
+    """
+
+    def __init__(self, module: nn.Module, optim: OptimConfig | None) -> None:
+        self.module = module
+        self.optimizer: torch.optim.AdamW | None = None
+        if optim is not None:
+            self.optimizer = torch.optim.AdamW(
+                module.parameters(),
+                lr=optim.lr,
+                betas=(optim.betas[0], optim.betas[1]),
+                eps=optim.eps,
+                weight_decay=optim.weight_decay,
+                fused=True,
+            )
+            self._allocate(self.optimizer)
+
+    def _allocate(self, optimizer: torch.optim.AdamW) -> None:
+        """AdamW's state before the first step, so that memory is known from the start and
+        a checkpoint of version 0 is complete."""
+        for parameter in self.module.parameters():
+            optimizer.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter, requires_grad=False),
+                "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+            }
+
+    def gradient_norm(self) -> Tensor:
+        """Euclidean norm of the whole gradient over all ranks; a scalar on the device."""
+        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def step(self, lr: float, grad_norm: Tensor, clip_grad: float) -> None:
+        """One AdamW step with the gradient scaled to norm `clip_grad` if it is longer."""
+        assert self.optimizer is not None
+        scale = (clip_grad / (grad_norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(
+            [local(p.grad) for p in self.module.parameters() if p.grad is not None], scale
+        )
+        self.optimizer.param_groups[0]["lr"] = lr
+        self.optimizer.step()
+
+    def zero_grad(self) -> None:
+        self.module.zero_grad(set_to_none=True)
+
+    def move(self, device: torch.device | str, *, parameters: bool, optimizer: bool) -> None:
+        if parameters:
+            self.module.to(device)
+        if optimizer and self.optimizer is not None:
+            for state in self.optimizer.state.values():
+                for name, value in state.items():
+                    state[name] = value.to(device)
+
+    def bytes_by_device(self) -> dict[str, int]:
+        """Bytes of this rank's shards: "parameters@DEVICE" and "optimizer@DEVICE"."""
+        total: dict[str, int] = {}
+        for kind, tensors in (("parameters", self.module.parameters()), ("optimizer", self._moments())):
+            for tensor in tensors:
+                shard = local(tensor.detach())
+                key = f"{kind}@{shard.device}"
+                total[key] = total.get(key, 0) + shard.numel() * shard.element_size()
+        return total
+
+    def _moments(self) -> Iterator[Tensor]:
+        if self.optimizer is not None:
+            for state in self.optimizer.state.values():
+                yield from state.values()
+
+    def _state_dict(self, version: int) -> dict[str, Any]:
+        """Tensors by parameter name; a load writes into these very tensors."""
+        named = dict(self.module.named_parameters())
+        state: dict[str, Any] = {"model": {name: p.detach() for name, p in named.items()}}
+        if self.optimizer is not None:
+            state["optimizer"] = {name: self.optimizer.state[p] for name, p in named.items()}
+        state["version"] = torch.tensor(version)
+        return state
+
+    def save(self, path: Path, version: int) -> None:
+        """Every rank writes its shards into the folder `path`. Collective."""
+        save_shards(self._state_dict(version), checkpoint_id=path)
+
+    def load(self, path: Path) -> int:
+        """Reads what `save` wrote, resharding as needed. Collective.
+
+        Returns:
+            The version of the saved weights.
+
+        Raises:
+            CheckpointError: unreadable, or not of this model and optimizer.
+        """
+        if not (path / ".metadata").is_file():
+            raise CheckpointError("no training state in this folder", got=path)
+        state = self._state_dict(0)
+        try:
+            load_shards(state, checkpoint_id=path)
+        except (CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
+            causes = [cause for cause, _ in getattr(error, "failures", {}).values()] or [error]
+            raise CheckpointError(
+                "the training state cannot be loaded",
+                got=f"{path}: {causes[0]}",
+                remedy="resume from an earlier checkpoint, with the model it was saved from",
+            ) from error
+        return int(state["version"])
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's shard; the same memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,99 @@
+"""One picklable exception hierarchy. Every message says what is wrong, what was given, what was
+expected and how to mend it; the parts stay readable as attributes after a trip between processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class TandemError(Exception):
+    """An error the user can act on.
+
+    Args:
+        message: what is wrong, one sentence.
+        field: the config key, column, file or argument concerned.
+        got: what was given.
+        expected: what would have been right.
+        remedy: what to do now.
+    """
+
+    exit_code = 1
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        field: str | None = None,
+        got: Any = None,
+        expected: Any = None,
+        remedy: str | None = None,
+    ) -> None:
+        self.message = message
+        self.field = field
+        self.got = got
+        self.expected = expected
+        self.remedy = remedy
+        super().__init__(message)
+
+    def __str__(self) -> str:
+        lines = [self.message if self.field is None else f"{self.field}: {self.message}"]
+        if self.got is not None:
+            lines.append(f"  got:      {self.got}")
+        if self.expected is not None:
+            lines.append(f"  expected: {self.expected}")
+        if self.remedy is not None:
+            lines.append(f"  remedy:   {self.remedy}")
+        return "\n".join(lines)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.message, self.__dict__)
+
+
+def _rebuild(cls: type[TandemError], message: str, state: dict[str, Any]) -> TandemError:
+    error = cls.__new__(cls)
+    Exception.__init__(error, message)
+    error.__dict__.update(state)
+    return error
+
+
+class ConfigError(TandemError, ValueError):
+    """The config, or a command line, asks for something impossible or unknown."""
+
+
+class ConfigErrors(ConfigError):
+    """All that is wrong with a config, reported at once.
+
+    Args:
+        errors: the single errors, in the order of the config's fields.
+    """
+
+    def __init__(self, errors: list[ConfigError]) -> None:
+        self.errors = errors
+        super().__init__(f"{len(errors)} error(s) in the config")
+
+    def __str__(self) -> str:
+        return "\n".join([self.message, *(str(error) for error in self.errors)])
+
+
+class DataError(TandemError, ValueError):
+    """A data file, a row of it, or a batch has the wrong shape or content."""
+
+
+class ModelError(TandemError, ValueError):
+    """A model or tokenizer folder cannot be used."""
+
+
+class RewardError(TandemError, ValueError):
+    """A reward function raised, or returned something that is not a finite score."""
+
+
+class CheckpointError(TandemError, RuntimeError):
+    """A checkpoint is damaged, missing, or does not fit this run."""
+
+
+class EngineError(TandemError, RuntimeError):
+    """An engine cannot do what was asked of it."""
+
+
+class NonFiniteError(TandemError, ArithmeticError):
+    """A loss or a gradient is NaN or infinite."""

@@ -1,0 +1,139 @@
+"""How the sequences of a micro-batch lie in one row, planned once on the host, before any layer runs.
+
+Shapes: B sequences; N input tokens of all of them in succession; P entries of the padded buffer in
+which attention kernels that need rectangles find them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tandem.protocol import Ragged
+from tandem.protocol.ragged import span_indices
+
+# A rectangle takes in sequences shorter than its longest by at most this share or this many tokens:
+# more would compute padding, less would make more kernel calls than they are worth.
+_SLACK_SHARE = 8
+_SLACK_TOKENS = 8
+
+
+class Packing:
+    """The plan that attention follows. A plain class: FSDP copies the fields of dataclasses.
+
+    Args:
+        lengths: tokens of each sequence, at least one each, in the order in which they lie.
+        device: where the model runs.
+
+    Attributes:
+        position_ids: (N) int64, the place of each token in its sequence.
+        cu_seqlens: (B+1) int32, the sequences' offsets, as variable-length kernels want them.
+        max_length: the longest sequence.
+        rectangles: (rows, width) of each rectangle, longest first; they follow each other in the
+            padded buffer.
+        padded_tokens: P, the buffer's entries.
+        places: (N) int64, where in the buffer each token stands; None if that is where it lies
+            anyway, so that no copy is needed.
+    """
+
+    __slots__ = ("cu_seqlens", "max_length", "padded_tokens", "places", "position_ids", "rectangles")
+
+    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+        lengths_B = torch.tensor(lengths, dtype=torch.int64)
+        assert len(lengths) and int(lengths_B.min()) >= 1, "a sequence without tokens"
+        ends_B = lengths_B.cumsum(0)
+        offsets = torch.cat([ends_B.new_zeros(1), ends_B])
+        positions_N = torch.arange(int(ends_B[-1])) - (ends_B - lengths_B).repeat_interleave(lengths_B)
+        self.position_ids = positions_N.to(device)
+        self.cu_seqlens = offsets.to(torch.int32).to(device)
+        self.max_length = int(lengths_B.max())
+        order, self.rectangles = _rectangles(lengths_B)
+        widths = torch.tensor([width for rows, width in self.rectangles for _ in range(rows)])
+        starts = widths.cumsum(0) - widths
+        starts_B = torch.empty_like(starts)
+        starts_B[order] = starts
+        places_N = starts_B.repeat_interleave(lengths_B) + positions_N
+        self.padded_tokens = int(widths.sum())
+        in_place = self.padded_tokens == len(places_N) and torch.equal(
+            places_N, torch.arange(len(places_N))
+        )
+        self.places = None if in_place else places_N.to(device)
+
+
+def _rectangles(lengths_B: Tensor) -> tuple[Tensor, tuple[tuple[int, int], ...]]:
+    """Sequences longest first, and how many of them in succession share a rectangle of which width."""
+    order = torch.argsort(lengths_B, descending=True, stable=True)
+    rectangles: list[tuple[int, int]] = []
+    rows = width = 0
+    for length in lengths_B[order].tolist():
+        if rows and width - length > max(_SLACK_TOKENS, width // _SLACK_SHARE):
+            rectangles.append((rows, width))
+            rows = 0
+        width = width if rows else length
+        rows += 1
+    rectangles.append((rows, width))
+    return order, tuple(rectangles)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedInputs:
+    """A micro-batch as the model takes it, on the model's device.
+
+    The last token of a sequence predicts nothing that is asked for and is left out of the input.
+
+    Attributes:
+        input_ids: (N) int64.
+        packing: how they lie.
+        sources: (K) int64, the input positions that predict.
+        targets: (K) int64, the token ids they predict.
+        places: (K) int64, where the predicted tokens stand in the micro-batch's flat token column.
+        total: entries of that column.
+    """
+
+    input_ids: Tensor
+    packing: Packing
+    sources: Tensor
+    targets: Tensor
+    places: Tensor
+    total: int
+
+
+def pack(
+    tokens: Ragged, wanted: Tensor | None, *, device: torch.device, pad_to_longest: bool = False
+) -> PackedInputs:
+    """Lays sequences out for the model.
+
+    Args:
+        tokens: B sequences of token ids, at least one token each, on the host.
+        wanted: (total) bool, the tokens whose outcome is needed; None for all. The first token of
+            a sequence has no outcome and is never among them.
+        device: where the model runs.
+        pad_to_longest: the rectangle of old: every sequence is extended to the longest one. Costs
+            the padding, changes nothing in the result.
+    """
+    lengths_B = tokens.lengths
+    widths_B = (lengths_B - 1).clamp(min=1)
+    if pad_to_longest:
+        widths_B = widths_B.max().expand_as(widths_B)
+    columns_N = span_indices(torch.zeros_like(widths_B), widths_B)
+    ends_N = (lengths_B - 1).repeat_interleave(widths_B)
+    picks_N = tokens.offsets[:-1].repeat_interleave(widths_B) + columns_N.minimum(ends_N)
+
+    predicted_T = tokens.positions() > 0
+    if wanted is not None:
+        predicted_T = predicted_T & wanted
+    places_K = predicted_T.nonzero().squeeze(1)
+    # Token t of a sequence is predicted by input t - 1; rows differ by how their starts moved.
+    shift_B = (widths_B.cumsum(0) - widths_B) - tokens.offsets[:-1]
+    sources_K = places_K - 1 + shift_B[tokens.row_ids()[places_K]]
+    return PackedInputs(
+        input_ids=tokens.values[picks_N].to(device),
+        packing=Packing(widths_B.tolist(), device),
+        sources=sources_K.to(device),
+        targets=tokens.values[places_K].to(device),
+        places=places_K.to(device),
+        total=len(tokens.values),
+    )

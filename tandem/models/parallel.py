@@ -1,0 +1,80 @@
+"""Process group, device mesh and sharding."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from tandem.errors import ConfigError
+
+_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def init_distributed(device: torch.device) -> DeviceMesh:
+    """The data-parallel mesh over all ranks. Starts the process group if there is none: torchrun's
+    when its environment is set, else a group of this one process, without a network port.
+
+    Host tensors always travel over gloo, so that counting needs no wait for a GPU.
+    """
+    if not dist.is_initialized():
+        backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
+        if all(name in os.environ for name in _TORCHRUN):
+            dist.init_process_group(backend)
+        else:
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        atexit.register(_leave)
+    return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def shard(
+    model: nn.Module,
+    layers: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    *,
+    compute_dtype: torch.dtype,
+    master_dtype: torch.dtype,
+    reshard_after_forward: bool,
+    forward_prefetch: bool,
+) -> list[FSDPModule]:
+    """Applies FSDP2 in place: each layer a unit of its own, all else the root's. Parameters stay in
+    `master_dtype`; compute sees them in `compute_dtype`; gradients are summed, not averaged, over
+    ranks in `master_dtype`.
+
+    Returns:
+        The units, root last.
+
+    Raises:
+        ConfigError: parameters of another type than `master_dtype`.
+    """
+    wrong = next((name for name, p in model.named_parameters() if p.dtype != master_dtype), None)
+    if wrong is not None:
+        raise ConfigError("a parameter is not in the master type", field=wrong, expected=master_dtype)
+    mixed = compute_dtype != master_dtype
+    policy = MixedPrecisionPolicy(
+        param_dtype=compute_dtype if mixed else None,
+        reduce_dtype=master_dtype if mixed else None,
+        cast_forward_inputs=False,
+    )
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    units: list[FSDPModule] = [unit for unit in (*layers, model) if isinstance(unit, FSDPModule)]
+    for unit in units:
+        unit.set_gradient_divide_factor(1.0)
+    if forward_prefetch:
+        for unit, following in zip(units[:-2], units[1:-1], strict=True):
+            unit.set_modules_to_forward_prefetch([following])
+    return units

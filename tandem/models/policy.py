@@ -1,0 +1,93 @@
+"""The policy: packed token ids in, log-probabilities and entropies out.
+
+Shapes: N input tokens, K predicted tokens, T entries of the micro-batch's token column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from tandem.errors import EngineError
+from tandem.models.heads import token_log_probs
+from tandem.models.packing import PackedInputs
+
+POLICY_OUTPUTS = frozenset({"log_probs", "entropy"})
+
+
+class PolicyModel(nn.Module):
+    """A causal language model and its head. Only ids go in: FSDP may cast floating arguments.
+
+    Args:
+        model: the transformers model, loaded with `attention=PACKED`.
+        temperature: divides the logits of every output; that of the rollout.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, temperature: float = 1.0) -> None:
+        super().__init__()
+        self.model: Any = model
+        self.temperature = temperature
+
+    @property
+    def decoder(self) -> Any:
+        """The embedding, layers and norm below the head."""
+        return self.model.get_decoder()
+
+    def forward(self, inputs: PackedInputs, outputs: frozenset[str]) -> dict[str, Tensor]:
+        """The wanted outputs, nats, each (T) in fp32 (fp64 for an fp64 model); zero at tokens that
+        were not asked for.
+
+        Args:
+            outputs: of "log_probs" and "entropy" (of the distribution the token was drawn from).
+
+        Raises:
+            EngineError: an output that a policy does not have.
+        """
+        check_outputs(outputs, POLICY_OUTPUTS, "policy")
+        hidden_KD = decode(self.decoder, inputs).index_select(0, inputs.sources)
+        log_probs_K, entropy_K = token_log_probs(
+            hidden_KD,
+            self.model.get_output_embeddings().weight,
+            inputs.targets,
+            temperature=self.temperature,
+            with_entropy="entropy" in outputs,
+        )
+        found = {"log_probs": log_probs_K, "entropy": entropy_K}
+        return {
+            name: at_places(value, inputs)
+            for name, value in found.items()
+            if name in outputs and value is not None
+        }
+
+    def hf_name(self, name: str) -> str:
+        """The Hugging Face name of a parameter of this module."""
+        return name.removeprefix("model.")
+
+
+def decode(decoder: Any, inputs: PackedInputs) -> Tensor:
+    """(N, D) last hidden states, normalised, of the packed tokens."""
+    out = decoder(
+        input_ids=inputs.input_ids.unsqueeze(0),
+        position_ids=inputs.packing.position_ids.unsqueeze(0),
+        use_cache=False,
+        packing=inputs.packing,
+    )
+    hidden: Tensor = out.last_hidden_state
+    return hidden.squeeze(0)
+
+
+def at_places(values_K: Tensor, inputs: PackedInputs) -> Tensor:
+    """(T): the values at the tokens they concern, zero elsewhere."""
+    return torch.zeros(inputs.total, dtype=values_K.dtype, device=values_K.device).index_copy(
+        0, inputs.places, values_K
+    )
+
+
+def check_outputs(asked: Iterable[str], known: frozenset[str], kind: str) -> None:
+    unknown = sorted(set(asked) - known)
+    if unknown:
+        raise EngineError(f"a {kind} model has no such output", got=unknown, expected=sorted(known))

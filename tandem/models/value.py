@@ -1,0 +1,60 @@
+"""The value model: packed token ids in, the expected return before each token out.
+
+Shapes: N input tokens, K predicted tokens, T entries of the micro-batch's token column, D features.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from tandem.models.packing import PackedInputs
+from tandem.models.policy import at_places, check_outputs, decode
+
+VALUE_OUTPUTS = frozenset({"values"})
+
+
+class ValueModel(nn.Module):
+    """A language model's decoder under a linear head that starts at zero: the first values are 0,
+    whatever the language model was, and nothing in it is random.
+
+    Args:
+        model: a causal language model, loaded with `attention=PACKED`; its own head is dropped.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        causal_lm: Any = model
+        self.model = causal_lm.get_decoder()
+        parameter = next(model.parameters())
+        hidden = model.config.get_text_config().hidden_size
+        self.value_head = nn.Linear(hidden, 1, bias=True, dtype=parameter.dtype, device=parameter.device)
+        nn.init.zeros_(self.value_head.weight)
+        nn.init.zeros_(self.value_head.bias)
+
+    @property
+    def decoder(self) -> Any:
+        """The whole language model below the head."""
+        return self.model
+
+    def forward(self, inputs: PackedInputs, outputs: frozenset[str]) -> dict[str, Tensor]:
+        """"values", (T) in fp32 (fp64 for an fp64 model): entry t is predicted from the tokens
+        before t; zero at tokens that were not asked for.
+
+        Raises:
+            EngineError: an output that a value model does not have.
+        """
+        check_outputs(outputs, VALUE_OUTPUTS, "value")
+        hidden_KD = decode(self.decoder, inputs).index_select(0, inputs.sources)
+        out_type = torch.promote_types(hidden_KD.dtype, torch.float32)
+        # In the output's precision: bf16 would round values to three digits.
+        weight_1D, bias_1 = self.value_head.weight.to(out_type), self.value_head.bias.to(out_type)
+        values_K = nn.functional.linear(hidden_KD.to(out_type), weight_1D, bias_1).squeeze(-1)
+        return {"values": at_places(values_K, inputs)}
+
+    def hf_name(self, name: str) -> str:
+        """The name of a parameter in a folder that `load_policy` reads; the head has one of its own."""
+        return name

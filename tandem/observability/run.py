@@ -1,0 +1,189 @@
+"""The run folder: what a run leaves on disk, readable while it is alive and after a crash.
+
+config.yaml                 the resolved config
+metrics.jsonl               one JSON object per step; append-only
+samples/step_NNNNNN.parquet what the policy wrote at that step, token by token
+timeline.json               phases as a Chrome trace
+checkpoints/                written by the checkpoint manager
+log/run.log                 what the run said
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from torch import Tensor
+
+from tandem.errors import DataError
+from tandem.observability.files import append_line, replace_file, whole_lines
+from tandem.protocol import Ragged
+
+SampleColumn = Ragged | Tensor | np.ndarray | Sequence[Any]
+
+_CONTENTS = ("config.yaml", "metrics.jsonl", "samples", "timeline.json", "tensorboard", "checkpoints", "log")
+
+
+class RunFolder:
+    """Makes the folder if it is not there; opening one changes nothing in it.
+
+    Args:
+        path: the run's folder.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.samples.mkdir(parents=True, exist_ok=True)
+        self.logs.mkdir(exist_ok=True)
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def timeline_file(self) -> Path:
+        return self.path / "timeline.json"
+
+    @property
+    def samples(self) -> Path:
+        return self.path / "samples"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "log"
+
+    def write_config(self, yaml: str) -> None:
+        replace_file(self.config_file, yaml.encode())
+
+    def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Appends one line, on disk when this returns. NaN and infinities become null, which JSON has."""
+        row: dict[str, Any] = {"step": step}
+        row.update((name, _finite(value)) for name, value in metrics.items())
+        append_line(self.metrics_file, json.dumps(row, allow_nan=False), durable=True)
+
+    def write_samples(self, step: int, table: Mapping[str, SampleColumn], *, part: str = "") -> Path:
+        """One row per sample; a file that is there already is replaced whole.
+
+        Args:
+            part: tells several files of one step apart.
+            table: per column B entries: numbers, texts or bools; a `Ragged` or a list of rows for
+                per-token columns. Dicts, and values of mixed types, are stored as JSON text.
+
+        Raises:
+            DataError: columns of different lengths.
+        """
+        lengths = {name: len(column) for name, column in table.items()}
+        if len(set(lengths.values())) > 1:
+            raise DataError("sample columns have different lengths", got=lengths, expected="one length")
+        path = self.samples / f"step_{step:06d}{'_' if part else ''}{part}.parquet"
+        partial = path.with_suffix(".partial")
+        pq.write_table(pa.table({name: _arrow(column) for name, column in table.items()}), partial)
+        os.replace(partial, path)
+        return path
+
+    def log(self, message: str) -> None:
+        """Appends what the run says, with the time, to log/run.log."""
+        append_line(self.logs / "run.log", f"{datetime.now().isoformat(timespec='seconds')} {message}")
+
+    def trim_after(self, step: int) -> None:
+        """Forgets all that came after a checkpoint's step, and a last line that a crash tore; with
+        step -1, everything. Without this a resumed run would repeat steps."""
+        if self.metrics_file.exists():
+            kept = [row for row in read_metrics(self.metrics_file) if row["step"] <= step]
+            replace_file(self.metrics_file, "".join(json.dumps(row) + "\n" for row in kept).encode())
+        for path in self.samples.glob("step_*"):
+            if path.suffix == ".partial" or int(path.stem.split("_")[1]) > step:
+                path.unlink()
+
+    def set_aside(self) -> Path | None:
+        """Moves what an earlier run left here to a folder below, `earlier/NNN`; other files stay.
+
+        Returns:
+            that folder; None where there was no earlier run.
+        """
+        if not (self.metrics_file.exists() or any(self.samples.iterdir()) or _has_entries(self.checkpoints)):
+            return None
+        earlier = self.path / "earlier"
+        earlier.mkdir(exist_ok=True)
+        target = earlier / f"{sum(1 for _ in earlier.iterdir()):03d}"
+        target.mkdir()
+        for name in _CONTENTS:
+            if (self.path / name).exists():
+                os.rename(self.path / name, target / name)
+        for folder in (self.samples, self.checkpoints, self.logs):
+            folder.mkdir(exist_ok=True)
+        return target
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl in the order of their steps; of a step's rows the last wins. A last
+    line without its end (a write in progress, or a crash) is left out.
+
+    Raises:
+        DataError: a line, other than such a last one, that is not a JSON object with a step.
+    """
+    rows: dict[int, dict[str, Any]] = {}
+    for number, line in enumerate(whole_lines(Path(path)), 1):
+        try:
+            row = json.loads(line)
+            rows[int(row["step"])] = row
+        except (ValueError, TypeError, KeyError) as error:
+            raise DataError(
+                f"line {number} is not a row of metrics",
+                field=str(path),
+                got=line[:80],
+                expected='{"step": …, …}',
+                remedy="remove that line",
+            ) from error
+    return [rows[step] for step in sorted(rows)]
+
+
+def read_samples(path: str | Path) -> dict[str, list[Any]]:
+    """The columns of one samples file, as Python values."""
+    columns: dict[str, list[Any]] = pq.read_table(path).to_pydict()
+    return columns
+
+
+def _has_entries(folder: Path) -> bool:
+    return folder.is_dir() and any(folder.iterdir())
+
+
+def _finite(value: float) -> float | None:
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+def _arrow(column: SampleColumn) -> pa.Array:
+    if isinstance(column, Ragged):
+        values = pa.array(column.values.detach().cpu().numpy())
+        return pa.LargeListArray.from_arrays(column.offsets.numpy(), values)
+    if isinstance(column, Tensor):
+        column = column.detach().cpu().numpy()
+    if isinstance(column, np.ndarray) and column.ndim > 1:
+        column = list(column)
+    if any(isinstance(entry, Mapping) for entry in column):
+        return _json_column(column)
+    try:
+        return pa.array(column)
+    except (pa.ArrowInvalid, pa.ArrowTypeError):
+        return _json_column(column)
+
+
+def _json_column(column: Sequence[Any] | np.ndarray) -> pa.Array:
+    return pa.array([json.dumps(entry, ensure_ascii=False, default=str) for entry in column])

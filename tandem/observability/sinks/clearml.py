@@ -1,0 +1,34 @@
+"""ClearML. Its own configuration file or environment names the server."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from clearml import Task
+
+from tandem.observability.sinks.base import RunInfo
+
+
+class ClearMLSink:
+    def __init__(self, info: RunInfo) -> None:
+        # By default it reads every Python file below the working directory for its imports.
+        Task.force_requirements_env_freeze(force=True)
+        self._task = Task.init(
+            project_name=info.project,
+            task_name=info.experiment,
+            continue_last_task=False,
+            output_uri=False,
+            auto_connect_frameworks=False,
+        )
+        self._task.connect_configuration(dict(info.config), name="config")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        logger = self._task.get_logger()
+        for name, value in metrics.items():
+            title, _, series = name.partition("/")
+            if math.isfinite(value):  # ClearML would record a NaN as 0
+                logger.report_scalar(title, series or title, value, iteration=step)
+
+    def close(self) -> None:
+        self._task.close()

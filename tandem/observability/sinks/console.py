@@ -1,0 +1,94 @@
+"""Progress for people: one line per step, and the whole table of metrics at each validation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+from rich.console import Console
+from rich.table import Table
+
+from tandem.observability.sinks.base import RunInfo
+
+# What a step's line shows where the step has it: metric, format.
+_HEADLINES = {
+    "sft/loss": "loss {:.4f}",
+    "reward/mean": "reward {:.3f}",
+    "val/accuracy": "accuracy {:.3f}",
+    "response_length/mean": "length {:.0f}",
+    "perf/step_tokens_per_s": "{:,.0f} tokens/s",
+}
+_CARRIED = "val/accuracy"  # measured only now and then; the last value is shown in between
+
+
+class ConsoleSink:
+    def __init__(
+        self,
+        info: RunInfo,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._info = info
+        self._console = console or Console(highlight=False)
+        self._clock = clock
+        self._began = clock()
+        self._carried: dict[str, float] = {}
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if _CARRIED in metrics:
+            self._carried[_CARRIED] = metrics[_CARRIED]
+        shown = {**metrics, **self._carried}
+        parts = [f"step {step}/{self._info.total_steps}"]
+        parts += [form.format(shown[name]) for name, form in _HEADLINES.items() if name in shown]
+        parts += self._time_left(step)
+        self._console.print("  ".join(parts), soft_wrap=True)
+        if any(name.startswith("val/") for name in metrics):
+            self._console.print(_table(metrics))
+
+    def close(self) -> None:
+        self._console.file.flush()
+
+    def _time_left(self, step: int) -> list[str]:
+        """From the mean pace since the start, validation and saving included."""
+        steps_done = step - self._info.start_step
+        steps_left = self._info.total_steps - step
+        if steps_done <= 0 or steps_left <= 0:
+            return []
+        return [f"{duration((self._clock() - self._began) / steps_done * steps_left)} left"]
+
+
+class FileSink(ConsoleSink):
+    """The console's lines as plain text in RUN/log/progress.log."""
+
+    def __init__(self, info: RunInfo) -> None:
+        folder = info.folder / "log"
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / "progress.log").open("a", encoding="utf-8", buffering=1)
+        super().__init__(info, Console(file=file, width=120, highlight=False, force_terminal=False))
+
+    def close(self) -> None:
+        self._console.file.close()
+
+
+def duration(seconds: float) -> str:
+    """7 s, 3 min 07 s, 2 h 05 min."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def _table(metrics: Mapping[str, float]) -> Table:
+    """One row per group (the part of the names before the slash)."""
+    groups: dict[str, list[str]] = {}
+    for name, value in sorted(metrics.items()):
+        group, _, rest = name.partition("/")
+        groups.setdefault(group, []).append(f"{rest or group} {value:.4g}")
+    table = Table(show_header=False, box=None, padding=(0, 1), pad_edge=True)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(style="dim")
+    for group, entries in groups.items():
+        table.add_row(group, "  ".join(entries))
+    return table

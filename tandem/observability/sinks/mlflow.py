@@ -1,0 +1,48 @@
+"""MLflow: the server that MLFLOW_TRACKING_URI names, else a database under RUN/mlflow."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mlflow.entities import Metric, Param
+from mlflow.tracking import MlflowClient
+
+from tandem.observability.sinks.base import RunInfo
+
+_BATCH = 100  # parameters that one request may carry
+_VALUE_LENGTH = 500  # characters of a parameter's value that every version of the server takes
+
+
+class MLflowSink:
+    def __init__(self, info: RunInfo) -> None:
+        folder = info.folder / "mlflow"
+        uri = os.environ.get("MLFLOW_TRACKING_URI")
+        if uri is None:
+            folder.mkdir(exist_ok=True)
+            uri = f"sqlite:///{(folder / 'mlflow.db').resolve()}"
+        self._client = MlflowClient(tracking_uri=uri)
+        known = self._client.get_experiment_by_name(info.project)
+        experiment = known.experiment_id if known else self._client.create_experiment(info.project)
+        self._run_id = self._client.create_run(experiment, run_name=info.experiment).info.run_id
+        params = [Param(name, value[:_VALUE_LENGTH]) for name, value in _flat(info.config)]
+        for start in range(0, len(params), _BATCH):
+            self._client.log_batch(self._run_id, params=params[start : start + _BATCH])
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        now = round(time.time() * 1000)
+        rows = [Metric(name, value, now, step) for name, value in metrics.items()]
+        self._client.log_batch(self._run_id, metrics=rows)
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run_id)
+
+
+def _flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in section.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", str(value)

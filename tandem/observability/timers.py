@@ -1,0 +1,88 @@
+"""Where the time goes: seconds per phase for the metrics, and a Chrome trace of every phase.
+
+The trace is the JSON array form of the Trace Event Format, whose closing bracket is optional; so it
+is one event per line, appended as it happens, and chrome://tracing and Perfetto open it while the run
+is alive and after it was killed. A phase that was interrupted shows as begun and not ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tandem.observability.files import append_line, whole_lines
+
+
+class Timeline:
+    """Phases of one process, possibly nested; not shared between threads.
+
+    Args:
+        path: the trace to append to; None keeps only the seconds.
+        process: what the trace calls this process, such as "controller" or "actor rank 3".
+        synchronize: called before each reading of the clock, such as `torch.cuda.synchronize`
+            where a phase's work would else be charged to a later one.
+    """
+
+    def __init__(
+        self,
+        path: str | Path | None = None,
+        *,
+        process: str = "controller",
+        synchronize: Callable[[], None] | None = None,
+    ) -> None:
+        self._path = None if path is None else Path(path)
+        self._synchronize = synchronize
+        self._seconds: dict[str, float] = {}
+        # Wall-clock microseconds that advance with the monotonic clock: a resumed run follows the first.
+        self._epoch = time.time() - time.perf_counter()
+        # A track of its own, for a phase that an earlier process left open would swallow ours.
+        self._track = round(time.time() * 1000) % 2**31
+        if self._path is not None:
+            if not self._path.exists():
+                append_line(self._path, "[")
+            self._write({"name": "process_name", "ph": "M", "args": {"name": process}})
+
+    @contextmanager
+    def phase(self, name: str, **details: Any) -> Iterator[None]:
+        """Times the block. A phase that occurs several times adds up.
+
+        Args:
+            details: JSON values shown with the phase in the trace.
+        """
+        start = self._now()
+        self._event("B", name, start, details)
+        try:
+            yield
+        finally:
+            end = self._now()
+            self._seconds[name] = self._seconds.get(name, 0.0) + end - start
+            self._event("E", name, end, {})
+
+    def take(self) -> dict[str, float]:
+        """Seconds per phase since the last call, as `timing/NAME`."""
+        taken = {f"timing/{name}": seconds for name, seconds in self._seconds.items()}
+        self._seconds.clear()
+        return taken
+
+    def _now(self) -> float:
+        if self._synchronize is not None:
+            self._synchronize()
+        return time.perf_counter()
+
+    def _event(self, kind: str, name: str, at: float, details: dict[str, Any]) -> None:
+        if self._path is not None:
+            self._write({"name": name, "ph": kind, "ts": round((self._epoch + at) * 1e6), "args": details})
+
+    def _write(self, event: dict[str, Any]) -> None:
+        assert self._path is not None
+        append_line(self._path, json.dumps(event | {"pid": os.getpid(), "tid": self._track}) + ",")
+
+
+def read_timeline(path: str | Path) -> list[dict[str, Any]]:
+    """The events of a trace, finished or not; a last line that a crash tore is left out."""
+    return [json.loads(line.rstrip(",")) for line in whole_lines(Path(path))[1:]]

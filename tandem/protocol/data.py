@@ -1,0 +1,296 @@
+"""DataProto: a table of samples that every worker method takes and returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem.errors import DataError
+from tandem.protocol.ragged import Ragged, RowIndex, row_index
+
+Column = Tensor | Ragged
+
+
+class DataProto:
+    """B samples. Operations return new tables that share storage where they can; only `pop`
+    changes the table it is called on.
+
+    Args:
+        batch: name to tensor (B, …) or Ragged of B rows.
+        non_tensor_batch: name to object array (B); lists are converted.
+        meta_info: facts about the whole table; small.
+
+    Raises:
+        DataError: columns that disagree on B; the message names both.
+    """
+
+    __slots__ = ("batch", "meta_info", "non_tensor_batch")
+
+    def __init__(
+        self,
+        batch: Mapping[str, Column] | None = None,
+        non_tensor_batch: Mapping[str, np.ndarray | Sequence[Any]] | None = None,
+        meta_info: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.batch: dict[str, Column] = dict(batch or {})
+        self.non_tensor_batch: dict[str, np.ndarray] = {
+            name: object_array(column) for name, column in (non_tensor_batch or {}).items()
+        }
+        self.meta_info: dict[str, Any] = dict(meta_info or {})
+        first: tuple[str, int] | None = None
+        for name, column in (*self.batch.items(), *self.non_tensor_batch.items()):
+            first = first or (name, len(column))
+            if len(column) != first[1]:
+                raise DataError(
+                    "columns disagree on the number of samples",
+                    field=name,
+                    got=f"{len(column)} rows",
+                    expected=f"{first[1]} rows, as in '{first[0]}'",
+                )
+
+    def __len__(self) -> int:
+        for column in (*self.batch.values(), *self.non_tensor_batch.values()):
+            return len(column)
+        return 0
+
+    def __repr__(self) -> str:
+        names = ", ".join((*self.batch, *self.non_tensor_batch))
+        return f"DataProto({len(self)} samples: {names})"
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.batch or name in self.non_tensor_batch
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (*self.batch, *self.non_tensor_batch)
+
+    def ragged(self, name: str) -> Ragged:
+        """The ragged column of that name.
+
+        Raises:
+            DataError: no such column, or a dense one.
+        """
+        column = self.batch.get(name)
+        if not isinstance(column, Ragged):
+            raise DataError(
+                "no such ragged column", field=name, got=type(column).__name__, expected=self.columns
+            )
+        return column
+
+    def dense(self, name: str) -> Tensor:
+        """The dense column of that name.
+
+        Raises:
+            DataError: no such column, or a ragged one.
+        """
+        column = self.batch.get(name)
+        if not isinstance(column, Tensor):
+            raise DataError(
+                "no such dense column", field=name, got=type(column).__name__, expected=self.columns
+            )
+        return column
+
+    def __getitem__(self, rows: int | RowIndex) -> DataProto:
+        """The named rows in the given order; a boolean mask filters; one integer gives a table of one."""
+        if isinstance(rows, int):
+            rows = [rows]
+        if isinstance(rows, slice):
+            pick: Any = rows
+            return self._map(lambda t: t[pick], lambda a: a[pick])
+        index = row_index(rows, len(self))
+        on_host = index.numpy()
+        return self._map(lambda t: t[index if isinstance(t, Ragged) else index.to(t.device)], lambda a: a[on_host])
+
+    def _map(
+        self, column: Callable[[Any], Column], array: Callable[[np.ndarray], np.ndarray]
+    ) -> DataProto:
+        return DataProto(
+            {name: column(value) for name, value in self.batch.items()},
+            {name: array(value) for name, value in self.non_tensor_batch.items()},
+            self.meta_info,
+        )
+
+    def select(
+        self,
+        batch_keys: Iterable[str] | None = None,
+        non_tensor_batch_keys: Iterable[str] | None = None,
+        meta_info_keys: Iterable[str] | None = None,
+    ) -> DataProto:
+        """Only the named columns; None keeps all of that kind.
+
+        Raises:
+            DataError: a name that is not there.
+        """
+        return DataProto(
+            _picked(self.batch, batch_keys),
+            _picked(self.non_tensor_batch, non_tensor_batch_keys),
+            _picked(self.meta_info, meta_info_keys),
+        )
+
+    def pop(
+        self,
+        batch_keys: Iterable[str] = (),
+        non_tensor_batch_keys: Iterable[str] = (),
+        meta_info_keys: Iterable[str] = (),
+    ) -> DataProto:
+        """Removes the named columns and returns them as a table of their own."""
+        out = self.select(batch_keys, non_tensor_batch_keys, meta_info_keys)
+        for name in out.batch:
+            del self.batch[name]
+        for name in out.non_tensor_batch:
+            del self.non_tensor_batch[name]
+        for name in out.meta_info:
+            del self.meta_info[name]
+        return out
+
+    def rename(self, old: str, new: str) -> DataProto:
+        if old not in self:
+            raise DataError("no such column to rename", field=old, expected=self.columns)
+        return DataProto(
+            {new if name == old else name: value for name, value in self.batch.items()},
+            {new if name == old else name: value for name, value in self.non_tensor_batch.items()},
+            self.meta_info,
+        )
+
+    def union(self, *others: DataProto) -> DataProto:
+        """The columns of all tables side by side.
+
+        Raises:
+            DataError: a column that stands in two of them with different values; row counts that differ.
+        """
+        batch, arrays, meta = dict(self.batch), dict(self.non_tensor_batch), dict(self.meta_info)
+        for other in others:
+            _merge(batch, other.batch, _same_column)
+            _merge(arrays, other.non_tensor_batch, lambda a, b: a is b or bool(np.all(a == b)))
+            _merge(meta, other.meta_info, lambda a, b: bool(a == b))
+        return DataProto(batch, arrays, meta)
+
+    @staticmethod
+    def concat(parts: Sequence[DataProto]) -> DataProto:
+        """The rows of all parts below each other; meta_info of the first.
+
+        Raises:
+            DataError: parts with different columns.
+        """
+        if not parts:
+            raise DataError("nothing to concatenate", expected="at least one table")
+        first = parts[0]
+        for part in parts[1:]:
+            if set(part.columns) != set(first.columns):
+                raise DataError(
+                    "tables have different columns", got=part.columns, expected=first.columns
+                )
+        batch: dict[str, Column] = {}
+        for name in first.batch:
+            columns = [part.batch[name] for part in parts]
+            if all(isinstance(column, Ragged) for column in columns):
+                batch[name] = Ragged.cat([part.ragged(name) for part in parts])
+            else:
+                batch[name] = torch.cat([part.dense(name) for part in parts])
+        arrays = {
+            name: np.concatenate([part.non_tensor_batch[name] for part in parts])
+            for name in first.non_tensor_batch
+        }
+        return DataProto(batch, arrays, first.meta_info)
+
+    def chunk(self, chunks: int) -> list[DataProto]:
+        """`chunks` tables whose sizes differ by one at most; some are empty if rows are few."""
+        if chunks < 1:
+            raise DataError("chunks below one", field="chunks", got=chunks, expected=">= 1")
+        base, extra = divmod(len(self), chunks)
+        sizes = [base + (i < extra) for i in range(chunks)]
+        starts = np.cumsum([0, *sizes])
+        return [self[int(starts[i]) : int(starts[i + 1])] for i in range(chunks)]
+
+    def split(self, size: int) -> list[DataProto]:
+        """Tables of `size` rows; the last may be smaller."""
+        if size < 1:
+            raise DataError("split size below one", field="size", got=size, expected=">= 1")
+        return [self[start : start + size] for start in range(0, len(self), size)]
+
+    def repeat(self, repeats: int, interleave: bool = True) -> DataProto:
+        """Each row `repeats` times: in succession, or the whole table again and again."""
+        rows = torch.arange(len(self))
+        return self[rows.repeat_interleave(repeats) if interleave else rows.repeat(repeats)]
+
+    def reorder(self, indices: Tensor | Sequence[int]) -> DataProto:
+        """Row i of the result is row indices[i].
+
+        Raises:
+            DataError: indices that are no permutation.
+        """
+        index = row_index(indices, len(self))
+        if not torch.equal(index.sort().values, torch.arange(len(self))):
+            raise DataError("not a permutation of the rows", field="indices", got=index.tolist()[:8])
+        return self[index]
+
+    def filter(self, mask: Tensor | np.ndarray | Sequence[bool]) -> DataProto:
+        """The rows where `mask` is true."""
+        return self[torch.as_tensor(np.asarray(mask), dtype=torch.bool)]
+
+    def to(self, device: torch.device | str) -> DataProto:
+        return self._map(lambda t: t.to(device), lambda a: a)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the table to one file; `load` reads it back. The file is a pickle: load only your own."""
+        batch = {
+            name: {"values": c.values, "offsets": c.offsets} if isinstance(c, Ragged) else c
+            for name, c in self.batch.items()
+        }
+        torch.save(
+            {"batch": batch, "arrays": self.non_tensor_batch, "meta": self.meta_info}, Path(path)
+        )
+
+    @classmethod
+    def load(cls, path: str | Path) -> DataProto:
+        state = torch.load(Path(path), weights_only=False)
+        batch = {
+            name: Ragged(c["values"], c["offsets"]) if isinstance(c, dict) else c
+            for name, c in state["batch"].items()
+        }
+        return cls(batch, state["arrays"], state["meta"])
+
+
+def object_array(column: np.ndarray | Sequence[Any]) -> np.ndarray:
+    """(B) object array; never two-dimensional, whatever the elements are."""
+    if isinstance(column, np.ndarray) and column.dtype == object and column.ndim == 1:
+        return column
+    out = np.empty(len(column), dtype=object)
+    out[:] = list(column)
+    return out
+
+
+def _picked(table: dict[str, Any], names: Iterable[str] | None) -> dict[str, Any]:
+    if names is None:
+        return dict(table)
+    names = list(names)
+    for name in names:
+        if name not in table:
+            raise DataError("no such column", field=name, expected=tuple(table))
+    return {name: table[name] for name in names}
+
+
+def _merge(target: dict[str, Any], source: dict[str, Any], same: Callable[[Any, Any], bool]) -> None:
+    for name, value in source.items():
+        if name in target and not same(target[name], value):
+            raise DataError(
+                "two tables hold different values under one name",
+                field=name,
+                got=f"{value!r:.80}",
+                expected=f"{target[name]!r:.80}",
+                remedy="select or rename columns before union",
+            )
+        target.setdefault(name, value)
+
+
+def _same_column(a: Column, b: Column) -> bool:
+    if a is b:
+        return True
+    if isinstance(a, Ragged) and isinstance(b, Ragged):
+        return a.equal(b)
+    return isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a, b)

@@ -1,0 +1,29 @@
+"""Scores for responses: a registry by data source, scorers, and a user's own function.
+
+Importing this package registers the scorers."""
+
+from tandem.rewards import arithmetic, gsm8k, math
+from tandem.rewards.base import (
+    Item,
+    Reward,
+    Scored,
+    known_data_sources,
+    register_reward,
+    reward_for,
+    score,
+)
+from tandem.rewards.custom import load_custom
+
+__all__ = [
+    "Item",
+    "Reward",
+    "Scored",
+    "arithmetic",
+    "gsm8k",
+    "known_data_sources",
+    "load_custom",
+    "math",
+    "register_reward",
+    "reward_for",
+    "score",
+]

@@ -1,0 +1,230 @@
+"""What a reward is, which one a data source gets, and how its answers are checked.
+
+A reward is a function
+
+    compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs) -> float | dict
+
+A dict has the key "score"; its other numbers become metrics, other entries are for the function's own
+use. A function with the attribute `batched = True` scores many responses in one call:
+
+    compute_score(data_sources, solution_strs, ground_truths, extra_infos, **kwargs) -> list of the same
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any, TypeVar
+
+from tandem.errors import RewardError
+
+HEAD_CHARACTERS = 200
+"""How much of a response a message shows."""
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A response to score.
+
+    Attributes:
+        data_source: where its prompt comes from.
+        solution_str: the response's text.
+        ground_truth: what the data file gives as such.
+        extra_info: further facts of the data file's row.
+        index: the row's number in the data files, for messages.
+    """
+
+    data_source: str
+    solution_str: str
+    ground_truth: Any
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
+    index: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A checked score (finite) and the other finite numbers that came with it."""
+
+    score: float
+    extra: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reward:
+    """A reward function with its fixed arguments.
+
+    Attributes:
+        name: for messages.
+        function: see the module's docstring.
+        kwargs: further arguments of every call.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def batched(self) -> bool:
+        return bool(getattr(self.function, "batched", False))
+
+    def __call__(self, items: Mapping[int, Item]) -> list[Any]:
+        """What the function returns for each item, unchecked.
+
+        Args:
+            items: by their place in the batch, which messages name.
+
+        Raises:
+            RewardError: it raised, or, if batched, returned something that is no list as long as `items`.
+        """
+        if self.batched:
+            return self._call_batched(items)
+        return [self._call_one(place, item) for place, item in items.items()]
+
+    def _call_one(self, place: int, item: Item) -> Any:
+        try:
+            return self.function(
+                data_source=item.data_source,
+                solution_str=item.solution_str,
+                ground_truth=item.ground_truth,
+                extra_info=dict(item.extra_info),
+                **self.kwargs,
+            )
+        except Exception as error:
+            raise self.error(f"raised {type(error).__name__}: {error}", place, item) from error
+
+    def _call_batched(self, items: Mapping[int, Item]) -> list[Any]:
+        first = next(iter(items.items()))
+        columns = items.values()
+        try:
+            values = self.function(
+                data_sources=[item.data_source for item in columns],
+                solution_strs=[item.solution_str for item in columns],
+                ground_truths=[item.ground_truth for item in columns],
+                extra_infos=[dict(item.extra_info) for item in columns],
+                **self.kwargs,
+            )
+        except Exception as error:
+            raised = f"raised {type(error).__name__}: {error}"
+            raise self.error(f"{raised} (it is batched: shown is the first sample)", *first) from error
+        if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__"):
+            raise self.error("is batched and returned no list", *first, got=_shown(values))
+        if len(values) != len(items):
+            got = f"{len(values)} scores for {len(items)} responses"
+            raise self.error("returned a list of the wrong length", *first, got=got)
+        return list(values)
+
+    def error(self, problem: str, place: int, item: Item, *, got: str | None = None) -> RewardError:
+        """The error for one sample: which one, of which source, and how its response begins."""
+        row = "" if item.index is None else f", row {item.index} of the data"
+        response = f"the response {item.solution_str[:HEAD_CHARACTERS]!r}"
+        return RewardError(
+            f"the reward function {self.name} {problem}",
+            field=f"sample {place}{row}, data_source '{item.data_source}'",
+            got=response if got is None else f"{got}, for {response}",
+            expected="a finite number, or a dict with one under 'score'",
+            remedy="mend the reward function; it must cope with any text a model may write",
+        )
+
+
+def score(items: Sequence[Item], custom: Reward | None = None) -> list[Scored]:
+    """Scores of all items, in their order.
+
+    Args:
+        items: responses; their sources may differ.
+        custom: the user's own function; None takes each data source's.
+
+    Raises:
+        RewardError: a data source without a reward; a function that raised or returned anything but a
+            finite number (or a dict of one); names the function and the sample.
+    """
+    groups: dict[Reward, dict[int, Item]] = {}
+    for place, item in enumerate(items):
+        groups.setdefault(custom or reward_for(item.data_source), {})[place] = item
+    scored: dict[int, Scored] = {}
+    for reward, group in groups.items():
+        for (place, item), value in zip(group.items(), reward(group), strict=True):
+            scored[place] = _checked(reward, value, place, item)
+    return [scored[place] for place in range(len(items))]
+
+
+def _checked(reward: Reward, value: Any, place: int, item: Item) -> Scored:
+    entries = dict(value) if isinstance(value, Mapping) else {"score": value}
+    if "score" not in entries:
+        raise reward.error("returned a dict without 'score'", place, item, got=_shown(value))
+    main = _number(entries.pop("score"))
+    if main is None:
+        raise reward.error("returned something that is not a number", place, item, got=_shown(value))
+    numbers = {str(name): _number(entry) for name, entry in entries.items()}
+    extra = {name: number for name, number in numbers.items() if number is not None}
+    if not all(map(math.isfinite, (main, *extra.values()))):
+        raise reward.error("returned a number that is not finite", place, item, got=_shown(value))
+    return Scored(main, extra)
+
+
+def _number(value: Any) -> float | None:
+    """A plain number, a bool, or a zero-dimensional array or tensor as a float; None for anything else."""
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+        value = value.item()
+    try:
+        return float(value) if isinstance(value, Real) else None
+    except OverflowError:  # an integer beyond floats
+        return math.inf
+
+
+def _shown(value: Any) -> str:
+    return f"{type(value).__name__} {value!r:.80}"
+
+
+_REWARDS: dict[str, Reward] = {}
+
+
+def register_reward(*data_sources: str) -> Callable[[Function], Function]:
+    """Decorator: the reward function of these data sources; "name*" stands for all that begin with name.
+
+    Raises:
+        RewardError: one of them has a reward already.
+    """
+
+    def register(function: Function) -> Function:
+        reward = Reward(f"{function.__module__}.{function.__name__}", function)
+        for data_source in data_sources:
+            if data_source in _REWARDS:
+                raise RewardError(
+                    "the data source has a reward already",
+                    field=data_source,
+                    got=reward.name,
+                    expected=_REWARDS[data_source].name,
+                )
+            _REWARDS[data_source] = reward
+        return function
+
+    return register
+
+
+def known_data_sources() -> tuple[str, ...]:
+    """Registered names, sorted; a trailing * stands for any ending."""
+    return tuple(sorted(_REWARDS))
+
+
+def reward_for(data_source: str) -> Reward:
+    """The reward registered for exactly this name, else for its longest registered beginning.
+
+    Raises:
+        RewardError: there is none.
+    """
+    if data_source in _REWARDS:
+        return _REWARDS[data_source]
+    beginnings = [name for name in _REWARDS if name.endswith("*") and data_source.startswith(name[:-1])]
+    if beginnings:
+        return _REWARDS[max(beginnings, key=len)]
+    raise RewardError(
+        "no reward function for this data source",
+        field=f"data_source '{data_source}'",
+        expected=f"one of {', '.join(known_data_sources())}",
+        remedy="name your own function with custom_reward_function.path and custom_reward_function.name, "
+        "or write one of these names into the data",
+    )

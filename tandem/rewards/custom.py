@@ -1,0 +1,89 @@
+"""A user's own reward function, loaded from a file and tried for its arguments before training."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from tandem.errors import RewardError
+from tandem.rewards.base import Reward
+
+PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
+BATCHED_PARAMETERS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+
+
+def load_custom(path: str, name: str = "compute_score", kwargs: Mapping[str, Any] | None = None) -> Reward:
+    """A user's own reward function.
+
+    Args:
+        path: a Python file, or the dotted name of an importable module.
+        name: the function in it.
+        kwargs: further arguments of every call.
+
+    Raises:
+        RewardError: no such file, module or function; the file raised; the function cannot be called
+            as `tandem.rewards.base` says.
+    """
+    module = _module(path)
+    function = getattr(module, name, None)
+    if not callable(function):
+        functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        close = difflib.get_close_matches(name, functions, n=1)
+        raise RewardError(
+            "no such function",
+            field="custom_reward_function.name",
+            got=f"{name} in {path}",
+            expected=f"one of {', '.join(functions) or '(the file defines none)'}",
+            remedy=f"custom_reward_function.name={close[0]}" if close else None,
+        )
+    reward = Reward(f"{name} ({path})", function, dict(kwargs or {}))
+    _check_signature(reward)
+    return reward
+
+
+def _module(path: str) -> ModuleType:
+    file = Path(path).expanduser()
+    is_file = file.suffix == ".py" or "/" in path
+    if is_file and not file.is_file():
+        raise RewardError("no such file", field="custom_reward_function.path", got=path)
+    try:
+        if not is_file:
+            return importlib.import_module(path)
+        module_name = f"custom_reward_function.{file.stem}"
+        spec = importlib.util.spec_from_file_location(module_name, file.resolve())
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[module_name] = module  # dataclasses and pickle look a class's module up there
+        spec.loader.exec_module(module)
+        return module
+    except Exception as error:
+        raise RewardError(
+            f"loading it raised {type(error).__name__}: {error}",
+            field="custom_reward_function.path",
+            got=path,
+            expected="a Python file, or the dotted name of a module, that can be imported",
+        ) from error
+
+
+def _check_signature(reward: Reward) -> None:
+    names = BATCHED_PARAMETERS if reward.batched else PARAMETERS
+    signature = inspect.signature(reward.function)
+    try:
+        signature.bind(**dict.fromkeys(names), **reward.kwargs)
+    except TypeError as error:
+        raise RewardError(
+            f"cannot be called as needed: {error}",
+            field=f"custom_reward_function {reward.name}",
+            got=str(signature),
+            expected=f"({', '.join([*names, *reward.kwargs])})",
+            remedy="take these arguments by these names, or any with **kwargs; the entries of "
+            "custom_reward_function.reward_kwargs are among them",
+        ) from error

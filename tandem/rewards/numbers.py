@@ -1,0 +1,35 @@
+"""Decimal numbers in text, exactly and whatever their length."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from decimal import Decimal
+from typing import Any
+
+# A minus right after a digit, letter or bracket is an operator, not a sign.
+NUMBER = re.compile(r"(?:(?<![\w)\]}])[-+])?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?")
+
+
+def numbers_in(text: str) -> Iterator[Decimal]:
+    """All numbers of a text, in order: "-1,234.5 and 7" has -1234.5 and 7."""
+    for match in NUMBER.finditer(text.replace("−", "-")):
+        yield Decimal(match.group().replace(",", ""))
+
+
+def last_number(text: str) -> Decimal | None:
+    """The last number of a text, if it has one."""
+    numbers = list(numbers_in(text))
+    return numbers[-1] if numbers else None
+
+
+def to_number(ground_truth: Any) -> Decimal:
+    """A ground truth that is a number, or text of exactly one.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    text = str(ground_truth).strip().replace("−", "-")
+    if not NUMBER.fullmatch(text):
+        raise ValueError(f"the ground truth {ground_truth!r:.80} is not a number")
+    return Decimal(text.replace(",", ""))

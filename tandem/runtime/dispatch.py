@@ -1,0 +1,295 @@
+"""How the arguments of one call on a group become the calls of its workers, and their results one.
+
+Dispatch functions take a mesh and the arguments and return one call per rank; collect functions
+take a mesh and one result per rank. Nothing is padded: shares may be uneven, and empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Literal
+
+from tandem.errors import ConfigError, DataError
+from tandem.protocol import DataProto
+from tandem.runtime.future import BatchFuture, concat
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+DispatchFn = Callable[["Mesh", tuple[Any, ...], dict[str, Any]], Sequence[Call | None]]
+"""(mesh, args, kwargs) to one (args, kwargs) per rank; None for a rank that is not called."""
+CollectFn = Callable[["Mesh", list[Any]], Any]
+"""(mesh, one result per rank, None where not called) to the result of the call."""
+
+
+class Dispatch(Enum):
+    """How a registered method is called on the workers of a group.
+
+    ONE_TO_ALL: all workers, the same arguments; a list of results by rank.
+    ALL_TO_ALL: each argument is a list with one item per rank; a list of results by rank.
+    RANK_ZERO: rank 0 only; its result.
+    DP_COMPUTE_PROTO: each worker gets a share of the rows of every DataProto or BatchFuture among
+        the arguments, other arguments go to all; the resulting rows below each other.
+    ND_COMPUTE_PROTO: the same over a mesh that the workers registered: workers of one data-parallel
+        rank get the same share, and only those that collect contribute rows.
+    DP_COMPUTE: as DP_COMPUTE_PROTO, for plain lists.
+    """
+
+    ONE_TO_ALL = "one_to_all"
+    ALL_TO_ALL = "all_to_all"
+    RANK_ZERO = "rank_zero"
+    DP_COMPUTE_PROTO = "dp_compute_proto"
+    ND_COMPUTE_PROTO = "nd_compute_proto"
+    MEGATRON_COMPUTE = "nd_compute_proto"
+    MEGATRON_COMPUTE_PROTO = "nd_compute_proto"
+    DP_COMPUTE = "dp_compute"
+
+
+@dataclass(frozen=True, slots=True)
+class MeshPlace:
+    """A worker's place in a mesh.
+
+    Attributes:
+        dp_rank: which share of the batch it gets, 0 … dp_size-1.
+        dp_size: number of shares.
+        collects: whether its results are taken; one worker per dp_rank.
+    """
+
+    dp_rank: int
+    dp_size: int
+    collects: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """The places of all workers of a group.
+
+    Args:
+        places: by rank.
+        name: for messages.
+
+    Raises:
+        ConfigError: places that do not make a mesh.
+    """
+
+    places: tuple[MeshPlace, ...]
+    name: str = "dp"
+
+    def __post_init__(self) -> None:
+        sizes = {place.dp_size for place in self.places}
+        if len(sizes) != 1:
+            self._fail("workers disagree on the data-parallel size", sorted(sizes), "one size")
+        ranks = list(range(self.dp_size))
+        if sorted({place.dp_rank for place in self.places}) != ranks:
+            self._fail(
+                "data-parallel ranks are missing or out of range", [p.dp_rank for p in self.places], ranks
+            )
+        collecting = sorted(place.dp_rank for place in self.places if place.collects)
+        if collecting != ranks:
+            self._fail("not exactly one worker of each data-parallel rank collects", collecting, ranks)
+
+    def _fail(self, message: str, got: Any, expected: Any) -> None:
+        raise ConfigError(
+            message,
+            field=f"mesh '{self.name}'",
+            got=got,
+            expected=expected,
+            remedy="check the register_mesh calls of the workers",
+        )
+
+    @classmethod
+    def flat(cls, world_size: int) -> Mesh:
+        """Every worker a data-parallel rank of its own."""
+        return cls(tuple(MeshPlace(rank, world_size) for rank in range(world_size)))
+
+    @property
+    def world_size(self) -> int:
+        return len(self.places)
+
+    @property
+    def dp_size(self) -> int:
+        return self.places[0].dp_size
+
+    @property
+    def collectors(self) -> list[int]:
+        """Ranks that collect, in order of their data-parallel ranks."""
+        ranks = [rank for rank, place in enumerate(self.places) if place.collects]
+        return sorted(ranks, key=lambda rank: self.places[rank].dp_rank)
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """What @register says of a method.
+
+    Attributes:
+        dispatch_mode: one of Dispatch, or a (dispatch, collect) pair of functions.
+        blocking: whether a call returns the result or a future.
+        collect: "all" as the mode says; "first" the result of the first worker that collects, for
+            results that are the same on all.
+        mesh: the mesh of ND_COMPUTE_PROTO; None is the only one that the workers registered.
+
+    Raises:
+        ConfigError: something else in place of a mode.
+    """
+
+    dispatch_mode: Dispatch | tuple[DispatchFn, CollectFn] = Dispatch.DP_COMPUTE_PROTO
+    blocking: bool = True
+    collect: Literal["all", "first"] = "all"
+    mesh: str | None = None
+
+    def __post_init__(self) -> None:
+        pair = isinstance(self.dispatch_mode, tuple) and len(self.dispatch_mode) == 2
+        if not pair and not isinstance(self.dispatch_mode, Dispatch):
+            raise ConfigError(
+                "not a dispatch mode",
+                field="register(dispatch_mode=…)",
+                got=self.dispatch_mode,
+                expected="a member of Dispatch or a (dispatch, collect) pair; @register needs parentheses",
+            )
+
+    @property
+    def over_mesh(self) -> bool:
+        return self.dispatch_mode is Dispatch.ND_COMPUTE_PROTO or self.mesh is not None
+
+    @property
+    def makes_batch(self) -> bool:
+        """Whether the result is a batch, concatenated from the collecting workers' batches."""
+        proto = self.dispatch_mode in (Dispatch.DP_COMPUTE_PROTO, Dispatch.ND_COMPUTE_PROTO)
+        return proto and self.collect == "all"
+
+    def functions(self) -> tuple[DispatchFn, CollectFn]:
+        if isinstance(self.dispatch_mode, Dispatch):
+            dispatch, collect = _FUNCTIONS[self.dispatch_mode]
+        else:
+            dispatch, collect = self.dispatch_mode
+        return dispatch, collect_first if self.collect == "first" else collect
+
+
+def dispatch_one_to_all(mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Call | None]:
+    return [(args, kwargs)] * mesh.world_size
+
+
+def dispatch_rank_zero(mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Call | None]:
+    return [(args, kwargs), *[None] * (mesh.world_size - 1)]
+
+
+def dispatch_all_to_all(mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Call | None]:
+    """Item r of every argument to rank r.
+
+    Raises:
+        DataError: an argument that is no list of one item per rank.
+    """
+    for argument in (*args, *kwargs.values()):
+        if not isinstance(argument, (list, tuple)) or len(argument) != mesh.world_size:
+            raise DataError(
+                "an ALL_TO_ALL argument is no list with one item per worker",
+                got=f"{type(argument).__name__}"
+                + (f" of {len(argument)}" if hasattr(argument, "__len__") else ""),
+                expected=f"a list of {mesh.world_size}",
+            )
+    return [
+        (tuple(a[rank] for a in args), {name: a[rank] for name, a in kwargs.items()})
+        for rank in range(mesh.world_size)
+    ]
+
+
+def dispatch_batches(mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Call | None]:
+    """Contiguous shares of every batch's rows, whose sizes differ by one at most.
+
+    Raises:
+        DataError: batches of different size, as far as sizes are known here.
+    """
+    batches = [a for a in (*args, *kwargs.values()) if isinstance(a, DataProto)]
+    if len({len(batch) for batch in batches}) > 1:
+        raise DataError(
+            "the batches of one call have different sizes",
+            got=[f"{len(batch)} rows: {', '.join(batch.columns)}" for batch in batches],
+            expected="the same samples in each",
+        )
+
+    def shares(argument: Any) -> Sequence[Any]:
+        if isinstance(argument, (DataProto, BatchFuture)):
+            return argument.chunk(mesh.dp_size)
+        return [argument] * mesh.dp_size
+
+    return _by_share(mesh, shares, args, kwargs)
+
+
+def dispatch_lists(mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Call | None]:
+    """Contiguous shares of every list; other arguments go to all."""
+
+    def shares(argument: Any) -> Sequence[Any]:
+        if isinstance(argument, list):
+            return split_list(argument, mesh.dp_size)
+        return [argument] * mesh.dp_size
+
+    return _by_share(mesh, shares, args, kwargs)
+
+
+def _by_share(
+    mesh: Mesh, shares: Callable[[Any], Sequence[Any]], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[Call | None]:
+    positional = [shares(argument) for argument in args]
+    named = {name: shares(argument) for name, argument in kwargs.items()}
+    return [
+        (
+            tuple(parts[place.dp_rank] for parts in positional),
+            {name: parts[place.dp_rank] for name, parts in named.items()},
+        )
+        for place in mesh.places
+    ]
+
+
+def split_list(items: list[Any], parts: int) -> list[list[Any]]:
+    """`parts` lists whose sizes differ by one at most."""
+    base, extra = divmod(len(items), parts)
+    starts = [i * base + min(i, extra) for i in range(parts + 1)]
+    return [items[starts[i] : starts[i + 1]] for i in range(parts)]
+
+
+def collect_all(mesh: Mesh, results: list[Any]) -> list[Any]:
+    return results
+
+
+def collect_rank_zero(mesh: Mesh, results: list[Any]) -> Any:
+    return results[0]
+
+
+def collect_first(mesh: Mesh, results: list[Any]) -> Any:
+    return results[mesh.collectors[0]]
+
+
+def collect_batches(mesh: Mesh, results: list[Any]) -> DataProto:
+    """The rows of the collecting workers' batches below each other.
+
+    Raises:
+        DataError: batches with different columns.
+    """
+    parts: list[DataProto] = [results[rank] for rank in mesh.collectors]
+    return concat(parts)
+
+
+def collect_lists(mesh: Mesh, results: list[Any]) -> list[Any]:
+    """The collecting workers' lists joined.
+
+    Raises:
+        DataError: a result that is no list.
+    """
+    out: list[Any] = []
+    for rank in mesh.collectors:
+        if not isinstance(results[rank], list):
+            raise DataError(
+                f"rank {rank} returned no list", got=type(results[rank]).__name__, expected="list"
+            )
+        out += results[rank]
+    return out
+
+
+_FUNCTIONS: dict[Dispatch, tuple[DispatchFn, CollectFn]] = {
+    Dispatch.ONE_TO_ALL: (dispatch_one_to_all, collect_all),
+    Dispatch.ALL_TO_ALL: (dispatch_all_to_all, collect_all),
+    Dispatch.RANK_ZERO: (dispatch_rank_zero, collect_rank_zero),
+    Dispatch.DP_COMPUTE_PROTO: (dispatch_batches, collect_batches),
+    Dispatch.ND_COMPUTE_PROTO: (dispatch_batches, collect_batches),
+    Dispatch.DP_COMPUTE: (dispatch_lists, collect_lists),
+}

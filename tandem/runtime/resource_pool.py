@@ -1,0 +1,108 @@
+"""Which processes there are, and which roles run on them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from tandem.errors import ConfigError
+
+
+class Role(Enum):
+    """What a group of workers is in the algorithm; several in one name share weights or a process."""
+
+    Actor = auto()
+    Rollout = auto()
+    RefPolicy = auto()
+    ActorRollout = auto()
+    ActorRolloutRef = auto()
+    Critic = auto()
+    RewardModel = auto()
+    Reward = auto()
+
+
+@dataclass(frozen=True)
+class ResourcePool:
+    """Processes on nodes, one device each.
+
+    Args:
+        process_on_nodes: processes per node, such as [8] * 4.
+        name: for messages.
+
+    Raises:
+        ConfigError: no node, or a node without a process.
+    """
+
+    process_on_nodes: Sequence[int]
+    name: str = "pool"
+
+    def __post_init__(self) -> None:
+        counts = self.process_on_nodes
+        valid = isinstance(counts, (list, tuple)) and len(counts) > 0
+        if not valid or not all(type(count) is int and count >= 1 for count in counts):
+            raise ConfigError(
+                "not a list of processes per node",
+                field=f"resource pool '{self.name}'",
+                got=repr(counts),
+                expected="one whole number >= 1 per node, such as [8, 8]",
+            )
+        object.__setattr__(self, "process_on_nodes", tuple(counts))
+
+    @property
+    def world_size(self) -> int:
+        return sum(self.process_on_nodes)
+
+    @property
+    def nnodes(self) -> int:
+        return len(self.process_on_nodes)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where each role runs. Roles mapped to one pool are colocated.
+
+    Args:
+        resource_pool_spec: pool name to processes per node.
+        mapping: role to pool name.
+
+    Raises:
+        ConfigError: a malformed pool, or a role on a pool that is not there.
+    """
+
+    resource_pool_spec: Mapping[str, Sequence[int]]
+    mapping: Mapping[Role, str]
+    pools: Mapping[str, ResourcePool] = field(init=False)
+
+    def __post_init__(self) -> None:
+        pools = {name: ResourcePool(counts, name) for name, counts in self.resource_pool_spec.items()}
+        object.__setattr__(self, "pools", pools)
+        for role, name in self.mapping.items():
+            if name not in pools:
+                near = difflib.get_close_matches(name, pools, n=1)
+                raise ConfigError(
+                    "no such resource pool",
+                    field=f"pool of role {role.name}",
+                    got=name,
+                    expected=f"one of {', '.join(pools) or 'no pools'}",
+                    remedy=f"did you mean '{near[0]}'?" if near else "add it to the resource pools",
+                )
+
+    def pool(self, role: Role) -> ResourcePool:
+        """The pool of a role.
+
+        Raises:
+            ConfigError: the role has none.
+        """
+        if role not in self.mapping:
+            raise ConfigError(
+                "no resource pool is mapped to this role",
+                field=role.name,
+                expected=f"one of {', '.join(placed.name for placed in self.mapping)}",
+            )
+        return self.pools[self.mapping[role]]
+
+    def roles(self, pool_name: str) -> tuple[Role, ...]:
+        """The roles colocated on a pool."""
+        return tuple(role for role, name in self.mapping.items() if name == pool_name)

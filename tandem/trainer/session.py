@@ -1,0 +1,198 @@
+"""What every training run has beside its algorithm: a folder, loggers, checkpoints, an orderly stop."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Protocol
+
+from tandem.checkpoint.manager import Checkpoint, CheckpointManager
+from tandem.config.trainer import RunConfig
+from tandem.errors import CheckpointError
+from tandem.observability.run import RunFolder, read_metrics
+from tandem.observability.sinks.base import RunInfo
+from tandem.observability.sinks.registry import Sinks, require_sinks
+from tandem.observability.timers import Timeline
+
+
+class Saves(Protocol):
+    """A group of workers whose state goes into checkpoints."""
+
+    def save_checkpoint(self, path: Path) -> object: ...
+
+    def load_checkpoint(self, path: Path) -> object: ...
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRun:
+    """A run folder made ready for a run.
+
+    Attributes:
+        folder: the folder.
+        checkpoint: where the run goes on from; None for a new run.
+        checkpoints: reads and writes the folder's checkpoints.
+    """
+
+    folder: RunFolder
+    checkpoint: Checkpoint | None
+    checkpoints: CheckpointManager
+
+
+def open_run(config: RunConfig, config_yaml: str, say: Callable[[str], None]) -> OpenRun:
+    """Finds what to resume from, before anything costly is made. A folder of an earlier run that is not
+    resumed is set aside, so that nothing of it is overwritten.
+
+    Raises:
+        CheckpointError: the checkpoint named in the config is missing or damaged.
+    """
+    require_sinks(config.logger)
+    folder = RunFolder(config.default_local_dir)
+    checkpoints = CheckpointManager(folder.checkpoints, config.max_ckpt_to_keep, log=say)
+    checkpoint = None
+    if config.resume_mode == "resume_path":
+        assert config.resume_from_path is not None, "the config refuses this mode without a path"
+        checkpoint = checkpoints.open(Path(config.resume_from_path))
+    elif config.resume_mode == "auto":
+        checkpoint = checkpoints.latest()
+    if checkpoint is None:
+        earlier = folder.set_aside()
+        if earlier:
+            say(f"what {folder.path} held of an earlier run is now in {earlier}")
+    folder.write_config(config_yaml)
+    return OpenRun(folder, checkpoint, checkpoints)
+
+
+class Session:
+    """One run of one process, from `restore` to the end of the `with` block.
+
+    Args:
+        run: the folder made ready.
+        loggers: where metrics go besides metrics.jsonl, by name.
+        info: what loggers are told of the run.
+        members: names and groups whose state is saved.
+        samples_freq: steps between sample files; 0 or less writes none.
+        say: prints a sentence to the user.
+    """
+
+    def __init__(
+        self,
+        run: OpenRun,
+        loggers: Sequence[str],
+        info: RunInfo,
+        members: Mapping[str, Saves],
+        *,
+        samples_freq: int = -1,
+        say: Callable[[str], None],
+    ) -> None:
+        self.run = run
+        self.folder = run.folder
+        self.info = info
+        self.members = members
+        self.samples_freq = samples_freq
+        self.timeline = Timeline(run.folder.timeline_file)
+        self.interrupted = False
+        self._loggers = loggers
+        self._sinks: Sinks | None = None
+        self._print = say
+        self._previous_handler: Any = None
+
+    def say(self, sentence: str) -> None:
+        """To the user and to the run's log."""
+        self.folder.log(sentence)
+        self._print(sentence)
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        return self.timeline.phase(name)
+
+    def writes_samples(self, step: int) -> bool:
+        return self.samples_freq > 0 and step % self.samples_freq == 0
+
+    def __enter__(self) -> Session:
+        self._previous_handler = signal.signal(signal.SIGINT, self._on_interrupt)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        signal.signal(signal.SIGINT, self._previous_handler)
+        if error is not None:
+            self.folder.log(f"stopped by {kind.__name__ if kind else ''}: {error}")
+        if self._sinks:
+            self._sinks.close()
+
+    def _on_interrupt(self, _signal: int, _frame: FrameType | None) -> None:
+        if self.interrupted:
+            raise KeyboardInterrupt
+        self.interrupted = True
+        self.say("interrupted: this step is finished and saved first; Ctrl-C again stops at once")
+
+    def restore(self, load: Callable[[dict[str, Any]], None]) -> int:
+        """Loads the checkpoint to resume from, if any, and forgets what the folder holds beyond it.
+
+        Args:
+            load: takes the state that `save` was given.
+
+        Returns:
+            the step of the checkpoint; 0 for a new run.
+
+        Raises:
+            CheckpointError: the checkpoint holds other members than this run has.
+        """
+        checkpoint = self.run.checkpoint
+        step = 0
+        if checkpoint is not None:
+            self._load(checkpoint, load)
+            step = checkpoint.step
+        self._sinks = Sinks(self._loggers, replace(self.info, start_step=step), report=self.say)
+        return step
+
+    def _load(self, checkpoint: Checkpoint, load: Callable[[dict[str, Any]], None]) -> None:
+        missing = [name for name in self.members if not (checkpoint.path / name).is_dir()]
+        if missing:
+            raise CheckpointError(
+                "the checkpoint lacks what this run trains",
+                field=str(checkpoint.path),
+                got=sorted(path.name for path in checkpoint.path.iterdir() if path.is_dir()),
+                expected=sorted(self.members),
+                remedy="resume with the config the checkpoint was made with, or trainer.resume_mode=disable",
+            )
+        for name, group in self.members.items():
+            group.load_checkpoint(checkpoint.path / name)
+        load(checkpoint.state["trainer"])
+        self._restore_metrics(checkpoint)
+        self.say(f"resumed from {checkpoint.path} after step {checkpoint.step}")
+
+    def _restore_metrics(self, checkpoint: Checkpoint) -> None:
+        """A crash between a checkpoint and its step's metrics leaves a gap, which the checkpoint fills."""
+        self.folder.trim_after(checkpoint.step)
+        rows = read_metrics(self.folder.metrics_file) if self.folder.metrics_file.exists() else []
+        if not rows or rows[-1]["step"] < checkpoint.step:
+            self.folder.log_metrics(checkpoint.step, checkpoint.state["metrics"])
+
+    def save(self, step: int, state: dict[str, Any], metrics: Mapping[str, float]) -> None:
+        """A checkpoint of all members, the trainer's state and the step's metrics."""
+        with self.phase("save_checkpoint"):
+            path = self.run.checkpoints.save(
+                step,
+                {name: group.save_checkpoint for name, group in self.members.items()},
+                {"trainer": state, "metrics": dict(metrics)},
+            )
+        self.folder.log(f"saved {path}")
+        if self.interrupted:
+            self.say(f"saved {path}; the same command resumes from it")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A step's metrics to metrics.jsonl and all loggers."""
+        self.folder.log_metrics(step, metrics)
+        if self._sinks is None:
+            raise AssertionError("restore comes before the first log")
+        self._sinks.log(step, metrics)
+
+
+def due(frequency: int, step: int, last: bool) -> bool:
+    """Whether something that happens every `frequency` steps, and at the end, happens now."""
+    return frequency > 0 and (step % frequency == 0 or last)

@@ -1,0 +1,183 @@
+"""Computations over a whole batch at once: KL in the reward, advantages, files of samples. They need
+every sample of a group together, so one process does them, off the controller."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem.algorithms.kl import PenalisedRewards, apply_kl_penalty
+from tandem.algorithms.masked import explained_variance, segment_sum
+from tandem.algorithms.registry import AdvantageSpec, advantage_estimator
+from tandem.config.algorithm import AlgorithmConfig
+from tandem.errors import RewardError
+from tandem.observability.metrics import Metrics
+from tandem.observability.run import RunFolder
+from tandem.protocol import DataProto, Ragged
+from tandem.runtime import Dispatch, Worker, register
+
+
+class BatchWorker(Worker):
+    """Advantages and sample files.
+
+    Args:
+        config: the resolved algorithm section.
+        run: the run folder.
+    """
+
+    def __init__(self, config: AlgorithmConfig, run: RunFolder) -> None:
+        super().__init__()
+        self.config = config
+        self.run = run
+        self.spec: AdvantageSpec = advantage_estimator(config.adv_estimator)
+        shared = {
+            "gamma": config.gamma,
+            "lam": config.lam,
+            "norm_adv_by_std_in_grpo": config.norm_adv_by_std_in_grpo,
+        }
+        self.options = self.spec.select_options(shared, config.adv_kwargs)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    def compute_advantages(self, batch: DataProto, kl_coef: float) -> DataProto:
+        """`token_level_rewards`, `advantages`, `returns`, ragged fp32.
+
+        Args:
+            batch: what the estimator's signature names, and `old_log_probs` and `ref_log_probs` where
+                the reward is penalised.
+            kl_coef: nats to reward; 0 leaves the reward as it is.
+        """
+        mask = batch.ragged("response_mask")
+        scores = batch.ragged("token_level_scores")
+        self._refuse_non_finite(scores)
+        rewards_T = scores.values
+        if kl_coef != 0:
+            rewards_T = self._kl_penalised(batch, kl_coef).token_level_rewards
+        columns: dict[str, Any] = {
+            **{name: c.values if isinstance(c, Ragged) else c for name, c in batch.batch.items()},
+            "token_level_rewards": rewards_T,
+            "offsets": mask.offsets,
+            "group": group_ids(batch.non_tensor_batch["uid"]),
+        }
+        out = self.spec(columns, **self.options)
+        return DataProto(
+            {
+                "token_level_rewards": mask.with_values(rewards_T),
+                "advantages": mask.with_values(out.advantages),
+                "returns": mask.with_values(out.returns),
+            }
+        )
+
+    @staticmethod
+    def _refuse_non_finite(scores: Ragged) -> None:
+        bad_T = ~torch.isfinite(scores.values)
+        if bool(bad_T.any()):
+            raise RewardError(
+                "rewards are not finite",
+                got=f"{int(bad_T.sum())} tokens, the first in sample {int(scores.row_ids()[bad_T][0])}",
+                remedy="let the reward return a finite number",
+            )
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def measure(self, batch: DataProto, max_response_length: int) -> Metrics:
+        """Rewards, lengths, advantages, values, KL to the reference, the critic's explained variance."""
+        mask = batch.ragged("response_mask")
+        metrics = score_metrics(batch, "reward", "mean")
+        _add_lengths(metrics, mask, max_response_length)
+        for column, name in _MEASURED.items():
+            if column in batch:
+                values_T = batch.ragged(column).values[mask.values]
+                metrics.add_mean(f"{name}/mean", values_T.sum(), len(values_T))
+                if len(values_T):
+                    metrics.add_max(f"{name}/max", values_T.max())
+                    metrics.add_min(f"{name}/min", values_T.min())
+        if "values" in batch:
+            variance = explained_variance(
+                batch.ragged("values").values, batch.ragged("returns").values, mask.values
+            )
+            metrics.add_mean("critic/explained_variance", variance, 1.0)
+        if "ref_log_probs" in batch and "old_log_probs" in batch:
+            metrics.add_mean("actor/kl", self._kl_penalised(batch, 0.0).kl, 1.0)
+        return metrics
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def measure_validation(self, batch: DataProto) -> Metrics:
+        """`val/accuracy`, `val/reward` and both per data source; response lengths. A sample is right
+        when its reward says so (`acc`), else when its score is at least 1."""
+        metrics = score_metrics(batch, "val", "reward")
+        scores = batch.dense("scores").tolist()
+        arrays = batch.non_tensor_batch
+        for score, extra, source in zip(scores, arrays["reward_extra"], arrays["data_source"], strict=True):
+            right = float(extra.get("acc", score >= 1))
+            metrics.add_mean("val/accuracy", right, 1.0)
+            metrics.add_mean(f"val/accuracy/{source}", right, 1.0)
+        tokens = batch.ragged("response_mask").values.sum()
+        metrics.add_mean("val/response_length", tokens, len(batch))
+        return metrics
+
+    def _kl_penalised(self, batch: DataProto, kl_coef: float) -> PenalisedRewards:
+        mask = batch.ragged("response_mask")
+        return apply_kl_penalty(
+            batch.ragged("token_level_scores").values,
+            batch.ragged("old_log_probs").values,
+            batch.ragged("ref_log_probs").values,
+            mask.values,
+            mask.offsets,
+            kind=self.config.kl_penalty,
+            kl_coef=kl_coef,
+        )
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def write_samples(self, step: int, batch: DataProto, *, part: str = "") -> None:
+        """Every sample with its per-token columns into the run folder.
+
+        Args:
+            part: tells several files of one step apart.
+        """
+        self.run.write_samples(step, {**batch.batch, **batch.non_tensor_batch}, part=part)
+
+
+def group_ids(uids: np.ndarray) -> Tensor:
+    """(B) int64: samples of one uid share a number, in order of first appearance."""
+    numbers: dict[str, int] = {}
+    return torch.tensor([numbers.setdefault(uid, len(numbers)) for uid in uids], dtype=torch.int64)
+
+
+def score_metrics(batch: DataProto, prefix: str, mean: str) -> Metrics:
+    """Mean score over all samples and per data source, and the means of what rewards add to it."""
+    metrics = Metrics()
+    arrays = batch.non_tensor_batch
+    scores_B = batch.dense("scores")
+    for score, extra, source in zip(
+        scores_B.tolist(), arrays["reward_extra"], arrays["data_source"], strict=True
+    ):
+        metrics.add_mean(f"{prefix}/{mean}", score, 1.0)
+        metrics.add_mean(f"{prefix}/{mean}/{source}", score, 1.0)
+        for name, value in extra.items():
+            metrics.add_mean(f"{prefix}/{name}", value, 1.0)
+    metrics.add_max(f"{prefix}/max", scores_B.max())
+    metrics.add_min(f"{prefix}/min", scores_B.min())
+    return metrics
+
+
+def _add_lengths(metrics: Metrics, mask: Ragged, max_response_length: int) -> None:
+    tokens_B = segment_sum(mask.values.long(), mask.offsets)
+    prompts_B = mask.lengths - tokens_B
+    metrics.add_sum("tokens/response", tokens_B.sum())
+    metrics.add_sum("tokens/total", len(mask.values))
+    metrics.add_mean("response_length/mean", tokens_B.sum(), len(mask))
+    metrics.add_max("response_length/max", tokens_B.max())
+    metrics.add_min("response_length/min", tokens_B.min())
+    metrics.add_mean("response_length/clip_ratio", (tokens_B >= max_response_length).sum(), len(mask))
+    metrics.add_mean("prompt_length/mean", prompts_B.sum(), len(mask))
+    metrics.add_max("prompt_length/max", prompts_B.max())
+
+
+_MEASURED = {
+    "advantages": "advantages",
+    "returns": "returns",
+    "values": "critic/values",
+    "token_level_rewards": "token_level_rewards",
+}

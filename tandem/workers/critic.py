@@ -1,0 +1,72 @@
+"""The critic: a training engine with a value head."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from tandem.config.critic import CriticConfig
+from tandem.engines.train.fsdp import FSDPEngine
+from tandem.observability.metrics import Metrics
+from tandem.observability.run import RunFolder
+from tandem.protocol import DataProto
+from tandem.runtime import Dispatch, register
+from tandem.workers.base import EngineWorker, micro_batching
+from tandem.workers.losses import CriticLoss
+
+
+class CriticWorker(EngineWorker):
+    """Estimates and learns values.
+
+    Args:
+        config: the resolved critic section.
+        norm_length: divisor of "seq-mean-token-sum-norm", tokens.
+        total_steps: optimizer steps of the whole run, for the schedule.
+        device: where the model lives.
+        run: the run folder.
+    """
+
+    def __init__(
+        self,
+        config: CriticConfig,
+        *,
+        norm_length: float,
+        total_steps: int,
+        device: torch.device,
+        run: RunFolder,
+    ) -> None:
+        super().__init__(run, "critic", device)
+        self.config = config
+        self.loss = CriticLoss.from_config(config, norm_length=norm_length)
+        self.engine = FSDPEngine(
+            config.model.path,
+            kind="value",
+            model=config.model,
+            fsdp=config.fsdp_config,
+            optim=config.optim,
+            total_steps=total_steps,
+            device=device,
+        )
+        self.engine.offload()
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    def compute_values(self, batch: DataProto) -> DataProto:
+        """`values`, ragged fp32: the expected return before each token."""
+        with self.timeline.phase("values"), self.on_device(self.engine):
+            micro = micro_batching(self.config.forward_batching)
+            return self.engine.forward(batch, outputs=frozenset({"values"}), micro=micro)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, collect="first")
+    def update_critic(self, batch: DataProto) -> Metrics:
+        """One optimizer step on a mini-batch with `values`, `returns` and `response_mask`."""
+        with self.timeline.phase("update_critic"), self.on_device(self.engine):
+            return self.guarded_step(self.engine, batch, self.loss, self.config.train_batching, "critic")
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, path: Path) -> None:
+        self.engine.save(path)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, path: Path) -> None:
+        self.engine.load(path)

@@ -1,0 +1,62 @@
+"""Scores responses with reward functions: decodes, calls, and places each score at the response's
+last token."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from tandem.protocol import DataProto, Ragged
+from tandem.rewards import Item, Reward, score
+from tandem.runtime import Dispatch, Worker, register
+
+
+class RewardWorker(Worker):
+    """Function-based rewards.
+
+    Args:
+        tokenizer: decodes responses.
+        reward: the user's own function; None takes each data source's.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, reward: Reward | None) -> None:
+        super().__init__()
+        self.tokenizer = tokenizer
+        self.reward = reward
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    def compute_rewards(self, batch: DataProto) -> DataProto:
+        """Adds `scores` (B) fp32, `token_level_scores` ragged fp32 with the score at the last
+        response token, `reward_extra` (B) dicts of numbers, and the decoded `response_text`."""
+        tokens, mask = batch.ragged("tokens"), batch.ragged("response_mask")
+        responses = [row[keep].tolist() for row, keep in zip(tokens, mask, strict=True)]
+        texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
+        arrays = batch.non_tensor_batch
+        items = [
+            Item(data_source, text, ground_truth, extra_info, index)
+            for data_source, text, ground_truth, extra_info, index in zip(
+                arrays["data_source"],
+                texts,
+                arrays["ground_truth"],
+                arrays["extra_info"],
+                arrays["index"],
+                strict=True,
+            )
+        ]
+        scored = score(items, self.reward)
+        scores_B = torch.tensor([s.score for s in scored], dtype=torch.float32)
+        return DataProto(
+            {"scores": scores_B, "token_level_scores": at_last_token(scores_B, mask)},
+            {"reward_extra": [s.extra for s in scored], "response_text": texts},
+        )
+
+
+def at_last_token(scores_B: torch.Tensor, mask: Ragged) -> Ragged:
+    """Each sample's score at its last true entry of `mask`, zero elsewhere. A sample without
+    response tokens has no place for its score and keeps zeros."""
+    values_T = torch.zeros(len(mask.values), dtype=torch.float32)
+    place_T = torch.where(mask.values, mask.positions() + 1, 0)
+    last_B = torch.zeros(len(mask), dtype=torch.int64).scatter_reduce(0, mask.row_ids(), place_T, "amax")
+    has_response = last_B > 0
+    values_T[(mask.offsets[:-1] + last_B - 1)[has_response]] = scores_B[has_response]
+    return mask.with_values(values_T)

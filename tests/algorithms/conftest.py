@@ -1,0 +1,74 @@
+"""Random ragged batches, and references written from the equations: float64, one token at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+Columns = dict[str, Tensor]
+
+
+def offsets_of(lengths: list[int]) -> Tensor:
+    return torch.cat((torch.zeros(1, dtype=torch.int64), torch.tensor(lengths, dtype=torch.int64).cumsum(0)))
+
+
+@pytest.fixture(scope="session")
+def ragged_columns() -> Callable[..., Columns]:
+    """A factory of columns: prompts of up to 3 tokens, holes in the responses, now and then an empty
+    response; rewards, values and log-probs are random, NaN stands where no algorithm may look."""
+
+    def make(
+        lengths: list[int], seed: int, dtype: torch.dtype = torch.float32, holes: float = 0.2
+    ) -> Columns:
+        generator = torch.Generator().manual_seed(seed)
+        offsets = offsets_of(lengths)
+        total = int(offsets[-1])
+
+        def normal() -> Tensor:
+            return torch.randn(total, generator=generator, dtype=torch.float64).to(dtype)
+
+        mask = torch.rand(total, generator=generator) >= holes
+        for start, stop in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
+            prompt = int(torch.randint(0, 4, (), generator=generator))
+            empty = torch.rand((), generator=generator) < 0.1
+            mask[start : stop if empty else start + prompt] = False
+        return {
+            "response_mask": mask,
+            "offsets": offsets,
+            "token_level_rewards": torch.where(mask, normal(), 0),
+            "values": torch.where(mask, normal(), torch.nan),
+            "log_probs": -normal().abs(),
+            "old_log_probs": -normal().abs(),
+            "advantages": torch.where(mask, normal(), 0),
+            "group": torch.randint(0, max(1, (len(lengths) + 2) // 3), (len(lengths),), generator=generator),
+        }
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def rows() -> Callable[[Columns], list[slice]]:
+    """Where each sequence stands."""
+    return lambda columns: [
+        slice(start, stop)
+        for start, stop in zip(columns["offsets"][:-1].tolist(), columns["offsets"][1:].tolist(), strict=True)
+    ]
+
+
+@pytest.fixture(scope="session")
+def whitened() -> Callable[[Tensor, Tensor], Tensor]:
+    """Reference: whitening over the masked values, in float64, zero elsewhere."""
+
+    def reference(values: Tensor, mask: Tensor) -> Tensor:
+        inside = values.double()[mask]
+        count = len(inside)
+        mean = sum(inside.tolist()) / max(count, 1)
+        variance = sum((x - mean) ** 2 for x in inside.tolist()) / max(count - 1, 1)
+        out = torch.zeros_like(values, dtype=torch.float64)
+        out[mask] = (inside - mean) / (variance + 1e-8) ** 0.5
+        return out
+
+    return reference

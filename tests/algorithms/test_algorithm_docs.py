@@ -1,0 +1,33 @@
+"""What a stranger needs to trust a function: shapes, the equation, where it is from."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import pytest
+
+from tandem.algorithms.aggregation import aggregate
+from tandem.algorithms.kl import AdaptiveKLController, apply_kl_penalty, kl_penalty
+from tandem.algorithms.registry import ADVANTAGES, POLICY_LOSSES
+from tandem.algorithms.value_loss import clipped_value_loss
+
+REGISTERED = [registry.find(name).fn for registry in (ADVANTAGES, POLICY_LOSSES) for name in registry.names]
+DOCUMENTED = [*REGISTERED, aggregate, kl_penalty, apply_kl_penalty, AdaptiveKLController, clipped_value_loss]
+
+
+@pytest.mark.parametrize("function", DOCUMENTED, ids=lambda function: function.__name__)
+def test_source_is_named(function) -> None:
+    text = inspect.getdoc(function) or ""
+    assert re.search(r"^Source: .+ \d{4}.*", text, re.MULTILINE), text
+    assert re.search(r"https?://(arxiv\.org/abs/\d{4}\.\d{4,5}|joschu\.net)", text), text
+
+
+@pytest.mark.parametrize("function", REGISTERED, ids=lambda function: function.__name__)
+def test_equation_and_shapes_are_given(function) -> None:
+    text = inspect.getdoc(function) or ""
+    assert re.search(r"^Equation.*?:\n\n(    .* = .*\n)+", text, re.MULTILINE | re.DOTALL), text
+    arguments = text.split("Args:")[1]
+    for name in inspect.signature(function).parameters:
+        assert re.search(rf"\b{name}\b", text), f"{name} is not explained"
+    assert arguments.count("(N)") >= 2

@@ -1,0 +1,37 @@
+"""What the killed process runs."""
+
+from multiprocessing.synchronize import Event
+from pathlib import Path
+
+import torch
+
+from tandem.checkpoint.manager import CheckpointManager
+
+SIZES = (300_000, 100_000, 50_000)
+
+
+def values(step: int, part: int) -> torch.Tensor:
+    """Content from which a test can tell whether a file is whole and of this step."""
+    return torch.full((SIZES[part],), float(step * 10 + part))
+
+
+def save(manager: CheckpointManager, step: int) -> None:
+    def write_model(folder: Path) -> None:
+        for part in (0, 1):
+            torch.save(values(step, part), folder / f"shard_{part}.pt")
+
+    def write_critic(folder: Path) -> None:
+        torch.save(values(step, 2), folder / "shard.pt")
+
+    manager.save(step, {"actor": write_model, "critic": write_critic}, {"step": step, "lr": 0.1 * step})
+
+
+def save_forever(root: Path, started: Event) -> None:
+    manager = CheckpointManager(root, keep=2)
+    found = manager.latest()
+    step = 0 if found is None else found.step
+    started.set()
+    while True:
+        step += 1
+        save(manager, step)
+        save(manager, step)  # once more, so that kills also fall on a replacement

@@ -1,0 +1,261 @@
+import json
+import multiprocessing
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tandem.checkpoint import CheckpointManager, open_checkpoint
+from tandem.errors import CheckpointError, ConfigError
+from tests.checkpoint.saving_child import save, save_forever, values
+
+
+def silent(sentence: str) -> None:
+    raise AssertionError(f"nothing was to be said: {sentence}")
+
+
+def assert_whole(path: Path, step: int) -> None:
+    for part, name in enumerate(("actor/shard_0.pt", "actor/shard_1.pt", "critic/shard.pt")):
+        assert torch.equal(torch.load(path / name), values(step, part))
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+def saved(root: Path, *steps: int, keep: int | None = None) -> CheckpointManager:
+    manager = CheckpointManager(root, keep, log=silent)
+    for step in steps:
+        save(manager, step)
+    return manager
+
+
+def test_round_trip(tmp_path):
+    state = {
+        "epoch": 3,
+        "rng": torch.get_rng_state(),
+        "numpy": np.random.default_rng(1).bit_generator.state,
+        "nested": {"uids": ["a", "b"], "pair": (1, 2.5)},
+    }
+    manager = CheckpointManager(tmp_path / "run" / "checkpoints", log=silent)
+    assert manager.latest() is None
+    path = manager.save(12, {"actor": lambda folder: (folder / "w.bin").write_bytes(b"abc")}, state)
+    assert path == tmp_path / "run" / "checkpoints" / "step_000012"
+    assert sorted(str(p.relative_to(path)) for p in path.rglob("*") if p.is_file()) == [
+        "actor/w.bin", "manifest.json", "state.pt",
+    ]  # fmt: skip
+    found = manager.latest()
+    assert (found.path, found.step) == (path, 12)
+    assert torch.equal(found.state.pop("rng"), state.pop("rng"))
+    assert found.state == state
+    manifest = json.loads((path / "manifest.json").read_text())
+    assert manifest["files"]["actor/w.bin"] == {
+        "bytes": 3,
+        "sha256": "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad",
+    }
+    assert open_checkpoint(path).step == manager.open(path).step == 12
+
+
+@pytest.mark.parametrize(("keep", "left"), [(None, [1, 2, 10, 10**6]), (1, [10**6]), (3, [2, 10, 10**6])])
+def test_keeps_the_last(tmp_path, keep, left):
+    manager = saved(tmp_path, 1, 2, 10, 1_000_000, keep=keep)
+    assert names(tmp_path) == sorted(f"step_{step:06d}" for step in left)
+    assert manager.latest().step == 1_000_000
+
+
+def test_pruning_leaves_checkpoints_of_later_steps_and_other_files_alone(tmp_path):
+    saved(tmp_path, 10, 20, 30)
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "notes.tmp").write_text("mine")
+    saved(tmp_path, 15, keep=1)
+    assert names(tmp_path) == ["notes.tmp", "notes.txt", "step_000015", "step_000020", "step_000030"]
+
+
+def test_keep_below_one(tmp_path):
+    with pytest.raises(ConfigError, match="max_ckpt_to_keep"):
+        CheckpointManager(tmp_path, 0)
+
+
+def flip_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize("damage", [flip_bit, truncate, Path.unlink, lambda file: file.write_bytes(b"")])
+@pytest.mark.parametrize("name", ["actor/shard_1.pt", "state.pt", "manifest.json"])
+def test_a_damaged_checkpoint_is_passed_over(tmp_path, damage, name):
+    said: list[str] = []
+    saved(tmp_path, 1, 2, 3)
+    damage(tmp_path / "step_000003" / name)
+    manager = CheckpointManager(tmp_path, log=said.append)
+    found = manager.latest()
+    assert found.step == 2
+    assert found.state == {"step": 2, "lr": 0.2}
+    assert_whole(found.path, 2)
+    assert len(said) == 1
+    assert str(tmp_path / "step_000003" / name) in said[0]
+    with pytest.raises(CheckpointError, match=name):
+        manager.open(tmp_path / "step_000003")
+
+
+def test_every_bit_of_the_manifest_counts(tmp_path):
+    path = CheckpointManager(tmp_path).save(1, {}, {})
+    manifest = path / "manifest.json"
+    original = manifest.read_bytes()
+    for place in range(0, len(original), 7):
+        flipped = bytearray(original)
+        flipped[place] ^= 1
+        manifest.write_bytes(flipped)
+        if flipped.split() != original.split():  # not only white space
+            with pytest.raises(CheckpointError, match="manifest"):
+                open_checkpoint(path)
+
+
+def test_all_damaged_is_not_taken_for_a_fresh_start(tmp_path):
+    said: list[str] = []
+    saved(tmp_path, 1, 2)
+    for step in (1, 2):
+        flip_bit(tmp_path / f"step_00000{step}" / "state.pt")
+    with pytest.raises(CheckpointError, match="step_000001, step_000002") as error:
+        CheckpointManager(tmp_path, log=said.append).latest()
+    assert "resume_mode=disable" in error.value.remedy
+    assert len(said) == 2
+
+
+@pytest.mark.parametrize("content", [None, "", "[]", "{}", '{"sha256": 1}', "\xff"])
+def test_a_folder_that_is_no_checkpoint(tmp_path, content):
+    if content is not None:
+        (tmp_path / "manifest.json").write_text(content, encoding="latin-1")
+    with pytest.raises(CheckpointError, match="manifest"):
+        open_checkpoint(tmp_path)
+
+
+def test_saving_a_step_again_replaces_it(tmp_path):
+    manager = CheckpointManager(tmp_path, log=silent)
+    manager.save(5, {"actor": lambda folder: (folder / "old").touch()}, {"n": 1})
+    manager.save(5, {}, {"n": 2})
+    assert names(tmp_path) == ["step_000005"]
+    assert manager.latest().state == {"n": 2}
+    assert not (tmp_path / "step_000005" / "actor").exists()
+
+
+def test_a_writer_that_raises_leaves_nothing_and_its_error_is_its_own(tmp_path):
+    manager = saved(tmp_path, 1, 2)
+
+    def broken(folder: Path) -> None:
+        (folder / "half").write_bytes(b"x")
+        raise KeyError("a bug")
+
+    for step in (2, 3):
+        with pytest.raises(KeyError, match="a bug"):
+            manager.save(step, {"actor": broken}, {})
+    assert names(tmp_path) == ["step_000001", "step_000002"]
+    assert_whole(manager.latest().path, 2)
+
+
+def test_ctrl_c_during_a_save_leaves_nothing(tmp_path):
+    manager = saved(tmp_path, 1)
+
+    def interrupted(folder: Path) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        manager.save(2, {"actor": interrupted}, {})
+    assert names(tmp_path) == ["step_000001"]
+
+
+def test_an_interrupted_replacement_is_ended_at_the_start(tmp_path):
+    saved(tmp_path, 1, 2)
+    (tmp_path / "step_000002").rename(tmp_path / "step_000002.replaced")
+    shutil.copytree(tmp_path / "step_000001", tmp_path / "step_000001.replaced")
+    shutil.copytree(tmp_path / "step_000001", tmp_path / "step_000003.tmp")
+    manager = CheckpointManager(tmp_path, log=silent)
+    assert names(tmp_path) == ["step_000001", "step_000002"]
+    assert_whole(manager.latest().path, 2)
+
+
+def write_plain(folder: Path) -> None:
+    (folder / "w.bin").write_bytes(bytes(3_000_000))
+
+
+def write_torch(folder: Path) -> None:
+    torch.save(torch.zeros(750_000), folder / "w.pt")
+
+
+@pytest.mark.parametrize("write", [write_plain, write_torch])
+@pytest.mark.parametrize("step", [1, 2])
+def test_full_disk(small_disk, write, step):
+    manager = CheckpointManager(small_disk, log=silent)
+    manager.save(1, {"actor": lambda folder: (folder / "w.bin").write_bytes(bytes(500_000))}, {"n": 1})
+    with pytest.raises(CheckpointError, match="disk is full") as error:
+        manager.save(step, {"actor": write}, {"n": 2})
+    assert "MB written" in error.value.got
+    assert "about 0.5 MB" in error.value.expected
+    assert names(small_disk) == ["step_000001"]
+    assert manager.latest().state == {"n": 1}
+    manager.save(3, {}, {"n": 3})
+    assert manager.latest().state == {"n": 3}
+
+
+def test_a_full_disk_while_the_state_is_written(small_disk):
+    manager = CheckpointManager(small_disk, log=silent)
+    with pytest.raises(CheckpointError, match="disk is full"):
+        manager.save(1, {}, {"noise": torch.rand(750_000)})
+    assert names(small_disk) == []
+    assert manager.latest() is None
+
+
+def test_another_failure_of_the_disk_is_spoken(tmp_path):
+    def unreadable(folder: Path) -> None:
+        raise OSError(5, "Input/output error")
+
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        CheckpointManager(tmp_path, log=silent).save(1, {"actor": unreadable}, {})
+    assert names(tmp_path) == []
+
+
+def killed_after(root: Path, seconds: float) -> None:
+    """One process that saves without end, killed without warning."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([save_forever.__module__])
+    started = context.Event()
+    child = context.Process(target=save_forever, args=(root, started))
+    child.start()
+    assert started.wait(60)
+    time.sleep(seconds)
+    child.kill()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
+
+
+def test_kill_during_save(tmp_path):
+    """Whatever a kill leaves behind, the newest checkpoint is whole, no step is lost that had been
+    finished, and nothing unfinished stays after the next start."""
+    draw = random.Random(7)
+    last, unfinished = 0, 0
+    for _ in range(25):
+        killed_after(tmp_path, draw.uniform(0.0, 0.15))
+        unfinished += any(not name[-1].isdigit() for name in names(tmp_path))
+        before = max((int(name[5:11]) for name in names(tmp_path) if name.endswith(".replaced")), default=0)
+        manager = CheckpointManager(tmp_path, keep=2, log=silent)
+        found = manager.latest()
+        step = 0 if found is None else found.step
+        assert step >= max(last, before)
+        if found is not None:
+            assert found.state["step"] == step
+            assert_whole(found.path, step)
+        assert all(name[-1].isdigit() for name in names(tmp_path))
+        assert len(names(tmp_path)) <= 3
+        last = step
+    assert last >= 10
+    assert unfinished >= 10

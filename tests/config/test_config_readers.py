@@ -1,0 +1,51 @@
+"""No key is dead: each is read outside the rules, and the modules said to act on it exist."""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import tandem.config
+from tandem.config import SFTConfig, TrainConfig
+from tandem.config.schema import keys
+
+PACKAGE = Path(tandem.config.__file__).parent.parent
+ALL_KEYS = [key for root in (TrainConfig, SFTConfig) for key in keys(root).values()]
+
+REFUSED = {
+    # one allowed value in this build, which the rules see to
+    "strategy",
+    "backend",
+    "tensor_model_parallel_size",
+    "ulysses_sequence_parallel_size",
+}
+
+
+@cache
+def attributes_read() -> frozenset[str]:
+    """Names read as attributes anywhere but in the rules and the sizes."""
+    rules = {PACKAGE / "config" / name for name in ("check.py", "unused.py", "sizes.py")}
+    return frozenset(
+        node.attr
+        for path in PACKAGE.rglob("*.py")
+        if path not in rules
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+    )
+
+
+@pytest.mark.parametrize("key", ALL_KEYS, ids=lambda key: key.name)
+def test_modules_that_read_a_key_exist(key):
+    for module in key.read_by:
+        path = PACKAGE.parent.joinpath(*module.split("."))
+        assert path.with_suffix(".py").is_file() or (path / "__init__.py").is_file(), module
+
+
+@pytest.mark.parametrize("key", ALL_KEYS, ids=lambda key: key.name)
+def test_key_is_read(key):
+    leaf = key.name.rsplit(".", 1)[-1]
+    has_heirs = any(other.inherits == key.name for other in ALL_KEYS)
+    assert has_heirs or (leaf in attributes_read()) != (leaf in REFUSED)

@@ -1,0 +1,93 @@
+"""`explain` for every key, and the commands around it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tandem.cli.check import check
+from tandem.cli.config import config as config_command
+from tandem.config import SFTConfig, TrainConfig, explain
+from tandem.config.schema import keys
+from tandem.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("root", "name"), [(root, name) for root in (TrainConfig, SFTConfig) for name in keys(root)]
+)
+def test_every_key(root, name):
+    lines = explain(name).splitlines()
+    key = keys(root)[name]
+    command = "tandem train" if root is TrainConfig else "tandem sft"
+    start = lines.index(f"{name} ({command})")
+    assert lines[start + 1] == f"  type:    {key.expected}"
+    assert lines[start + 2].startswith("  default: ")
+    assert lines[start + 3] == f"  meaning: {key.info.description}"
+    assert lines[start + 4] == f"  read by: {', '.join(key.read_by)}"
+
+
+def test_examples():
+    assert explain("actor_rollout_ref.actor.clip_ratio_high") == (
+        "actor_rollout_ref.actor.clip_ratio_high (tandem train)\n"
+        "  type:    number >= 0\n"
+        "  default: the value of actor_rollout_ref.actor.clip_ratio\n"
+        "  meaning: clip range above 1\n"
+        "  read by: tandem.workers.losses"
+    )
+    assert "  default: 1e-05\n" in explain("critic.optim.lr")
+    assert "  type:    number >= 0 and < 1, 2 of them in a list\n" in explain("critic.optim.betas")
+    assert "  type:    integer >= 1, or null\n" in explain("trainer.max_ckpt_to_keep")
+    assert "  type:    text, or null\n" in explain("trainer.resume_from_path")
+    assert "  default: none; it must be given\n" in explain("actor_rollout_ref.model.path")
+
+
+def test_section_lists_its_keys():
+    text = explain("algorithm.kl_ctrl")
+    assert [line.split(":")[0] for line in text.splitlines() if line.startswith("algorithm.kl_ctrl.")] == [
+        "algorithm.kl_ctrl.type",
+        "algorithm.kl_ctrl.kl_coef",
+        "algorithm.kl_ctrl.horizon",
+        "algorithm.kl_ctrl.target_kl",
+    ]
+
+
+def test_deprecated_key_names_its_successor():
+    assert explain("critic.grad_clip") == (
+        "critic.grad_clip (tandem train)\n  deprecated: critic.optim.clip_grad"
+    )
+
+
+def test_unknown_key():
+    with pytest.raises(ConfigError) as caught:
+        explain("algorithm.adv_estimatr")
+    assert caught.value.remedy == "did you mean algorithm.adv_estimator?"
+
+
+def test_explain_command(capsys):
+    assert config_command(["explain", "trainer.nnodes", "trainer.seed"]) == 0
+    out = capsys.readouterr().out
+    assert "trainer.nnodes (tandem train)" in out
+    assert "trainer.seed (tandem sft)" in out
+
+
+def test_show_command(capsys, required):
+    assert config_command(["show", *required, "trainer.seed=9", "+data.seed=4"]) == 0
+    shown = capsys.readouterr()
+    assert "  seed: 9\n" in shown.out
+    assert shown.err == "note: +data.seed: the prefix + is not needed here; read as data.seed.\n"
+    assert config_command(["show"]) == 0
+    listed = capsys.readouterr().out
+    assert all(f"{name}: " in listed for name in keys(TrainConfig))
+
+
+def test_command_used_wrongly():
+    with pytest.raises(ConfigError, match="unknown use"):
+        config_command(["explian", "trainer.seed"])
+
+
+def test_check_command(capsys, required, train_file, model):
+    assert check(required) == 0
+    out = capsys.readouterr().out
+    assert "samples per step: 1024\n" in out
+    assert out.endswith("the config is sound\n")
+    assert check(["--sft", f"data.train_files={train_file}", f"model.path={model}"]) == 0
+    assert capsys.readouterr().out == "the config is sound\n"

@@ -1,0 +1,41 @@
+"""The config's tables against the code they speak of."""
+
+from __future__ import annotations
+
+from tandem.algorithms import aggregation, kl
+from tandem.algorithms.registry import ADVANTAGES, POLICY_LOSSES
+from tandem.config import tables
+from tandem.observability.sinks import SINKS
+
+
+def test_advantages():
+    assert set(tables.ADVANTAGES) == set(ADVANTAGES.names)
+    assert ADVANTAGES.aliases == tables.ADVANTAGE_ALIASES
+    for name, needs in tables.ADVANTAGES.items():
+        spec = ADVANTAGES.find(name)
+        assert needs.critic == spec.needs_critic, name
+        assert needs.group == ("group" in spec.columns), name
+        assert set(needs.options) == set(spec.options), name
+
+
+def test_policy_losses():
+    assert set(tables.POLICY_LOSSES) == set(POLICY_LOSSES.names)
+    assert POLICY_LOSSES.aliases == tables.POLICY_LOSS_ALIASES
+    for name, options in tables.POLICY_LOSSES.items():
+        assert set(options) == set(POLICY_LOSSES.find(name).options), name
+
+
+def test_aggregations_and_kl_kinds():
+    assert set(tables.AGGREGATIONS) == set(aggregation.AGGREGATIONS)
+    assert set(tables.KL_KINDS) == set(kl.KL_KINDS)
+
+
+def test_loggers():
+    assert set(tables.LOGGERS) == set(SINKS)
+
+
+def test_lookup():
+    assert tables.needs("gae") == tables.Needs(critic=True, group=False, options=("gamma", "lam"))
+    assert tables.needs("mine.py:estimator") is None
+    assert tables.loss_options("vanilla") == ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
+    assert tables.loss_options("mine.py:loss") is None

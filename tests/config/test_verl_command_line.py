@@ -1,0 +1,127 @@
+"""A whole GRPO command line written for verl, with only paths, sizes, device counts, the rollout engine
+and the parallel sizes changed to what one machine has."""
+
+from __future__ import annotations
+
+import pytest
+
+from tandem.config import Batching, derived, load_train_config
+from tandem.config.schema import value_at
+
+COMMAND = """
+algorithm.adv_estimator=grpo
+data.train_files={data}
+data.val_files={data}
+data.train_batch_size=16
+data.max_prompt_length=1024
+data.max_response_length=27648
+data.filter_overlong_prompts=True
+data.truncation='error'
+actor_rollout_ref.model.path={model}
+actor_rollout_ref.actor.optim.lr=1e-6
+actor_rollout_ref.actor.ppo_mini_batch_size=4
+actor_rollout_ref.ref.fsdp_config.param_offload=True
+actor_rollout_ref.actor.fsdp_config.param_offload=True
+actor_rollout_ref.actor.fsdp_config.optimizer_offload=True
+actor_rollout_ref.model.use_remove_padding=True
+actor_rollout_ref.actor.ulysses_sequence_parallel_size=1
+actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1
+actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=1
+actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1
+actor_rollout_ref.ref.log_prob_use_dynamic_bsz=True
+actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=30000
+actor_rollout_ref.actor.use_dynamic_bsz=True
+actor_rollout_ref.actor.ppo_max_token_len_per_gpu=30000
+actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True
+actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=30000
+actor_rollout_ref.actor.use_kl_loss=True
+actor_rollout_ref.actor.kl_loss_coef=0.001
+actor_rollout_ref.actor.kl_loss_type=low_var_kl
+actor_rollout_ref.actor.entropy_coeff=0
+actor_rollout_ref.model.enable_gradient_checkpointing=True
+actor_rollout_ref.rollout.tensor_model_parallel_size=1
+actor_rollout_ref.rollout.name={engine}
+actor_rollout_ref.rollout.gpu_memory_utilization=0.4
+actor_rollout_ref.rollout.n=16
+actor_rollout_ref.rollout.temperature=0.6
+actor_rollout_ref.rollout.top_k=1000000
+actor_rollout_ref.rollout.top_p=1.0
+algorithm.use_kl_in_reward=False
+trainer.critic_warmup=0
+trainer.logger=["console","tensorboard"]
+trainer.project_name='verl_grpo_boba'
+trainer.experiment_name='ds_7b_fsdp_sglang'
+trainer.n_gpus_per_node=1
+trainer.nnodes=1
+trainer.val_before_train=False
+trainer.save_freq=50
+trainer.test_freq=-1
+trainer.total_epochs=15000
+"""
+
+
+@pytest.fixture(params=["native", "hf"])
+def engine(request):
+    return request.param
+
+
+@pytest.fixture
+def loaded(train_file, model, engine):
+    return load_train_config(None, COMMAND.format(data=train_file, model=model, engine=engine).split())
+
+
+def test_every_key_takes_its_value(loaded, train_file, model, engine):
+    words = {"True": True, "False": False, '["console","tensorboard"]': ("console", "tensorboard")}
+    for line in COMMAND.format(data=train_file, model=model, engine=engine).split():
+        name, text = line.split("=")
+        value = value_at(loaded.config, name)
+        if name in ("data.train_files", "data.val_files"):
+            assert value == (text,)
+        elif isinstance(value, float | int) and not isinstance(value, bool):
+            assert value == float(text), name
+        else:
+            assert value == words.get(text, text.strip("'")), name
+
+
+def test_the_user_hears_only_of_superseded_sizes(loaded, engine):
+    at = "actor_rollout_ref"
+    expected = [
+        f"{at}.{part}_micro_batch_size_per_gpu: no effect; counts only with {at}.{switch}=false."
+        for part, switch in (
+            ("actor.ppo", "actor.use_dynamic_bsz"),
+            ("ref.log_prob", "ref.log_prob_use_dynamic_bsz"),
+            ("rollout.log_prob", "rollout.log_prob_use_dynamic_bsz"),
+        )
+    ]
+    if engine == "hf":
+        expected.insert(
+            0, f"{at}.rollout.gpu_memory_utilization: no effect; counts only with {at}.rollout.name=native."
+        )
+    assert list(loaded.notices) == expected
+
+
+def test_what_follows_from_it(loaded):
+    config = loaded.config
+    assert config.actor_rollout_ref.actor.train_batching == Batching(max_tokens=30000)
+    assert config.actor_rollout_ref.ref.log_prob_batching == Batching(max_tokens=30000)
+    assert config.needs_reference
+    assert config.trainer.default_local_dir == "runs/verl_grpo_boba/ds_7b_fsdp_sglang"
+    sizes = derived(config, train_rows=100)
+    assert sizes["samples per step"] == 256
+    assert sizes["actor optimizer steps per step"] == 4
+    assert sizes["steps"] == 6 * 15000
+
+
+def test_what_this_machine_cannot_do_is_refused_all_at_once(errors, train_file, model):
+    original = (
+        COMMAND.replace("n_gpus_per_node=1", "n_gpus_per_node=8")
+        .replace("nnodes=1", "nnodes=8")
+        .replace("ulysses_sequence_parallel_size=1", "ulysses_sequence_parallel_size=4")
+        .replace("tensor_model_parallel_size=1", "tensor_model_parallel_size=2")
+    )
+    assert set(errors(*original.format(data=train_file, model=model, engine="sglang").split())) == {
+        "actor_rollout_ref.actor.ulysses_sequence_parallel_size",
+        "actor_rollout_ref.rollout.name",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size",
+        "trainer.n_gpus_per_node",
+    }

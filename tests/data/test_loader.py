@@ -1,0 +1,111 @@
+"""BatchLoader: what each epoch holds, and going on from a saved state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tandem.data import BatchLoader, PromptLoader, all_batches
+from tandem.errors import DataError
+from tandem.protocol import DataProto
+
+
+class Numbers:
+    """Rows 0 … n-1."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def batch(self, rows: Sequence[int], *, uid_prefix: str) -> DataProto:
+        return DataProto(non_tensor_batch={"row": list(rows), "uid": [f"{uid_prefix}-{row}" for row in rows]})
+
+
+def rows_of(loader: BatchLoader, batches: int) -> list[list[int]]:
+    return [loader.next().non_tensor_batch["row"].tolist() for _ in range(batches)]
+
+
+def test_an_epoch_is_a_permutation_less_the_short_batch() -> None:
+    loader = BatchLoader(Numbers(11), 3, shuffle=True, seed=4)
+    assert loader.steps_per_epoch == 3
+    epochs = [[row for batch in rows_of(loader, 3) for row in batch] for _ in range(4)]
+    for rows in epochs:
+        assert len(set(rows)) == 9
+        assert set(rows) <= set(range(11))
+    assert len({tuple(rows) for rows in epochs}) == 4
+    assert loader.epoch == 3
+
+
+def test_seed_fixes_the_order() -> None:
+    orders = [rows_of(BatchLoader(Numbers(64), 8, shuffle=True, seed=seed), 20) for seed in (1, 1, 2)]
+    assert orders[0] == orders[1]
+    assert orders[0] != orders[2]
+
+
+def test_without_shuffle_the_order_is_the_files() -> None:
+    loader = PromptLoader(Numbers(5), 2, shuffle=False, seed=0)
+    assert rows_of(loader, 5) == [[0, 1], [2, 3], [0, 1], [2, 3], [0, 1]]
+
+
+def test_uid_is_unique_over_epochs() -> None:
+    loader = BatchLoader(Numbers(4), 2, shuffle=True, seed=0)
+    uids = [uid for _ in range(6) for uid in loader.next().non_tensor_batch["uid"]]
+    assert len(set(uids)) == 12
+    assert sorted(uids) == sorted(f"{epoch}-{row}" for epoch in range(3) for row in range(4))
+
+
+@pytest.mark.parametrize("taken", range(9))
+def test_resumed_loader_goes_on_exactly(taken: int) -> None:
+    whole = rows_of(BatchLoader(Numbers(11), 3, shuffle=True, seed=7), 12)
+    first = BatchLoader(Numbers(11), 3, shuffle=True, seed=7)
+    rows_of(first, taken)
+    second = BatchLoader(Numbers(11), 3, shuffle=True, seed=7)
+    rows_of(second, 5)
+    second.load_state_dict(first.state_dict())
+    assert (second.epoch, second.position) == (first.epoch, first.position)
+    assert rows_of(second, 12 - taken) == whole[taken:]
+
+
+def test_state_is_plain_and_holds_epoch_position_seed() -> None:
+    loader = BatchLoader(Numbers(4), 2, shuffle=True, seed=9)
+    rows_of(loader, 3)
+    assert loader.state_dict() == {"epoch": 1, "position": 2, "seed": 9, "shuffle": True, "rows": 4}
+
+
+@pytest.mark.parametrize(
+    ("rows", "shuffle", "seed", "got"),
+    [
+        (9, True, 0, "seed 0, shuffle True, rows 9"),
+        (8, False, 0, "seed 0, shuffle False, rows 8"),
+        (8, True, 1, "seed 1, shuffle True, rows 8"),
+    ],
+)
+def test_state_of_another_order_is_refused(rows: int, shuffle: bool, seed: int, got: str) -> None:
+    state = BatchLoader(Numbers(8), 2, shuffle=True, seed=0).state_dict()
+    loader = BatchLoader(Numbers(rows), 2, shuffle=shuffle, seed=seed)
+    with pytest.raises(DataError) as caught:
+        loader.load_state_dict(state)
+    assert f"got:      {got}\n  expected: seed 0, shuffle True, rows 8\n" in str(caught.value)
+    assert loader.state_dict()["rows"] == rows
+
+
+def test_dataset_smaller_than_a_batch() -> None:
+    with pytest.raises(DataError) as caught:
+        BatchLoader(Numbers(3), 4, shuffle=True, seed=0)
+    assert str(caught.value).startswith(
+        "data.train_batch_size: the training data do not fill one batch\n"
+        "  got:      batch size 4, 3 row(s) of data\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"), [(2, [[0, 1], [2, 3], [4]]), (None, [[0, 1, 2, 3, 4]]), (9, [[0, 1, 2, 3, 4]])]
+)
+def test_validation_batches_keep_the_last(size: int | None, expected: Any) -> None:
+    batches = list(all_batches(Numbers(5), size))
+    assert [batch.non_tensor_batch["row"].tolist() for batch in batches] == expected
+    assert batches[0].non_tensor_batch["uid"][0] == "val-0"

@@ -1,0 +1,73 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandem.models.packing import Packing, pack
+from tandem.protocol import Ragged
+
+CPU = torch.device("cpu")
+lengths = st.lists(st.integers(1, 40), min_size=1, max_size=12)
+
+
+@given(lengths)
+@settings(max_examples=100, deadline=None)
+def test_every_token_has_its_place_in_a_rectangle(rows):
+    plan = Packing(rows, CPU)
+    assert plan.position_ids.tolist() == [t for length in rows for t in range(length)]
+    assert plan.cu_seqlens.tolist() == [sum(rows[:i]) for i in range(len(rows) + 1)]
+    assert plan.max_length == max(rows)
+    assert sum(n for n, _ in plan.rectangles) == len(rows)
+    assert plan.padded_tokens == sum(n * width for n, width in plan.rectangles)
+    places = torch.arange(sum(rows)) if plan.places is None else plan.places
+    # Each sequence is a run from the start of a row of a rectangle that is wide enough.
+    starts = {}
+    begin = 0
+    for n, width in plan.rectangles:
+        starts.update({begin + i * width: width for i in range(n)})
+        begin += n * width
+    taken = set()
+    for run in places.split(rows):
+        first = int(run[0])
+        assert run.tolist() == list(range(first, first + len(run)))
+        assert starts[first] >= len(run) and first not in taken
+        taken.add(first)
+
+
+def test_equal_lengths_need_no_copy():
+    plan = Packing([7, 7, 7], CPU)
+    assert plan.places is None and plan.rectangles == ((3, 7),)
+
+
+def test_padding_stays_small():
+    plan = Packing(list(range(4, 65)), CPU)
+    assert plan.padded_tokens <= 1.2 * sum(range(4, 65))
+    assert len(plan.rectangles) <= 8
+
+
+@pytest.mark.parametrize("pad_to_longest", [False, True])
+@given(lengths, st.randoms())
+@settings(max_examples=60, deadline=None)
+def test_sources_predict_targets(pad_to_longest, rows, draw):
+    total = sum(rows)
+    tokens = Ragged.from_lengths(torch.arange(100, 100 + total), rows)
+    wanted = torch.tensor([draw.random() < 0.6 for _ in range(total)])
+    inputs = pack(tokens, wanted, device=CPU, pad_to_longest=pad_to_longest)
+    first = set(tokens.offsets[:-1].tolist())
+    expected = [t for t in range(total) if wanted[t] and t not in first]
+    assert inputs.places.tolist() == expected
+    assert inputs.targets.tolist() == [100 + t for t in expected]
+    assert inputs.input_ids[inputs.sources].tolist() == [100 + t - 1 for t in expected]
+    assert inputs.packing.position_ids[inputs.sources].tolist() == [
+        int(tokens.positions()[t]) - 1 for t in expected
+    ]
+    assert inputs.total == total
+    width = max(max(rows) - 1, 1)
+    sizes = [width] * len(rows) if pad_to_longest else [max(n - 1, 1) for n in rows]
+    assert inputs.packing.cu_seqlens.diff().tolist() == sizes
+    assert len(inputs.input_ids) == sum(sizes)
+
+
+def test_without_a_mask_all_but_first_tokens_are_predicted():
+    tokens = Ragged.from_list([[5, 6, 7], [8], [9, 4]])
+    assert pack(tokens, None, device=CPU).targets.tolist() == [6, 7, 4]

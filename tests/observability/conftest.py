@@ -1,0 +1,11 @@
+import socket
+
+import pytest
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port: int = server.getsockname()[1]
+    return port

@@ -1,0 +1,214 @@
+"""The registry, and the check of what reward functions return."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tandem.errors import RewardError
+from tandem.rewards import Item, Reward, Scored, base, known_data_sources, register_reward, reward_for, score
+
+ITEMS = [Item("a", "first", "1", {"level": 3}, index=7), Item("b", "second " * 100, "2")]
+
+
+def returning(value: Any) -> Reward:
+    return Reward("mine", lambda **_: value)
+
+
+def batched(function: Callable[..., Any]) -> Reward:
+    function.batched = True  # type: ignore[attr-defined]
+    return Reward("mine", function)
+
+
+def raised(reward: Reward) -> str:
+    with pytest.raises(RewardError) as caught:
+        score(ITEMS, reward)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "module"),
+    [
+        ("arithmetic", "arithmetic"),
+        ("arithmetic/hard", "arithmetic"),
+        ("openai/gsm8k", "gsm8k"),
+        ("gsm8k", "gsm8k"),
+        ("gsm8k-test", "gsm8k"),
+        ("lighteval/MATH", "math"),
+        ("DigitalLearningGmbH/MATH-lighteval", "math"),
+        ("HuggingFaceH4/MATH-500", "math"),
+        ("HuggingFaceH4/aime_2024", "math"),
+    ],
+)
+def test_data_sources(source: str, module: str) -> None:
+    assert reward_for(source).name == f"tandem.rewards.{module}.compute_score"
+
+
+@pytest.mark.parametrize("source", ["math_dapo", "mathematics", "code", "", "Arithmetic"])
+def test_unknown_data_source(source: str) -> None:
+    with pytest.raises(RewardError) as caught:
+        reward_for(source)
+    text = str(caught.value)
+    assert text.startswith(f"data_source '{source}': no reward function for this data source\n")
+    assert ", ".join(known_data_sources()) in text
+    assert "custom_reward_function.path" in text
+
+
+def test_registering_exact_names_and_beginnings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "_REWARDS", {})
+
+    @register_reward("task*", "exact")
+    def short(**_: Any) -> float:
+        return 1.0
+
+    @register_reward("task/long*", "task")
+    def long(**_: Any) -> float:
+        return 2.0
+
+    assert known_data_sources() == ("exact", "task", "task*", "task/long*")
+    sources = ["task", "task/x", "task/long", "task/longer", "exact"]
+    assert [entry.score for entry in score([Item(s, "", "") for s in sources])] == [2, 1, 2, 2, 1]
+    with pytest.raises(RewardError, match="exact"):
+        reward_for("exactly")
+    with pytest.raises(RewardError, match="has a reward already"):
+        register_reward("task")(short)
+
+
+def test_function_gets_everything_by_name() -> None:
+    calls: list[dict[str, Any]] = []
+    reward = Reward("mine", lambda **given: calls.append(given) or 0.0, {"weight": 2})  # type: ignore[func-returns-value]
+    score(ITEMS[:1], reward)
+    assert calls == [
+        {
+            "data_source": "a",
+            "solution_str": "first",
+            "ground_truth": "1",
+            "extra_info": {"level": 3},
+            "weight": 2,
+        }
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (0.25, 0.25),
+        (-3, -3.0),
+        (True, 1.0),
+        (np.float32(0.5), 0.5),
+        (np.int64(2), 2.0),
+        (np.bool_(True), 1.0),
+        (np.array(0.5), 0.5),
+        (torch.tensor(0.5, requires_grad=True), 0.5),
+        (Fraction(1, 4), 0.25),
+    ],
+)
+def test_numbers_of_all_kinds(value: Any, expected: float) -> None:
+    for reward in (returning(value), returning({"score": value})):
+        result = score(ITEMS, reward)
+        assert result == [Scored(expected), Scored(expected)]
+        assert type(result[0].score) is float
+
+
+def test_numbers_beside_the_score_are_kept() -> None:
+    value = {"score": 1, "acc": True, "format": np.float64(0.5), "pred": "42", "why": None, "all": [1]}
+    assert score(ITEMS[:1], returning(value)) == [Scored(1.0, {"acc": 1.0, "format": 0.5})]
+    assert value["score"] == 1
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 10**400, {"score": math.nan}])
+def test_not_finite(value: Any) -> None:
+    text = raised(returning(value))
+    assert text.startswith(
+        "sample 0, row 7 of the data, data_source 'a': the reward function mine returned a number that is "
+        f"not finite\n  got:      {type(value).__name__} "
+    )
+    assert (
+        ", for the response 'first'\n  expected: a finite number, or a dict with one under 'score'\n" in text
+    )
+
+
+def test_not_finite_beside_the_score() -> None:
+    assert "not finite\n  got:      dict {'score': 1" in raised(returning({"score": 1, "acc": math.inf}))
+
+
+@pytest.mark.parametrize("value", ["0.5", None, [1.0], (1.0,), 1j, np.ones(1), torch.ones(2), {"score": "1"}])
+def test_not_a_number(value: Any) -> None:
+    text = raised(returning(value))
+    assert f"returned something that is not a number\n  got:      {type(value).__name__} " in text
+
+
+def test_dict_without_score() -> None:
+    text = raised(returning({"reward": 1.0}))
+    assert "returned a dict without 'score'\n  got:      dict {'reward': 1.0}, for the response" in text
+
+
+def test_raising_names_the_sample_and_keeps_the_traceback() -> None:
+    def function(solution_str: str, **_: Any) -> float:
+        return 1 / (solution_str == "first")
+
+    with pytest.raises(RewardError) as caught:
+        score(ITEMS, Reward("mine", function))
+    error = caught.value
+    text = str(error)
+    assert text.startswith(
+        "sample 1, data_source 'b': the reward function mine raised ZeroDivisionError: division by zero\n"
+    )
+    assert repr(("second " * 100)[:200]) in text
+    assert "second " * 29 not in text
+    assert isinstance(error.__cause__, ZeroDivisionError)
+    assert error.__cause__.__traceback__ is not None
+    assert str(pickle.loads(pickle.dumps(error))) == text
+
+
+def test_batched_function() -> None:
+    calls: list[dict[str, Any]] = []
+
+    def function(**given: Any) -> list[Any]:
+        calls.append(given)
+        return [{"score": 1, "acc": 0}, np.float32(2)]
+
+    assert score(ITEMS, batched(function)) == [Scored(1.0, {"acc": 0.0}), Scored(2.0)]
+    assert calls == [
+        {
+            "data_sources": ["a", "b"],
+            "solution_strs": ["first", "second " * 100],
+            "ground_truths": ["1", "2"],
+            "extra_infos": [{"level": 3}, {}],
+        }
+    ]
+
+
+@pytest.mark.parametrize("values", [[1.0], [1.0] * 3, np.ones(1)])
+def test_batched_of_the_wrong_length(values: Any) -> None:
+    text = raised(batched(lambda **_: values))
+    assert "the reward function mine returned a list of the wrong length\n" in text
+    assert f"got:      {len(values)} scores for 2 responses" in text
+
+
+@pytest.mark.parametrize("value", ["ab", {"a": 1, "b": 2}, 1.0, None])
+def test_batched_that_returns_no_list(value: Any) -> None:
+    assert "is batched and returned no list\n" in raised(batched(lambda **_: value))
+
+
+def test_batched_with_one_bad_entry_names_it() -> None:
+    assert "sample 1, data_source 'b': " in raised(batched(lambda **_: [1.0, math.nan]))
+    assert "raised KeyError: 'x' (it is batched" in raised(batched(lambda **_: {}["x"]))
+
+
+def test_mixed_sources_keep_their_order_and_places() -> None:
+    sources = ["gsm8k", "arithmetic", "gsm8k", "arithmetic"]
+    items = [Item(source, "#### 2", str(place)) for place, source in enumerate(sources)]
+    assert [entry.score for entry in score(items)] == [0, 0, 1, 0]
+    items[2] = Item("gsm8k", "#### 2", "two")
+    with pytest.raises(RewardError, match="raised ValueError") as caught:
+        score(items)
+    assert str(caught.value).startswith("sample 2, data_source 'gsm8k'")
+    assert score([]) == []

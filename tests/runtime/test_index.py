@@ -1,0 +1,101 @@
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from tandem.errors import DataError
+from tandem.protocol import DataProto, Ragged
+from tandem.runtime import Index
+from tests.runtime.multi_worker import make_batch
+
+
+def assert_index_of(index: Index, batch: DataProto) -> None:
+    """The index says of `batch` what the batch says of itself."""
+    assert len(index) == len(batch)
+    assert set(index.columns) == set(batch.columns)
+    ragged = {name: c for name, c in batch.batch.items() if isinstance(c, Ragged)}
+    assert set(index.lengths) == set(ragged)
+    for name, column in ragged.items():
+        assert torch.equal(index.lengths[name], column.lengths), name
+
+
+def test_index_of_a_batch():
+    batch = make_batch(9)
+    index = Index.of(batch)
+    assert_index_of(index, batch)
+    assert list(index.uids) == list(batch.non_tensor_batch["uid"])
+    assert index.row_ids.tolist() == list(range(9))
+    assert index.lengths["tokens"] is index.lengths["log_probs"]
+    assert index.lengths["tokens"] is not index.lengths["prompts"]
+
+
+@pytest.mark.parametrize("rows", [slice(2, 5), [3, 3, 0], torch.tensor([True, False] * 4), [], [-1]])
+def test_rows(rows):
+    batch = make_batch(8)
+    index = Index.of(batch)[rows]
+    assert_index_of(index, batch[rows])
+    assert list(index.uids) == list(batch[rows].non_tensor_batch["uid"])
+    assert (
+        index.row_ids.tolist()
+        == torch.arange(8)[
+            rows if not isinstance(rows, list) else torch.tensor(rows, dtype=torch.int64)
+        ].tolist()
+    )
+    assert index.lengths["tokens"] is index.lengths["log_probs"]
+
+
+def test_select_keeps_the_samples_recognisable():
+    index = Index.of(make_batch(4)).select(["prompts", "score"])
+    assert index.columns == ("prompts", "score")
+    assert list(index.lengths) == ["prompts"]
+    assert list(index.uids) == ["0-0", "0-0", "0-1", "0-1"]
+    with pytest.raises(DataError, match="nothere"):
+        index.select(["nothere"])
+
+
+def test_union():
+    batch = make_batch(5)
+    left, right = batch.select(["tokens"], ["uid"]), batch.select(["log_probs", "score"], [])
+    index = Index.of(right).union(Index.of(left))
+    assert_index_of(index, right.union(left))
+    assert list(index.uids) == list(batch.non_tensor_batch["uid"])
+    assert index.lengths["tokens"] is index.lengths["log_probs"]
+
+
+def test_union_of_what_does_not_fit():
+    index = Index.of(make_batch(5))
+    with pytest.raises(DataError, match=r"4 rows.*\n.*5 rows"):
+        index.union(Index.of(make_batch(4)))
+    with pytest.raises(DataError, match="different samples"):
+        index.union(index[[4, 3, 2, 1, 0]])
+    other = DataProto({"tokens": Ragged.from_list([[1] * 7] * 5)})
+    with pytest.raises(DataError, match="tokens"):
+        index.union(Index.of(other))
+
+
+def test_concat():
+    parts = [make_batch(rows, seed=rows) for rows in (3, 0, 2)]
+    index = Index.concat([Index.of(part) for part in parts])
+    assert_index_of(index, DataProto.concat(parts))
+    assert index.row_ids.tolist() == [0, 1, 2, 3, 4]
+    assert list(index.uids) == ["0-0", "0-0", "0-1", "0-0", "0-0"]
+    with pytest.raises(DataError, match="different columns"):
+        Index.concat([index, index.select(["tokens"])])
+
+
+def test_something_else_has_no_index():
+    with pytest.raises(DataError, match="dict"):
+        Index.of({"loss": 1.0})
+
+
+def test_an_index_is_small():
+    rows, n = 4096, 8
+    lengths = torch.randint(1, 2048, (rows,))
+    total = int(lengths.sum())
+    values = Ragged.from_lengths(torch.zeros(total, dtype=torch.int64), lengths)
+    names = ("tokens", "response_mask", "rollout_log_probs", "policy_version")
+    uids = np.array([f"12-{row // n}" for row in range(rows)], dtype=object)
+    index = Index.of(DataProto(dict.fromkeys(names, values), {"uid": uids}))
+    lengths_bytes = 8 * rows
+    assert len(pickle.dumps(index)) <= 64 * rows + lengths_bytes

@@ -1,0 +1,91 @@
+"""Whole runs of the real trainer on a tiny model, in this process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.config.load import load_train_config
+from tandem.observability.run import read_metrics, read_samples
+from tandem.trainer.build import build_ppo
+from tandem.trainer.ppo import PPOTrainer
+from tests.support.tiny import make_model, write_problems
+
+
+@dataclass
+class Finished:
+    """A run that ended.
+
+    Attributes:
+        trainer: the controller, its workers still alive.
+        folder: the run folder.
+        said: the sentences it printed.
+    """
+
+    trainer: PPOTrainer
+    folder: Path
+    said: list[str]
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return read_metrics(self.folder / "metrics.jsonl")
+
+    def samples(self, step: int) -> dict[str, list[Any]]:
+        return read_samples(self.folder / "samples" / f"step_{step:06d}.parquet")
+
+    def weights(self) -> dict[str, Any]:
+        return {name: value.clone() for name, value in self.actor.actor.weights()}
+
+    @property
+    def actor(self) -> Any:
+        """The actor's worker; the local backend has it in this process."""
+        return self.trainer.roles.actor._workers._worker
+
+
+class Lab:
+    """Makes runs over one model and one pair of data files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.model = make_model(folder / "model")
+        self.train, self.val = write_problems(folder)
+
+    def overrides(self, run: Path, **changes: Any) -> list[str]:
+        keys = {
+            "algorithm.adv_estimator": "grpo",
+            "data.train_files": self.train,
+            "data.train_batch_size": 4,
+            "data.max_prompt_length": 8,
+            "data.max_response_length": 6,
+            "actor_rollout_ref.model.path": self.model,
+            "actor_rollout_ref.actor.ppo_mini_batch_size": 4,
+            "actor_rollout_ref.actor.optim.lr": 0.01,
+            "actor_rollout_ref.rollout.n": 3,
+            "trainer.total_training_steps": 2,
+            "trainer.default_local_dir": run,
+            "trainer.samples_freq": 1,
+            "trainer.logger": "[]",
+        }
+        keys |= {name.replace("__", "."): value for name, value in changes.items()}
+        return [f"{name}={'null' if value is None else value}" for name, value in keys.items()]
+
+    def trainer(self, run: Path, *words: str, said: list[str] | None = None) -> PPOTrainer:
+        loaded = load_train_config(None, [*self.overrides(run), *words])
+        said = [] if said is None else said
+        said.extend(loaded.notices)
+        return build_ppo(loaded.config, say=said.append)
+
+    def run(self, name: str, *words: str) -> Finished:
+        """A run in the folder `name`, with `key=value` words on top of the usual ones."""
+        said: list[str] = []
+        trainer = self.trainer(self.folder / name, *words, said=said)
+        trainer.fit()
+        return Finished(trainer, self.folder / name, said)
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    return Lab(tmp_path_factory.mktemp("lab"))

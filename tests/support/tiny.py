@@ -1,0 +1,86 @@
+"""Small models, tokenizers and data files, made from nothing, in Hugging Face formats."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from tokenizers import decoders
+from transformers import LlamaConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM
+
+CHARACTERS = "0123456789+-*= abcdefghijklmnopqrstuvwxyz?."
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+
+
+def make_tokenizer(folder: Path, *, chat_template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
+    """One token a character; <pad> and <eos> come first."""
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", *CHARACTERS])}
+    raw = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    raw.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=raw, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+    tokenizer.chat_template = chat_template
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def make_model(
+    folder: Path, *, kind: str = "qwen2", seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
+) -> Path:
+    """A random causal LM of a few thousand parameters with its tokenizer."""
+    tokenizer = make_tokenizer(folder)
+    sizes: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": None,
+        "initializer_range": 0.2,
+        **changes,
+    }
+    config_class = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}[kind]
+    if kind == "qwen3":
+        sizes.setdefault("head_dim", 8)
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config_class(**sizes), dtype=dtype)
+    model.save_pretrained(folder)
+    return folder
+
+
+def problem(a: int, b: int, split: str = "train") -> dict[str, Any]:
+    """A row of the users' data format."""
+    question = f"{a}+{b}="
+    return {
+        "data_source": "arithmetic",
+        "prompt": [{"role": "user", "content": question}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": str(a + b)},
+        "extra_info": {"split": split, "index": a * 100 + b, "answer": str(a + b), "question": question},
+    }
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+def write_problems(folder: Path, train: int = 24, val: int = 8) -> tuple[Path, Path]:
+    """Training and validation files of sums."""
+    pairs = [(a, b) for a in range(3, 60, 4) for b in range(2, 9)]
+    rows = [problem(a, b) for a, b in pairs[: train + val]]
+    return (
+        write_rows(folder / "train.parquet", rows[:train]),
+        write_rows(folder / "val.parquet", rows[train:]),
+    )

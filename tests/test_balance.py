@@ -1,0 +1,66 @@
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandem.balance import partition, within_budget
+from tandem.errors import ConfigError
+
+weights = st.lists(st.integers(0, 1000), max_size=40)
+
+
+@given(weights, st.integers(1, 9))
+@settings(max_examples=100, deadline=None)
+def test_every_item_is_in_exactly_one_set(items, parts):
+    sets = partition(items, parts)
+    assert len(sets) == parts
+    assert sorted(itertools.chain(*sets)) == list(range(len(items)))
+    assert all(rows == sorted(rows) for rows in sets)
+
+
+def test_known_instance():
+    # Karmarkar–Karp on 8 7 6 5 4 in two parts ends with a difference of 2: 16 and 14.
+    sets = partition([8, 7, 6, 5, 4], 2)
+    assert sorted(sum([8, 7, 6, 5, 4][i] for i in rows) for rows in sets) == [14, 16]
+
+
+def test_heaviest_set_comes_first_and_ties_are_stable():
+    items = [3, 3, 3, 3, 9, 1]
+    first = partition(items, 3)
+    assert [sum(items[i] for i in rows) for rows in first] == sorted(
+        (sum(items[i] for i in rows) for rows in first), reverse=True
+    )
+    assert partition(list(items), 3) == first
+
+
+def test_sums_differ_little_where_items_are_many():
+    draw = random.Random(5)
+    items = [draw.randint(100, 2000) for _ in range(512)]
+    totals = [sum(items[i] for i in rows) for rows in partition(items, 8)]
+    assert max(totals) - min(totals) <= 4
+
+
+def test_fewer_items_than_parts_leaves_empty_sets():
+    assert partition([5, 2], 4) == [[0], [1], [], []]
+    assert partition([], 2) == [[], []]
+
+
+@given(st.lists(st.integers(1, 100), max_size=30), st.integers(100, 300))
+@settings(max_examples=100, deadline=None)
+def test_budget_is_kept_and_sets_are_few(items, budget):
+    sets = within_budget(items, budget)
+    assert sorted(itertools.chain(*sets)) == list(range(len(items)))
+    assert all(0 < sum(items[i] for i in rows) <= budget for rows in sets)
+    assert len(sets) <= max(1, 2 * -(-sum(items) // budget)) or not items
+
+
+def test_budget_below_one_item():
+    with pytest.raises(ConfigError, match="101 tokens"):
+        within_budget([3, 101], 100)
+
+
+def test_no_parts():
+    with pytest.raises(ConfigError, match="parts"):
+        partition([1], 0)

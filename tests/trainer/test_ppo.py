@@ -1,0 +1,124 @@
+"""The loop on a real model: what a step writes, that it learns, that every family of algorithms runs."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tests.support.runs import Lab
+
+FAMILY = ["gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+
+
+@pytest.mark.parametrize("estimator", FAMILY)
+def test_every_estimator_runs_through_the_loop_and_moves_the_weights(lab: Lab, estimator: str) -> None:
+    before = lab.run(f"still_{estimator}", f"algorithm.adv_estimator={estimator}",
+                     "trainer.total_training_steps=1", "actor_rollout_ref.actor.optim.lr=0")
+    after = lab.run(
+        f"family_{estimator}",
+        f"algorithm.adv_estimator={estimator}",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        "actor_rollout_ref.actor.use_kl_loss=true",
+        "algorithm.use_kl_in_reward=true",
+        f"custom_reward_function.path={lab.folder / 'length_reward.py'}",
+    )
+    assert [row["step"] for row in after.rows] == [1, 2]
+    start, end = before.weights(), after.weights()
+    assert any(not torch.equal(start[name], end[name]) for name in start)
+    last = after.rows[-1]
+    for name in ("actor/loss", "actor/grad_norm", "actor/kl", "actor/entropy", "reward/mean", "timing/step"):
+        assert math.isfinite(last[name]), name
+    assert ("critic/loss" in last) == (estimator == "gae")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def length_reward(lab: Lab) -> None:
+    """A reward that differs between samples even for a model that knows nothing."""
+    (lab.folder / "length_reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return len(set(solution_str)) / 6\n"
+    )
+
+
+def test_a_step_reports_the_fields_names_and_writes_its_samples(lab: Lab) -> None:
+    run = lab.run("names", "trainer.test_freq=1", f"data.val_files={lab.val}", "trainer.save_freq=2")
+    rows = run.rows
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert {"val/accuracy", "val/accuracy/arithmetic", "val/reward"} <= set(rows[0])
+    for name in (
+        "timing/gen", "timing/generate_sequences", "timing/reshard", "timing/reward", "timing/adv",
+        "timing/update_actor", "timing/step", "timing/testing", "timing_per_token_ms/gen",
+        "perf/gen_tokens_per_s_per_device", "perf/train_tokens_per_s_per_device", "perf/step_tokens_per_s",
+        "reward/mean", "response_length/mean", "actor/loss", "actor/clip_fraction", "actor/entropy",
+        "actor/grad_norm", "actor/lr", "rollout/log_prob_diff_mean", "rollout/log_prob_diff_max",
+    ):  # fmt: skip
+        assert name in rows[1], name
+    assert "timing/save_checkpoint" in rows[2]
+    samples = run.samples(1)
+    assert len(samples["tokens"]) == 12
+    assert {"advantages", "rollout_log_probs", "response_mask", "scores", "uid", "response_text"} <= set(samples)
+    for tokens, mask, log_probs in zip(
+        samples["tokens"], samples["response_mask"], samples["rollout_log_probs"], strict=True
+    ):
+        assert len(tokens) == len(mask) == len(log_probs)
+        assert all(p == 0 for p, m in zip(log_probs, mask, strict=True) if not m)
+        assert all(p <= 0 for p in log_probs)
+
+
+def test_rollout_and_training_agree_on_the_log_probs(lab: Lab) -> None:
+    run = lab.run("agree", "actor_rollout_ref.actor.ppo_mini_batch_size=2")
+    assert all(0 < row["rollout/log_prob_diff_max"] <= 1e-4 for row in run.rows)
+
+
+def test_the_same_seed_gives_the_same_run_and_another_seed_another(lab: Lab) -> None:
+    first, again, other = (lab.run(f"seed_{i}", f"trainer.seed={seed}") for i, seed in enumerate((3, 3, 4)))
+    assert first.samples(2)["tokens"] == again.samples(2)["tokens"]
+    a, b = first.weights(), again.weights()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert first.samples(2)["tokens"] != other.samples(2)["tokens"]
+
+
+def test_a_bandit_is_learnt(lab: Lab) -> None:
+    """One step of credit: responses that start with a 7 are rewarded, and become the rule."""
+    (lab.folder / "seven.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return float(solution_str.startswith('7'))\n"
+    )
+    run = lab.run(
+        "bandit",
+        f"custom_reward_function.path={lab.folder / 'seven.py'}",
+        "data.max_response_length=2",
+        "actor_rollout_ref.rollout.n=16",
+        "actor_rollout_ref.actor.optim.lr=0.02",
+        "trainer.total_training_steps=25",
+    )
+    rewards = [row["reward/mean"] for row in run.rows]
+    assert rewards[0] < 0.2
+    assert sum(rewards[-3:]) / 3 > 0.9
+
+
+def test_critic_warm_up_leaves_the_policy_alone(lab: Lab) -> None:
+    run = lab.run("warm", "algorithm.adv_estimator=gae", "trainer.critic_warmup=1")
+    assert "actor/loss" not in run.rows[0]
+    assert "critic/loss" in run.rows[0]
+    assert "actor/loss" in run.rows[1]
+
+
+def test_reference_values_and_kl_match_a_second_look(lab: Lab) -> None:
+    """KL in the reward: token rewards are scores less coef · (old - ref), by the sample file's own columns."""
+    run = lab.run(
+        "kl",
+        "algorithm.use_kl_in_reward=true",
+        "algorithm.kl_ctrl.kl_coef=0.3",
+        "trainer.total_training_steps=3",
+    )
+    samples = run.samples(3)
+    for i, mask in enumerate(samples["response_mask"]):
+        for t, m in enumerate(mask):
+            gap = samples["old_log_probs"][i][t] - samples["ref_log_probs"][i][t]
+            expected = samples["token_level_scores"][i][t] - 0.3 * gap if m else 0.0
+            assert samples["token_level_rewards"][i][t] == pytest.approx(expected, abs=1e-6)
+    assert abs(run.rows[2]["actor/kl"]) > 1e-6
+    assert run.rows[2]["actor/kl_coef"] == 0.3

@@ -1,0 +1,152 @@
+"""A run that was stopped and resumed is the run that was not, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+
+from tandem.errors import CheckpointError, ConfigErrors
+from tandem.trainer.ppo import PPOTrainer
+from tests.support.runs import Finished, Lab
+
+WORDS = (
+    "algorithm.adv_estimator=gae",
+    "algorithm.use_kl_in_reward=true",
+    "algorithm.kl_ctrl.type=adaptive",
+    "algorithm.kl_ctrl.horizon=100",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    "actor_rollout_ref.actor.shuffle=true",
+    "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
+    "trainer.total_training_steps=8",
+    "trainer.test_freq=2",
+    "trainer.save_freq=2",
+)
+
+
+class Stop(Exception):
+    """Stands for whatever ends a process."""
+
+
+def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        {name: value for name, value in row.items() if not name.startswith(("timing", "perf"))} for row in rows
+    ]
+
+
+def same(a: Finished, b: Finished) -> bool:
+    first, second = a.weights(), b.weights()
+    return all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.fixture(scope="module")
+def whole(lab: Lab) -> Finished:
+    return lab.run("whole", *WORDS, f"data.val_files={lab.val}")
+
+
+@pytest.mark.parametrize("step", [1, 3, 4, 6])
+def test_a_resumed_run_equals_the_whole_one(
+    lab: Lab, whole: Finished, step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Broken off in the middle of `step`: across an epoch's end, with moments, schedule, KL controller."""
+    original = PPOTrainer.step
+
+    def breaks(self: PPOTrainer, number: int, prompts: Any) -> dict[str, float]:
+        metrics = original(self, number, prompts)
+        if number == step:
+            raise Stop
+        return metrics
+
+    name = f"stopped_{step}"
+    with monkeypatch.context() as patch, pytest.raises(Stop):
+        patch.setattr(PPOTrainer, "step", breaks)
+        lab.run(name, *WORDS, f"data.val_files={lab.val}")
+    resumed = lab.run(name, *WORDS, f"data.val_files={lab.val}")
+    assert same(resumed, whole)
+    assert without_times(resumed.rows) == without_times(whole.rows)
+    assert resumed.samples(8)["tokens"] == whole.samples(8)["tokens"]
+
+
+def test_metrics_that_a_crash_lost_after_the_save_come_back(lab: Lab, whole: Finished) -> None:
+    first = lab.run("gap", *WORDS, f"data.val_files={lab.val}")
+    lines = (first.folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (first.folder / "metrics.jsonl").write_text("".join(lines[:-1]) + lines[-1][:20])
+    resumed = lab.run("gap", *WORDS, f"data.val_files={lab.val}")
+    assert [row["step"] for row in resumed.rows] == list(range(9))
+    lost = whole.rows[-1]
+    assert resumed.rows[-1]["actor/loss"] == lost["actor/loss"]
+    assert resumed.rows[-1]["val/accuracy"] == lost["val/accuracy"]
+
+
+def test_ctrl_c_finishes_the_step_saves_and_the_same_command_goes_on(
+    lab: Lab, whole: Finished, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = PPOTrainer.step
+
+    def interrupted(self: PPOTrainer, number: int, prompts: Any) -> dict[str, float]:
+        if number == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return original(self, number, prompts)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PPOTrainer, "step", interrupted)
+        first = lab.run("ctrl_c", *WORDS, f"data.val_files={lab.val}")
+    assert first.trainer.session.interrupted
+    assert [row["step"] for row in first.rows] == [0, 1, 2, 3]
+    assert (first.folder / "checkpoints" / "step_000003").is_dir()
+    assert any("resumes" in sentence for sentence in first.said)
+    resumed = lab.run("ctrl_c", *WORDS, f"data.val_files={lab.val}")
+    assert same(resumed, whole)
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(lab: Lab, whole: Finished) -> None:
+    words = (*WORDS, f"data.val_files={lab.val}")
+    first = lab.run("damaged", *words)
+    newest = first.folder / "checkpoints" / "step_000008"
+    victim = max((p for p in newest.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    content = bytearray(victim.read_bytes())
+    content[len(content) // 2] ^= 1
+    victim.write_bytes(content)
+    resumed = lab.run("damaged", *words)
+    assert any("step_000008" in sentence and "step_000006" in sentence for sentence in resumed.said) or any(
+        "step_000008" in sentence for sentence in resumed.said
+    )
+    assert same(resumed, whole)
+
+
+def test_resume_path_takes_that_checkpoint_and_a_missing_one_is_an_error(lab: Lab, whole: Finished) -> None:
+    words = (*WORDS, f"data.val_files={lab.val}", "trainer.resume_mode=resume_path")
+    source = whole.folder / "checkpoints" / "step_000004"
+    resumed = lab.run("branch", *words, f"trainer.resume_from_path={source}")
+    assert same(resumed, whole)
+    assert resumed.rows[0]["step"] == 4
+    with pytest.raises(ConfigErrors, match="step_000099"):
+        lab.run("nowhere", *words, f"trainer.resume_from_path={source.parent / 'step_000099'}")
+
+
+def test_a_new_run_in_an_old_folder_sets_the_old_one_aside(lab: Lab) -> None:
+    first = lab.run("twice")
+    rows = first.rows
+    second = lab.run("twice")
+    assert [row["step"] for row in second.rows] == [1, 2]
+    aside = second.folder / "earlier" / "000" / "metrics.jsonl"
+    assert aside.is_file()
+    assert len(aside.read_text().splitlines()) == len(rows)
+    assert any("earlier" in sentence for sentence in second.said)
+
+
+def test_only_the_newest_checkpoints_are_kept(lab: Lab) -> None:
+    run = lab.run("kept", "trainer.total_training_steps=4", "trainer.save_freq=1", "trainer.max_ckpt_to_keep=2")
+    names = sorted(path.name for path in (run.folder / "checkpoints").iterdir())
+    assert names == ["step_000003", "step_000004"]
+
+
+def test_a_critic_cannot_resume_where_none_was(lab: Lab) -> None:
+    lab.run("no_critic", "trainer.save_freq=2")
+    with pytest.raises(CheckpointError, match="critic"):
+        lab.run("no_critic", "trainer.save_freq=2", "algorithm.adv_estimator=gae", "trainer.total_training_steps=3")
+
+

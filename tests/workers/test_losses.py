@@ -1,0 +1,113 @@
+"""The losses that workers compose, against formulas written out in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tandem.config.actor import ActorConfig
+from tandem.engines.train.base import Counts
+from tandem.workers.losses import ActorLoss, CriticLoss, NextTokenLoss
+
+OFFSETS = torch.tensor([0, 4, 7])
+MASK = torch.tensor([False, False, True, True, False, True, True])
+COUNTS = Counts(tokens=4, sequences=2)
+
+
+def random_columns(seed: int) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+
+    def normal() -> torch.Tensor:
+        return torch.randn(7, generator=draw, dtype=torch.float64)
+
+    return {
+        "log_probs": -normal().abs(),
+        "old_log_probs": -normal().abs(),
+        "rollout_log_probs": -normal().abs(),
+        "ref_log_probs": -normal().abs(),
+        "entropy": normal().abs(),
+        "advantages": normal(),
+        "response_mask": MASK,
+    }
+
+
+def split(columns: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    out = {name: columns.pop(name) for name in ("log_probs", "entropy")}
+    return out, columns
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_actor_loss_is_clip_minus_entropy_plus_kl(seed: int) -> None:
+    columns = random_columns(seed)
+    actor = ActorConfig(
+        clip_ratio_low=0.1,
+        clip_ratio_high=0.3,
+        entropy_coeff=0.02,
+        use_kl_loss=True,
+        kl_loss_coef=0.5,
+        kl_loss_type="mse",
+    )
+    expected = 0.0
+    for t in range(7):
+        if not MASK[t]:
+            continue
+        row = {name: float(values[t]) for name, values in columns.items()}
+        ratio = math.exp(row["log_probs"] - row["old_log_probs"])
+        advantage = row["advantages"]
+        clipped = min(max(ratio, 1 - 0.1), 1 + 0.3)
+        policy = max(-advantage * ratio, -advantage * clipped)
+        if advantage < 0:
+            policy = min(policy, -advantage * 3.0)
+        kl = 0.5 * (row["log_probs"] - row["ref_log_probs"]) ** 2
+        expected += (policy - 0.02 * row["entropy"] + 0.5 * kl) / 4
+    loss, metrics = ActorLoss.from_config(actor, recomputed=True)(*split(columns), OFFSETS, COUNTS)
+    assert float(loss) == pytest.approx(expected, rel=1e-12)
+    floats = metrics.to_floats()
+    assert floats["loss"] == pytest.approx(expected, rel=1e-12)
+    assert {"entropy", "kl_loss", "pg_loss", "clip_fraction"} <= set(floats)
+
+
+def test_without_an_old_column_the_ratio_is_one_and_the_gradient_that_of_the_score_function() -> None:
+    columns = random_columns(1)
+    log_probs = columns["log_probs"].requires_grad_()
+    del columns["old_log_probs"]
+    loss_fn = ActorLoss.from_config(ActorConfig(), recomputed=False)
+    assert "old_log_probs" not in loss_fn.columns
+    loss, metrics = loss_fn(*split(columns), OFFSETS, COUNTS)
+    loss.backward()
+    expected = torch.where(MASK, -columns["advantages"] / 4, 0.0)
+    torch.testing.assert_close(log_probs.grad, expected)
+    gap = (log_probs.detach() - columns["rollout_log_probs"])[MASK].abs()
+    floats = metrics.to_floats()
+    assert floats["rollout/log_prob_diff_max"] == pytest.approx(float(gap.max()))
+    assert floats["rollout/log_prob_diff_mean"] == pytest.approx(float(gap.mean()))
+    assert floats["clip_fraction"] == 0
+
+
+def test_the_loss_names_only_columns_that_it_reads() -> None:
+    plain = ActorLoss.from_config(ActorConfig(), recomputed=True)
+    with_kl = ActorLoss.from_config(ActorConfig(use_kl_loss=True), recomputed=True)
+    assert with_kl.columns - plain.columns == {"ref_log_probs"}
+    assert plain.columns == {"response_mask", "rollout_log_probs", "old_log_probs", "advantages"}
+
+
+def test_the_critic_loss_is_the_larger_of_plain_and_clipped_squares() -> None:
+    out = {"values": torch.tensor([0.0, 0.0, 2.0, 0.1, 0.0, -1.0, 0.4], dtype=torch.float64)}
+    columns = {
+        "values": torch.zeros(7, dtype=torch.float64),
+        "returns": torch.tensor([0.0, 0.0, 1.0, 1.0, 0.0, 1.0, 0.0], dtype=torch.float64),
+        "response_mask": MASK,
+    }
+    # token 2: value 2 clipped to 0.5: squares 1 and 0.25; token 5: -1 clipped to -0.5: 4 and 2.25
+    expected = 0.5 * (1.0 + 0.81 + 4.0 + 0.16) / 4
+    loss, metrics = CriticLoss(0.5, "token-mean", 512)(out, columns, OFFSETS, COUNTS)
+    assert float(loss) == pytest.approx(expected)
+    assert metrics.to_floats()["values"] == pytest.approx((2.0 + 0.1 - 1.0 + 0.4) / 4)
+
+
+def test_the_next_token_loss_is_the_mean_over_the_learnt_tokens() -> None:
+    out = {"log_probs": torch.arange(7, dtype=torch.float64)}
+    loss, _ = NextTokenLoss()(out, {"response_mask": MASK}, OFFSETS, COUNTS)
+    assert float(loss) == -(2 + 3 + 5 + 6) / 4
