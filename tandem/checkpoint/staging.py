@@ -49,7 +49,8 @@ def staged(final: Path, *, needed: int | None = None) -> Iterator[Path]:
         spoken = _spoken(error, folder, needed)
         if spoken is not None:
             # The failed writers' frames hold their files open, and with them the space on the disk.
-            pass
+            for cause in _chain(error):
+                traceback.clear_frames(cause.__traceback__)
         # What cannot be removed now is removed at the next start; the error to report is the first.
         shutil.rmtree(folder, ignore_errors=True)
         recover(final)

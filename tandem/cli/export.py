@@ -10,7 +10,7 @@ import typer
 
 
 def export(arguments: list[str]) -> int:
-    app = typer.Typer(add_completion=False)
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(_export)
     app(args=arguments, prog_name="tandem export", standalone_mode=False)
     return 0

@@ -17,9 +17,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 class Section(BaseModel):
     """A part of the config: immutable, no unknown keys, no conversions between types."""
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=()
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 def key(

@@ -71,9 +71,3 @@ class TrainerConfig(RunConfig):
         ge=-1,
     )
     val_only: bool = key(False, "validate and stop", read_by="trainer.ppo")
-    samples_freq: int = key(
-        1,
-        "write all samples with their tokens every so many steps; -1: never",
-        read_by="trainer.session",
-        ge=-1,
-    )

@@ -71,7 +71,7 @@ class PromptDataset:
         if filter_overlong_prompts:
             self._rows = np.flatnonzero(lengths <= max_prompt_length)
             if len(self._rows) == 0:
-                raise _all_dropped(lengths, max_prompt_length)
+                raise _all_dropped(self._files, lengths, max_prompt_length)
         elif truncation == "error":
             refuse_long(lengths, max_prompt_length, self._files.where, field="data.max_prompt_length")
         kept = [cut(prompts[row], max_prompt_length, truncation) for row in self._rows]
@@ -142,11 +142,11 @@ def _refuse_empty(files: DataFiles, prompts: Sequence[np.ndarray]) -> None:
     )
 
 
-def _all_dropped(lengths: np.ndarray, limit: int) -> DataError:
+def _all_dropped(files: DataFiles, lengths: np.ndarray, limit: int) -> DataError:
     return DataError(
         f"all {len(lengths)} prompts are over the length limit and were filtered out",
         field="data.filter_overlong_prompts",
-        got=f"prompts of {lengths.min()} to {lengths.max()} tokens",
+        got=f"prompts of {lengths.min()} to {lengths.max()} tokens in {files.names}",
         expected=f"at least one of at most {limit} tokens",
         remedy=f"raise data.max_prompt_length (now {limit})",
     )

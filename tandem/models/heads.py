@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tandem.models.linear import product
+
 # Bytes of one chunk of logits in the output's precision, by kind of device.
 _CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 512 << 20}
 
@@ -85,8 +87,8 @@ class _TokenLogProbs(torch.autograd.Function):
                 grad_CV.mul_(coefficient_C.unsqueeze(-1))
             grad_CV.scatter_add_(-1, targets_M[rows].unsqueeze(-1), -coefficient_C.unsqueeze(-1))
             grad_CV = grad_CV.div_(ctx.temperature).to(hidden_MD.dtype)
-            grad_hidden_MD[rows] = grad_CV @ weight_VD
-            grad_weight_VD += grad_CV.T @ hidden_MD[rows]
+            grad_hidden_MD[rows] = product(grad_CV, weight_VD.T)
+            grad_weight_VD += product(grad_CV.T, hidden_MD[rows].T)
         return grad_hidden_MD, grad_weight_VD.to(weight_VD.dtype), None, None, None
 
 
@@ -97,5 +99,5 @@ def _chunks(hidden_MD: Tensor, weight_VD: Tensor, out_type: torch.dtype) -> list
 
 
 def _logits(hidden_CD: Tensor, weight_VD: Tensor, temperature: float, out_type: torch.dtype) -> Tensor:
-    logits_CV = (hidden_CD @ weight_VD.T).to(out_type)
+    logits_CV = product(hidden_CD, weight_VD).to(out_type)
     return logits_CV if temperature == 1 else logits_CV.div_(temperature)

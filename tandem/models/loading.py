@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -18,11 +20,13 @@ from transformers.utils import logging as transformers_logging
 
 from tandem.errors import ModelError
 from tandem.models.attention import PACKED
+from tandem.models.linear import speed_up_linears
 
 # Knobs that would make log-probs random, and outputs that our head does not compute.
 _DROPOUTS = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop")
 _HEAD_EXTRAS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
 _WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 def load_config(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
@@ -87,7 +91,7 @@ def load_policy(
             local_files_only=True,
             output_loading_info=True,
         )
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, EOFError, SafetensorError, UnpicklingError) as error:
         raise ModelError(
             "the model's weights cannot be loaded", field="model.path", got=f"{folder}: {error}"
         ) from error
@@ -101,6 +105,7 @@ def load_policy(
             remedy="export the model again, with all of its weights",
         )
     _check_head(model)
+    speed_up_linears(model)
     policy: PreTrainedModel = model.to(device).train()
     return policy
 
@@ -116,7 +121,15 @@ def load_tokenizer(
     Raises:
         ModelError: no tokenizer there, or one without an end-of-sequence token.
     """
-    folder = _folder(path)
+    folder = Path(path).expanduser()
+    if not trust_remote_code and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        # Asked for one that is not there, transformers may make up an empty tokenizer.
+        raise ModelError(
+            "the folder holds no tokenizer",
+            field="model.path",
+            got=folder,
+            expected=" or ".join(_TOKENIZER_FILES),
+        )
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             folder, trust_remote_code=trust_remote_code, local_files_only=True
@@ -126,7 +139,6 @@ def load_tokenizer(
             "the folder's tokenizer cannot be loaded",
             field="model.path",
             got=f"{folder}: {error}",
-            expected="tokenizer.json and tokenizer_config.json",
         ) from error
     if tokenizer.eos_token_id is None:
         raise ModelError(

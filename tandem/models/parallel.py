@@ -74,6 +74,8 @@ def shard(
     units: list[FSDPModule] = [unit for unit in (*layers, model) if isinstance(unit, FSDPModule)]
     for unit in units:
         unit.set_gradient_divide_factor(1.0)
+        # Gloo has no scaling sum, not even for a factor of one.
+        unit.set_force_sum_reduction_for_comms(True)
     if forward_prefetch:
         for unit, following in zip(units[:-2], units[1:-1], strict=True):
             unit.set_modules_to_forward_prefetch([following])

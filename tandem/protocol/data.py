@@ -104,11 +104,11 @@ class DataProto:
             return self._map(lambda t: t[pick], lambda a: a[pick])
         index = row_index(rows, len(self))
         on_host = index.numpy()
-        return self._map(lambda t: t[index if isinstance(t, Ragged) else index.to(t.device)], lambda a: a[on_host])
+        return self._map(
+            lambda t: t[index if isinstance(t, Ragged) else index.to(t.device)], lambda a: a[on_host]
+        )
 
-    def _map(
-        self, column: Callable[[Any], Column], array: Callable[[np.ndarray], np.ndarray]
-    ) -> DataProto:
+    def _map(self, column: Callable[[Any], Column], array: Callable[[np.ndarray], np.ndarray]) -> DataProto:
         return DataProto(
             {name: column(value) for name, value in self.batch.items()},
             {name: array(value) for name, value in self.non_tensor_batch.items()},
@@ -182,9 +182,7 @@ class DataProto:
         first = parts[0]
         for part in parts[1:]:
             if set(part.columns) != set(first.columns):
-                raise DataError(
-                    "tables have different columns", got=part.columns, expected=first.columns
-                )
+                raise DataError("tables have different columns", got=part.columns, expected=first.columns)
         batch: dict[str, Column] = {}
         for name in first.batch:
             columns = [part.batch[name] for part in parts]
@@ -242,9 +240,7 @@ class DataProto:
             name: {"values": c.values, "offsets": c.offsets} if isinstance(c, Ragged) else c
             for name, c in self.batch.items()
         }
-        torch.save(
-            {"batch": batch, "arrays": self.non_tensor_batch, "meta": self.meta_info}, Path(path)
-        )
+        torch.save({"batch": batch, "arrays": self.non_tensor_batch, "meta": self.meta_info}, Path(path))
 
     @classmethod
     def load(cls, path: str | Path) -> DataProto:

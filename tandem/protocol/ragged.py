@@ -68,16 +68,14 @@ class Ragged:
 
     @classmethod
     def from_nested(cls, nested: Tensor) -> Ragged:
-        return cls(nested.values(), nested.offsets())
+        return cls(nested.values(), nested.offsets())  # type: ignore[attr-defined]
 
     @classmethod
     def cat(cls, parts: Sequence[Ragged]) -> Ragged:
         """All rows of all parts, in order."""
         if len(parts) == 1:
             return parts[0]
-        return cls.from_lengths(
-            torch.cat([p.values for p in parts]), torch.cat([p.lengths for p in parts])
-        )
+        return cls.from_lengths(torch.cat([p.values for p in parts]), torch.cat([p.lengths for p in parts]))
 
     @property
     def lengths(self) -> Tensor:
@@ -103,7 +101,7 @@ class Ragged:
 
     def unbind(self) -> tuple[Tensor, ...]:
         """One view per row."""
-        return self.values.split(self.lengths.tolist())
+        return torch.split(self.values, self.lengths.tolist())
 
     def row(self, index: int) -> Tensor:
         """A view of one row."""

@@ -3,7 +3,7 @@ first, before a model is loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -12,8 +12,10 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from tandem.algorithms.kl import AdaptiveKLController, FixedKLController
 from tandem.algorithms.registry import advantage_estimator, policy_loss
 from tandem.config.algorithm import KLControllerConfig
+from tandem.config.fsdp import FSDPConfig
 from tandem.config.load import to_dict, to_yaml
 from tandem.config.root import TrainConfig
+from tandem.config.unused import uses_critic
 from tandem.data.loader import PromptLoader, all_batches
 from tandem.data.prompts import PromptDataset
 from tandem.device import choose_device
@@ -43,6 +45,7 @@ def build_ppo(config: TrainConfig, *, say: Callable[[str], None]) -> PPOTrainer:
         TandemError: the config asks for what is not there: a device, files, an algorithm, a logger.
     """
     device = choose_device(config.trainer.device)
+    say_unused_offload(_sharded(config), device, say)
     spec = advantage_estimator(config.algorithm.adv_estimator)
     policy_loss(config.actor_rollout_ref.actor.policy_loss.loss_mode)
     reward = _reward(config)
@@ -87,6 +90,35 @@ def build_ppo(config: TrainConfig, *, say: Callable[[str], None]) -> PPOTrainer:
         _kl_controller(config.algorithm.kl_ctrl),
         session,
     )
+
+
+def say_unused_offload(
+    configs: Mapping[str, FSDPConfig], device: torch.device, say: Callable[[str], None]
+) -> None:
+    """Tells the user of offload that there is nothing to gain from.
+
+    Args:
+        configs: the sections of the models that run, by dotted path.
+    """
+    names = [
+        f"{at}.{part}"
+        for at, config in configs.items()
+        for part in ("param_offload", "optimizer_offload")
+        if getattr(config, part)
+    ]
+    if names and device.type == "cpu":
+        say(f"{', '.join(names)}: no effect on a CPU, whose memory is the host's.")
+
+
+def _sharded(config: TrainConfig) -> dict[str, FSDPConfig]:
+    """The sections of the models that this run has."""
+    policy = config.actor_rollout_ref
+    sections = {"actor_rollout_ref.actor.fsdp_config": policy.actor.fsdp_config}
+    if config.needs_reference:
+        sections["actor_rollout_ref.ref.fsdp_config"] = policy.ref.fsdp_config
+    if uses_critic(config):
+        sections["critic.fsdp_config"] = config.critic.fsdp_config
+    return sections
 
 
 def _tokenizer(config: TrainConfig) -> PreTrainedTokenizerBase:

@@ -16,21 +16,19 @@ from tandem.errors import CheckpointError
 from tandem.models.loading import load_config, load_tokenizer
 
 
-def export_checkpoint(checkpoint: Path, out: Path, *, dtype: torch.dtype | None = None) -> Path:
+def export_checkpoint(checkpoint: Path, out: Path, *, dtype: torch.dtype = torch.float32) -> Path:
     """Writes the policy of a checkpoint as a folder that `transformers` loads.
 
     Args:
         checkpoint: RUN/checkpoints/step_NNNNNN, or RUN for its newest whole checkpoint.
         out: the folder to write; must not exist or be empty.
-        dtype: of the written weights; None keeps the master weights' own.
+        dtype: of the written weights.
 
     Raises:
         CheckpointError: nothing to export there, or a damaged checkpoint.
     """
     if out.exists() and any(out.iterdir()):
-        raise CheckpointError(
-            "the folder to write is not empty", field=str(out), remedy="name a new folder"
-        )
+        raise CheckpointError("the folder to write is not empty", field=str(out), remedy="name a new folder")
     run = checkpoint if (checkpoint / "config.yaml").is_file() else checkpoint.parent.parent
     manager = CheckpointManager(run / "checkpoints", None, log=print)
     found = manager.latest() if run == checkpoint else manager.open(checkpoint)
@@ -57,7 +55,7 @@ def export_checkpoint(checkpoint: Path, out: Path, *, dtype: torch.dtype | None 
         trust_remote_code=model.trust_remote_code,
     )
     config = load_config(model.path, trust_remote_code=model.trust_remote_code)
-    export(engine.weights(), config, tokenizer, out, dtype=dtype)
+    export(engine.weights(), config, tokenizer, out, dtype, trust_remote_code=model.trust_remote_code)
     return out
 
 

@@ -8,7 +8,7 @@ passes between the calls are futures: the data goes from worker to worker.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tandem.algorithms.kl import AdaptiveKLController, FixedKLController
@@ -84,7 +84,8 @@ class PPOTrainer:
             step = session.restore(self.load_state_dict)
             if evaluator and (trainer.val_only or (trainer.val_before_train and step == 0)):
                 session.log(step, evaluator.run(step) | session.timeline.take())
-            while step < self.plan.total_steps and not session.interrupted and not trainer.val_only:
+            stop = trainer.val_only
+            while step < self.plan.total_steps and not stop:
                 step += 1
                 last = step == self.plan.total_steps
                 with session.phase("step"):
@@ -93,7 +94,8 @@ class PPOTrainer:
                 if evaluator and due(trainer.test_freq, step, last):
                     with session.phase("testing"):
                         metrics |= evaluator.run(step)
-                if due(trainer.save_freq, step, last) or session.interrupted:
+                stop = session.interrupted  # read once: an interrupt after this is for the next step
+                if due(trainer.save_freq, step, last) or stop:
                     session.save(step, self.state_dict(), metrics)
                 session.log(step, metrics | session.timeline.take())
 
@@ -173,5 +175,13 @@ class PPOTrainer:
 
 
 def prefixed(role: str, metrics: Metrics) -> Metrics:
-    """A role's metrics under its name; names with a slash already say whose they are."""
-    return Metrics({name if "/" in name else f"{role}/{name}": m for name, m in metrics.items()})
+    """The metrics of one of a role's updates under its name (names with a slash already say whose they
+    are). What micro-batches add up to, such as the loss, is averaged over a step's updates."""
+    return Metrics(
+        {
+            name if "/" in name else f"{role}/{name}": replace(m, reduction="mean", weight=1.0)
+            if m.reduction == "sum"
+            else m
+            for name, m in metrics.items()
+        }
+    )

@@ -37,9 +37,7 @@ class SFTWorker(EngineWorker):
         run: the run folder.
     """
 
-    def __init__(
-        self, config: SFTConfig, *, total_steps: int, device: torch.device, run: RunFolder
-    ) -> None:
+    def __init__(self, config: SFTConfig, *, total_steps: int, device: torch.device, run: RunFolder) -> None:
         super().__init__(run, "sft", device)
         self.batching = config.train_batching
         self.engine = FSDPEngine(
@@ -119,7 +117,8 @@ class SFTTrainer:
         trainer = self.config.trainer
         with self.session as session:
             step = session.restore(self.load_state_dict)
-            while step < self.total_steps and not session.interrupted and not until(step):
+            stop = False
+            while step < self.total_steps and not stop and not until(step):
                 step += 1
                 last = step == self.total_steps
                 with session.phase("step"):
@@ -129,7 +128,8 @@ class SFTTrainer:
                     with session.phase("testing"):
                         metrics |= self.validate()
                 metrics["training/epoch"] = self.loader.epoch
-                if due(trainer.save_freq, step, last) or session.interrupted:
+                stop = session.interrupted  # read once: an interrupt after this is for the next step
+                if due(trainer.save_freq, step, last) or stop:
                     session.save(step, self.state_dict(), metrics)
                 session.log(step, metrics | self._timings(len(batch.ragged("tokens").values)))
         return step

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -142,9 +143,7 @@ class ActorWorker(EngineWorker):
     def update_actor(self, batch: DataProto) -> Metrics:
         """One optimizer step on a mini-batch."""
         with self.timeline.phase("update_actor"), self.on_device(self.actor):
-            return self.guarded_step(
-                self.actor, batch, self.loss, self.actor_config.train_batching, "actor"
-            )
+            return self.guarded_step(self.actor, batch, self.loss, self.actor_config.train_batching, "actor")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: Path) -> None:
@@ -184,7 +183,7 @@ def rollout_batch(table: DataProto, requests: list[Request], samples: list[Sampl
     untruncated = [s.untruncated_log_probs for s in samples if s.untruncated_log_probs is not None]
     if requests and requests[0].params.truncated and len(untruncated) == len(samples):
         batch["rollout_log_probs_untruncated"] = on_response(untruncated, torch.float32)
-    arrays = {
+    arrays: dict[str, np.ndarray | list[Any]] = {
         **table.non_tensor_batch,
         "sample": [request.sample for request in requests],
         "finish_reason": [sample.finish_reason for sample in samples],

@@ -169,9 +169,7 @@ class NextTokenLoss:
         return loss, metrics
 
 
-def add_rollout_gap(
-    metrics: Metrics, log_probs_T: Tensor, rollout_log_probs_T: Tensor, mask: Tensor
-) -> None:
+def add_rollout_gap(metrics: Metrics, log_probs_T: Tensor, rollout_log_probs_T: Tensor, mask: Tensor) -> None:
     """How far the training engine's log-probs are from those of the engine that sampled, in nats."""
     gap_T = torch.where(mask, (log_probs_T - rollout_log_probs_T).abs(), 0.0)
     metrics.add_mean("rollout/log_prob_diff_mean", gap_T.sum(), mask.sum())

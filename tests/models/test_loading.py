@@ -104,7 +104,7 @@ def test_tokenizer(tmp_path):
 
 
 def test_tokenizer_missing(folder):
-    with pytest.raises(ModelError, match="tokenizer"):
+    with pytest.raises(ModelError, match="holds no tokenizer"):
         load_tokenizer(folder)
 
 

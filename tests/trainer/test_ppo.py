@@ -14,8 +14,12 @@ FAMILY = ["gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_bas
 
 @pytest.mark.parametrize("estimator", FAMILY)
 def test_every_estimator_runs_through_the_loop_and_moves_the_weights(lab: Lab, estimator: str) -> None:
-    before = lab.run(f"still_{estimator}", f"algorithm.adv_estimator={estimator}",
-                     "trainer.total_training_steps=1", "actor_rollout_ref.actor.optim.lr=0")
+    before = lab.run(
+        f"still_{estimator}",
+        f"algorithm.adv_estimator={estimator}",
+        "trainer.total_training_steps=1",
+        "actor_rollout_ref.actor.optim.lr=0",
+    )
     after = lab.run(
         f"family_{estimator}",
         f"algorithm.adv_estimator={estimator}",
@@ -58,7 +62,9 @@ def test_a_step_reports_the_fields_names_and_writes_its_samples(lab: Lab) -> Non
     assert "timing/save_checkpoint" in rows[2]
     samples = run.samples(1)
     assert len(samples["tokens"]) == 12
-    assert {"advantages", "rollout_log_probs", "response_mask", "scores", "uid", "response_text"} <= set(samples)
+    assert {"advantages", "rollout_log_probs", "response_mask", "scores", "uid", "response_text"} <= set(
+        samples
+    )
     for tokens, mask, log_probs in zip(
         samples["tokens"], samples["response_mask"], samples["rollout_log_probs"], strict=True
     ):

@@ -33,7 +33,8 @@ class Stop(Exception):
 
 def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [
-        {name: value for name, value in row.items() if not name.startswith(("timing", "perf"))} for row in rows
+        {name: value for name, value in row.items() if not name.startswith(("timing", "perf"))}
+        for row in rows
     ]
 
 
@@ -139,7 +140,9 @@ def test_a_new_run_in_an_old_folder_sets_the_old_one_aside(lab: Lab) -> None:
 
 
 def test_only_the_newest_checkpoints_are_kept(lab: Lab) -> None:
-    run = lab.run("kept", "trainer.total_training_steps=4", "trainer.save_freq=1", "trainer.max_ckpt_to_keep=2")
+    run = lab.run(
+        "kept", "trainer.total_training_steps=4", "trainer.save_freq=1", "trainer.max_ckpt_to_keep=2"
+    )
     names = sorted(path.name for path in (run.folder / "checkpoints").iterdir())
     assert names == ["step_000003", "step_000004"]
 
@@ -147,6 +150,9 @@ def test_only_the_newest_checkpoints_are_kept(lab: Lab) -> None:
 def test_a_critic_cannot_resume_where_none_was(lab: Lab) -> None:
     lab.run("no_critic", "trainer.save_freq=2")
     with pytest.raises(CheckpointError, match="critic"):
-        lab.run("no_critic", "trainer.save_freq=2", "algorithm.adv_estimator=gae", "trainer.total_training_steps=3")
-
-
+        lab.run(
+            "no_critic",
+            "trainer.save_freq=2",
+            "algorithm.adv_estimator=gae",
+            "trainer.total_training_steps=3",
+        )

@@ -179,7 +179,9 @@ class _Writer(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         active = np.flatnonzero(~self.done)
         active_R = torch.from_numpy(active).to(scores.device)
-        params = RowParams.of([self.rows.request[row].params for row in active], scores.device)
+        params = RowParams.of(
+            [self.rows.request[row].params for row in active], scores.shape[1], scores.device
+        )
         taken = self.rows.take(active, scores[active_R], params, self._version, self._decode)
         self.done[active], self.stopped[active] = taken
         self.steps += 1

@@ -47,8 +47,9 @@ class Rows:
         self.count = 0
         self.capacity = capacity
         self.request = np.empty(capacity, dtype=object)
-        self.key, self.first_position, self.context, self.last_token, self.produced, self.max_tokens = (
-            np.zeros(capacity, dtype=np.int64) for _ in range(6)
+        self.key = np.zeros(capacity, dtype=np.uint64)
+        self.first_position, self.context, self.last_token, self.produced, self.max_tokens = (
+            np.zeros(capacity, dtype=np.int64) for _ in range(5)
         )
         self.has_stop_text = np.zeros(capacity, dtype=bool)
         self.stop_ids = np.full((capacity, 1), -1, dtype=np.int64)
@@ -91,12 +92,8 @@ class Rows:
         Raises:
             EngineError: logits that are not finite; nothing is appended then.
         """
-        positions = self.first_position[rows] + self.produced[rows]
-        device = logits_RV.device
-        numbers_R = uniforms(
-            torch.from_numpy(self.key[rows]).to(device), torch.from_numpy(positions).to(device)
-        )
-        drawn = sample(logits_RV, numbers_R, params)
+        numbers = uniforms(self.key[rows], self.first_position[rows] + self.produced[rows])
+        drawn = sample(logits_RV, torch.from_numpy(numbers).to(logits_RV.device), params)
         fetched = torch.stack([part.double() for part in drawn]).cpu().numpy()  # one transfer
         tokens = fetched[0].astype(np.int64)
         column = self.produced[rows]

@@ -17,6 +17,7 @@ from tandem.protocol import SamplingParams
 
 _BLOCK = 128  # tokens per block of the two-level search
 _FIRST_CANDIDATES = 256
+_BELOW_ONE = 1 - 2.0**-53
 
 
 class Drawn(NamedTuple):
@@ -56,8 +57,11 @@ class RowParams:
     truncated_rows: Tensor | None
 
     @classmethod
-    def of(cls, params: Sequence[SamplingParams], device: torch.device) -> RowParams:
-        truncated = [row for row, p in enumerate(params) if p.truncated]
+    def of(cls, params: Sequence[SamplingParams], vocabulary: int, device: torch.device) -> RowParams:
+        """For logits over `vocabulary` tokens; a top-k that leaves them all is none."""
+        truncated = [
+            row for row, p in enumerate(params) if p.truncated and (p.top_p < 1 or p.top_k < vocabulary)
+        ]
         n_greedy = sum(p.greedy for p in params)
 
         def column(values: list[float] | list[int] | list[bool], dtype: torch.dtype) -> Tensor:
@@ -88,13 +92,12 @@ def sample(logits_RV: Tensor, uniforms_R: Tensor, params: RowParams) -> Drawn:
     if params.tempered:
         scores_RV = scores_RV / params.temperature_R.to(scores_RV.dtype)[:, None]
     peak_R = scores_RV.amax(-1)
-    weights_RV = (scores_RV - peak_R[:, None]).exp_()
-    blocks_RN, total_R = _block_sums(weights_RV)
-    log_total_R = peak_R + total_R.log().to(peak_R.dtype)
+    weights_RV, ends_RN = _weights(scores_RV, peak_R)
+    log_total_R = peak_R + ends_RN[:, -1].log().to(peak_R.dtype)
     if params.greedy == 2:
         tokens_R = scores_RV.argmax(-1)
     else:
-        tokens_R = _draw(weights_RV, blocks_RN, uniforms_R)
+        tokens_R = _draw(weights_RV, ends_RN, uniforms_R).clamp_(max=scores_RV.shape[1] - 1)  # if NaN
         if params.greedy == 1:
             tokens_R = torch.where(params.greedy_R, scores_RV.argmax(-1), tokens_R)
     untruncated_R = _picked(scores_RV, tokens_R) - log_total_R
@@ -104,7 +107,7 @@ def sample(logits_RV: Tensor, uniforms_R: Tensor, params: RowParams) -> Drawn:
     cut_tokens, cut_log_probs = _draw_truncated(
         scores_RV[rows],
         peak_R[rows],
-        total_R[rows],
+        ends_RN[rows, -1],
         uniforms_R[rows],
         params.top_k_R[rows],
         params.top_p_R[rows],
@@ -118,35 +121,36 @@ def _picked(values_RV: Tensor, index_R: Tensor) -> Tensor:
     return values_RV.gather(-1, index_R[:, None]).squeeze(-1)
 
 
-def _block_sums(weights_RV: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums of `_BLOCK` neighbouring tokens (R, N) and of the row (R), both float64."""
-    remainder = -weights_RV.shape[1] % _BLOCK
-    padded = F.pad(weights_RV, (0, remainder)) if remainder else weights_RV
-    blocks_RN = padded.view(len(padded), -1, _BLOCK).sum(-1).double()
-    return blocks_RN, blocks_RN.sum(-1)
+def _weights(scores_RV: Tensor, peak_R: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights exp(score - peak), padded with zeros to whole blocks of `_BLOCK` tokens, and their
+    cumulative sums at the blocks' ends (R, N), float64."""
+    weights_RV = (scores_RV - peak_R[:, None]).exp_()
+    missing = -weights_RV.shape[1] % _BLOCK
+    if missing:
+        weights_RV = F.pad(weights_RV, (0, missing))
+    blocks_RN = weights_RV.view(len(weights_RV), -1, _BLOCK).sum(-1)
+    return weights_RV, blocks_RN.cumsum(-1, dtype=torch.float64)
 
 
-def _draw(weights_RV: Tensor, blocks_RN: Tensor, uniforms_R: Tensor) -> Tensor:
+def _draw(weights_RV: Tensor, ends_RN: Tensor, uniforms_R: Tensor) -> Tensor:
     """The first token whose cumulative weight exceeds the uniform's share of the total: first the
-    block is found, then the token in it, so that only one pass goes over the vocabulary."""
-    ends_RN = blocks_RN.cumsum(-1)
+    block is found, then the token in it, so that one pass over the vocabulary is enough."""
     target_R = uniforms_R * ends_RN[:, -1]
     block_R = _first_above(ends_RN, target_R)
-    begin_R = _picked(ends_RN - blocks_RN, block_R)
-    columns = block_R[:, None] * _BLOCK + torch.arange(_BLOCK, device=block_R.device)
-    inside = columns < weights_RV.shape[1]
-    columns = columns.clamp(max=weights_RV.shape[1] - 1)
-    in_block = weights_RV.gather(-1, columns).double() * inside
-    token_R = _first_above(in_block.cumsum(-1), target_R - begin_R)
-    return _picked(columns, token_R)
+    end_R = _picked(ends_RN, block_R)
+    begin_R = torch.where(block_R > 0, _picked(ends_RN, (block_R - 1).clamp_(min=0)), 0.0)
+    first_R = block_R * _BLOCK
+    columns = first_R[:, None] + torch.arange(_BLOCK, device=first_R.device)
+    ends_in_block = weights_RV.gather(-1, columns).cumsum(-1, dtype=torch.float64)
+    share_R = ((target_R - begin_R) / (end_R - begin_R)).clamp_(0.0, _BELOW_ONE)
+    return first_R + _first_above(ends_in_block, share_R * ends_in_block[:, -1])
 
 
 def _first_above(ends: Tensor, target_R: Tensor) -> Tensor:
-    """Index of the first of the rising `ends` (R, N) above the target. A target that rounding put below
-    zero or beyond the end is moved inside, so that an entry of weight zero is never chosen."""
-    below_end = torch.nextafter(ends[:, -1], torch.zeros_like(target_R))
-    target_R = torch.minimum(target_R.clamp(min=0), below_end)
-    return (ends <= target_R[:, None]).sum(-1).clamp(max=ends.shape[1] - 1)
+    """Index of the first of the rising `ends` (R, N) above the target. As the target lies in [0, last
+    end), an entry of weight zero is never chosen; a row of NaN gets the last index."""
+    found = torch.searchsorted(ends, target_R[:, None], right=True).squeeze(-1)
+    return found.clamp_(max=ends.shape[1] - 1)
 
 
 def _draw_truncated(

@@ -18,7 +18,7 @@ from tandem.config.fsdp import FSDPConfig
 from tandem.config.model import BackboneConfig
 from tandem.config.optim import OptimConfig
 from tandem.engines.train.base import Counts, LossFn, MicroBatching
-from tandem.engines.train.microbatch import MicroBatch, assemble, cut, equalise
+from tandem.engines.train.microbatch import CPU_BLOCK_TOKENS, MicroBatch, assemble, cut, equalise
 from tandem.engines.train.optim import learning_rate
 from tandem.engines.train.state import TrainState
 from tandem.errors import EngineError, NonFiniteError
@@ -116,7 +116,8 @@ class FSDPEngine:
         self, batch: DataProto, columns: frozenset[str], micro: MicroBatching
     ) -> Iterator[MicroBatch]:
         lengths = batch.ragged("tokens").lengths.tolist()
-        for rows in equalise(cut(lengths, micro)):
+        block_tokens = CPU_BLOCK_TOKENS if self.device.type == "cpu" else None
+        for rows in equalise(cut(lengths, micro, block_tokens=block_tokens)):
             yield assemble(
                 batch, rows, columns, device=self.device, pad_to_longest=self._pad_to_longest
             )

@@ -15,17 +15,33 @@ from tandem.models.packing import PackedInputs, pack
 from tandem.protocol import DataProto, Ragged
 
 
-def cut(lengths: Sequence[int], micro: MicroBatching) -> list[list[int]]:
+# On a CPU larger micro-batches are not faster, as their activations leave the caches (measured: 5%
+# slower at 18,000 tokens than at 4,000), and only take memory.
+CPU_BLOCK_TOKENS = 4096
+
+
+def cut(
+    lengths: Sequence[int], micro: MicroBatching, *, block_tokens: int | None = None
+) -> list[list[int]]:
     """Rows of each micro-batch. Sequences of like length share one where the rule leaves a choice,
     and stand longest first within it; the micro-batch with the longest sequences comes first, so that
     what needs most memory is known at once.
 
     Args:
         lengths: tokens of each row of the share.
+        block_tokens: cut further where a micro-batch would hold more tokens than this (one long
+            sequence may).
 
     Raises:
         ConfigError: a row alone exceeds the token budget.
     """
+    parts = _by_rule(lengths, micro)
+    if block_tokens is None:
+        return parts
+    return [block for rows in parts for block in _blocks(rows, lengths, block_tokens)]
+
+
+def _by_rule(lengths: Sequence[int], micro: MicroBatching) -> list[list[int]]:
     assert micro.max_samples is None or micro.max_tokens is None, micro
 
     def longest_first(rows: Iterable[int]) -> list[int]:
@@ -37,6 +53,18 @@ def cut(lengths: Sequence[int], micro: MicroBatching) -> list[list[int]]:
     ordered = longest_first(range(len(lengths)))
     size = micro.max_samples or len(ordered)
     return [ordered[start : start + size] for start in range(0, len(ordered), max(1, size))]
+
+
+def _blocks(rows: list[int], lengths: Sequence[int], limit: int) -> list[list[int]]:
+    blocks: list[list[int]] = []
+    tokens = 0
+    for row in rows:
+        if not blocks or tokens + lengths[row] > limit:
+            blocks.append([])
+            tokens = 0
+        blocks[-1].append(row)
+        tokens += lengths[row]
+    return blocks
 
 
 def equalise(parts: list[list[int]], group: dist.ProcessGroup | None = None) -> list[list[int]]:

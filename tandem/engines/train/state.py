@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
@@ -16,6 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from tandem.config.optim import OptimConfig
 from tandem.errors import CheckpointError
+from tandem.models.policy import PolicyModel
+from tandem.models.value import ValueModel
 
 
 class TrainState:
@@ -26,7 +28,7 @@ class TrainState:
         optim: the optimizer's numbers; None for a frozen module.
     """
 
-    def __init__(self, module: nn.Module, optim: OptimConfig | None) -> None:
+    def __init__(self, module: PolicyModel | ValueModel, optim: OptimConfig | None) -> None:
         self.module = module
         self.optimizer: torch.optim.AdamW | None = None
         if optim is not None:
@@ -93,8 +95,8 @@ class TrainState:
                 yield from state.values()
 
     def _state_dict(self, version: int) -> dict[str, Any]:
-        """Tensors by parameter name; a load writes into these very tensors."""
-        named = dict(self.module.named_parameters())
+        """Tensors by Hugging Face name; a load writes into these very tensors."""
+        named = {self.module.hf_name(name): p for name, p in self.module.named_parameters()}
         state: dict[str, Any] = {"model": {name: p.detach() for name, p in named.items()}}
         if self.optimizer is not None:
             state["optimizer"] = {name: self.optimizer.state[p] for name, p in named.items()}
@@ -102,8 +104,15 @@ class TrainState:
         return state
 
     def save(self, path: Path, version: int) -> None:
-        """Every rank writes its shards into the folder `path`. Collective."""
-        save_shards(self._state_dict(version), checkpoint_id=path)
+        """Every rank writes its shards into the folder `path`. Collective.
+
+        Raises:
+            OSError, RuntimeError: what writing met with, on the first rank that failed.
+        """
+        try:
+            save_shards(self._state_dict(version), checkpoint_id=path)
+        except CheckpointException as error:  # no Exception to PyTorch; callers clean up after one
+            raise next(cause for cause, _ in error.failures.values()) from error
 
     def load(self, path: Path) -> int:
         """Reads what `save` wrote, resharding as needed. Collective.

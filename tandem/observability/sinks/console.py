@@ -1,4 +1,4 @@
-"""Progress for people: one line per step, and the whole table of metrics at each validation."""
+"""Progress for people: a line for a step, two a second at most, and the whole table of metrics at the end."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tandem.observability.sinks.base import RunInfo
 # What a step's line shows where the step has it: metric, format.
 _HEADLINES = {
     "sft/loss": "loss {:.4f}",
+    "val/loss": "validation loss {:.4f}",
     "reward/mean": "reward {:.3f}",
     "val/accuracy": "accuracy {:.3f}",
     "response_length/mean": "length {:.0f}",
@@ -22,6 +23,8 @@ _CARRIED = "val/accuracy"  # measured only now and then; the last value is shown
 
 
 class ConsoleSink:
+    seconds_between_lines = 0.5
+
     def __init__(
         self,
         info: RunInfo,
@@ -33,32 +36,40 @@ class ConsoleSink:
         self._clock = clock
         self._began = clock()
         self._carried: dict[str, float] = {}
+        self._last_line = float("-inf")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         if _CARRIED in metrics:
             self._carried[_CARRIED] = metrics[_CARRIED]
+        now = self._clock()
+        at_end = step >= self._info.total_steps
+        if now - self._last_line < self.seconds_between_lines and not at_end and _CARRIED not in metrics:
+            return
+        self._last_line = now
         shown = {**metrics, **self._carried}
         parts = [f"step {step}/{self._info.total_steps}"]
         parts += [form.format(shown[name]) for name, form in _HEADLINES.items() if name in shown]
-        parts += self._time_left(step)
+        parts += self._time_left(step, now)
         self._console.print("  ".join(parts), soft_wrap=True)
-        if any(name.startswith("val/") for name in metrics):
+        if at_end:
             self._console.print(_table(metrics))
 
     def close(self) -> None:
         self._console.file.flush()
 
-    def _time_left(self, step: int) -> list[str]:
+    def _time_left(self, step: int, now: float) -> list[str]:
         """From the mean pace since the start, validation and saving included."""
         steps_done = step - self._info.start_step
         steps_left = self._info.total_steps - step
         if steps_done <= 0 or steps_left <= 0:
             return []
-        return [f"{duration((self._clock() - self._began) / steps_done * steps_left)} left"]
+        return [f"{duration((now - self._began) / steps_done * steps_left)} left"]
 
 
 class FileSink(ConsoleSink):
-    """The console's lines as plain text in RUN/log/progress.log."""
+    """A line for every step, as plain text in RUN/log/progress.log."""
+
+    seconds_between_lines = 0.0
 
     def __init__(self, info: RunInfo) -> None:
         folder = info.folder / "log"

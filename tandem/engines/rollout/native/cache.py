@@ -1,10 +1,11 @@
 """Keys and values of the running sequences, one row each, and attention over them.
 
 Keys are stored transposed, (rows, kv_heads, key_dim, columns): a decode step is then two batched
-matmuls over contiguous memory with the query heads of one key head as their rows, 1.5 to 3 times
-faster in bf16 on a CPU than scaled_dot_product_attention. Column t of a row holds the sequence's
-token t. A row's additive mask hides the columns not yet written. Row and column counts are rounded
-up, because matmul libraries prepare a kernel per shape and are slow at odd ones.
+matmuls with the query heads of one key head as their rows, 1.5 to 3 times faster in bf16 on a CPU
+than scaled_dot_product_attention. Column t of a row holds the sequence's token t; an additive mask
+hides what is not yet written. The columns are just as many as the longest running sequence needs, in
+steps, because the bf16 matmul copies a matrix that is not contiguous; row and column counts are
+rounded, because matmul libraries prepare a kernel per shape and are slow at odd ones.
 
 Shape suffixes: R rows of a decode step, S rows stored to, B prompts, T prompt columns, H key heads,
 G query heads per key head, D head size.
@@ -17,10 +18,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 COLUMN_STEP = 32
 _MAX_SPANS = 4
+_NARROWER = 0.6  # a narrower span's extra calls and copies cost less than the columns it saves
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,46 +82,61 @@ class DecodePlan:
 
 
 class KVCache:
-    """See the module's docstring.
+    """See the module's docstring. Columns are added as sequences grow.
 
     Args:
         layers: one shape per attention layer.
         rows: sequences it holds.
-        columns: tokens per sequence, rounded up to `COLUMN_STEP`.
     """
 
     def __init__(
-        self, layers: Sequence[LayerShape], rows: int, columns: int, dtype: torch.dtype, device: torch.device
+        self, layers: Sequence[LayerShape], rows: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.layers = tuple(layers)
         self.rows = rows
-        self.columns = round_up(columns, COLUMN_STEP)
-
-        def zeros(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        self.keys = [zeros(rows, s.kv_heads, s.key_dim, self.columns) for s in self.layers]
-        self.values = [zeros(rows, s.kv_heads, self.columns, s.value_dim) for s in self.layers]
-        self.mask = torch.full((rows, self.columns), -torch.inf, dtype=dtype, device=device)
-        self.mask[:, 0] = 0  # a row that holds nothing still has a column to attend to
+        self.columns = 0
+        self.keys = [
+            torch.zeros(rows, shape.kv_heads, shape.key_dim, 0, dtype=dtype, device=device)
+            for shape in layers
+        ]
+        self.values = [
+            torch.zeros(rows, shape.kv_heads, 0, shape.value_dim, dtype=dtype, device=device)
+            for shape in layers
+        ]
+        self.mask = torch.zeros(rows, 0, dtype=dtype, device=device)
+        self.reserve(1)
 
     @property
     def bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values, self.mask))
+        return self.rows * self.columns * bytes_per_token(self.layers, self.mask.dtype)
 
-    def resized(self, rows: int, columns: int) -> KVCache:
-        """A cache of another size with this one's content, as far as it fits."""
-        out = KVCache(self.layers, rows, columns, self.mask.dtype, self.mask.device)
+    def reserve(self, columns: int) -> None:
+        """Makes room for sequences of that many tokens."""
+        added = round_up(columns, COLUMN_STEP) - self.columns
+        if added <= 0:
+            return
+        for layer, (key, value) in enumerate(zip(self.keys, self.values, strict=True)):
+            self.keys[layer] = F.pad(key, (0, added))
+            self.values[layer] = F.pad(value, (0, 0, 0, added))
+        self.mask = F.pad(self.mask, (0, added), value=-torch.inf)
+        self.mask[:, 0] = 0  # a row that holds nothing still has a column to attend to
+        self.columns += added
+
+    def resized(self, rows: int) -> KVCache:
+        """A cache of another number of rows with this one's content, as far as it fits."""
+        out = KVCache(self.layers, rows, self.mask.dtype, self.mask.device)
+        out.reserve(self.columns)
+        common = slice(0, min(rows, self.rows))
         for old, new in zip(
             (*self.keys, *self.values, self.mask), (*out.keys, *out.values, out.mask), strict=True
         ):
-            common = tuple(slice(0, min(a, b)) for a, b in zip(old.shape, new.shape, strict=True))
             new[common] = old[common]
         return out
 
     def store(self, prefill: Prefill, source_S: Tensor, rows_S: Tensor, lengths_S: Tensor) -> None:
         """Copies prompt source_S[i], lengths_S[i] tokens long, to row rows_S[i]."""
         width = prefill.keys[0].shape[2]
+        self.reserve(width)
         for layer, (key, value) in enumerate(zip(prefill.keys, prefill.values, strict=True)):
             self.keys[layer][rows_S, :, :, :width] = key[source_S].transpose(-1, -2)
             self.values[layer][rows_S, :, :width] = value[source_S]
@@ -135,6 +153,7 @@ class KVCache:
 
     def plan(self, context_R: np.ndarray) -> DecodePlan:
         """The decode step of rows 0..R-1 whose caches hold `context_R` tokens; opens their next column."""
+        self.reserve(int(context_R.max()) + 1)
         rows_R = torch.arange(len(context_R), device=self.mask.device)
         positions_R = torch.from_numpy(context_R).to(self.mask.device)
         self.mask[rows_R, positions_R] = 0
@@ -173,13 +192,13 @@ def spans(needed_R: np.ndarray) -> tuple[Span, ...]:
     """Cuts rows 0..R-1, where row i needs `needed_R[i]` columns, into at most four spans.
 
     A span is as wide as its widest row, so rows in falling order of need waste least; a new span
-    begins where at least a quarter of the columns can be left out.
+    begins where enough columns can be left out.
     """
     widths = -(-needed_R // COLUMN_STEP) * COLUMN_STEP
     envelope = np.maximum.accumulate(widths[::-1])[::-1]  # what this row or a later one needs
     starts, columns = [0], [int(envelope[0])]
-    while len(starts) < _MAX_SPANS and envelope[-1] <= 0.75 * columns[-1]:
-        start = int(np.argmax(envelope <= 0.75 * columns[-1]))
+    while len(starts) < _MAX_SPANS and envelope[-1] <= _NARROWER * columns[-1]:
+        start = int(np.argmax(envelope <= _NARROWER * columns[-1]))
         starts.append(start)
         columns.append(int(envelope[start]))
     stops = [*starts[1:], len(widths)]

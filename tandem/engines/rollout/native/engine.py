@@ -8,7 +8,7 @@ the order of submission; no clock decides it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -95,7 +95,7 @@ class NativeEngine:
         self._waiting.add(requests)
         self._known.update(request.id for request in requests)
         lengths = (len(request.prompt_ids) + request.params.max_tokens for request in requests)
-        self._longest = max(self._longest, *lengths)
+        self._longest = max(self._longest, max(lengths, default=0))
 
     def pending(self) -> int:
         return len(self._known)
@@ -180,24 +180,21 @@ class NativeEngine:
             self._start(batch, self._prefill(runner, batch), cache)
 
     def _room(self, runner: Runner) -> KVCache | None:
-        """The cache, made or resized so that running and waiting requests find room as far as memory and
-        max_num_seqs allow. None while too many sequences run for the cache to be given longer rows."""
+        """The cache, with as many rows as running and waiting requests want and memory and max_num_seqs
+        allow. None while more sequences run than fit once the longest request is among them."""
         cache, wanted = self._cache, self._rows.count + len(self._waiting)
-        columns = round_up(max(self._longest, cache.columns if cache else 0), COLUMN_STEP)
-        most = min(self._max_num_seqs, self._rows_that_fit(runner, columns))
-        if cache is not None and columns == cache.columns and cache.rows >= min(wanted, most):
-            return cache
+        most = min(self._max_num_seqs, self._rows_that_fit(runner))
         if self._rows.count > most:
             return None
-        rows = min(max(decode_rows(wanted), 2 * cache.rows if cache else 0), most)
         if cache is None:
-            self._cache = KVCache(runner.layers, rows, columns, runner.dtype, runner.device)
-        else:
-            self._cache = cache.resized(rows, columns)
-        self._counters.cache_bytes = max(self._counters.cache_bytes, self._cache.bytes)
+            self._cache = KVCache(runner.layers, min(decode_rows(wanted), most), runner.dtype, runner.device)
+        elif cache.rows > most or cache.rows < min(wanted, most):
+            self._cache = cache.resized(min(max(decode_rows(wanted), 2 * cache.rows), most))
         return self._cache
 
-    def _rows_that_fit(self, runner: Runner, columns: int) -> int:
+    def _rows_that_fit(self, runner: Runner) -> int:
+        """Sequences of the longest request's length that the memory allowed to the cache can hold."""
+        columns = round_up(self._longest, COLUMN_STEP)
         if self._budget is None:
             self._budget = cache_budget(runner.device, self._utilization)
         per_token = bytes_per_token(runner.layers, runner.dtype)
@@ -236,8 +233,7 @@ class NativeEngine:
         self._counters.running(self._rows.count)
         source_S = self._to_device(np.array(source, dtype=np.int64))
         cache.store(prefill, source_S, self._to_device(rows), self._to_device(self._rows.context[rows]))
-        params = RowParams.of([request.params for request in requests], self._device)
-        self._take(rows, prefill.logits_BV[source_S], params)
+        self._take(rows, prefill.logits_BV[source_S], self._row_params(requests, prefill.logits_BV))
 
     def _decode_step(self, runner: Runner) -> None:
         """One token for every running row. Rows that only round up the count hold nothing."""
@@ -247,12 +243,17 @@ class NativeEngine:
         count = table.count
         inputs = np.zeros((2, min(decode_rows(count), cache.rows)), dtype=np.int64)
         inputs[0, :count], inputs[1, :count] = table.last_token[:count], table.context[:count]
+        inputs[1, count:] = table.context[count - 1]  # so that they do not widen a span
         logits_RV = runner.decode(self._to_device(inputs[0]), cache.plan(inputs[1]), cache)
         table.context[:count] += 1
         if self._params is None:
-            self._params = RowParams.of([request.params for request in table.request[:count]], self._device)
+            self._params = self._row_params(table.request[:count], logits_RV)
         self._counters.decode_steps += 1
+        self._counters.cache_bytes = max(self._counters.cache_bytes, cache.bytes)
         self._take(np.arange(count), logits_RV[:count], self._params)
+
+    def _row_params(self, requests: Iterable[Request], logits: Tensor) -> RowParams:
+        return RowParams.of([request.params for request in requests], logits.shape[-1], self._device)
 
     def _take(self, rows: np.ndarray, logits_RV: Tensor, params: RowParams) -> None:
         """Samples a token for each of `rows` and lets those leave that it finishes."""

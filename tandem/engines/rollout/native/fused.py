@@ -43,6 +43,8 @@ def why_not_fused(module: nn.Module, max_length: int) -> str | None:
     return None
 
 
+_JOIN_UP_TO_BYTES = 2**31
+
 _Linear = tuple[Tensor, Tensor | None]
 """Weight and bias."""
 
@@ -50,17 +52,18 @@ _Linear = tuple[Tensor, Tensor | None]
 @dataclass(frozen=True, slots=True)
 class _Layer:
     attention_norm_E: Tensor
-    qkv: _Linear
+    qkv: tuple[_Linear, ...]
     qk_norm_ND: Tensor | None
     output: _Linear
     mlp_norm_E: Tensor
-    gate_up: _Linear
+    gate_up: tuple[_Linear, ...]
     down: _Linear
 
 
 class FusedRunner:
-    """See `Runner`. Query, key and value weights are joined into one matrix, gate and up into another:
-    a copy of about two thirds of the layers' weights, made anew for each weight version."""
+    """See `Runner`. On a CPU, query, key and value weights are joined into one matrix, gate and up into
+    another, made anew for each weight version: fewer and larger products. Where these copies, about two
+    thirds of the layers' weights, would be large, and on other devices, the module's own are used."""
 
     def __init__(self, module: nn.Module, max_length: int) -> None:
         config: Any = module.config
@@ -73,63 +76,67 @@ class FusedRunner:
         self.head: _Linear = _linear(module.lm_head)
         self.norm_E: Tensor = model.norm.weight.detach()
         self.dtype, self.device = self.embedding_VE.dtype, self.embedding_VE.device
+        layers_bytes = sum(p.numel() * p.element_size() for p in model.layers.parameters())
+        self._joins = self.device.type == "cpu" and layers_bytes <= _JOIN_UP_TO_BYTES
         self._layers = [self._layer(layer) for layer in model.layers[: config.num_hidden_layers]]
         self.layers = (LayerShape(self.kv_heads, self.head_dim, self.head_dim),) * len(self._layers)
-        self._cos_PND, self._sin_PND = self._rope_tables(model.rotary_emb, max_length)
+        self._cos_P1D, self._sin_P1D = self._rope_tables(model.rotary_emb, max_length)
+        self._scale_N1 = torch.ones(self.kv_heads * (self.group + 1), 1, dtype=self.dtype, device=self.device)
+        self._scale_N1[: self.kv_heads * self.group] = self.head_dim**-0.5
 
     def _layer(self, layer: Any) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
+        join = _joined if self._joins else _separate
         qk_norm = None
         if hasattr(attention, "q_norm"):
             query_norm = attention.q_norm.weight.detach().expand(self.kv_heads * self.group, -1)
             qk_norm = torch.cat((query_norm, attention.k_norm.weight.detach().expand(self.kv_heads, -1)))
         return _Layer(
             attention_norm_E=layer.input_layernorm.weight.detach(),
-            qkv=_joined(attention.q_proj, attention.k_proj, attention.v_proj),
+            qkv=join(attention.q_proj, attention.k_proj, attention.v_proj),
             qk_norm_ND=qk_norm,
             output=_linear(attention.o_proj),
             mlp_norm_E=layer.post_attention_layernorm.weight.detach(),
-            gate_up=_joined(mlp.gate_proj, mlp.up_proj),
+            gate_up=join(mlp.gate_proj, mlp.up_proj),
             down=_linear(mlp.down_proj),
         )
 
     def _rope_tables(self, rotary: nn.Module, max_length: int) -> tuple[Tensor, Tensor]:
-        """cos and sin per position and head from the model's own rotary module. The first half of sin is
-        negated, so that a rotation is x * cos + roll(x) * sin; query heads carry the softmax scale."""
+        """cos and sin per position from the model's own rotary module. The first half of sin is negated, so
+        that a rotation is x * cos + roll(x) * sin."""
         positions = torch.arange(max_length, device=self.device)[None]
         cos_PD, sin_PD = (table[0] for table in rotary(self.embedding_VE[:1, None], positions))
         half = self.head_dim // 2
-        sin_PD = torch.cat((-sin_PD[:, :half], sin_PD[:, half:]), -1)
-        scale_N1 = torch.ones(self.kv_heads * (self.group + 1), 1, dtype=self.dtype, device=self.device)
-        scale_N1[: self.kv_heads * self.group] = self.head_dim**-0.5
-        return cos_PD[:, None] * scale_N1, sin_PD[:, None] * scale_N1
+        return cos_PD[:, None], torch.cat((-sin_PD[:, :half], sin_PD[:, half:]), -1)[:, None]
 
-    def _qkv(
-        self, layer: _Layer, x_RE: Tensor, cos_RND: Tensor, sin_RND: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries (R, H*G, D), scaled, and keys (R, H, D); values (R, H, D)."""
-        heads = self.kv_heads * (self.group + 2)
-        qkv = F.linear(self._norm(x_RE, layer.attention_norm_E), *layer.qkv).view(-1, heads, self.head_dim)
+    def _qkv(self, layer: _Layer, x_RE: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries (R, H*G, D) and keys (R, H, D); values (R, H, D). The tables are (R, 1 or N, D)."""
+        qkv = _project(self._norm(x_RE, layer.attention_norm_E), layer.qkv).view(len(x_RE), -1, self.head_dim)
         qk_RND, value_RHD = qkv[:, : -self.kv_heads], qkv[:, -self.kv_heads :]
         if layer.qk_norm_ND is not None:
-            qk_RND = F.rms_norm(qk_RND, (self.head_dim,), None, self.eps) * layer.qk_norm_ND
+            qk_RND = self._norm(qk_RND, None) * layer.qk_norm_ND
         rolled_RND = qk_RND.roll(self.head_dim // 2, -1)
-        qk_RND = torch.addcmul(qk_RND * cos_RND, rolled_RND, sin_RND)
+        qk_RND = torch.addcmul(qk_RND * cos, rolled_RND, sin)
         return qk_RND[:, : -self.kv_heads], qk_RND[:, -self.kv_heads :], value_RHD
 
     def _mlp(self, layer: _Layer, x_RE: Tensor) -> Tensor:
-        gate_RI, up_RI = F.linear(self._norm(x_RE, layer.mlp_norm_E), *layer.gate_up).chunk(2, -1)
+        gate_RI, up_RI = _project(self._norm(x_RE, layer.mlp_norm_E), layer.gate_up).chunk(2, -1)
         return _added(x_RE, F.silu(gate_RI).mul_(up_RI), layer.down)
 
-    def _norm(self, x_RE: Tensor, weight_E: Tensor) -> Tensor:
-        return F.rms_norm(x_RE, weight_E.shape, weight_E, self.eps)
+    def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        """RMS norm over the last dimension, rounded where transformers' norms round: they compute in
+        float32 whatever the model's type, and multiply by the weight in that type."""
+        normed = F.rms_norm(x.float(), x.shape[-1:], None, self.eps).to(x.dtype)
+        return normed if weight is None else normed * weight
 
     def _logits(self, x_RE: Tensor) -> Tensor:
         return F.linear(self._norm(x_RE, self.norm_E), *self.head)
 
     def decode(self, ids_R: Tensor, plan: DecodePlan, cache: KVCache) -> Tensor:
         x_RE = F.embedding(ids_R, self.embedding_VE)
-        cos_RND, sin_RND = self._cos_PND[plan.positions_R], self._sin_PND[plan.positions_R]
+        # The softmax scale rides on the queries' rotation, once per step instead of once per layer.
+        cos_RND = self._cos_P1D[plan.positions_R] * self._scale_N1
+        sin_RND = self._sin_P1D[plan.positions_R] * self._scale_N1
         grouped = (-1, self.kv_heads, self.group, self.head_dim)
         for index, layer in enumerate(self._layers):
             query, key, value = self._qkv(layer, x_RE, cos_RND, sin_RND)
@@ -141,17 +148,17 @@ class FusedRunner:
     def prefill(self, ids_BT: Tensor, lengths_B: Tensor) -> Prefill:
         prompts, width = ids_BT.shape
         x_RE = F.embedding(ids_BT.flatten(), self.embedding_VE)
-        cos_RND, sin_RND = (table[:width].repeat(prompts, 1, 1) for table in (self._cos_PND, self._sin_PND))
+        cos_R1D, sin_R1D = (table[:width].repeat(prompts, 1, 1) for table in (self._cos_P1D, self._sin_P1D))
         keys, values = [], []
         for layer in self._layers:
             query, key, value = (
                 part.reshape(prompts, width, -1, self.head_dim).transpose(1, 2)
-                for part in self._qkv(layer, x_RE, cos_RND, sin_RND)
+                for part in self._qkv(layer, x_RE, cos_R1D, sin_R1D)
             )
             keys.append(key)
             values.append(value)
             attended = F.scaled_dot_product_attention(
-                query, key, value, is_causal=True, scale=1.0, enable_gqa=self.group > 1
+                query, key, value, is_causal=True, enable_gqa=self.group > 1
             )
             x_RE = self._mlp(
                 layer, _added(x_RE, attended.transpose(1, 2).reshape(len(x_RE), -1), layer.output)
@@ -164,10 +171,20 @@ def _linear(linear: Any) -> _Linear:
     return linear.weight.detach(), None if linear.bias is None else linear.bias.detach()
 
 
-def _joined(*linears: Any) -> _Linear:
+def _separate(*linears: Any) -> tuple[_Linear, ...]:
+    return tuple(_linear(linear) for linear in linears)
+
+
+def _joined(*linears: Any) -> tuple[_Linear, ...]:
     """One linear map whose outputs are those of all; they have all a bias or none."""
-    weights, biases = zip(*(_linear(linear) for linear in linears), strict=True)
-    return torch.cat(weights), None if biases[0] is None else torch.cat(biases)
+    weights, biases = zip(*_separate(*linears), strict=True)
+    return ((torch.cat(weights), None if biases[0] is None else torch.cat(biases)),)
+
+
+def _project(x_RE: Tensor, linears: tuple[_Linear, ...]) -> Tensor:
+    """The outputs of all linear maps side by side."""
+    out = [F.linear(x_RE, *linear) for linear in linears]
+    return out[0] if len(out) == 1 else torch.cat(out, -1)
 
 
 def _added(x_RE: Tensor, y_RI: Tensor, linear: _Linear) -> Tensor:

@@ -1,0 +1,160 @@
+"""One training step of Tandem's engine against plain transformers, in the same run.
+
+Both take a 3.2M-parameter Qwen2 and 256 sequences of 6 prompt and 64 response tokens through forward,
+backward and AdamW. Peer: transformers' forward on a rectangle without padding, log-softmax, and
+fused AdamW, in micro-batches of 64. Turns alternate, so that both see the same machine; reported are
+the best turns, in tokens per second of wall-clock, and the share of the matrix product floor: the time
+that the model's linear layers alone would take at the best rate measured here.
+
+    python benchmarks/train_step.py [--turns 4] [--checkpointing] [--spread]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from tandem.config.fsdp import FSDPConfig
+from tandem.config.model import BackboneConfig
+from tandem.config.optim import OptimConfig
+from tandem.engines.train.base import Counts, MicroBatching
+from tandem.engines.train.fsdp import FSDPEngine
+from tandem.models.linear import linear
+from tandem.observability.metrics import Metrics
+from tandem.protocol import DataProto, Ragged
+
+PROMPT, RESPONSE, SAMPLES, VOCABULARY = 6, 64, 256, 64
+
+
+class MeanLogProb:
+    """The plainest loss: minus the mean log-probability of the response tokens."""
+
+    outputs = frozenset({"log_probs", "entropy"})
+    columns = frozenset({"response_mask"})
+
+    def __call__(
+        self, out: dict[str, Tensor], columns: dict[str, Tensor], offsets: Tensor, counts: Counts
+    ) -> tuple[Tensor, Metrics]:
+        return -(out["log_probs"] * columns["response_mask"]).sum() / counts.tokens, Metrics()
+
+
+def save_model(folder: Path) -> int:
+    """A random model in `folder`; its number of weights in linear layers."""
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(folder)
+    return sum(p.numel() for name, p in model.named_parameters() if name.endswith("proj.weight"))
+
+
+def tandem_step(folder: Path, dtype: str, batch: DataProto, checkpointing: bool) -> Callable[[], None]:
+    engine = FSDPEngine(
+        folder,
+        model=BackboneConfig(path=str(folder), enable_gradient_checkpointing=checkpointing),
+        fsdp=FSDPConfig(dtype=dtype),
+        optim=OptimConfig(lr=1e-5),
+        total_steps=1000,
+        device=torch.device("cpu"),
+    )
+    return lambda: engine.train_step(batch, MeanLogProb(), micro=MicroBatching()).to_floats() and None
+
+
+def transformers_step(folder: Path, dtype: torch.dtype, batch: DataProto) -> Callable[[], None]:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    tokens = batch.ragged("tokens")
+    ids_BT = tokens.to_padded()
+    mask_BT = batch.ragged("response_mask").to_padded().bool()
+    attend_BT = tokens.with_values(torch.ones_like(tokens.values)).to_padded()
+    total = int(mask_BT.sum())
+
+    def step() -> None:
+        for rows in torch.arange(len(ids_BT)).split(64):
+            ids, attend = ids_BT[rows], attend_BT[rows]
+            full = bool(attend.all())
+            logits = model(ids, attention_mask=None if full else attend, use_cache=False).logits
+            log_p = torch.log_softmax(logits[:, :-1].float(), -1)
+            picked = log_p.gather(-1, ids[:, 1:, None]).squeeze(-1)
+            (-(picked * mask_BT[rows][:, 1:]).sum() / total).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def product_rate(dtype: torch.dtype) -> float:
+    """Best FLOP/s of a linear layer of the model's shape."""
+    x, w = torch.randn(1120, 256, dtype=dtype), torch.randn(768, 256, dtype=dtype)
+
+    def best(product: Callable[[Tensor, Tensor], Tensor]) -> float:
+        with torch.no_grad():
+            return min(seconds(lambda: product(x, w)) for _ in range(50))
+
+    return 2 * x.shape[0] * w.numel() / min(best(F.linear), best(linear))
+
+
+def seconds(work: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+def make_batch(spread: bool) -> DataProto:
+    torch.manual_seed(0)
+    shortest = 4 if spread else RESPONSE
+    lengths = PROMPT + torch.randint(shortest, RESPONSE + 1, (SAMPLES,))
+    tokens = Ragged.from_lengths(torch.randint(0, VOCABULARY, (int(lengths.sum()),)), lengths)
+    return DataProto({"tokens": tokens, "response_mask": tokens.with_values(tokens.positions() >= PROMPT)})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--checkpointing", action="store_true", help="recompute activations (Tandem only)")
+    parser.add_argument("--spread", action="store_true", help="responses of 4 to 64 tokens, not all 64")
+    options = parser.parse_args()
+    batch = make_batch(options.spread)
+    tokens = len(batch.ragged("tokens").values)
+    machine = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+    print(f"torch {torch.__version__}, transformers {transformers.__version__}, {machine}, {tokens} tokens")
+    with tempfile.TemporaryDirectory() as name:
+        weights = save_model(Path(name))
+        for dtype, kind in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+            ours = tandem_step(Path(name), dtype, batch, options.checkpointing)
+            peer = transformers_step(Path(name), kind, batch)
+            ours(), peer()
+            turns = [(seconds(ours), seconds(peer)) for _ in range(options.turns)]
+            fast, plain = (min(column) for column in zip(*turns, strict=True))
+            floor = 6 * weights * tokens / product_rate(kind)
+            row = {
+                "dtype": dtype,
+                "tandem_tokens_per_s": round(tokens / fast),
+                "transformers_tokens_per_s": round(tokens / plain),
+                "ratio": round(plain / fast, 2),
+                "share_of_floor": round(floor / fast, 2),
+            }
+            print(json.dumps(row))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""`tandem demo`"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def demo(arguments: list[str]) -> int:
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(_demo)
+    app(args=arguments, prog_name="tandem demo", standalone_mode=False)
+    return 0
+
+
+def _demo(
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="further key=value words for the training")
+    ] = None,
+    algo: Annotated[str, typer.Option(help="grpo, or ppo with a critic")] = "grpo",
+    out: Annotated[Path, typer.Option(help="where everything goes")] = Path("runs/demo"),
+    seed: Annotated[int, typer.Option(help="the same seed gives the same curve")] = 0,
+    control: Annotated[
+        str, typer.Option(help="none; zero-lr or shuffled-rewards: runs in which nothing can be learnt")
+    ] = "none",
+) -> None:
+    """A policy learns arithmetic by reinforcement, on this machine, in a few minutes."""
+    run_demo = import_module("tandem.trainer.demo.program").run_demo
+    run_demo(
+        out,
+        algorithm=algo,
+        seed=seed,
+        control=control,
+        overrides=overrides or [],
+        say=lambda sentence: print(sentence, flush=True),
+    )

@@ -1,0 +1,67 @@
+"""A Hugging Face folder: an untrained Qwen2 of about a million parameters, and a tokenizer of one token
+per byte."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+
+END = "<|endoftext|>"
+PADDING = "<|pad|>"
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+)
+"""A conversation is its contents one after the other; the end-of-sequence token closes an answer."""
+
+
+def build_tokenizer() -> Qwen2Tokenizer:
+    """Qwen2's byte-level tokenizer without merges: one token per byte, hence per character of plain text."""
+    bytes_as_characters = sorted(ByteLevel.alphabet())
+    vocabulary = {token: place for place, token in enumerate((END, PADDING, *bytes_as_characters))}
+    tokenizer = Qwen2Tokenizer(vocab=vocabulary, merges=[], eos_token=END, pad_token=PADDING)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def build_model(tokenizer: Qwen2Tokenizer, *, seed: int) -> Qwen2ForCausalLM:
+    """A Qwen2 of 1.06 million parameters with random weights.
+
+    Args:
+        tokenizer: its vocabulary becomes the model's.
+        seed: fixes the weights.
+    """
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        initializer_range=128**-0.5,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: Qwen2ForCausalLM = Qwen2ForCausalLM(config)  # type: ignore[no-untyped-call]
+    return model
+
+
+def write_model(folder: Path, *, seed: int) -> None:
+    """Saves tokenizer and model in Hugging Face's format.
+
+    Args:
+        folder: made if it is not there.
+        seed: fixes the weights.
+    """
+    tokenizer = build_tokenizer()
+    tokenizer.save_pretrained(folder)
+    build_model(tokenizer, seed=seed).save_pretrained(folder)

@@ -1,0 +1,145 @@
+"""Additions of two-digit numbers: the problems, sloppy demonstrations of them, and both as parquet files.
+
+An answer shows its working, column by column from the right, then the sum after "=": 37+65 is
+"12,10=102". The demonstrations mostly forget to carry: "12,9=92". A model that imitates them is right
+where nothing is carried, one problem in three, and carries now and then; what it gains beyond that,
+reinforcement learning has taught it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pa_parquet
+
+DATA_SOURCE = "arithmetic"
+LARGEST = 99
+SMALLEST = 10
+LONGEST_PROMPT = len("99+99?")
+LONGEST_RESPONSE = len("18,19=198") + 1
+"""Tokens, one per character, with the end of the sequence."""
+
+
+class Problem(NamedTuple):
+    """The addition of two two-digit numbers."""
+
+    first: int
+    second: int
+
+    @property
+    def question(self) -> str:
+        return f"{self.first}+{self.second}?"
+
+    @property
+    def answer(self) -> str:
+        return str(self.first + self.second)
+
+    @property
+    def carries(self) -> bool:
+        """Whether the units add up to ten or more."""
+        return self.first % 10 + self.second % 10 > 9
+
+    def working(self, *, forget_carry: bool = False) -> str:
+        """A worked answer: the sum of the units, that of the tens with what was carried, and the result."""
+        units = self.first % 10 + self.second % 10
+        carry = 0 if forget_carry else units // 10
+        tens = self.first // 10 + self.second // 10 + carry
+        return f"{units},{tens}={tens}{units % 10}"
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Problems to learn from, and problems to be examined on."""
+
+    train: list[Problem]
+    validation: list[Problem]
+
+
+def split(*, seed: int, train: int, validation: int) -> Split:
+    """Draws different problems, of which two in three carry.
+
+    No validation problem occurs in train, nor does the same sum with its numbers exchanged.
+
+    Args:
+        seed: fixes the draw.
+        train: how many problems to learn from.
+        validation: how many to be examined on.
+
+    Raises:
+        ValueError: there are not that many.
+    """
+    rng = np.random.default_rng([seed, 0])
+    numbers = range(SMALLEST, LARGEST + 1)
+    every = [Problem(first, second) for first in numbers for second in numbers]
+    pool = [every[place] for place in rng.permutation(len(every))]
+    examined = _draw(pool, validation)
+    known = {frozenset(problem) for problem in examined}
+    return Split(_draw([problem for problem in pool if frozenset(problem) not in known], train), examined)
+
+
+def _draw(pool: Sequence[Problem], count: int) -> list[Problem]:
+    """The first problems of the pool, in the order carry, carry, none, carry, carry, none, …"""
+    kinds = {carries: iter([p for p in pool if p.carries is carries]) for carries in (True, False)}
+    drawn = [next(kinds[place % 3 < 2], None) for place in range(count)]
+    found = [problem for problem in drawn if problem is not None]
+    if len(found) < count:
+        raise ValueError(f"only {len(found)} of {count} problems can be drawn with two in three that carry")
+    return found
+
+
+def demonstrations(
+    problems: Sequence[Problem], *, seed: int, count: int, forget_carry: float
+) -> list[tuple[Problem, str]]:
+    """Worked answers to imitate, some of them wrong.
+
+    Args:
+        problems: each occurs as often as the others, or once more.
+        seed: fixes order and mistakes.
+        count: how many demonstrations.
+        forget_carry: the share of those with a carry that forget it.
+    """
+    rng = np.random.default_rng([seed, 1])
+    rounds = -(-count // len(problems))
+    order = np.concatenate([rng.permutation(len(problems)) for _ in range(rounds)])[:count]
+    chosen = [problems[place] for place in order]
+    return [(problem, problem.working(forget_carry=rng.random() < forget_carry)) for problem in chosen]
+
+
+def write_problems(path: Path, problems: Sequence[Problem], *, part: str) -> None:
+    """A file of prompts for `tandem train`.
+
+    Args:
+        path: the parquet file.
+        problems: one row each.
+        part: "train" or "validation", noted in each row.
+    """
+    rows: list[dict[str, Any]] = [
+        {
+            "data_source": DATA_SOURCE,
+            "prompt": [{"role": "user", "content": problem.question}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": problem.answer},
+            "extra_info": {
+                "split": part,
+                "index": index,
+                "question": problem.question,
+                "answer": problem.working(),
+            },
+        }
+        for index, problem in enumerate(problems)
+    ]
+    pa_parquet.write_table(pa.Table.from_pylist(rows), path)
+
+
+def write_demonstrations(path: Path, demonstrated: Sequence[tuple[Problem, str]]) -> None:
+    """A file of prompts and responses for `tandem sft`."""
+    rows = [
+        {"prompt": [{"role": "user", "content": problem.question}], "response": response}
+        for problem, response in demonstrated
+    ]
+    pa_parquet.write_table(pa.Table.from_pylist(rows), path)

@@ -1,0 +1,3 @@
+from tests.e2e.shop import shop
+
+__all__ = ["shop"]

@@ -1,0 +1,157 @@
+"""A command line written for verl at the size of a tiny model, and ways to run it: in this process, or
+as a user does, in one of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.config.load import load_train_config
+from tandem.trainer.build import build_ppo
+from tandem.trainer.ppo import PPOTrainer
+from tests.support.runs import Finished
+from tests.support.tiny import make_model, write_problems
+
+DOCUMENT: dict[str, Any] = {
+    "algorithm.adv_estimator": "grpo",
+    "data.train_files": "PATH",
+    "data.val_files": "PATH",
+    "data.train_batch_size": 4,
+    "data.max_prompt_length": 8,
+    "data.max_response_length": 6,
+    "data.filter_overlong_prompts": True,
+    "data.truncation": "'error'",
+    "actor_rollout_ref.model.path": "PATH",
+    "actor_rollout_ref.actor.optim.lr": "1e-6",
+    "actor_rollout_ref.actor.ppo_mini_batch_size": 2,
+    "actor_rollout_ref.ref.fsdp_config.param_offload": True,
+    "actor_rollout_ref.actor.fsdp_config.param_offload": True,
+    "actor_rollout_ref.actor.fsdp_config.optimizer_offload": True,
+    "actor_rollout_ref.model.use_remove_padding": True,
+    "actor_rollout_ref.actor.ulysses_sequence_parallel_size": 1,
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 1,
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": 1,
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 1,
+    "actor_rollout_ref.ref.log_prob_use_dynamic_bsz": True,
+    "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": 40,
+    "actor_rollout_ref.actor.use_dynamic_bsz": True,
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 40,
+    "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz": True,
+    "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu": 40,
+    "actor_rollout_ref.actor.use_kl_loss": True,
+    "actor_rollout_ref.actor.kl_loss_coef": 0.001,
+    "actor_rollout_ref.actor.kl_loss_type": "low_var_kl",
+    "actor_rollout_ref.actor.entropy_coeff": 0,
+    "actor_rollout_ref.model.enable_gradient_checkpointing": True,
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
+    "actor_rollout_ref.rollout.name": "native",
+    "actor_rollout_ref.rollout.gpu_memory_utilization": 0.4,
+    "actor_rollout_ref.rollout.n": 3,
+    "actor_rollout_ref.rollout.temperature": 0.6,
+    "actor_rollout_ref.rollout.top_k": 1000000,
+    "actor_rollout_ref.rollout.top_p": 1.0,
+    "algorithm.use_kl_in_reward": False,
+    "trainer.critic_warmup": 0,
+    "trainer.logger": '["console","tensorboard"]',
+    "trainer.project_name": "'verl_grpo_boba'",
+    "trainer.experiment_name": "'ds_7b_fsdp_sglang'",
+    "trainer.n_gpus_per_node": 1,
+    "trainer.nnodes": 1,
+    "trainer.val_before_train": False,
+    "trainer.save_freq": 50,
+    "trainer.test_freq": -1,
+    "trainer.total_epochs": 15000,
+}
+"""The document's keys in its order. Paths, sizes, device counts, the rollout's name and the parallel sizes
+are what this machine and a tiny model have; all other values are the document's."""
+
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return len(set(solution_str)) / 6
+"""
+"""Differs between samples even for a model that knows nothing."""
+
+
+class Shop:
+    """One tiny model, its data and a reward, and a folder for runs.
+
+    Args:
+        folder: an empty folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.model = make_model(folder / "model")
+        self.train, self.val = write_problems(folder)
+        self.reward = folder / "reward.py"
+        self.reward.write_text(REWARD)
+
+    @property
+    def paths(self) -> dict[str, Any]:
+        return {
+            "data.train_files": self.train,
+            "data.val_files": self.val,
+            "actor_rollout_ref.model.path": self.model,
+        }
+
+    def document(self, *words: str) -> list[str]:
+        """The document's command line; of a key given in `words` the value there."""
+        given = dict(word.split("=", 1) for word in words)
+        return [f"{name}={value}" for name, value in (DOCUMENT | self.paths | given).items()]
+
+    def short(self, name: str, *words: str) -> list[str]:
+        """The document's command line for one step, quietly, in the run folder `name`."""
+        return self.document(
+            "trainer.logger=[]",
+            "trainer.total_training_steps=1",
+            f"trainer.default_local_dir={self.folder / name}",
+            f"custom_reward_function.path={self.reward}",
+            *words,
+        )
+
+    def trainer(self, words: list[str], said: list[str]) -> PPOTrainer:
+        loaded = load_train_config(None, words)
+        said.extend(loaded.notices)
+        return build_ppo(loaded.config, say=said.append)
+
+    def run(self, name: str, *words: str) -> Finished:
+        """One step of the document's command line with `words`, in this process."""
+        said: list[str] = []
+        trainer = self.trainer(self.short(name, *words), said)
+        trainer.fit()
+        return Finished(trainer, self.folder / name, said)
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Shop:
+    return Shop(tmp_path_factory.mktemp("shop"))
+
+
+SOURCES = Path(__file__).parents[2]
+
+
+def start(words: list[str], cwd: Path, *, program: str = "train") -> subprocess.Popen[str]:
+    """`python -m tandem train …` as a process of its own, on one thread."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "tandem", program, *words],
+        cwd=cwd,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SOURCES)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
+    out, err = process.communicate(timeout=120)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def train(words: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
+    """`python -m tandem train …` to its end."""
+    return finish(start(words, cwd))

@@ -1,0 +1,224 @@
+"""A run that is killed at any moment, and started again by the same command, is the run that was not:
+the same weights and optimizer state, bit for bit, and every step's metrics once."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from tandem.checkpoint import open_checkpoint
+from tandem.observability.files import whole_lines
+from tandem.observability.run import read_metrics, read_samples
+from tests.e2e.shop import Shop, finish, start
+
+pytestmark = pytest.mark.e2e
+
+PHASES = (
+    "gen",
+    "save_checkpoint",
+    "update_actor",
+    "values",
+    "reward",
+    "testing",
+    "adv",
+    "old_log_prob",
+    "update_critic",
+    "ref",
+)
+SLOW_ESTIMATOR = """
+import time
+from tandem.algorithms.advantages.gae import gae
+
+def slow_gae(token_level_rewards, values, response_mask, offsets, *, gamma=1.0, lam=1.0):
+    time.sleep(0.05)
+    return gae(token_level_rewards, values, response_mask, offsets, gamma=gamma, lam=lam)
+"""
+SLOW_REWARD = """
+import time
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    time.sleep(0.005)
+    return len(set(solution_str)) / 6
+"""
+"""They wait a moment, so that their phases last long enough to be killed in."""
+
+
+def command(shop: Shop, name: str, steps: int) -> list[str]:
+    """A run in which every phase occurs, with all state that a checkpoint must carry."""
+    estimator, reward = shop.folder / "slow_estimator.py", shop.folder / "slow_reward.py"
+    estimator.write_text(SLOW_ESTIMATOR)
+    reward.write_text(SLOW_REWARD)
+    return shop.document(
+        f"algorithm.adv_estimator={estimator}:slow_gae",
+        f"custom_reward_function.path={reward}",
+        "algorithm.use_kl_in_reward=true",
+        "algorithm.kl_ctrl.type=adaptive",
+        "algorithm.kl_ctrl.horizon=100",
+        "actor_rollout_ref.actor.optim.lr=0.003",
+        "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
+        "actor_rollout_ref.actor.shuffle=true",
+        "trainer.logger=[]",
+        "trainer.val_before_train=true",
+        "trainer.test_freq=1",
+        "trainer.save_freq=1",
+        "trainer.max_ckpt_to_keep=3",
+        f"trainer.total_training_steps={steps}",
+        f"trainer.default_local_dir={shop.folder / name}",
+    )
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When to kill: in the second training step that a process does, so that each leaves a step done.
+
+    Attributes:
+        phase: in the middle of it.
+        delay_s: so long after its beginning.
+    """
+
+    phase: str
+    delay_s: float = 0.0
+
+
+def kill_at(moment: Moment, words: list[str], folder: Path) -> str:
+    """Runs the command and kills it.
+
+    Returns:
+        the innermost of the known phases that the process was in when it died; "" for none.
+
+    Raises:
+        AssertionError: the process ended by itself.
+    """
+    process = start(words, folder.parent)
+    phases = Phases(folder / "timeline.json", process.pid)
+    while not phases.in_second_step(moment.phase):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.002)
+        phases.read()
+    time.sleep(moment.delay_s)
+    process.kill()
+    finish(process)
+    phases.read()
+    return next((phase for phase in reversed(phases.unfinished) if phase in PHASES), "")
+
+
+class Phases:
+    """The phases of one process, read from the trace while it is written.
+
+    Attributes:
+        begun: those begun, in order.
+        unfinished: those of them that have not ended.
+    """
+
+    def __init__(self, timeline: Path, pid: int) -> None:
+        self.begun: list[str] = []
+        self.unfinished: list[str] = []
+        self._timeline = timeline
+        self._pid = pid
+        self._at = timeline.stat().st_size if timeline.exists() else 0
+
+    def read(self) -> None:
+        if not self._timeline.exists() or self._timeline.stat().st_size == self._at:
+            return
+        with self._timeline.open("rb") as file:
+            file.seek(self._at)
+            new = file.read()
+        new = new[: new.rfind(b"\n") + 1]
+        self._at += len(new)
+        for line in new.splitlines():
+            event = {} if line == b"[" else json.loads(line.rstrip(b","))
+            if event.get("pid") == self._pid:
+                self._take(event)
+
+    def _take(self, event: dict[str, Any]) -> None:
+        if event["ph"] == "B":
+            self.begun.append(event["name"])
+            self.unfinished.append(event["name"])
+        elif event["ph"] == "E":
+            self.unfinished.remove(event["name"])
+
+    def in_second_step(self, phase: str) -> bool:
+        """Whether the process is, or was, in that phase in its second training step."""
+        steps = [place for place, name in enumerate(self.begun) if name == "step"]
+        return len(steps) >= 2 and phase in self.begun[steps[1] :]
+
+
+def last_state(run: Path, scratch: Path) -> dict[str, Any]:
+    """All tensors of the newest checkpoint: models, moments, versions; and the trainer's own state."""
+    newest = max((run / "checkpoints").iterdir())
+    state: dict[str, Any] = dict(open_checkpoint(newest).state["trainer"])
+    for member in ("actor", "critic"):
+        file = scratch / f"{run.name}_{member}.pt"
+        dcp_to_torch_save(newest / member, file)
+        state[member] = torch.load(file)
+    return state
+
+
+def assert_identical(a: Any, b: Any, at: str = "") -> None:
+    if isinstance(a, dict):
+        assert a.keys() == b.keys(), at
+        for name in a:
+            assert_identical(a[name], b[name], f"{at}.{name}")
+    elif isinstance(a, torch.Tensor):
+        assert torch.equal(a, b), at
+    else:
+        assert a == b, at
+
+
+def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        {name: value for name, value in row.items() if not name.startswith(("timing", "perf"))} for row in rows
+    ]
+
+
+def compare(killed: Path, whole: Path, steps: int, scratch: Path) -> None:
+    lines = whole_lines(killed / "metrics.jsonl")
+    rows = read_metrics(killed / "metrics.jsonl")
+    assert len(lines) == len(rows) == steps + 1
+    assert [row["step"] for row in rows] == list(range(steps + 1))
+    assert without_times(rows) == without_times(read_metrics(whole / "metrics.jsonl"))
+    assert_identical(last_state(killed, scratch), last_state(whole, scratch))
+    names = [path.name for path in sorted((whole / "samples").iterdir())]
+    assert [path.name for path in sorted((killed / "samples").iterdir())] == names
+    for name in names:
+        assert read_samples(killed / "samples" / name) == read_samples(whole / "samples" / name), name
+    assert sorted(path.name for path in (killed / "checkpoints").iterdir()) == [
+        f"step_{step:06d}" for step in (steps - 2, steps - 1, steps)
+    ]
+
+
+def run_with_kills(shop: Shop, moments: list[Moment], steps: int, scratch: Path) -> list[str]:
+    """Kills the run at each moment in turn, lets it finish, and compares it with one left alone.
+
+    Returns:
+        the phases it was killed in.
+    """
+    whole = start(command(shop, "whole", steps), shop.folder)
+    words = command(shop, "killed", steps)
+    hit = [kill_at(moment, words, shop.folder / "killed") for moment in moments]
+    for process in (whole, start(words, shop.folder)):
+        assert finish(process).returncode == 0, process.stderr
+    compare(shop.folder / "killed", shop.folder / "whole", steps, scratch)
+    return hit
+
+
+def test_three_kills(shop: Shop, tmp_path: Path) -> None:
+    moments = [Moment("update_actor"), Moment("save_checkpoint", 0.05), Moment("gen")]
+    hit = run_with_kills(shop, moments, steps=6, scratch=tmp_path)
+    assert set(hit) - {""}, "every kill came between phases"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_kill_in_every_phase_and_all_through_a_save(shop: Shop, tmp_path: Path) -> None:
+    moments = [Moment(phase) for phase in PHASES]
+    moments += [Moment("save_checkpoint", delay) for delay in (0.02, 0.05, 0.08, 0.11, 0.15, 0.2)]
+    hit = run_with_kills(shop, moments, steps=20, scratch=tmp_path)
+    assert set(hit) >= set(PHASES)

@@ -1,0 +1,66 @@
+"""The document's command line, every key in it, as a user runs it: `python -m tandem train …`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tandem.observability.run import read_metrics
+from tests.e2e.shop import SOURCES, Shop, train
+
+
+DRY_RUN = """
+import sys, time
+from tandem.cli.main import main
+status = main(["train", *sys.argv[1:]])
+assert not {"torch", "transformers", "pyarrow"} & set(sys.modules)
+assert time.process_time() < 2
+sys.exit(status)
+"""
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.mark.parametrize("engine", ["native", "hf"])
+def test_two_steps_and_a_resume(shop: Shop, engine: str) -> None:
+    words = shop.document(
+        f"actor_rollout_ref.rollout.name={engine}",
+        f"trainer.default_local_dir={shop.folder / engine}",
+    )
+    first = train([*words, "trainer.total_training_steps=2"], shop.folder)
+    assert first.returncode == 0, first.stderr
+    assert "step 2/2" in first.stdout
+    folder = shop.folder / engine
+    assert [row["step"] for row in read_metrics(folder / "metrics.jsonl")] == [1, 2]
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step_000002"]
+    assert list((folder / "tensorboard").iterdir())
+
+    resumed = train([*words, "trainer.total_training_steps=3"], shop.folder)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "resumed from" in resumed.stdout
+    assert "after step 2" in resumed.stdout
+    rows = read_metrics(folder / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert all("actor/kl_loss" in row for row in rows)
+    assert not (folder / "earlier").exists()
+
+
+def test_the_default_run_folder_and_superseded_keys(shop: Shop) -> None:
+    """A dry run says what the whole command line comes to, in a moment, without torch."""
+    done = subprocess.run(
+        [sys.executable, "-c", DRY_RUN, *shop.document(), "--dry-run"],
+        cwd=shop.folder,
+        env={"PYTHONPATH": str(SOURCES)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "default_local_dir: runs/verl_grpo_boba/ds_7b_fsdp_sglang" in done.stdout
+    assert "# samples per step: 12" in done.stdout
+    assert "# actor optimizer steps per step: 2" in done.stdout
+    assert "# micro-batches, actor update: at most 40 tokens per device" in done.stdout
+    assert done.stderr.count("note: ") == 3
+    assert not (shop.folder / "runs").exists()

@@ -1,0 +1,73 @@
+"""What the models of a run are given, seen from outside."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
+
+from tandem.engines.train.state import TrainState
+from tandem.models.packing import PackedInputs
+from tandem.models.policy import PolicyModel
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One forward of a policy: its sequences, and the tokens it puts through the model (a sequence's
+    last token predicts nothing and is left out)."""
+
+    sequences: int
+    tokens: int
+
+    @property
+    def whole_tokens(self) -> int:
+        """Tokens of the sequences, where nothing is padded."""
+        return self.tokens + self.sequences
+
+
+@dataclass
+class Watched:
+    """What happened in a run.
+
+    Attributes:
+        update, old_log_prob, ref: the micro-batches of each phase.
+        layer_forwards: how often an MLP ran while gradients were recorded.
+        moved: how often a model's parameters, and optimizer state, were moved between host and device.
+    """
+
+    update: list[MicroBatch] = field(default_factory=list)
+    old_log_prob: list[MicroBatch] = field(default_factory=list)
+    ref: list[MicroBatch] = field(default_factory=list)
+    layer_forwards: int = 0
+    moved: Counter[str] = field(default_factory=Counter)
+
+
+def watch(patch: pytest.MonkeyPatch) -> Watched:
+    """Records everything from here to the end of the patch."""
+    seen = Watched()
+    forward, mlp, move = PolicyModel.forward, Qwen2MLP.forward, TrainState.move
+
+    def watched_forward(self: PolicyModel, inputs: PackedInputs, outputs: frozenset[str]):
+        if outputs:
+            frozen = not any(p.requires_grad for p in self.parameters())
+            phase = seen.update if torch.is_grad_enabled() else seen.ref if frozen else seen.old_log_prob
+            phase.append(MicroBatch(len(inputs.packing.cu_seqlens) - 1, len(inputs.input_ids)))
+        return forward(self, inputs, outputs)
+
+    def watched_mlp(self: Qwen2MLP, *args, **kwargs):
+        seen.layer_forwards += torch.is_grad_enabled()
+        return mlp(self, *args, **kwargs)
+
+    def watched_move(self: TrainState, device, *, parameters: bool, optimizer: bool):
+        owner = "ref" if self.optimizer is None else "actor"
+        seen.moved[f"{owner} parameters"] += parameters
+        seen.moved[f"{owner} optimizer"] += optimizer
+        return move(self, device, parameters=parameters, optimizer=optimizer)
+
+    patch.setattr(PolicyModel, "forward", watched_forward)
+    patch.setattr(Qwen2MLP, "forward", watched_mlp)
+    patch.setattr(TrainState, "move", watched_move)
+    return seen

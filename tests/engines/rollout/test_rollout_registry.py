@@ -1,0 +1,53 @@
+import pytest
+import torch
+
+from tandem.config.rollout import RolloutConfig
+from tandem.engines.rollout.base import SharedModule, generate
+from tandem.engines.rollout.hf import HFEngine
+from tandem.engines.rollout.native.engine import NativeEngine
+from tandem.engines.rollout.registry import make_rollout_engine
+from tandem.errors import ConfigError
+
+OPTIONS = {"tokenizer": None, "device": torch.device("cpu"), "max_length": 96}
+
+
+@pytest.mark.parametrize(("name", "kind"), [("native", NativeEngine), ("hf", HFEngine)])
+def test_engines_by_name(name, kind):
+    engine = make_rollout_engine(name, RolloutConfig(), **OPTIONS, log=None)
+    assert isinstance(engine, kind)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("vllm", "does not have that engine"), ("nativ", "unknown rollout engine")]
+)
+def test_other_names_are_refused(name, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        make_rollout_engine(name, RolloutConfig(), **OPTIONS, log=None)
+    assert caught.value.field == "actor_rollout_ref.rollout.name"
+
+
+@pytest.mark.parametrize("name", ["native", "hf"])
+@pytest.mark.parametrize("silent", [True, False])
+def test_disable_log_stats(name, silent, tiny, make_requests, monkeypatch):
+    monkeypatch.setattr("tandem.engines.rollout.counters._LOG_EVERY_S", 0.0)
+    lines = []
+    config = RolloutConfig(disable_log_stats=silent)
+    engine = make_rollout_engine(name, config, **OPTIONS, log=lines.append)
+    engine.update_weights(SharedModule(tiny()), 0)
+    generate(engine, make_requests(3))
+    assert bool(lines) != silent
+
+
+@pytest.mark.parametrize("name", ["native", "hf"])
+def test_max_num_seqs_takes_effect(name, tiny, make_requests):
+    engine = make_rollout_engine(name, RolloutConfig(max_num_seqs=2), **OPTIONS, log=None)
+    engine.update_weights(SharedModule(tiny()), 0)
+    generate(engine, make_requests(7))
+    assert engine.stats()["peak_running"] == 2
+
+
+def test_runner_takes_effect(tiny, make_requests):
+    for runner, kind in (("auto", "FusedRunner"), ("fused", "FusedRunner"), ("module", "ModuleRunner")):
+        engine = make_rollout_engine("native", RolloutConfig(runner=runner), **OPTIONS, log=None)
+        engine.update_weights(SharedModule(tiny()), 0)
+        assert type(engine._runner).__name__ == kind

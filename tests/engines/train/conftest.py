@@ -1,0 +1,15 @@
+"""A tiny model folder and engines on it. The two-rank job imports `synthetic` as a script would, so
+this folder stands on the import path."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import pytest
+import synthetic
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    return synthetic.save_model(tmp_path_factory.mktemp("model"))

@@ -1,0 +1,149 @@
+"""What the engine's tests and the two-rank job share: a model, a batch, a loss, gradients."""
+
+from dataclasses import dataclass
+
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from tandem.algorithms.aggregation import aggregate
+from tandem.config.fsdp import FSDPConfig
+from tandem.config.model import BackboneConfig
+from tandem.config.optim import OptimConfig
+from tandem.engines.train.base import MicroBatching
+from tandem.engines.train.fsdp import FSDPEngine
+from tandem.observability.metrics import Metrics
+from tandem.protocol import DataProto, Ragged
+
+MODES = (
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-sum-norm",
+    "seq-mean-token-mean",
+)
+CUTS = {
+    "all": MicroBatching(),
+    "one": MicroBatching(max_samples=1),
+    "three": MicroBatching(max_samples=3),
+    "tokens": MicroBatching(max_tokens=40),
+}
+LENGTHS = [5, 17, 30, 12, 12, 2, 9, 1, 23, 12]
+
+
+def save_model(folder):
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=31,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.2,
+        tie_word_embeddings=True,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def make_batch(dtype=torch.float64, seed=0):
+    """Ten sequences of unequal length with holes in their masks, one of them without a response."""
+    draw = torch.Generator().manual_seed(seed)
+    tokens = Ragged.from_list([torch.randint(0, 31, (n,), generator=draw) for n in LENGTHS])
+    total = len(tokens.values)
+    mask = (tokens.positions() >= 2) & (torch.rand(total, generator=draw) < 0.8)
+    mask[tokens.offsets[4] : tokens.offsets[5]] = False
+    noise = torch.randn(3, total, generator=draw, dtype=torch.float64).to(dtype)
+    return DataProto(
+        {
+            "tokens": tokens,
+            "response_mask": tokens.with_values(mask),
+            "advantages": tokens.with_values(noise[0]),
+            "old_log_probs": tokens.with_values(-3 + 0.3 * noise[1]),
+            "ref_log_probs": tokens.with_values(-3 + 0.3 * noise[2]),
+        }
+    )
+
+
+@dataclass
+class SyntheticLoss:
+    """A clipped ratio, an entropy bonus and a k3 KL term: what a policy update has."""
+
+    mode: str = "token-mean"
+    scale: float = 1.0
+    outputs: frozenset = frozenset({"log_probs", "entropy"})
+    columns: frozenset = frozenset({"response_mask", "advantages", "old_log_probs", "ref_log_probs"})
+
+    def __call__(self, out, columns, offsets, counts):
+        mask = columns["response_mask"]
+        ratio = ((out["log_probs"] - columns["old_log_probs"]) * mask).exp()
+        surrogate = -torch.min(
+            ratio * columns["advantages"], ratio.clamp(0.8, 1.2) * columns["advantages"]
+        )
+        gap = (columns["ref_log_probs"] - out["log_probs"]) * mask
+        values = surrogate - 0.05 * out["entropy"] + 0.1 * (gap.exp() - gap - 1)
+        loss = aggregate(
+            values * self.scale,
+            mask,
+            offsets,
+            mode=self.mode,
+            tokens=counts.tokens,
+            sequences=counts.sequences,
+            norm_length=20,
+        )
+        metrics = Metrics()
+        metrics.add_sum("loss", loss)
+        metrics.add_mean("entropy", (out["entropy"] * mask).sum(), mask.sum())
+        metrics.add_max("tokens", counts.tokens)
+        metrics.add_max("sequences", counts.sequences)
+        return loss, metrics
+
+
+@dataclass
+class ValueLoss:
+    outputs: frozenset = frozenset({"values"})
+    columns: frozenset = frozenset({"response_mask", "advantages"})
+
+    def __call__(self, out, columns, offsets, counts):
+        error = (out["values"] - columns["advantages"]).square() * columns["response_mask"]
+        return error.sum() / counts.tokens, Metrics()
+
+
+def make_engine(folder, *, precision="fp64", model=None, fsdp=None, optim=None, frozen=False, **options):
+    return FSDPEngine(
+        folder,
+        model=BackboneConfig(path=str(folder), **(model or {})),
+        fsdp=FSDPConfig(**{"model_dtype": precision, "dtype": precision, **(fsdp or {})}),
+        optim=None if frozen else OptimConfig(**{"lr": 1e-2, **(optim or {})}),
+        total_steps=10,
+        device=torch.device("cpu"),
+        **options,
+    )
+
+
+def gradients(engine, batch, loss, micro):
+    """Whole gradients by name, and the step's metrics; the weights stay as they are."""
+    taken = {}
+
+    def take(lr, grad_norm, clip_grad):
+        for name, parameter in engine.module.named_parameters():
+            taken[name] = parameter.grad.full_tensor().clone()
+
+    engine._state.step, kept = take, engine._state.step
+    try:
+        metrics = engine.train_step(batch, loss, micro=micro)
+    finally:
+        engine._state.step = kept
+    return taken, metrics.to_floats()
+
+
+def relative_difference(first, second):
+    """Of two sets of tensors as one vector each."""
+    assert set(first) == set(second)
+    gap = sum(float((first[name] - second[name]).detach().double().square().sum()) for name in first)
+    size = sum(float(second[name].detach().double().square().sum()) for name in second)
+    return (gap / size) ** 0.5
+
+
+def weights(engine):
+    return {name: value.detach().clone() for name, value in engine.weights()}

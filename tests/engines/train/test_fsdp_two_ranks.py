@@ -1,0 +1,105 @@
+"""FSDP on two ranks, started by torchrun as a user would, against one rank in this process."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import synthetic
+import torch
+
+JOB = Path(__file__).with_name("two_rank_job.py")
+TOLERANCE = {"fp64": 1e-9, "fp32": 1e-5}
+
+
+@pytest.fixture(scope="module")
+def single(folder, tmp_path_factory):
+    """One rank: gradients of the whole batch, weights after one and two steps, a checkpoint of the first."""
+    saved = tmp_path_factory.mktemp("one_rank")
+    loss, micro = synthetic.SyntheticLoss(), synthetic.CUTS["all"]
+    gradients = {}
+    for precision in TOLERANCE:
+        engine = synthetic.make_engine(folder, precision=precision)
+        batch = synthetic.make_batch(torch.float64 if precision == "fp64" else torch.float32)
+        for mode in synthetic.MODES:
+            step = synthetic.gradients(engine, batch, synthetic.SyntheticLoss(mode), micro)
+            gradients[precision, mode] = step
+    engine = synthetic.make_engine(folder)
+    batch = synthetic.make_batch()
+    outputs = frozenset({"log_probs"})
+    forward = engine.forward(batch, outputs=outputs, micro=micro).ragged("log_probs").values
+    first = synthetic.weights(engine)["model.embed_tokens.weight"]
+    engine.train_step(batch, loss, micro=micro)
+    engine.save(saved)
+    engine.train_step(batch, loss, micro=micro)
+    return {
+        "gradients": gradients,
+        "forward": forward,
+        "saved": saved,
+        "embedding": first,
+        "weights": synthetic.weights(engine),
+    }
+
+
+@pytest.fixture(scope="module")
+def results(folder, single, tmp_path_factory):
+    return tmp_path_factory.mktemp("results")
+
+
+@pytest.fixture(scope="module")
+def pair(folder, single, results):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    arguments = [str(JOB), str(folder), str(single["saved"]), str(results)]
+    done = subprocess.run(
+        [*command, *arguments], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return torch.load(results / "record.pt", weights_only=False)
+
+
+def test_gradients_and_metrics_equal_one_rank(single, pair):
+    checked = 0
+    for (precision, share, mode, cut), (gradient, metrics) in pair["gradients"].items():
+        wanted, wanted_metrics = single["gradients"][precision, mode]
+        gap = synthetic.relative_difference(gradient, wanted)
+        assert gap <= TOLERANCE[precision], (precision, share, mode, cut, gap)
+        assert metrics == pytest.approx(wanted_metrics, rel=TOLERANCE[precision]), (share, mode, cut)
+        checked += 1
+    assert checked == 5 * 4 + 2 + 5
+
+
+def test_forward_keeps_the_order_of_rows(single, pair):
+    assert torch.allclose(pair["forward"], single["forward"], atol=1e-12, rtol=0)
+
+
+def test_resumed_steps_are_bit_identical(pair):
+    record = pair["checkpoints"]
+    assert record["version"] == 1
+    assert all(torch.equal(record["resumed"][name], record["straight"][name]) for name in record["straight"])
+
+
+def test_checkpoint_of_one_rank_goes_on_at_two(single, pair):
+    assert synthetic.relative_difference(pair["checkpoints"]["from_one_rank"], single["weights"]) <= 1e-9
+
+
+def test_checkpoint_of_two_ranks_goes_on_at_one(folder, single, pair, results):
+    engine = synthetic.make_engine(folder)
+    engine.load(results / "two_ranks")
+    assert engine.version == 1
+    engine.train_step(
+        synthetic.make_batch(), synthetic.SyntheticLoss(), micro=synthetic.CUTS["tokens"]
+    )
+    assert synthetic.relative_difference(synthetic.weights(engine), single["weights"]) <= 1e-9
+
+
+def test_every_rank_reports_a_loss_that_is_bad_on_one(pair):
+    assert pair["non_finite"] == ["NonFiniteError loss", "NonFiniteError loss"]
+
+
+def test_rollout_sees_whole_weights_and_ranks_hold_halves(single, pair):
+    assert torch.equal(pair["unsharded"], single["embedding"])
+    whole = pair["info"]["parameters"] * 8
+    assert pair["info"]["world_size"] == 2
+    assert 0.45 * whole <= pair["info"]["parameters@cpu"] <= 0.6 * whole

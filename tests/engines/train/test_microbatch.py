@@ -1,0 +1,73 @@
+import itertools
+
+import pytest
+import synthetic
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandem.engines.train.base import MicroBatching
+from tandem.engines.train.microbatch import assemble, cut, equalise
+from tandem.errors import ConfigError, DataError
+from tandem.models.parallel import init_distributed
+
+CPU = torch.device("cpu")
+lengths = st.lists(st.integers(1, 50), max_size=30)
+
+
+@given(lengths, st.sampled_from([{}, {"max_samples": 3}, {"max_samples": 1}, {"max_tokens": 64}]))
+@settings(max_examples=100, deadline=None)
+def test_each_row_once_within_the_rule(rows, rule):
+    parts = cut(rows, MicroBatching(**rule))
+    assert sorted(itertools.chain(*parts)) == list(range(len(rows)))
+    assert all(len(part) <= rule.get("max_samples", 1000) for part in parts)
+    assert all(sum(rows[i] for i in part) <= rule.get("max_tokens", 10_000) for part in parts)
+    for part in parts:
+        sizes = [rows[i] for i in part]
+        assert sizes == sorted(sizes, reverse=True)
+    assert not rows or max(rows) in [rows[i] for i in parts[0]]
+
+
+def test_samples_of_like_length_share_a_micro_batch():
+    assert cut([9, 1, 8, 2, 9, 1], MicroBatching(max_samples=2)) == [[0, 4], [2, 3], [1, 5]]
+
+
+def test_tokens_are_balanced():
+    parts = cut([10, 9, 8, 7, 6, 5, 4, 3], MicroBatching(max_tokens=30))
+    assert [sum([10, 9, 8, 7, 6, 5, 4, 3][i] for i in part) for part in parts] == [26, 26]
+
+
+def test_blocks_cut_further_but_leave_long_sequences_whole():
+    rows = [50, 10, 9, 8, 7, 6, 5]
+    assert cut(rows, MicroBatching(), block_tokens=20) == [[0], [1, 2], [3, 4], [5, 6]]
+    assert cut(rows, MicroBatching(max_samples=3), block_tokens=1000) == [[0, 1, 2], [3, 4, 5], [6]]
+
+
+def test_a_sequence_over_the_budget():
+    with pytest.raises(ConfigError, match="65 tokens"):
+        cut([3, 65], MicroBatching(max_tokens=64))
+
+
+def test_an_empty_share_gets_a_ghost():
+    init_distributed(CPU)
+    assert equalise([]) == [[]]
+    assert equalise([[1], [0]]) == [[1], [0]]
+
+
+def test_columns_follow_their_rows():
+    batch = synthetic.make_batch()
+    part = assemble(batch, [3, 0], frozenset({"advantages", "response_mask"}), device=CPU)
+    wanted = [batch.ragged("advantages").row(i) for i in (3, 0)]
+    assert torch.equal(part.columns["advantages"], torch.cat(wanted))
+    assert part.offsets.tolist() == [0, 12, 17] and part.lengths.tolist() == [12, 5]
+    assert torch.equal(part.inputs.places, part.columns["response_mask"].nonzero()[:, 0])
+    with pytest.raises(DataError, match="no_such_column"):
+        assemble(batch, [0], frozenset({"no_such_column"}), device=CPU)
+
+
+def test_ghost_has_no_response():
+    columns = frozenset({"advantages", "response_mask"})
+    ghost = assemble(synthetic.make_batch(), [], columns, device=CPU)
+    assert ghost.inputs.input_ids.tolist() == [0] and len(ghost.inputs.places) == 0
+    assert ghost.columns["response_mask"].tolist() == [False]
+    assert ghost.columns["advantages"].tolist() == [0.0] and ghost.offsets.tolist() == [0, 1]

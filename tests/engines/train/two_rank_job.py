@@ -1,0 +1,112 @@
+"""Run by torchrun on two ranks: FOLDER of the model, SAVED by a single rank, RESULTS to write."""
+
+import itertools
+import sys
+from pathlib import Path
+
+import synthetic
+import torch
+import torch.distributed as dist
+
+SHARES = {"uneven": (7, 10), "empty": (10, 10)}  # where the second rank's rows begin and end
+
+
+def my_rows(batch, share):
+    begin, end = SHARES[share]
+    return batch[:begin] if dist.get_rank() == 0 else batch[begin:end]
+
+
+CASES = {
+    "fp64": [
+        *itertools.product(["uneven"], synthetic.MODES, synthetic.CUTS),
+        ("empty", "token-mean", "three"),
+        ("empty", "seq-mean-token-mean", "all"),
+    ],
+    "fp32": [("uneven", mode, "three") for mode in synthetic.MODES],
+}
+
+
+def all_gradients(folder, precision):
+    engine = synthetic.make_engine(folder, precision=precision)
+    batch = synthetic.make_batch(torch.float64 if precision == "fp64" else torch.float32)
+    found = {}
+    for share, mode, cut in CASES[precision]:
+        loss, micro = synthetic.SyntheticLoss(mode), synthetic.CUTS[cut]
+        found[precision, share, mode, cut] = synthetic.gradients(
+            engine, my_rows(batch, share), loss, micro
+        )
+    return engine, found
+
+
+def forwards(engine):
+    """Each rank's own rows, as they came back, gathered for the record."""
+    batch = my_rows(synthetic.make_batch(), "uneven")
+    out = engine.forward(
+        batch, outputs=frozenset({"log_probs"}), micro=synthetic.CUTS["three"]
+    ).ragged("log_probs")
+    parts = [None, None]
+    dist.all_gather_object(parts, out.values)
+    return torch.cat(parts)
+
+
+def checkpoints(folder, saved, results):
+    """Steps of a saved and a resumed engine, and of one resumed from a single rank's checkpoint."""
+    batch = my_rows(synthetic.make_batch(), "uneven")
+    loss, micro = synthetic.SyntheticLoss(), synthetic.CUTS["three"]
+    engine = synthetic.make_engine(folder)
+    engine.train_step(batch, loss, micro=micro)
+    engine.save(results / "two_ranks")
+    engine.train_step(batch, loss, micro=micro)
+    straight = synthetic.weights(engine)
+    engine.load(results / "two_ranks")
+    version = engine.version
+    engine.train_step(batch, loss, micro=micro)
+    resumed = synthetic.weights(engine)
+    other = synthetic.make_engine(folder)
+    other.load(saved)
+    other.train_step(batch, loss, micro=micro)
+    return {
+        "straight": straight,
+        "resumed": resumed,
+        "version": version,
+        "from_one_rank": synthetic.weights(other),
+    }
+
+
+def non_finite(engine):
+    """The error's name on each rank when one rank's rows alone are bad."""
+    batch = my_rows(synthetic.make_batch(), "uneven")
+    loss = synthetic.SyntheticLoss(scale=float("nan") if dist.get_rank() == 1 else 1.0)
+    try:
+        engine.train_step(batch, loss, micro=synthetic.CUTS["all"])
+        name = "none"
+    except ArithmeticError as error:
+        name = f"{type(error).__name__} {error.field}"
+    names = [None, None]
+    dist.all_gather_object(names, name)
+    return names
+
+
+def unsharded_sum(engine):
+    """The whole embedding as the rollout sees it, on this rank."""
+    with engine.unsharded() as module:
+        return module.get_input_embeddings().weight.detach().clone()
+
+
+def main():
+    folder, saved, results = (Path(argument) for argument in sys.argv[1:])
+    engine, found = all_gradients(folder, "fp64")
+    record = {
+        "gradients": found | all_gradients(folder, "fp32")[1],
+        "forward": forwards(engine),
+        "checkpoints": checkpoints(folder, saved, results),
+        "non_finite": non_finite(engine),
+        "unsharded": unsharded_sum(engine),
+        "info": engine.state_info(),
+    }
+    if dist.get_rank() == 0:
+        torch.save(record, results / "record.pt")
+
+
+if __name__ == "__main__":
+    main()

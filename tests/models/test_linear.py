@@ -1,0 +1,66 @@
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tandem.models import linear as linear_module
+from tandem.models.linear import FastLinear, linear, product, speed_up_linears
+
+
+@pytest.fixture(params=[True, False], ids=["onednn", "plain"], autouse=True)
+def onednn(request, monkeypatch):
+    if request.param and not linear_module._ONEDNN:
+        pytest.skip("no oneDNN with AVX-512 here")
+    monkeypatch.setattr(linear_module, "_ONEDNN", request.param)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-14), (torch.bfloat16, 1e-2)]
+)
+@pytest.mark.parametrize("shape", [(3, 40), (1, 200, 40), (4, 9, 40), (0, 40)])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_values_and_gradients(dtype, tolerance, shape, with_bias):
+    inputs, weight, bias = (
+        torch.randn(size, dtype=torch.float64).to(dtype).requires_grad_()
+        for size in (shape, (24, 40), (24,))
+    )
+    leaves = [inputs, weight, bias][: 2 + with_bias]
+    wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    out, expected = linear(*leaves), F.linear(*wide)
+    assert out.dtype == dtype and out.shape == expected.shape
+    direction = torch.randn_like(out)
+    got = torch.autograd.grad(out, leaves, direction)
+    wanted = torch.autograd.grad(expected, wide, direction.double())
+    for g, w in zip((out, *got), (expected, *wanted), strict=True):
+        assert (g.double() - w).norm() <= tolerance * w.norm()
+    with torch.no_grad():
+        assert torch.equal(linear(*leaves), out)
+
+
+def test_only_needed_gradients():
+    inputs, weight = torch.randn(16, 8), torch.randn(4, 8, requires_grad=True)
+    (linear(inputs, weight)).sum().backward()
+    assert inputs.grad is None and torch.allclose(weight.grad, inputs.sum(0).expand(4, 8), atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_product_takes_transposed_views(dtype):
+    left, right = torch.randn(12, 30, dtype=dtype), torch.randn(12, 20, dtype=dtype)
+    assert torch.allclose(product(left.T, right.T), left.T @ right, atol=1e-5)
+
+
+def test_only_plain_linears_are_changed():
+    class Other(torch.nn.Linear):
+        pass
+
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), Other(8, 8), torch.nn.ReLU())
+    names, x = list(model.state_dict()), torch.randn(9, 8)
+    before = model(x)
+    speed_up_linears(model)
+    assert [type(module) for module in model] == [FastLinear, Other, torch.nn.ReLU]
+    assert list(model.state_dict()) == names and torch.allclose(model(x), before, atol=1e-6)
+
+
+def test_repeats_bit_for_bit():
+    inputs, weight = torch.randn(300, 64), torch.randn(96, 64, requires_grad=True)
+    grads = [torch.autograd.grad(linear(inputs, weight).square().sum(), weight)[0] for _ in range(3)]
+    assert torch.equal(grads[0], grads[1]) and torch.equal(grads[0], grads[2])
