@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
@@ -29,6 +28,7 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from tandem.device import choose_device, set_threads
 from tandem.engines.rollout.base import SharedModule, generate
 from tandem.engines.rollout.native.engine import NativeEngine
+from tandem.engines.rollout.native.products import linear
 from tandem.protocol import Request, SamplingParams
 
 PROMPTS, PROMPT_LENGTH, SHORTEST, LONGEST = 64, 32, 16, 192
@@ -45,7 +45,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "107M": {
         "vocab_size": 32000,
         "hidden_size": 768,
-        "intermediate_size": 2048,
+        "intermediate_size": 2304,
         "num_hidden_layers": 12,
         "num_attention_heads": 12,
         "num_key_value_heads": 4,
@@ -60,7 +60,7 @@ LINE = (
 
 def build(size: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     torch.manual_seed(0)
-    config = Qwen2Config(**SIZES[size], max_position_embeddings=1024, tie_word_embeddings=size == "3.2M")
+    config = Qwen2Config(**SIZES[size], max_position_embeddings=1024, tie_word_embeddings=True)
     model: Any = Qwen2ForCausalLM(config)  # type: ignore[no-untyped-call]
     return model.to(device=device, dtype=dtype).eval()  # type: ignore[no-any-return]
 
@@ -106,7 +106,7 @@ def matmuls(module: nn.Module, rows: int, device: torch.device) -> Callable[[], 
 
     def step() -> None:
         for weight, x in zip(weights, inputs, strict=True):
-            F.linear(x, weight)
+            linear(x, weight, None)
 
     return step
 
@@ -149,9 +149,16 @@ def measure(size: str, dtype_name: str, device: torch.device, repeats: int) -> d
     }
 
 
+def cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
 def machine(device: torch.device) -> dict[str, Any]:
     return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
         "machine": platform.machine(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,

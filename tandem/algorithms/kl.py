@@ -105,10 +105,11 @@ class FixedKLController:
         """Does nothing; a fixed coefficient does not answer to the KL."""
 
     def state_dict(self) -> dict[str, float]:
-        return {"value": self.value}
+        """Nothing: the config says the coefficient, at a resume too."""
+        return {}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        self.value = state["value"]
+        """Does nothing."""
 
 
 class AdaptiveKLController(FixedKLController):
@@ -139,3 +140,10 @@ class AdaptiveKLController(FixedKLController):
         """Moves the coefficient after `n_steps` samples whose mean KL was `current_kl`."""
         error = min(max(current_kl / self.target_kl - 1, -0.2), 0.2)
         self.value *= 1 + error * n_steps / self.horizon
+
+    def state_dict(self) -> dict[str, float]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Goes on from a saved coefficient; from the initial one if the run had a fixed one before."""
+        self.value = state.get("value", self.value)

@@ -46,18 +46,26 @@ class Checkpoint:
 class CheckpointManager:
     """The checkpoints below `root`, for the one process that writes them.
 
-    On construction, what a killed save left behind is removed.
+    On construction, what a killed save left behind is removed, unless only reading is wanted.
 
     Args:
         root: the folder of checkpoints; made if missing.
         keep: how many to keep, the newest; None keeps all.
         log: is told, in a sentence, about each damaged checkpoint that is passed over.
+        read_only: change nothing, for another process may be saving here.
 
     Raises:
         ConfigError: keep below one.
     """
 
-    def __init__(self, root: Path, keep: int | None = None, *, log: Callable[[str], None] = print) -> None:
+    def __init__(
+        self,
+        root: Path,
+        keep: int | None = None,
+        *,
+        log: Callable[[str], None] = print,
+        read_only: bool = False,
+    ) -> None:
         if keep is not None and keep < 1:
             raise ConfigError(
                 "must keep at least one checkpoint",
@@ -68,8 +76,9 @@ class CheckpointManager:
         self._root = Path(root)
         self._keep = keep
         self._log = log
-        self._root.mkdir(parents=True, exist_ok=True)
-        self._clean_up()
+        if not read_only:
+            self._root.mkdir(parents=True, exist_ok=True)
+            self._clean_up()
 
     def save(
         self, step: int, writers: Mapping[str, Callable[[Path], None]], state: Mapping[str, Any]
@@ -121,8 +130,14 @@ class CheckpointManager:
         """See `open_checkpoint`."""
         return open_checkpoint(path)
 
+    def later_than(self, step: int) -> list[Path]:
+        """Checkpoints after `step`, newest first."""
+        folders = self._folders()
+        return [folders[number] for number in sorted(folders, reverse=True) if number > step]
+
     def _folders(self) -> dict[int, Path]:
-        found = ((_NAME.fullmatch(path.name), path) for path in self._root.iterdir())
+        paths = self._root.iterdir() if self._root.is_dir() else ()
+        found = ((_NAME.fullmatch(path.name), path) for path in paths)
         return {int(match[1]): path for match, path in found if match is not None}
 
     def _clean_up(self) -> None:

@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"tandem {words[0]}: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print("stopped; the last checkpoint is whole, the same command resumes from it", file=sys.stderr)
+        print("stopped; what was saved is whole, and the same command goes on from there", file=sys.stderr)
         return 130
 
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
+from pyarrow import ArrowException, parquet
+
 from tandem.config.load import load_train_config, to_yaml
+from tandem.config.root import TrainConfig
 from tandem.config.sizes import derived
 from tandem.config.sources import split_arguments
+from tandem.errors import DataError
 
 USAGE = """usage: tandem train [CONFIG.yaml] key=value … [--dry-run]
 
@@ -25,10 +29,33 @@ def train(arguments: list[str]) -> int:
         print(f"note: {notice}", file=sys.stderr)
     if "--dry-run" in arguments:
         print(to_yaml(loaded.config))
-        for name, value in derived(loaded.config).items():
+        for name, value in derived(loaded.config, train_rows=_rows(loaded.config)).items():
             print(f"# {name}: {value}")
         return 0
     build_ppo = import_module("tandem.trainer.build").build_ppo
     trainer = build_ppo(loaded.config, say=lambda sentence: print(sentence, flush=True))
     trainer.fit()
     return 130 if trainer.session.interrupted else 0
+
+
+def _rows(config: TrainConfig) -> int | None:
+    """Training rows before any filter, read from the files' footers; None where a file has none."""
+    files = config.data.train_files
+    if not all(file.endswith(".parquet") for file in files):
+        return None
+    rows = sum(map(_rows_of, files))
+    most = config.data.train_max_samples
+    return min(rows, most) if most > 0 else rows
+
+
+def _rows_of(file: str) -> int:
+    try:
+        rows: int = parquet.read_metadata(file).num_rows
+    except (OSError, ArrowException) as error:
+        raise DataError(
+            "not a readable parquet file",
+            field=file,
+            got=str(error).splitlines()[0],
+            remedy="write the file anew; it may be cut off or of another format",
+        ) from error
+    return rows

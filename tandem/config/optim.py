@@ -29,10 +29,10 @@ class OptimConfig(Section):
         "constant", "course of the learning rate after warm-up", read_by=SCHEDULE
     )
     lr_warmup_steps: int = key(
-        -1, "optimizer steps of linear warm-up; -1: by lr_warmup_steps_ratio", read_by=SCHEDULE, ge=-1
+        -1, "training steps of linear warm-up; -1: by lr_warmup_steps_ratio", read_by=SCHEDULE, ge=-1
     )
     lr_warmup_steps_ratio: float = key(
-        0.0, "warm-up as a fraction of all optimizer steps", read_by=SCHEDULE, ge=0, le=1
+        0.0, "warm-up as a fraction of all training steps", read_by=SCHEDULE, ge=0, le=1
     )
     min_lr_ratio: float = key(
         0.0, "where linear and cosine end, as a fraction of lr", read_by=SCHEDULE, ge=0, le=1

@@ -102,10 +102,6 @@ class BatchLoader:
         return np.random.Generator(np.random.PCG64([self._seed, self.epoch])).permutation(rows)
 
 
-PromptLoader = BatchLoader
-"""The reinforcement learning loop's name for it."""
-
-
 def all_batches(
     dataset: Dataset, batch_size: int | None = None, *, uid_prefix: str = "val"
 ) -> Iterator[DataProto]:

@@ -26,6 +26,7 @@ from tandem.models.linear import speed_up_linears
 _DROPOUTS = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop")
 _HEAD_EXTRAS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
 _WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+_COPY_AGAIN = "copy or download the folder again"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -41,9 +42,7 @@ def load_config(path: str | Path, *, trust_remote_code: bool = False) -> PreTrai
             folder, trust_remote_code=trust_remote_code, local_files_only=True
         )
     except (OSError, ValueError, KeyError) as error:
-        raise ModelError(
-            "the model's config.json cannot be used", field="model.path", got=f"{folder}: {error}"
-        ) from error
+        raise _unusable("the model's config.json cannot be used", folder, error) from error
     for name in _DROPOUTS:
         if getattr(config, name, None):
             setattr(config, name, 0.0)
@@ -79,6 +78,7 @@ def load_policy(
             field="model.path",
             got=folder,
             expected=" or ".join(_WEIGHT_FILES),
+            remedy=_COPY_AGAIN,
         )
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
@@ -92,9 +92,7 @@ def load_policy(
             output_loading_info=True,
         )
     except (OSError, ValueError, RuntimeError, EOFError, SafetensorError, UnpicklingError) as error:
-        raise ModelError(
-            "the model's weights cannot be loaded", field="model.path", got=f"{folder}: {error}"
-        ) from error
+        raise _unusable("the model's weights cannot be loaded", folder, error) from error
     model, report = loaded
     missing = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
     if missing:
@@ -129,17 +127,14 @@ def load_tokenizer(
             field="model.path",
             got=folder,
             expected=" or ".join(_TOKENIZER_FILES),
+            remedy="copy the tokenizer's files there, or name their folder with model.tokenizer_path",
         )
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             folder, trust_remote_code=trust_remote_code, local_files_only=True
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(
-            "the folder's tokenizer cannot be loaded",
-            field="model.path",
-            got=f"{folder}: {error}",
-        ) from error
+        raise _unusable("the folder's tokenizer cannot be loaded", folder, error) from error
     if tokenizer.eos_token_id is None:
         raise ModelError(
             "the tokenizer has no end-of-sequence token",
@@ -154,16 +149,23 @@ def load_tokenizer(
     return tokenizer
 
 
+def _unusable(problem: str, folder: Path, error: Exception) -> ModelError:
+    return ModelError(problem, field="model.path", got=f"{folder}: {error}", remedy=_COPY_AGAIN)
+
+
 def _folder(path: str | Path) -> Path:
     folder = Path(path).expanduser()
     if not folder.is_dir():
-        raise ModelError("no such model folder", field="model.path", got=path)
+        raise ModelError(
+            "no such model folder", field="model.path", got=path, remedy="check the path"
+        )
     if not (folder / "config.json").is_file():
         raise ModelError(
             "the folder is no Hugging Face model",
             field="model.path",
             got=folder,
             expected="a config.json in it",
+            remedy="check the path",
         )
     return folder
 

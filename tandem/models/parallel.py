@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -77,6 +78,6 @@ def shard(
         # Gloo has no scaling sum, not even for a factor of one.
         unit.set_force_sum_reduction_for_comms(True)
     if forward_prefetch:
-        for unit, following in zip(units[:-2], units[1:-1], strict=True):
+        for unit, following in pairwise(units[:-1]):
             unit.set_modules_to_forward_prefetch([following])
     return units

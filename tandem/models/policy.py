@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tandem.errors import EngineError
+from tandem.errors import ConfigError, EngineError
 from tandem.models.heads import token_log_probs
 from tandem.models.packing import PackedInputs
 
@@ -25,10 +25,17 @@ class PolicyModel(nn.Module):
     Args:
         model: the transformers model, loaded with `attention=PACKED`.
         temperature: divides the logits of every output; that of the rollout.
+
+    Raises:
+        ConfigError: a temperature of zero or below.
     """
 
     def __init__(self, model: PreTrainedModel, *, temperature: float = 1.0) -> None:
         super().__init__()
+        if temperature <= 0:
+            raise ConfigError(
+                "log-probs for training need a positive temperature", field="temperature", got=temperature
+            )
         self.model: Any = model
         self.temperature = temperature
 

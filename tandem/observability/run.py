@@ -111,6 +111,15 @@ class RunFolder:
             if path.suffix == ".partial" or int(path.stem.split("_")[1]) > step:
                 path.unlink()
 
+    def new_earlier(self) -> Path:
+        """A new folder `earlier/NNN`, for what must not be overwritten."""
+        earlier = self.path / "earlier"
+        earlier.mkdir(exist_ok=True)
+        numbers = [int(path.name) for path in earlier.iterdir() if path.name.isdigit()]
+        target = earlier / f"{max(numbers, default=-1) + 1:03d}"
+        target.mkdir()
+        return target
+
     def set_aside(self) -> Path | None:
         """Moves what an earlier run left here to a folder below, `earlier/NNN`; other files stay.
 
@@ -119,10 +128,7 @@ class RunFolder:
         """
         if not (self.metrics_file.exists() or any(self.samples.iterdir()) or _has_entries(self.checkpoints)):
             return None
-        earlier = self.path / "earlier"
-        earlier.mkdir(exist_ok=True)
-        target = earlier / f"{sum(1 for _ in earlier.iterdir()):03d}"
-        target.mkdir()
+        target = self.new_earlier()
         for name in _CONTENTS:
             if (self.path / name).exists():
                 os.rename(self.path / name, target / name)

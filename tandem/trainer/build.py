@@ -16,7 +16,7 @@ from tandem.config.fsdp import FSDPConfig
 from tandem.config.load import to_dict, to_yaml
 from tandem.config.root import TrainConfig
 from tandem.config.unused import uses_critic
-from tandem.data.loader import PromptLoader, all_batches
+from tandem.data.loader import BatchLoader, all_batches
 from tandem.data.prompts import PromptDataset
 from tandem.device import choose_device
 from tandem.models.loading import load_tokenizer
@@ -28,7 +28,7 @@ from tandem.runtime import LocalBackend, ResourcePool, WorkerGroup
 from tandem.trainer.evaluate import Evaluator
 from tandem.trainer.ppo import PPOTrainer, Roles
 from tandem.trainer.session import Session, open_run
-from tandem.trainer.steps import Plan, plan_run
+from tandem.trainer.steps import Plan, plan_run, updates_per_step
 from tandem.workers.actor import ActorWorker
 from tandem.workers.batch import BatchWorker
 from tandem.workers.critic import CriticWorker
@@ -47,11 +47,13 @@ def build_ppo(config: TrainConfig, *, say: Callable[[str], None]) -> PPOTrainer:
     device = choose_device(config.trainer.device)
     say_unused_offload(_sharded(config), device, say)
     spec = advantage_estimator(config.algorithm.adv_estimator)
-    policy_loss(config.actor_rollout_ref.actor.policy_loss.loss_mode)
+    spec.select_options({}, config.algorithm.adv_kwargs)  # refuses what does not fit
+    own_loss = config.actor_rollout_ref.actor.policy_loss
+    policy_loss(own_loss.loss_mode).select_options({}, own_loss.kwargs)
     reward = _reward(config)
     tokenizer = _tokenizer(config)
     dataset = _dataset(config, tokenizer, config.data.train_files, config.data.train_max_samples)
-    loader = PromptLoader(
+    loader = BatchLoader(
         dataset, config.data.train_batch_size, shuffle=config.data.shuffle, seed=config.data.seed
     )
     validation = (
@@ -167,7 +169,8 @@ def _roles(
         pool,
         config,
         tokenizer=tokenizer,
-        total_steps=plan.actor_updates,
+        total_steps=max(1, plan.total_steps - config.trainer.critic_warmup),
+        updates_per_step=updates_per_step(plan.batch_samples, plan.actor),
         device=device,
         run=run,
         recompute_old=plan.recompute_old,
@@ -180,7 +183,8 @@ def _roles(
             pool,
             config.critic,
             norm_length=config.actor_rollout_ref.actor.loss_scale_factor,
-            total_steps=plan.critic_updates,
+            total_steps=plan.total_steps,
+            updates_per_step=updates_per_step(plan.batch_samples, plan.critic),
             device=device,
             run=run,
         )
@@ -210,7 +214,7 @@ def _evaluator(
         batch=roles.batch,
         n=config.actor_rollout_ref.rollout.val_kwargs.n,
         params=_sampling(config, stops, validation=True),
-        writes_samples=session.writes_samples,
+        writes_samples=config.trainer.samples_freq > 0,
     )
 
 

@@ -17,7 +17,7 @@ class Evaluator:
         actor, reward, batch: worker groups that generate, score and measure.
         n: samples per prompt.
         params: how to sample.
-        writes_samples: whether a step's samples go into the run folder.
+        writes_samples: whether samples go into the run folder.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class Evaluator:
         batch: WorkerGroup,
         n: int,
         params: SamplingParams,
-        writes_samples: Callable[[int], bool],
+        writes_samples: bool,
     ) -> None:
         self.batches = batches
         self.actor = actor
@@ -46,7 +46,7 @@ class Evaluator:
             batch: BatchFuture = self.actor.generate_sequences(prompts, self.n, self.params)
             batch = batch.union(self.reward.compute_rewards(batch))
             parts.append(self.batch.measure_validation(batch))
-            if self.writes_samples(step):
+            if self.writes_samples:
                 self.batch.write_samples(step, batch, part=f"val{number or ''}")
         # What the engine counted and timed here must not be charged to the next training step.
         self.actor.take_observed()

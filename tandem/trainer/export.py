@@ -30,7 +30,7 @@ def export_checkpoint(checkpoint: Path, out: Path, *, dtype: torch.dtype = torch
     if out.exists() and any(out.iterdir()):
         raise CheckpointError("the folder to write is not empty", field=str(out), remedy="name a new folder")
     run = checkpoint if (checkpoint / "config.yaml").is_file() else checkpoint.parent.parent
-    manager = CheckpointManager(run / "checkpoints", None, log=print)
+    manager = CheckpointManager(run / "checkpoints", read_only=True)
     found = manager.latest() if run == checkpoint else manager.open(checkpoint)
     if found is None or not (run / "config.yaml").is_file():
         raise CheckpointError(

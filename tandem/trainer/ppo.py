@@ -13,7 +13,7 @@ from typing import Any
 
 from tandem.algorithms.kl import AdaptiveKLController, FixedKLController
 from tandem.config.root import TrainConfig
-from tandem.data.loader import PromptLoader
+from tandem.data.loader import BatchLoader
 from tandem.observability.metrics import Metrics
 from tandem.protocol import DataProto, SamplingParams
 from tandem.runtime import BatchFuture, WorkerGroup
@@ -61,7 +61,7 @@ class PPOTrainer:
         plan: Plan,
         roles: Roles,
         sampling: SamplingParams,
-        loader: PromptLoader,
+        loader: BatchLoader,
         evaluator: Evaluator | None,
         kl_controller: FixedKLController | AdaptiveKLController,
         session: Session,
@@ -78,13 +78,13 @@ class PPOTrainer:
         self.sampling = sampling
 
     def fit(self) -> None:
-        """Runs to the last step, or to an interrupt; either way what was learnt is saved."""
+        """Runs to the last step, or to an interrupt, whose step is finished and saved first."""
         trainer, evaluator = self.config.trainer, self.evaluator
         with self.session as session:
-            step = session.restore(self.load_state_dict)
+            step = session.restore(self.load_state_dict, forget=not trainer.val_only)
             if evaluator and (trainer.val_only or (trainer.val_before_train and step == 0)):
-                session.log(step, evaluator.run(step) | session.timeline.take())
-            stop = trainer.val_only
+                session.log(step, session.restored | evaluator.run(step) | session.timeline.take())
+            stop = trainer.val_only or session.interrupted
             while step < self.plan.total_steps and not stop:
                 step += 1
                 last = step == self.plan.total_steps
@@ -92,7 +92,7 @@ class PPOTrainer:
                     metrics = self.step(step, self.loader.next())
                 metrics |= self._timings(metrics)
                 if evaluator and due(trainer.test_freq, step, last):
-                    with session.phase("testing"):
+                    with session.phase("testing"):  # after the step's own observations were taken
                         metrics |= evaluator.run(step)
                 stop = session.interrupted  # read once: an interrupt after this is for the next step
                 if due(trainer.save_freq, step, last) or stop:
@@ -131,7 +131,11 @@ class PPOTrainer:
             for mini in minibatches(batch, plan.actor, step):
                 updates.append(prefixed("actor", roles.actor.update_actor(mini)))
 
-        return self._measure(step, batch, Metrics.merged(updates))
+        metrics = self._measure(step, batch, Metrics.merged(updates))
+        if self.config.algorithm.use_kl_in_reward:
+            metrics["actor/kl_coef"] = self.kl.value
+            self.kl.update(metrics["actor/kl_in_reward"], n_steps=plan.batch_samples)
+        return metrics
 
     @property
     def kl_coef(self) -> float:
@@ -139,26 +143,25 @@ class PPOTrainer:
         return self.kl.value if self.config.algorithm.use_kl_in_reward else 0.0
 
     def _measure(self, step: int, batch: BatchFuture, updates: Metrics) -> dict[str, float]:
-        """What is reported of a step. The KL controller sees the step's KL here."""
+        """What is reported of a step."""
         roles = self.roles
         if self.session.writes_samples(step):
             with self.session.phase("write_samples"):
                 roles.batch.write_samples(step, batch)
-        measured = roles.batch.measure(batch, self.config.data.max_response_length)
+        measured = roles.batch.measure(batch)
         observed = [part for group in self._engines() for part in group.take_observed()]
         metrics = Metrics.merged([measured, updates, *observed]).to_floats()
         metrics["training/epoch"] = self.loader.epoch
-        if self.config.algorithm.use_kl_in_reward:
-            metrics["actor/kl_coef"] = self.kl.value
-            self.kl.update(metrics["actor/kl"], n_steps=self.plan.batch_samples)
+        if "actor/kl_in_reward" in metrics:
+            metrics.setdefault("actor/kl", metrics["actor/kl_in_reward"])
         return metrics
 
     def _timings(self, metrics: dict[str, float]) -> dict[str, float]:
         seconds = self.session.timeline.take()
         for group in self._engines():
-            for taken in group.take_timings():
-                seconds |= taken
-        return throughput(seconds, metrics, self.plan.devices)
+            for taken in group.take_timings():  # of each rank; the slowest counts
+                seconds |= {name: max(value, seconds.get(name, 0.0)) for name, value in taken.items()}
+        return throughput(seconds, metrics, self.plan)
 
     def _engines(self) -> list[WorkerGroup]:
         """The groups that hold engines, each once."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -35,11 +36,15 @@ class OpenRun:
         folder: the folder.
         checkpoint: where the run goes on from; None for a new run.
         checkpoints: reads and writes the folder's checkpoints.
+        config_yaml: the resolved config, written once the checkpoint is accepted.
+        goes_on: whether the same command resumes from the newest checkpoint.
     """
 
     folder: RunFolder
     checkpoint: Checkpoint | None
     checkpoints: CheckpointManager
+    config_yaml: str
+    goes_on: bool
 
 
 def open_run(config: RunConfig, config_yaml: str, say: Callable[[str], None]) -> OpenRun:
@@ -56,14 +61,23 @@ def open_run(config: RunConfig, config_yaml: str, say: Callable[[str], None]) ->
     if config.resume_mode == "resume_path":
         assert config.resume_from_path is not None, "the config refuses this mode without a path"
         checkpoint = checkpoints.open(Path(config.resume_from_path))
+        _leave_branch(folder, checkpoints.later_than(checkpoint.step), say)
     elif config.resume_mode == "auto":
         checkpoint = checkpoints.latest()
     if checkpoint is None:
         earlier = folder.set_aside()
         if earlier:
             say(f"what {folder.path} held of an earlier run is now in {earlier}")
-    folder.write_config(config_yaml)
-    return OpenRun(folder, checkpoint, checkpoints)
+    return OpenRun(folder, checkpoint, checkpoints, config_yaml, goes_on=config.resume_mode == "auto")
+
+
+def _leave_branch(folder: RunFolder, later: list[Path], say: Callable[[str], None]) -> None:
+    """Checkpoints after the one a run goes back to would be taken for its own; they are set aside."""
+    if later:
+        target = folder.new_earlier()
+        for path in later:
+            path.rename(target / path.name)
+        say(f"checkpoints after the one resumed from are now in {target}")
 
 
 class Session:
@@ -95,6 +109,8 @@ class Session:
         self.samples_freq = samples_freq
         self.timeline = Timeline(run.folder.timeline_file)
         self.interrupted = False
+        self.restored: dict[str, float] = {}
+        """The metrics of the step resumed from."""
         self._loggers = loggers
         self._sinks: Sinks | None = None
         self._print = say
@@ -128,13 +144,15 @@ class Session:
         if self.interrupted:
             raise KeyboardInterrupt
         self.interrupted = True
-        self.say("interrupted: this step is finished and saved first; Ctrl-C again stops at once")
+        # Not print: the handler may run in the middle of one.
+        os.write(2, b"interrupted: this step is finished and saved first; Ctrl-C again stops at once\n")
 
-    def restore(self, load: Callable[[dict[str, Any]], None]) -> int:
-        """Loads the checkpoint to resume from, if any, and forgets what the folder holds beyond it.
+    def restore(self, load: Callable[[dict[str, Any]], None], *, forget: bool = True) -> int:
+        """Loads the checkpoint to resume from, if any.
 
         Args:
             load: takes the state that `save` was given.
+            forget: drop what the folder holds beyond that checkpoint, for it will be done again.
 
         Returns:
             the step of the checkpoint; 0 for a new run.
@@ -143,11 +161,16 @@ class Session:
             CheckpointError: the checkpoint holds other members than this run has.
         """
         checkpoint = self.run.checkpoint
-        step = 0
+        step = 0 if checkpoint is None else checkpoint.step
         if checkpoint is not None:
             self._load(checkpoint, load)
-            step = checkpoint.step
+            if forget:
+                self.folder.trim_after(step)
+        self.folder.write_config(self.run.config_yaml)
         self._sinks = Sinks(self._loggers, replace(self.info, start_step=step), report=self.say)
+        if checkpoint is not None:
+            self._restore_metrics(checkpoint)
+            self.say(f"resumed from {checkpoint.path} after step {step}")
         return step
 
     def _load(self, checkpoint: Checkpoint, load: Callable[[dict[str, Any]], None]) -> None:
@@ -163,15 +186,17 @@ class Session:
         for name, group in self.members.items():
             group.load_checkpoint(checkpoint.path / name)
         load(checkpoint.state["trainer"])
-        self._restore_metrics(checkpoint)
-        self.say(f"resumed from {checkpoint.path} after step {checkpoint.step}")
 
     def _restore_metrics(self, checkpoint: Checkpoint) -> None:
         """A crash between a checkpoint and its step's metrics leaves a gap, which the checkpoint fills."""
-        self.folder.trim_after(checkpoint.step)
-        rows = read_metrics(self.folder.metrics_file) if self.folder.metrics_file.exists() else []
-        if not rows or rows[-1]["step"] < checkpoint.step:
-            self.folder.log_metrics(checkpoint.step, checkpoint.state["metrics"])
+        file = self.folder.metrics_file
+        rows = {row["step"]: row for row in read_metrics(file)} if file.exists() else {}
+        if checkpoint.step in rows:
+            found = rows[checkpoint.step]
+            self.restored = {name: value for name, value in found.items() if name != "step"}
+        else:
+            self.restored = checkpoint.state["metrics"]
+            self.log(checkpoint.step, self.restored)
 
     def save(self, step: int, state: dict[str, Any], metrics: Mapping[str, float]) -> None:
         """A checkpoint of all members, the trainer's state and the step's metrics."""
@@ -183,7 +208,8 @@ class Session:
             )
         self.folder.log(f"saved {path}")
         if self.interrupted:
-            self.say(f"saved {path}; the same command resumes from it")
+            how = "" if self.run.goes_on else " with trainer.resume_mode=auto"
+            self.say(f"saved {path}; the same command{how} resumes from it")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """A step's metrics to metrics.jsonl and all loggers."""

@@ -75,10 +75,6 @@ class SFTWorker(EngineWorker):
     def load_checkpoint(self, path: Path) -> None:
         self.engine.load(path)
 
-    def model_weights(self) -> Any:
-        """The trained weights by Hugging Face name, in full."""
-        return self.engine.weights()
-
 
 class SFTTrainer:
     """The controller of a supervised run.

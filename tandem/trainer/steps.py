@@ -54,17 +54,9 @@ class Plan:
     use_critic: bool
     recompute_old: bool
 
-    @property
-    def actor_updates(self) -> int:
-        """Optimizer steps of the actor over the whole run."""
-        return self.total_steps * updates_per_step(self.batch_samples, self.actor)
-
-    @property
-    def critic_updates(self) -> int:
-        return self.total_steps * updates_per_step(self.batch_samples, self.critic)
-
 
 def updates_per_step(batch_samples: int, mini: MiniBatching) -> int:
+    """Optimizer steps of a role in one training step."""
     return mini.epochs * -(-batch_samples // mini.samples)
 
 
@@ -81,12 +73,10 @@ def plan_run(config: TrainConfig, spec: AdvantageSpec, steps_per_epoch: int) -> 
         actor=actor_mini,
         critic=MiniBatching(critic.ppo_mini_batch_size * n, critic.ppo_epochs, critic.shuffle, seed),
         devices=config.trainer.world_size,
-        use_reference=in_reward or actor.use_kl_loss,
+        use_reference=in_reward or actor.use_kl_loss or "ref_log_probs" in spec.columns,
         use_critic="values" in spec.columns,
         recompute_old=(
-            updates_per_step(batch_samples, actor_mini) > 1
-            or in_reward
-            or not {"log_probs", "old_log_probs"}.isdisjoint(spec.columns)
+            updates_per_step(batch_samples, actor_mini) > 1 or in_reward or "old_log_probs" in spec.columns
         ),
     )
 
@@ -102,22 +92,24 @@ def minibatches(batch: BatchFuture, mini: MiniBatching, step: int) -> Iterator[B
             yield batch.rows(rows[start : start + mini.samples].tolist())
 
 
-def throughput(seconds: Mapping[str, float], metrics: Mapping[str, float], devices: int) -> dict[str, float]:
+def throughput(seconds: Mapping[str, float], metrics: Mapping[str, float], plan: Plan) -> dict[str, float]:
     """Timings and rates under the field's names.
 
     Args:
         seconds: `timing/PHASE` to seconds of one step.
         metrics: of the same step; `tokens/total` and `tokens/response` are read.
-        devices: processes that computed.
+        plan: of the run.
     """
+    passes = {"update_actor": plan.actor.epochs, "update_critic": plan.critic.epochs}
     counts = {"total": metrics["tokens/total"], "response": metrics["tokens/response"]}
     out = dict(seconds)
     for phase, kind in _TOKENS_OF_PHASE.items():
         taken = seconds.get(f"timing/{phase}")
         if taken:
-            out[f"timing_per_token_ms/{phase}"] = 1000 * taken / max(counts[kind], 1)
+            tokens = counts[kind] * passes.get(phase, 1)
+            out[f"timing_per_token_ms/{phase}"] = 1000 * taken / max(tokens, 1)
             if phase in _RATES:
-                out[f"perf/{_RATES[phase]}_tokens_per_s_per_device"] = counts[kind] / taken / devices
+                out[f"perf/{_RATES[phase]}_tokens_per_s_per_device"] = tokens / taken / plan.devices
     out["perf/step_tokens_per_s"] = counts["total"] / seconds["timing/step"]
     return out
 

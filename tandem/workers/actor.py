@@ -32,7 +32,8 @@ class ActorWorker(EngineWorker):
     Args:
         config: the resolved run config.
         tokenizer: decodes for stop strings; its eos ends responses.
-        total_steps: optimizer steps of the whole run, for the schedule.
+        total_steps: training steps in which it learns, for the schedule.
+        updates_per_step: optimizer steps in each.
         device: where the models live.
         run: the run folder.
         recompute_old: whether updates read an `old_log_probs` column.
@@ -45,6 +46,7 @@ class ActorWorker(EngineWorker):
         *,
         tokenizer: PreTrainedTokenizerBase,
         total_steps: int,
+        updates_per_step: int,
         device: torch.device,
         run: RunFolder,
         recompute_old: bool,
@@ -55,7 +57,12 @@ class ActorWorker(EngineWorker):
         self.actor_config: ActorConfig = part.actor
         self.log_prob_batching = part.rollout.log_prob_batching
         self.ref_batching = part.ref.log_prob_batching
-        self.loss = ActorLoss.from_config(part.actor, recomputed=recompute_old)
+        truncated = part.rollout.top_p < 1 or part.rollout.top_k > 0
+        self.loss = ActorLoss.from_config(
+            part.actor,
+            recomputed=recompute_old,
+            sampled="rollout_log_probs_untruncated" if truncated else "rollout_log_probs",
+        )
         self.actor = FSDPEngine(
             part.model.path,
             kind="policy",
@@ -63,6 +70,7 @@ class ActorWorker(EngineWorker):
             fsdp=part.actor.fsdp_config,
             optim=part.actor.optim,
             total_steps=total_steps,
+            updates_per_step=updates_per_step,
             temperature=part.rollout.temperature,
             device=device,
         )
@@ -142,7 +150,7 @@ class ActorWorker(EngineWorker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, collect="first")
     def update_actor(self, batch: DataProto) -> Metrics:
         """One optimizer step on a mini-batch."""
-        with self.timeline.phase("update_actor"), self.on_device(self.actor):
+        with self.timeline.phase("update_actor"), self.on_device(self.actor, training=True):
             return self.guarded_step(self.actor, batch, self.loss, self.actor_config.train_batching, "actor")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

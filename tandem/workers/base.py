@@ -45,9 +45,10 @@ class EngineWorker(Worker):
         print(sentence, flush=True)
 
     @contextmanager
-    def on_device(self, engine: TrainEngine) -> Iterator[None]:
-        """The engine's offloaded parts are on its device inside, and offloaded again afterwards."""
-        engine.onload()
+    def on_device(self, engine: TrainEngine, *, training: bool = False) -> Iterator[None]:
+        """The engine's offloaded parameters, and for training its optimizer state, are on its device
+        inside, and offloaded again afterwards."""
+        engine.onload(optimizer=training)
         try:
             yield
         finally:

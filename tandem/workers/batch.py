@@ -30,6 +30,7 @@ class BatchWorker(Worker):
 
     def __init__(self, config: AlgorithmConfig, run: RunFolder) -> None:
         super().__init__()
+        assert self.world_size == 1, "groups must not be split"
         self.config = config
         self.run = run
         self.spec: AdvantageSpec = advantage_estimator(config.adv_estimator)
@@ -81,11 +82,11 @@ class BatchWorker(Worker):
             )
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
-    def measure(self, batch: DataProto, max_response_length: int) -> Metrics:
+    def measure(self, batch: DataProto) -> Metrics:
         """Rewards, lengths, advantages, values, KL to the reference, the critic's explained variance."""
         mask = batch.ragged("response_mask")
         metrics = score_metrics(batch, "reward", "mean")
-        _add_lengths(metrics, mask, max_response_length)
+        _add_lengths(metrics, mask, batch.non_tensor_batch["finish_reason"])
         for column, name in _MEASURED.items():
             if column in batch:
                 values_T = batch.ragged(column).values[mask.values]
@@ -93,13 +94,15 @@ class BatchWorker(Worker):
                 if len(values_T):
                     metrics.add_max(f"{name}/max", values_T.max())
                     metrics.add_min(f"{name}/min", values_T.min())
+        rewards_B = segment_sum(batch.ragged("token_level_rewards").values, mask.offsets)
+        metrics.add_mean("reward/after_kl", rewards_B.sum(), len(mask))
         if "values" in batch:
             variance = explained_variance(
                 batch.ragged("values").values, batch.ragged("returns").values, mask.values
             )
             metrics.add_mean("critic/explained_variance", variance, 1.0)
-        if "ref_log_probs" in batch and "old_log_probs" in batch:
-            metrics.add_mean("actor/kl", self._kl_penalised(batch, 0.0).kl, 1.0)
+        if self.config.use_kl_in_reward:
+            metrics.add_mean("actor/kl_in_reward", self._kl_penalised(batch, 0.0).kl, 1.0)
         return metrics
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
@@ -156,13 +159,13 @@ def score_metrics(batch: DataProto, prefix: str, mean: str) -> Metrics:
         metrics.add_mean(f"{prefix}/{mean}", score, 1.0)
         metrics.add_mean(f"{prefix}/{mean}/{source}", score, 1.0)
         for name, value in extra.items():
-            metrics.add_mean(f"{prefix}/{name}", value, 1.0)
+            metrics.add_mean(f"{prefix}/extra/{name}", value, 1.0)
     metrics.add_max(f"{prefix}/max", scores_B.max())
     metrics.add_min(f"{prefix}/min", scores_B.min())
     return metrics
 
 
-def _add_lengths(metrics: Metrics, mask: Ragged, max_response_length: int) -> None:
+def _add_lengths(metrics: Metrics, mask: Ragged, finish_reasons: np.ndarray) -> None:
     tokens_B = segment_sum(mask.values.long(), mask.offsets)
     prompts_B = mask.lengths - tokens_B
     metrics.add_sum("tokens/response", tokens_B.sum())
@@ -170,7 +173,7 @@ def _add_lengths(metrics: Metrics, mask: Ragged, max_response_length: int) -> No
     metrics.add_mean("response_length/mean", tokens_B.sum(), len(mask))
     metrics.add_max("response_length/max", tokens_B.max())
     metrics.add_min("response_length/min", tokens_B.min())
-    metrics.add_mean("response_length/clip_ratio", (tokens_B >= max_response_length).sum(), len(mask))
+    metrics.add_mean("response_length/clip_ratio", float((finish_reasons == "length").sum()), len(mask))
     metrics.add_mean("prompt_length/mean", prompts_B.sum(), len(mask))
     metrics.add_max("prompt_length/max", prompts_B.max())
 
@@ -179,5 +182,4 @@ _MEASURED = {
     "advantages": "advantages",
     "returns": "returns",
     "values": "critic/values",
-    "token_level_rewards": "token_level_rewards",
 }

@@ -22,7 +22,8 @@ class CriticWorker(EngineWorker):
     Args:
         config: the resolved critic section.
         norm_length: divisor of "seq-mean-token-sum-norm", tokens.
-        total_steps: optimizer steps of the whole run, for the schedule.
+        total_steps: training steps in which it learns, for the schedule.
+        updates_per_step: optimizer steps in each.
         device: where the model lives.
         run: the run folder.
     """
@@ -33,6 +34,7 @@ class CriticWorker(EngineWorker):
         *,
         norm_length: float,
         total_steps: int,
+        updates_per_step: int,
         device: torch.device,
         run: RunFolder,
     ) -> None:
@@ -46,6 +48,7 @@ class CriticWorker(EngineWorker):
             fsdp=config.fsdp_config,
             optim=config.optim,
             total_steps=total_steps,
+            updates_per_step=updates_per_step,
             device=device,
         )
         self.engine.offload()
@@ -60,7 +63,7 @@ class CriticWorker(EngineWorker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, collect="first")
     def update_critic(self, batch: DataProto) -> Metrics:
         """One optimizer step on a mini-batch with `values`, `returns` and `response_mask`."""
-        with self.timeline.phase("update_critic"), self.on_device(self.engine):
+        with self.timeline.phase("update_critic"), self.on_device(self.engine, training=True):
             return self.guarded_step(self.engine, batch, self.loss, self.config.train_batching, "critic")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

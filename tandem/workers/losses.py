@@ -37,6 +37,8 @@ class ActorLoss:
         kl_coef: weight of the KL term; None leaves it out.
         kl_kind: estimator of the KL term.
         recomputed: whether `old_log_probs` is a column of the batch.
+        sampled: the rollout's log-probs to compare with where they are not: those before truncation, where
+            tokens are cut from the distribution.
     """
 
     spec: PolicyLossSpec
@@ -47,18 +49,22 @@ class ActorLoss:
     kl_coef: float | None
     kl_kind: str
     recomputed: bool
+    sampled: str = "rollout_log_probs"
     outputs: frozenset[str] = frozenset({"log_probs", "entropy"})
     columns: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
         given = {"offsets", "log_probs", "entropy"}
-        columns = {"response_mask", "rollout_log_probs", *self.spec.columns} - given
+        columns = {"response_mask", *self.spec.columns} - given
         columns |= {"ref_log_probs"} if self.kl_coef is not None else set()
-        columns -= set() if self.recomputed else {"old_log_probs"}
+        if not self.recomputed:
+            columns = columns - {"old_log_probs"} | {self.sampled}
         object.__setattr__(self, "columns", frozenset(columns))
 
     @classmethod
-    def from_config(cls, actor: ActorConfig, *, recomputed: bool) -> ActorLoss:
+    def from_config(
+        cls, actor: ActorConfig, *, recomputed: bool, sampled: str = "rollout_log_probs"
+    ) -> ActorLoss:
         spec = policy_loss(actor.policy_loss.loss_mode)
         shared = {
             "clip_ratio_low": actor.clip_ratio_low,
@@ -74,6 +80,7 @@ class ActorLoss:
             kl_coef=actor.kl_loss_coef if actor.use_kl_loss else None,
             kl_kind=actor.kl_loss_type,
             recomputed=recomputed,
+            sampled=sampled,
         )
 
     def __call__(
@@ -86,20 +93,19 @@ class ActorLoss:
         losses_T, observed = self.spec(given, **self.options)
         metrics = Metrics()
         loss = policy = self._reduce(losses_T, mask, offsets, counts)
-        entropy = self._reduce(out["entropy"], mask, offsets, counts)
         if self.entropy_coeff != 0:
-            loss = loss - self.entropy_coeff * entropy
+            loss = loss - self.entropy_coeff * self._reduce(out["entropy"], mask, offsets, counts)
         if self.kl_coef is not None:
             kl_T = kl_penalty(out["log_probs"], columns["ref_log_probs"], self.kl_kind)
             loss = loss + self.kl_coef * self._reduce(kl_T, mask, offsets, counts)
-            metrics.add_mean("kl_loss", _total(kl_T, mask), mask.sum())
+            metrics.add_mean("kl", _total(kl_T, mask), mask.sum())
         metrics.add_sum("pg_loss", policy)
         metrics.add_sum("loss", loss)
         metrics.add_mean("entropy", _total(out["entropy"], mask), mask.sum())
         for name, values_T in observed.items():
             metrics.add_mean(name, _total(values_T, mask), mask.sum())
         if not self.recomputed:
-            add_rollout_gap(metrics, out["log_probs"].detach(), columns["rollout_log_probs"], mask)
+            add_rollout_gap(metrics, out["log_probs"].detach(), columns[self.sampled], mask)
         return loss, metrics
 
     def _reduce(self, values_T: Tensor, mask: Tensor, offsets: Tensor, counts: Counts) -> Tensor:
@@ -146,7 +152,7 @@ class CriticLoss:
         )
         metrics = Metrics()
         metrics.add_sum("loss", loss)
-        metrics.add_mean("values", _total(out["values"], mask), mask.sum())
+        metrics.add_mean("new_values", _total(out["values"], mask), mask.sum())
         for name, values_T in observed.items():
             metrics.add_mean(name, _total(values_T, mask), mask.sum())
         return loss, metrics

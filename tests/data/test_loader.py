@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tandem.data import BatchLoader, PromptLoader, all_batches
+from tandem.data import BatchLoader, all_batches
 from tandem.errors import DataError
 from tandem.protocol import DataProto
 
@@ -47,7 +47,7 @@ def test_seed_fixes_the_order() -> None:
 
 
 def test_without_shuffle_the_order_is_the_files() -> None:
-    loader = PromptLoader(Numbers(5), 2, shuffle=False, seed=0)
+    loader = BatchLoader(Numbers(5), 2, shuffle=False, seed=0)
     assert rows_of(loader, 5) == [[0, 1], [2, 3], [0, 1], [2, 3], [0, 1]]
 
 

@@ -144,10 +144,11 @@ def test_filter_drops_counts_and_keeps_row_numbers(files: Any, tokenizer: Any, p
 
 def test_all_filtered_out(files: Any, tokenizer: Any, prompt_row: Row) -> None:
     rows = [{**prompt_row(""), "prompt": "x" * n} for n in (6, 8)]
-    text = raised(files.parquet(rows), tokenizer, max_prompt_length=5, filter_overlong_prompts=True)
+    path = files.parquet(rows)
+    text = raised(path, tokenizer, max_prompt_length=5, filter_overlong_prompts=True)
     assert text == (
         "data.filter_overlong_prompts: all 2 prompts are over the length limit and were filtered out\n"
-        "  got:      prompts of 6 to 8 tokens\n"
+        f"  got:      prompts of 6 to 8 tokens in {path}\n"
         "  expected: at least one of at most 5 tokens\n"
         "  remedy:   raise data.max_prompt_length (now 5)"
     )

@@ -100,9 +100,11 @@ class Shop:
         }
 
     def document(self, *words: str) -> list[str]:
-        """The document's command line; of a key given in `words` the value there."""
-        given = dict(word.split("=", 1) for word in words)
-        return [f"{name}={value}" for name, value in (DOCUMENT | self.paths | given).items()]
+        """The document's command line; of a key given in `words` the value there, and
+        the options there."""
+        given = dict(word.split("=", 1) for word in words if "=" in word)
+        options = [word for word in words if "=" not in word]
+        return [f"{name}={value}" for name, value in (DOCUMENT | self.paths | given).items()] + options
 
     def short(self, name: str, *words: str) -> list[str]:
         """The document's command line for one step, quietly, in the run folder `name`."""

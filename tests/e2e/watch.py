@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
 from tandem.engines.train.state import TrainState
 from tandem.models.packing import PackedInputs
@@ -34,7 +34,7 @@ class Watched:
 
     Attributes:
         update, old_log_prob, ref: the micro-batches of each phase.
-        layer_forwards: how often an MLP ran while gradients were recorded.
+        layer_forwards: how often a decoder layer ran while gradients were recorded.
         moved: how often a model's parameters, and optimizer state, were moved between host and device.
     """
 
@@ -48,7 +48,7 @@ class Watched:
 def watch(patch: pytest.MonkeyPatch) -> Watched:
     """Records everything from here to the end of the patch."""
     seen = Watched()
-    forward, mlp, move = PolicyModel.forward, Qwen2MLP.forward, TrainState.move
+    forward, layer, move = PolicyModel.forward, Qwen2DecoderLayer.forward, TrainState.move
 
     def watched_forward(self: PolicyModel, inputs: PackedInputs, outputs: frozenset[str]):
         if outputs:
@@ -57,9 +57,9 @@ def watch(patch: pytest.MonkeyPatch) -> Watched:
             phase.append(MicroBatch(len(inputs.packing.cu_seqlens) - 1, len(inputs.input_ids)))
         return forward(self, inputs, outputs)
 
-    def watched_mlp(self: Qwen2MLP, *args, **kwargs):
+    def watched_layer(self: Qwen2DecoderLayer, *args, **kwargs):
         seen.layer_forwards += torch.is_grad_enabled()
-        return mlp(self, *args, **kwargs)
+        return layer(self, *args, **kwargs)
 
     def watched_move(self: TrainState, device, *, parameters: bool, optimizer: bool):
         owner = "ref" if self.optimizer is None else "actor"
@@ -68,6 +68,6 @@ def watch(patch: pytest.MonkeyPatch) -> Watched:
         return move(self, device, parameters=parameters, optimizer=optimizer)
 
     patch.setattr(PolicyModel, "forward", watched_forward)
-    patch.setattr(Qwen2MLP, "forward", watched_mlp)
+    patch.setattr(Qwen2DecoderLayer, "forward", watched_layer)
     patch.setattr(TrainState, "move", watched_move)
     return seen

@@ -44,13 +44,13 @@ def test_no_folder(tmp_path):
 
 
 def test_no_config(tmp_path):
-    with pytest.raises(ModelError, match="a config.json in it"):
+    with pytest.raises(ModelError, match=r"a config\.json in it"):
         load_config(tmp_path)
 
 
 def test_broken_config(folder):
     (folder / "config.json").write_text("{")
-    with pytest.raises(ModelError, match="config.json cannot be used"):
+    with pytest.raises(ModelError, match=r"config\.json cannot be used"):
         load_policy(folder)
 
 
@@ -77,7 +77,7 @@ def test_one_weight_missing(folder):
     stored = load_file(folder / "model.safetensors")
     del stored["model.layers.1.mlp.up_proj.weight"]
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match="model.layers.1.mlp.up_proj.weight"):
+    with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
         load_policy(folder)
 
 

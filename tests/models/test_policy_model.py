@@ -2,7 +2,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tandem.errors import EngineError
+from tandem.errors import ConfigError, EngineError
 from tandem.models.loading import load_policy
 from tandem.models.packing import pack
 from tandem.models.policy import PolicyModel
@@ -70,5 +70,7 @@ def test_only_what_is_asked_for(qwen2_folder):
     policy = PolicyModel(load_policy(qwen2_folder))
     inputs = pack(tokens, mask, device=CPU)
     assert set(policy(inputs, frozenset({"log_probs"}))) == {"log_probs"}
+    with pytest.raises(ConfigError, match="temperature"):
+        PolicyModel(policy.model, temperature=0.0)
     with pytest.raises(EngineError, match="values"):
         policy(inputs, frozenset({"values"}))

@@ -127,4 +127,37 @@ def test_reference_values_and_kl_match_a_second_look(lab: Lab) -> None:
             expected = samples["token_level_scores"][i][t] - 0.3 * gap if m else 0.0
             assert samples["token_level_rewards"][i][t] == pytest.approx(expected, abs=1e-6)
     assert abs(run.rows[2]["actor/kl"]) > 1e-6
+    assert run.rows[2]["actor/kl"] == run.rows[2]["actor/kl_in_reward"]
     assert run.rows[2]["actor/kl_coef"] == 0.3
+
+
+def test_the_gap_to_the_rollout_is_that_before_truncation_with_one_update_too(lab: Lab) -> None:
+    run = lab.run("cut", "actor_rollout_ref.rollout.top_p=0.5", "actor_rollout_ref.rollout.top_k=10")
+    assert all(row["rollout/log_prob_diff_max"] <= 1e-4 for row in run.rows)
+    samples = run.samples(1)
+    pairs = zip(samples["rollout_log_probs"], samples["rollout_log_probs_untruncated"], strict=True)
+    assert any(abs(a - b) > 1e-3 for row, other in pairs for a, b in zip(row, other, strict=True))
+
+
+def test_numbers_of_a_reward_stand_apart_from_the_runs_own(lab: Lab) -> None:
+    (lab.folder / "many.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return {'score': 0.0, 'max': 5.0, 'mean': 7.0}\n"
+    )
+    row = lab.run("many", f"custom_reward_function.path={lab.folder / 'many.py'}").rows[0]
+    assert (row["reward/mean"], row["reward/max"]) == (0.0, 0.0)
+    assert (row["reward/extra/mean"], row["reward/extra/max"]) == (7.0, 5.0)
+
+
+def test_the_schedule_counts_training_steps_whatever_the_mini_batches(lab: Lab) -> None:
+    run = lab.run(
+        "schedule",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        "actor_rollout_ref.actor.ppo_epochs=2",
+        "actor_rollout_ref.actor.optim.lr=0.01",
+        "actor_rollout_ref.actor.optim.lr_warmup_steps=2",
+        "actor_rollout_ref.actor.optim.lr_scheduler_type=linear",
+        "trainer.total_training_steps=6",
+    )
+    rates = [row["actor/lr"] for row in run.rows]
+    assert rates == pytest.approx([0.0, 0.005, 0.01, 0.0075, 0.005, 0.0025])

@@ -128,6 +128,32 @@ def test_resume_path_takes_that_checkpoint_and_a_missing_one_is_an_error(lab: La
         lab.run("nowhere", *words, f"trainer.resume_from_path={source.parent / 'step_000099'}")
 
 
+def test_going_back_leaves_the_later_branch_aside(lab: Lab, whole: Finished) -> None:
+    words = (*WORDS, f"data.val_files={lab.val}")
+    first = lab.run("back", *words)
+    early = first.folder / "checkpoints" / "step_000002"
+    again = lab.run(
+        "back", *words, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={early}",
+        "trainer.total_training_steps=3", "trainer.save_freq=-1",
+    )  # fmt: skip
+    assert [row["step"] for row in again.rows] == [0, 1, 2, 3]
+    assert sorted(p.name for p in (again.folder / "checkpoints").iterdir()) == ["step_000002"]
+    aside = sorted(p.name for p in (again.folder / "earlier" / "000").iterdir())
+    assert aside == ["step_000004", "step_000006", "step_000008"]
+    resumed = lab.run("back", *words)
+    assert same(resumed, whole)
+    assert without_times(resumed.rows) == without_times(whole.rows)
+
+
+def test_validation_only_loses_nothing_of_the_run(lab: Lab, whole: Finished) -> None:
+    words = (*WORDS, f"data.val_files={lab.val}")
+    first = lab.run("looked_at", *words)
+    before = without_times(first.rows)
+    looked = lab.run("looked_at", *words, "trainer.val_only=true")
+    assert without_times(looked.rows) == before
+    assert (first.folder / "samples" / "step_000008.parquet").is_file()
+
+
 def test_a_new_run_in_an_old_folder_sets_the_old_one_aside(lab: Lab) -> None:
     first = lab.run("twice")
     rows = first.rows

@@ -66,7 +66,7 @@ def test_the_actor_loss_is_clip_minus_entropy_plus_kl(seed: int) -> None:
     assert float(loss) == pytest.approx(expected, rel=1e-12)
     floats = metrics.to_floats()
     assert floats["loss"] == pytest.approx(expected, rel=1e-12)
-    assert {"entropy", "kl_loss", "pg_loss", "clip_fraction"} <= set(floats)
+    assert {"entropy", "kl", "pg_loss", "clip_fraction"} <= set(floats)
 
 
 def test_without_an_old_column_the_ratio_is_one_and_the_gradient_that_of_the_score_function() -> None:
@@ -90,7 +90,7 @@ def test_the_loss_names_only_columns_that_it_reads() -> None:
     plain = ActorLoss.from_config(ActorConfig(), recomputed=True)
     with_kl = ActorLoss.from_config(ActorConfig(use_kl_loss=True), recomputed=True)
     assert with_kl.columns - plain.columns == {"ref_log_probs"}
-    assert plain.columns == {"response_mask", "rollout_log_probs", "old_log_probs", "advantages"}
+    assert plain.columns == {"response_mask", "old_log_probs", "advantages"}
 
 
 def test_the_critic_loss_is_the_larger_of_plain_and_clipped_squares() -> None:
@@ -104,7 +104,7 @@ def test_the_critic_loss_is_the_larger_of_plain_and_clipped_squares() -> None:
     expected = 0.5 * (1.0 + 0.81 + 4.0 + 0.16) / 4
     loss, metrics = CriticLoss(0.5, "token-mean", 512)(out, columns, OFFSETS, COUNTS)
     assert float(loss) == pytest.approx(expected)
-    assert metrics.to_floats()["values"] == pytest.approx((2.0 + 0.1 - 1.0 + 0.4) / 4)
+    assert metrics.to_floats()["new_values"] == pytest.approx((2.0 + 0.1 - 1.0 + 0.4) / 4)
 
 
 def test_the_next_token_loss_is_the_mean_over_the_learnt_tokens() -> None:

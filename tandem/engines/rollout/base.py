@@ -64,6 +64,10 @@ class RolloutEngine(Protocol):
         """
         ...
 
+    def progress(self) -> int:
+        """Tokens written since the engine was made; who waits for one that stands still waits in vain."""
+        ...
+
     def stats(self) -> dict[str, float]:
         """Counters since the last call: generated_tokens, prefill_tokens, decode_steps,
         peak_running, cache_bytes, preemptions; all zero afterwards."""
@@ -76,23 +80,22 @@ def generate(
     """Runs all requests to their end; samples in the order of the requests.
 
     Raises:
-        EngineError: no sample finished for `stall_timeout_s` while requests were pending.
+        EngineError: no token was written for `stall_timeout_s` while requests were pending.
     """
     engine.submit(requests)
     done: dict[tuple[str, int], Sample] = {}
-    last = time.monotonic()
+    written, last = engine.progress(), time.monotonic()
     while len(done) < len(requests):
-        finished = engine.poll(timeout_s=1.0)
+        done.update((sample.id, sample) for sample in engine.poll(timeout_s=1.0))
         now = time.monotonic()
-        if finished:
-            done.update((sample.id, sample) for sample in finished)
-            last = now
+        if engine.progress() != written:
+            written, last = engine.progress(), now
         elif now - last > stall_timeout_s:
             missing = [request.id for request in requests if request.id not in done]
             engine.abort(missing)
             raise EngineError(
-                f"no response finished for {stall_timeout_s:.0f} s",
+                f"the engine wrote no token for {stall_timeout_s:.0f} s",
                 got=f"{len(missing)} requests pending, the first is {missing[0]}",
-                remedy="raise the limit if responses are that long; else report the engine's log",
+                remedy="look at the engine's log and at what else uses its device",
             )
     return [done[request.id] for request in requests]

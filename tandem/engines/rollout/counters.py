@@ -9,10 +9,15 @@ _LOG_EVERY_S = 2.0
 
 
 class Counters:
-    """Sums since the last `take`, and a line to `log` about every two seconds of work."""
+    """Sums since the last `take`, and a line to `log` about every two seconds of work.
+
+    Attributes:
+        written: tokens generated since the engine was made.
+    """
 
     def __init__(self, log: Callable[[str], None] | None) -> None:
         self._log = log
+        self.written = 0
         self._logged_at = time.monotonic()
         self._logged_tokens = 0
         self._reset()
@@ -37,6 +42,10 @@ class Counters:
         self._logged_tokens -= self.generated_tokens
         self._reset()
         return out
+
+    def wrote(self, tokens: int) -> None:
+        self.generated_tokens += tokens
+        self.written += tokens
 
     def running(self, rows: int) -> None:
         self.peak_running = max(self.peak_running, rows)

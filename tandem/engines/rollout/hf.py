@@ -29,7 +29,6 @@ from tandem.engines.rollout.borrowed import borrowed
 from tandem.engines.rollout.checks import check_fits_model, check_new
 from tandem.engines.rollout.counters import Counters
 from tandem.engines.rollout.rows import Rows, empty_sample
-from tandem.engines.rollout.sampler import RowParams
 from tandem.engines.rollout.stops import Decode
 from tandem.errors import EngineError
 from tandem.protocol import Request, Sample
@@ -99,6 +98,9 @@ class HFEngine:
     def stats(self) -> dict[str, float]:
         return self._counters.take()
 
+    def progress(self) -> int:
+        return self._counters.written
+
     def poll(self, timeout_s: float) -> list[Sample]:
         """Runs whole batches, at least one if anything waits."""
         deadline = time.monotonic() + timeout_s
@@ -146,7 +148,7 @@ class HFEngine:
             )
         self._counters.prefill_tokens += int(lengths.sum())
         self._counters.decode_steps += writer.steps - 1
-        self._counters.generated_tokens += int(writer.rows.produced.sum())
+        self._counters.wrote(int(writer.rows.produced.sum()))
         self._counters.running(len(batch))
         return [
             writer.rows.sample(row, "stop" if stopped else "length")
@@ -179,9 +181,7 @@ class _Writer(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         active = np.flatnonzero(~self.done)
         active_R = torch.from_numpy(active).to(scores.device)
-        params = RowParams.of(
-            [self.rows.request[row].params for row in active], scores.shape[1], scores.device
-        )
+        params = self.rows.params(active, scores.shape[1], scores.device)
         taken = self.rows.take(active, scores[active_R], params, self._version, self._decode)
         self.done[active], self.stopped[active] = taken
         self.steps += 1

@@ -21,10 +21,14 @@ _COLUMNS = (
     "request",
     "key",
     "first_position",
+    "temperature",
+    "top_k",
+    "top_p",
     "context",
     "last_token",
     "produced",
     "max_tokens",
+    "stop_ids",
     "has_stop_text",
 )
 _OUTPUTS = ("tokens", "log_probs", "untruncated", "versions")
@@ -36,6 +40,7 @@ class Rows:
     Attributes:
         request: the requests.
         key, first_position: of the random numbers.
+        temperature, top_k, top_p: as in SamplingParams.
         context: tokens in the cache.
         last_token: sampled, not yet in the cache.
         produced: tokens sampled.
@@ -48,6 +53,8 @@ class Rows:
         self.capacity = capacity
         self.request = np.empty(capacity, dtype=object)
         self.key = np.zeros(capacity, dtype=np.uint64)
+        self.temperature, self.top_p = (np.zeros(capacity, dtype=np.float64) for _ in range(2))
+        self.top_k = np.zeros(capacity, dtype=np.int64)
         self.first_position, self.context, self.last_token, self.produced, self.max_tokens = (
             np.zeros(capacity, dtype=np.int64) for _ in range(5)
         )
@@ -67,6 +74,8 @@ class Rows:
             self.first_position[row] = first_position(request)
             self.context[row] = len(request.prompt_ids)
             self.max_tokens[row] = request.params.max_tokens
+            self.temperature[row] = request.params.temperature
+            self.top_k[row], self.top_p[row] = request.params.top_k, request.params.top_p
             self.has_stop_text[row] = bool(request.params.stop)
             self.stop_ids[row] = -1
             self.stop_ids[row, : len(request.params.stop_token_ids)] = request.params.stop_token_ids
@@ -80,6 +89,10 @@ class Rows:
         self.stop_ids = _wider(self.stop_ids, stops, -1)
         for name in _OUTPUTS:
             setattr(self, name, _wider(getattr(self, name), tokens, 0))
+
+    def params(self, rows: np.ndarray, vocabulary: int, device: torch.device) -> RowParams:
+        """How to sample the next token of each of `rows`."""
+        return RowParams.of(self.temperature[rows], self.top_k[rows], self.top_p[rows], vocabulary, device)
 
     def take(
         self, rows: np.ndarray, logits_RV: Tensor, params: RowParams, version: int, decode: Decode | None
@@ -148,7 +161,6 @@ class Rows:
         for name in _COLUMNS:
             column = getattr(self, name)
             column[target] = column[source]
-        self.stop_ids[target] = self.stop_ids[source]
         for name in _OUTPUTS:
             table = getattr(self, name)
             table[target, :used] = table[source, :used]

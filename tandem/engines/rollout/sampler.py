@@ -5,15 +5,14 @@ Shape suffixes: R rows, V vocabulary, C candidates (the likeliest tokens, in fal
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
-
-from tandem.protocol import SamplingParams
 
 _BLOCK = 128  # tokens per block of the two-level search
 _FIRST_CANDIDATES = 256
@@ -41,7 +40,7 @@ class RowParams:
     Attributes:
         temperature_R: float64; 1 for greedy rows.
         greedy_R: bool.
-        top_k_R: int64; the vocabulary's bound where there is none.
+        top_k_R: int64; the vocabulary's size where there is none.
         top_p_R: float64.
         greedy: (none, some, all) greedy rows as 0, 1, 2.
         tempered: whether any temperature differs from 1.
@@ -57,24 +56,32 @@ class RowParams:
     truncated_rows: Tensor | None
 
     @classmethod
-    def of(cls, params: Sequence[SamplingParams], vocabulary: int, device: torch.device) -> RowParams:
-        """For logits over `vocabulary` tokens; a top-k that leaves them all is none."""
-        truncated = [
-            row for row, p in enumerate(params) if p.truncated and (p.top_p < 1 or p.top_k < vocabulary)
-        ]
-        n_greedy = sum(p.greedy for p in params)
+    def of(
+        cls,
+        temperature_R: NDArray[np.float64],
+        top_k_R: NDArray[np.int64],
+        top_p_R: NDArray[np.float64],
+        vocabulary: int,
+        device: torch.device,
+    ) -> RowParams:
+        """From columns as in `SamplingParams`, for logits over `vocabulary` tokens; a top-k that leaves
+        them all is none."""
+        greedy_R = temperature_R == 0
+        top_k_R = np.where((top_k_R > 0) & (top_k_R < vocabulary), top_k_R, vocabulary)
+        truncated_R = ~greedy_R & ((top_k_R < vocabulary) | (top_p_R < 1))
+        divisor_R = np.where(greedy_R, 1.0, temperature_R)
 
-        def column(values: list[float] | list[int] | list[bool], dtype: torch.dtype) -> Tensor:
-            return torch.tensor(values, dtype=dtype).to(device)
+        def column(values: NDArray[Any]) -> Tensor:
+            return torch.from_numpy(values.copy()).to(device)
 
         return cls(
-            temperature_R=column([p.temperature or 1.0 for p in params], torch.float64),
-            greedy_R=column([p.greedy for p in params], torch.bool),
-            top_k_R=column([p.top_k if p.top_k > 0 else 2**31 for p in params], torch.int64),
-            top_p_R=column([p.top_p for p in params], torch.float64),
-            greedy=0 if n_greedy == 0 else 2 if n_greedy == len(params) else 1,
-            tempered=any(p.temperature not in (0.0, 1.0) for p in params),
-            truncated_rows=column(truncated, torch.int64) if truncated else None,
+            temperature_R=column(divisor_R),
+            greedy_R=column(greedy_R),
+            top_k_R=column(top_k_R),
+            top_p_R=column(top_p_R),
+            greedy=2 if greedy_R.all() else int(greedy_R.any()),
+            tempered=bool((divisor_R != 1).any()),
+            truncated_rows=column(np.flatnonzero(truncated_R)) if truncated_R.any() else None,
         )
 
 

@@ -106,7 +106,9 @@ class TrainEngine(Protocol):
         """Moves what the config says (parameters, optimizer state) to the host, between phases."""
         ...
 
-    def onload(self) -> None: ...
+    def onload(self, *, optimizer: bool) -> None:
+        """Brings offloaded parameters back, and with `optimizer` its state too."""
+        ...
 
     def state_info(self) -> dict[str, Any]:
         """Where things are and how large: parameters, bytes per kind and device."""

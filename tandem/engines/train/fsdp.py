@@ -21,7 +21,7 @@ from tandem.engines.train.base import Counts, LossFn, MicroBatching
 from tandem.engines.train.microbatch import CPU_BLOCK_TOKENS, MicroBatch, assemble, cut, equalise
 from tandem.engines.train.optim import learning_rate
 from tandem.engines.train.state import TrainState
-from tandem.errors import EngineError, NonFiniteError
+from tandem.errors import DataError, EngineError, NonFiniteError
 from tandem.models.loading import load_policy
 from tandem.models.parallel import init_distributed, shard
 from tandem.models.policy import PolicyModel
@@ -41,7 +41,8 @@ class FSDPEngine:
         model: how the backbone is run.
         fsdp: sharding, precision, offload.
         optim: the optimizer; None freezes the model.
-        total_steps: optimizer steps the schedule spans, where `optim` does not say.
+        total_steps: steps the learning rate's schedule spans, where `optim` does not say.
+        updates_per_step: optimizer steps that count as one step of the schedule.
         temperature: divides the policy's logits.
         device: where it runs.
 
@@ -58,6 +59,7 @@ class FSDPEngine:
         fsdp: FSDPConfig,
         optim: OptimConfig | None,
         total_steps: int,
+        updates_per_step: int = 1,
         temperature: float = 1.0,
         device: torch.device,
     ) -> None:
@@ -66,6 +68,7 @@ class FSDPEngine:
         self._fsdp = fsdp
         self._optim = optim
         self._total_steps = total_steps
+        self._updates_per_step = updates_per_step
         self._interrupted = False
         self._pad_to_longest = not model.use_remove_padding
         self._master = _DTYPES[fsdp.model_dtype]
@@ -115,6 +118,8 @@ class FSDPEngine:
     def _micro_batches(
         self, batch: DataProto, columns: frozenset[str], micro: MicroBatching
     ) -> Iterator[MicroBatch]:
+        mask = {"response_mask"} & set(batch.batch)
+        batch = batch.select(sorted({"tokens", *mask, *columns}), ())
         lengths = batch.ragged("tokens").lengths.tolist()
         block_tokens = CPU_BLOCK_TOKENS if self.device.type == "cpu" else None
         for rows in equalise(cut(lengths, micro, block_tokens=block_tokens)):
@@ -164,6 +169,7 @@ class FSDPEngine:
 
         Raises:
             NonFiniteError: the loss or the gradient norm is not finite; nothing has changed.
+            DataError: a column the loss needs is missing, or no token counts.
             EngineError: the model is frozen, or an earlier step was broken off by another error.
         """
         if self._optim is None:
@@ -174,10 +180,11 @@ class FSDPEngine:
                 remedy="start again from a checkpoint; the weights themselves are whole and can be saved",
             )
         counts = self._counts(batch)
-        lr = learning_rate(self._optim, self.version, self._total_steps)
+        lr = learning_rate(self._optim, self.version // self._updates_per_step, self._total_steps)
+        micro_batches = list(self._micro_batches(batch, loss.columns, micro))
         self._interrupted = True
         try:
-            metrics, total = self._accumulate(batch, loss, counts, micro)
+            metrics, total = self._accumulate(micro_batches, loss, counts)
             self._interrupted = False
             grad_norm = self._state.gradient_norm()
             self._check_finite(total, grad_norm)
@@ -186,18 +193,17 @@ class FSDPEngine:
             self._state.zero_grad()
             self._reshard()
         self.version += 1
-        metrics.add_max("grad_norm", grad_norm)
+        metrics.add_mean("grad_norm", grad_norm, 1.0)
         metrics.add_max("lr", lr)
         return metrics
 
     def _accumulate(
-        self, batch: DataProto, loss: LossFn, counts: Counts, micro: MicroBatching
+        self, micro_batches: list[MicroBatch], loss: LossFn, counts: Counts
     ) -> tuple[Metrics, Tensor]:
         """Gradients of the whole mini-batch; its metrics and loss over all ranks. Weights stay
         gathered between micro-batches, and gradients meet once, in the last backward."""
         parts: list[Metrics] = []
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        micro_batches = list(self._micro_batches(batch, loss.columns, micro))
         for index, part in enumerate(micro_batches):
             last = index == len(micro_batches) - 1
             self._root.set_requires_gradient_sync(last)
@@ -226,6 +232,8 @@ class FSDPEngine:
         both = torch.tensor([tokens, int(answered.sum())])
         if self._world > 1:
             dist.all_reduce(both)
+        if int(both[0]) == 0:
+            raise DataError("no response token in the whole mini-batch", field="response_mask")
         return Counts(tokens=int(both[0]), sequences=int(both[1]))
 
     @staticmethod
@@ -278,9 +286,12 @@ class FSDPEngine:
         """Moves what the config says to the host. On a CPU there is nowhere to go: nothing moves."""
         self._state.move("cpu", parameters=self._fsdp.param_offload, optimizer=self._fsdp.optimizer_offload)
 
-    def onload(self) -> None:
+    def onload(self, *, optimizer: bool) -> None:
+        """See `TrainEngine.onload`."""
         self._state.move(
-            self.device, parameters=self._fsdp.param_offload, optimizer=self._fsdp.optimizer_offload
+            self.device,
+            parameters=self._fsdp.param_offload,
+            optimizer=optimizer and self._fsdp.optimizer_offload,
         )
 
     def state_info(self) -> dict[str, Any]:

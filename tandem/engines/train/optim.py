@@ -1,4 +1,4 @@
-"""The learning rate of each optimizer step."""
+"""The learning rate over the steps of a run."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from tandem.config.optim import OptimConfig
 
 
 def learning_rate(optim: OptimConfig, step: int, total_steps: int) -> float:
-    """The learning rate of optimizer step `step` (the first is 0): a function of the step alone, so
-    that a resumed run needs no schedule state.
+    """The learning rate of step `step` (the first is 0): a function of the step alone, so that
+    a resumed run needs no schedule state.
 
     Warm-up rises linearly from 0 over w steps, lr · step / w; as in transformers, the first step of
     a warm-up changes nothing. Then, with x = (step - w) / (total - w), at most 1:

@@ -51,8 +51,11 @@ class Sinks:
                 )
 
     def close(self) -> None:
-        for sink in self._sinks.values():
-            sink.close()
+        for name, sink in self._sinks.items():
+            try:
+                sink.close()
+            except Exception as error:  # must not hide what ended the run
+                self._report(f"logger {name} failed to close ({error!r})")
 
 
 def require_sinks(names: Sequence[str]) -> None:

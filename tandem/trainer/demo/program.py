@@ -109,9 +109,9 @@ def run_demo(
     _check("--control", control, tuple(CONTROLS))
     began = time.perf_counter()
     say(f"1/3  making a tokenizer, a model and problems in {folder}")
-    _make_task(folder, seed)
+    make_task(folder, seed)
     say("2/3  warming up: supervised fine-tuning on demonstrations that mostly forget to carry")
-    warm = _warm_up(folder, seed, say)
+    warm = warm_up(folder, seed, say)
     say(f"3/3  reinforcement: {algorithm.upper()}, rewarded for right answers alone")
     run = folder / ("run" if control == "none" else f"run_{control}")
     _reinforce(folder, warm, run, [*SETTINGS[algorithm], *CONTROLS[control], *overrides], seed, say)
@@ -130,7 +130,8 @@ def _check(option: str, given: str, choices: tuple[str, ...]) -> None:
         raise ConfigError("unknown value", field=option, got=given, expected=" or ".join(choices))
 
 
-def _make_task(folder: Path, seed: int) -> None:
+def make_task(folder: Path, seed: int) -> None:
+    """Model, tokenizer, problems and demonstrations, as files in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     write_model(folder / "model", seed=seed)
     problems = split(seed=seed, train=TRAIN_PROBLEMS, validation=VALIDATION_PROBLEMS)
@@ -140,8 +141,8 @@ def _make_task(folder: Path, seed: int) -> None:
     write_demonstrations(folder / "demonstrations.parquet", sloppy)
 
 
-def _warm_up(folder: Path, seed: int, say: Callable[[str], None]) -> Path:
-    """The model after supervised fine-tuning, as a Hugging Face folder."""
+def warm_up(folder: Path, seed: int, say: Callable[[str], None]) -> Path:
+    """The model of `make_task` after supervised fine-tuning, as the Hugging Face folder warm_model."""
     words = [
         f"model.path={folder / 'model'}",
         "model.enable_gradient_checkpointing=false",
@@ -214,7 +215,7 @@ def _plot(curve: list[tuple[int, float]]) -> str:
 def _examples(run: Path, step: int, count: int = 4) -> str:
     """A few validation answers of a step, those that need a carry."""
     table: dict[str, list[Any]] = read_samples(run / "samples" / f"step_{step:06d}_val.parquet")
-    lines = []
+    lines: list[str] = []
     for text, truth, score, info in zip(
         table["response_text"], table["ground_truth"], table["scores"], table["extra_info"], strict=True
     ):

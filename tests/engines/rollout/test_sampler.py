@@ -27,13 +27,19 @@ def reference(logits, params):
     return out / out.sum(), probabilities
 
 
+def row_params(params, vocabulary):
+    columns = zip(*((p.temperature, p.top_k, p.top_p) for p in params), strict=True)
+    temperature, top_k, top_p = (np.array(column) for column in columns)
+    return RowParams.of(temperature, top_k, top_p, vocabulary, CPU)
+
+
 def draw(logits, params, numbers):
     """One draw per number, all from the same logits."""
     rows = torch.as_tensor(logits).expand(len(numbers), -1)
     return sample(
         rows,
         torch.as_tensor(numbers, dtype=torch.float64),
-        RowParams.of([params] * len(numbers), rows.shape[1], CPU),
+        row_params([params] * len(numbers), rows.shape[1]),
     )
 
 
@@ -153,9 +159,9 @@ def test_rows_do_not_influence_each_other():
     ]
     params = [kinds[row % 4] for row in range(40)]
     numbers = torch.from_numpy(rng.random(40))
-    together = sample(logits, numbers, RowParams.of(params, 900, CPU))
+    together = sample(logits, numbers, row_params(params, 900))
     for row in range(40):
-        alone = sample(logits[row : row + 1], numbers[row : row + 1], RowParams.of([params[row]], 900, CPU))
+        alone = sample(logits[row : row + 1], numbers[row : row + 1], row_params([params[row]], 900))
         assert alone.tokens_R.item() == together.tokens_R[row].item()
         assert alone.log_probs_R.item() == pytest.approx(together.log_probs_R[row].item(), abs=1e-12)
         assert alone.untruncated_R.item() == pytest.approx(together.untruncated_R[row].item(), abs=1e-12)
@@ -163,16 +169,14 @@ def test_rows_do_not_influence_each_other():
 
 def test_greedy_takes_the_peak_with_untempered_log_prob():
     logits = torch.tensor([[0.1, 2.0, -1.0], [3.0, 0.0, 0.0]])
-    drawn = sample(
-        logits, torch.tensor([0.99, 0.0]), RowParams.of([SamplingParams(temperature=0.0)] * 2, 3, CPU)
-    )
+    drawn = sample(logits, torch.tensor([0.99, 0.0]), row_params([SamplingParams(temperature=0.0)] * 2, 3))
     assert drawn.tokens_R.tolist() == [1, 0]
     torch.testing.assert_close(drawn.log_probs_R, logits.log_softmax(-1).amax(-1))
 
 
 def test_half_precision_logits_are_widened():
     logits = torch.randn(1, 5000, generator=torch.Generator().manual_seed(0)).bfloat16()
-    drawn = sample(logits, torch.tensor([0.3]), RowParams.of([SamplingParams()], 5000, CPU))
+    drawn = sample(logits, torch.tensor([0.3]), row_params([SamplingParams()], 5000))
     expected = logits.double().log_softmax(-1)[0, drawn.tokens_R]
     assert drawn.log_probs_R.dtype == torch.float32
     torch.testing.assert_close(drawn.log_probs_R.double(), expected, atol=1e-5, rtol=0)
@@ -185,6 +189,6 @@ def test_half_precision_logits_are_widened():
 def test_logits_that_are_not_finite_give_nan(params, bad):
     logits = torch.zeros(2, 200)
     logits[1, 150] = bad
-    drawn = sample(logits, torch.tensor([0.5, 0.5]), RowParams.of([params, params], 200, CPU))
+    drawn = sample(logits, torch.tensor([0.5, 0.5]), row_params([params, params], 200))
     assert drawn.log_probs_R.isnan().tolist() == [False, True]
     assert drawn.tokens_R.max() < 200

@@ -9,7 +9,7 @@ from synthetic import CUTS, MODES, SyntheticLoss, ValueLoss, gradients, make_bat
 from transformers import AutoModelForCausalLM
 
 from tandem.engines.train.base import TrainEngine
-from tandem.errors import CheckpointError, EngineError, NonFiniteError
+from tandem.errors import CheckpointError, DataError, EngineError, NonFiniteError
 from tandem.protocol import DataProto
 
 LOG_PROBS = frozenset({"log_probs"})
@@ -105,7 +105,8 @@ def test_bf16_computes_in_bf16_over_fp32_weights(folder):
     assert all(value.dtype == torch.float32 for _, value in half.weights())
     with half.unsharded() as module:
         assert module.model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16
-    assert half.forward(batch, outputs=LOG_PROBS, micro=CUTS["all"]).ragged("log_probs").dtype == torch.float32
+    out = half.forward(batch, outputs=LOG_PROBS, micro=CUTS["all"])
+    assert out.ragged("log_probs").dtype == torch.float32
 
 
 def test_forward_restores_the_order_and_leaves_other_tokens_zero(engine):
@@ -179,7 +180,9 @@ def test_a_short_gradient_is_left_alone(folder):
     assert all(torch.equal(first, second) for (_, first), (_, second) in pairs)
 
 
-@pytest.mark.parametrize(("scale", "field"), [(math.nan, "loss"), (math.inf, "loss"), (1e306, "gradient norm")])
+@pytest.mark.parametrize(
+    ("scale", "field"), [(math.nan, "loss"), (math.inf, "loss"), (1e306, "gradient norm")]
+)
 def test_non_finite_changes_nothing(folder, scale, field):
     engine = make_engine(folder)
     batch = make_batch()
@@ -216,6 +219,17 @@ def test_a_step_broken_off_is_not_built_upon(folder):
     assert all(torch.equal(value, before[name]) for name, value in engine.weights())
     with pytest.raises(EngineError, match="broken off"):
         engine.train_step(batch, SyntheticLoss(), micro=CUTS["one"])
+
+
+def test_a_batch_that_does_not_serve(engine):
+    batch = make_batch()
+    nothing = torch.zeros_like(batch.ragged("response_mask").values)
+    empty = DataProto({**batch.batch, "response_mask": batch.ragged("tokens").with_values(nothing)})
+    with pytest.raises(DataError, match="no response token"):
+        engine.train_step(empty, SyntheticLoss(), micro=CUTS["all"])
+    batch.pop(["advantages"])
+    with pytest.raises(DataError, match="advantages"):
+        engine.train_step(batch, SyntheticLoss(), micro=CUTS["all"])
 
 
 def test_save_and_load_go_on_bit_for_bit(folder, tmp_path):
@@ -282,7 +296,7 @@ def test_offload_on_a_cpu_moves_nothing(folder):
     batch = make_batch()
     assert engine.state_info()["offload_applies"] is False
     engine.offload()
-    engine.onload()
+    engine.onload(optimizer=True)
     found, _ = gradients(engine, batch, SyntheticLoss(), CUTS["all"])
     wanted, _ = gradients(make_engine(folder), batch, SyntheticLoss(), CUTS["all"])
     assert synthetic.relative_difference(found, wanted) == 0

@@ -53,7 +53,7 @@ def pair(folder, single, results):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     arguments = [str(JOB), str(folder), str(single["saved"]), str(results)]
     done = subprocess.run(
-        [*command, *arguments], env=environment, capture_output=True, text=True, timeout=300
+        [*command, *arguments], env=environment, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return torch.load(results / "record.pt", weights_only=False)

@@ -8,7 +8,7 @@ the order of submission; no clock decides it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from tandem.engines.rollout.native.cache import (
     round_up,
     spans,
 )
-from tandem.engines.rollout.native.memory import cache_budget
+from tandem.engines.rollout.native.memory import cache_budget, check_free
 from tandem.engines.rollout.native.runner import Runner, RunnerName, make_runner
 from tandem.engines.rollout.native.waiting import Admission, Waiting, rectangles
 from tandem.engines.rollout.rows import Rows, empty_sample
@@ -123,10 +123,13 @@ class NativeEngine:
                 "requests are pending", got=f"{len(self._known)} requests", remedy="poll or abort them"
             )
         self._cache = self._runner = self._source = self._params = self._budget = None
-        self._longest = 0
+        self._longest = self._steps_since_sort = 0  # each phase starts alike, whatever ran before it
 
     def stats(self) -> dict[str, float]:
         return self._counters.take()
+
+    def progress(self) -> int:
+        return self._counters.written
 
     def abort(self, ids: Sequence[tuple[str, int]], *, keep_partial: bool = False) -> list[Sample]:
         wanted = set(ids)
@@ -199,6 +202,9 @@ class NativeEngine:
             self._budget = cache_budget(runner.device, self._utilization)
         per_token = bytes_per_token(runner.layers, runner.dtype)
         rows = self._budget // (per_token * columns)
+        wanted = min(rows, self._max_num_seqs, self._rows.count + len(self._waiting))
+        if self._cache is None:
+            check_free(runner.device, wanted * per_token * columns)
         if rows == 0:
             fits = self._budget // per_token // COLUMN_STEP * COLUMN_STEP
             raise EngineError(
@@ -233,7 +239,8 @@ class NativeEngine:
         self._counters.running(self._rows.count)
         source_S = self._to_device(np.array(source, dtype=np.int64))
         cache.store(prefill, source_S, self._to_device(rows), self._to_device(self._rows.context[rows]))
-        self._take(rows, prefill.logits_BV[source_S], self._row_params(requests, prefill.logits_BV))
+        logits_SV = prefill.logits_BV[source_S]
+        self._take(rows, logits_SV, self._rows.params(rows, logits_SV.shape[1], self._device))
 
     def _decode_step(self, runner: Runner) -> None:
         """One token for every running row. Rows that only round up the count hold nothing."""
@@ -247,18 +254,15 @@ class NativeEngine:
         logits_RV = runner.decode(self._to_device(inputs[0]), cache.plan(inputs[1]), cache)
         table.context[:count] += 1
         if self._params is None:
-            self._params = self._row_params(table.request[:count], logits_RV)
+            self._params = table.params(np.arange(count), logits_RV.shape[1], self._device)
         self._counters.decode_steps += 1
         self._counters.cache_bytes = max(self._counters.cache_bytes, cache.bytes)
         self._take(np.arange(count), logits_RV[:count], self._params)
 
-    def _row_params(self, requests: Iterable[Request], logits: Tensor) -> RowParams:
-        return RowParams.of([request.params for request in requests], logits.shape[-1], self._device)
-
     def _take(self, rows: np.ndarray, logits_RV: Tensor, params: RowParams) -> None:
         """Samples a token for each of `rows` and lets those leave that it finishes."""
         done, stopped = self._rows.take(rows, logits_RV, params, self._version, self._decode)
-        self._counters.generated_tokens += len(rows)
+        self._counters.wrote(len(rows))
         if done.any():
             reasons = np.where(stopped, "stop", "length")
             self._finished += [self._rows.sample(int(rows[i]), str(reasons[i])) for i in np.flatnonzero(done)]

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tandem.engines.rollout.native.cache import DecodePlan, KVCache, LayerShape, Prefill
+from tandem.engines.rollout.native.products import added_linear, linear
 
 _MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # those whose angles depend on the position alone
@@ -73,7 +74,7 @@ class FusedRunner:
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.eps = config.rms_norm_eps
         self.embedding_VE: Tensor = model.embed_tokens.weight.detach()
-        self.head: _Linear = _linear(module.lm_head)
+        self.head: _Linear = _parameters(module.lm_head)
         self.norm_E: Tensor = model.norm.weight.detach()
         self.dtype, self.device = self.embedding_VE.dtype, self.embedding_VE.device
         layers_bytes = sum(p.numel() * p.element_size() for p in model.layers.parameters())
@@ -95,10 +96,10 @@ class FusedRunner:
             attention_norm_E=layer.input_layernorm.weight.detach(),
             qkv=join(attention.q_proj, attention.k_proj, attention.v_proj),
             qk_norm_ND=qk_norm,
-            output=_linear(attention.o_proj),
+            output=_parameters(attention.o_proj),
             mlp_norm_E=layer.post_attention_layernorm.weight.detach(),
             gate_up=join(mlp.gate_proj, mlp.up_proj),
-            down=_linear(mlp.down_proj),
+            down=_parameters(mlp.down_proj),
         )
 
     def _rope_tables(self, rotary: nn.Module, max_length: int) -> tuple[Tensor, Tensor]:
@@ -121,7 +122,7 @@ class FusedRunner:
 
     def _mlp(self, layer: _Layer, x_RE: Tensor) -> Tensor:
         gate_RI, up_RI = _project(self._norm(x_RE, layer.mlp_norm_E), layer.gate_up).chunk(2, -1)
-        return _added(x_RE, F.silu(gate_RI).mul_(up_RI), layer.down)
+        return added_linear(x_RE, F.silu(gate_RI).mul_(up_RI), *layer.down)
 
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
         """RMS norm over the last dimension, rounded where transformers' norms round: they compute in
@@ -130,7 +131,7 @@ class FusedRunner:
         return normed if weight is None else normed * weight
 
     def _logits(self, x_RE: Tensor) -> Tensor:
-        return F.linear(self._norm(x_RE, self.norm_E), *self.head)
+        return linear(self._norm(x_RE, self.norm_E), *self.head)
 
     def decode(self, ids_R: Tensor, plan: DecodePlan, cache: KVCache) -> Tensor:
         x_RE = F.embedding(ids_R, self.embedding_VE)
@@ -142,7 +143,7 @@ class FusedRunner:
             query, key, value = self._qkv(layer, x_RE, cos_RND, sin_RND)
             cache.write(index, plan, key, value)
             attended = cache.attend(index, plan, query.reshape(grouped))
-            x_RE = self._mlp(layer, _added(x_RE, attended.flatten(1), layer.output))
+            x_RE = self._mlp(layer, added_linear(x_RE, attended.flatten(1), *layer.output))
         return self._logits(x_RE)
 
     def prefill(self, ids_BT: Tensor, lengths_B: Tensor) -> Prefill:
@@ -160,35 +161,27 @@ class FusedRunner:
             attended = F.scaled_dot_product_attention(
                 query, key, value, is_causal=True, enable_gqa=self.group > 1
             )
-            x_RE = self._mlp(
-                layer, _added(x_RE, attended.transpose(1, 2).reshape(len(x_RE), -1), layer.output)
-            )
+            rows_RE = attended.transpose(1, 2).reshape(len(x_RE), -1)
+            x_RE = self._mlp(layer, added_linear(x_RE, rows_RE, *layer.output))
         last_B = torch.arange(prompts, device=ids_BT.device) * width + lengths_B - 1
         return Prefill(keys, values, self._logits(x_RE[last_B]))
 
 
-def _linear(linear: Any) -> _Linear:
-    return linear.weight.detach(), None if linear.bias is None else linear.bias.detach()
+def _parameters(part: Any) -> _Linear:
+    return part.weight.detach(), None if part.bias is None else part.bias.detach()
 
 
-def _separate(*linears: Any) -> tuple[_Linear, ...]:
-    return tuple(_linear(linear) for linear in linears)
+def _separate(*parts: Any) -> tuple[_Linear, ...]:
+    return tuple(_parameters(part) for part in parts)
 
 
-def _joined(*linears: Any) -> tuple[_Linear, ...]:
+def _joined(*parts: Any) -> tuple[_Linear, ...]:
     """One linear map whose outputs are those of all; they have all a bias or none."""
-    weights, biases = zip(*_separate(*linears), strict=True)
+    weights, biases = zip(*_separate(*parts), strict=True)
     return ((torch.cat(weights), None if biases[0] is None else torch.cat(biases)),)
 
 
 def _project(x_RE: Tensor, linears: tuple[_Linear, ...]) -> Tensor:
     """The outputs of all linear maps side by side."""
-    out = [F.linear(x_RE, *linear) for linear in linears]
+    out = [linear(x_RE, *weights) for weights in linears]
     return out[0] if len(out) == 1 else torch.cat(out, -1)
-
-
-def _added(x_RE: Tensor, y_RI: Tensor, linear: _Linear) -> Tensor:
-    """x + linear(y) in one pass over the result."""
-    weight, bias = linear
-    out = torch.addmm(x_RE, y_RI, weight.t())
-    return out if bias is None else out.add_(bias)

@@ -7,31 +7,62 @@ from pathlib import Path
 
 import torch
 
+from tandem.errors import EngineError
+
+_MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 
 
 def cache_budget(device: torch.device, utilization: float) -> int:
-    """Bytes the cache may take: on CUDA the share `utilization` of the device's memory, less what is in
-    use and never more than is free; on a host that share of the memory available now."""
+    """Bytes the cache may take: the share `utilization` of all memory of the device, less what this
+    process holds of it on CUDA. What other processes do must not decide how many sequences run side by
+    side, for that decides the bits of their log-probs."""
     if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
+        total = torch.cuda.mem_get_info(device)[1]
+        return max(0, int(utilization * total) - torch.cuda.memory_allocated(device))
+    return int(utilization * _host_total())
+
+
+def check_free(device: torch.device, needed: int) -> None:
+    """
+    Raises:
+        EngineError: that many bytes are not free at this moment.
+    """
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return max(0, min(int(utilization * total) - (total - free), free))
-    return int(utilization * _host_available())
+    else:
+        free = _host_free()
+    if needed > free:
+        raise EngineError(
+            "the memory that the KV cache may take is not free",
+            field="actor_rollout_ref.rollout.gpu_memory_utilization",
+            got=f"{free / 2**20:,.0f} MiB free",
+            expected=f"{needed / 2**20:,.0f} MiB",
+            remedy="lower it or actor_rollout_ref.rollout.max_num_seqs, or end what else uses the memory",
+        )
 
 
-def _host_available() -> int:
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        available = _fields(meminfo, ":")["MemAvailable"] * 1024
-    else:  # no figure for what is available: half of what there is
-        available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    limit = _CGROUP / "memory.max"
-    if limit.exists() and limit.read_text().strip() != "max":
-        used = int((_CGROUP / "memory.current").read_text())
-        reclaimable = _fields(_CGROUP / "memory.stat", " ")["inactive_file"]
-        available = min(available, int(limit.read_text()) - used + reclaimable)
-    return max(available, 0)
+def _host_total() -> int:
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(total, _cgroup_limit() or total)
+
+
+def _host_free() -> int:
+    """What is available, within a container's limit; all there is where the system gives no figure."""
+    free = _fields(_MEMINFO, ":")["MemAvailable"] * 1024 if _MEMINFO.exists() else _host_total()
+    limit = _cgroup_limit()
+    if limit is None:
+        return free
+    used = int((_CGROUP / "memory.current").read_text())
+    reclaimable = _fields(_CGROUP / "memory.stat", " ")["inactive_file"]
+    return min(free, limit - used + reclaimable)
+
+
+def _cgroup_limit() -> int | None:
+    path = _CGROUP / "memory.max"
+    text = path.read_text().strip() if path.exists() else "max"
+    return None if text == "max" else int(text)
 
 
 def _fields(path: Path, separator: str) -> dict[str, int]:

@@ -43,9 +43,10 @@ class Waiting:
 
     def __init__(self) -> None:
         self._prompts: dict[tuple[str, bytes], WaitingPrompt] = {}
+        self._count = 0
 
     def __len__(self) -> int:
-        return sum(len(prompt.requests) for prompt in self._prompts.values())
+        return self._count
 
     def __iter__(self) -> Iterator[Request]:
         for prompt in self._prompts.values():
@@ -57,6 +58,7 @@ class Waiting:
             if key not in self._prompts:
                 self._prompts[key] = WaitingPrompt(request.prompt_ids)
             self._prompts[key].requests.append(request)
+        self._count += len(requests)
 
     def drop(self, ids: Collection[tuple[str, int]]) -> list[Request]:
         """Removes and returns the requests of those ids that are waiting."""
@@ -66,6 +68,7 @@ class Waiting:
             prompt.requests = [request for request in prompt.requests if request.id not in ids]
             if not prompt.requests:
                 del self._prompts[key]
+        self._count -= len(dropped)
         return dropped
 
     def forget_prefills(self) -> None:
@@ -77,13 +80,15 @@ class Waiting:
         even if it alone exceeds the budget."""
         admissions: list[Admission] = []
         tokens = 0
-        for key, prompt in list(self._prompts.items()):
+        while self._prompts and free_rows:
+            key, prompt = next(iter(self._prompts.items()))
             cost = len(prompt.prompt_ids) if prompt.prefill is None else 0
-            if free_rows == 0 or (tokens and tokens + cost > token_budget):
+            if tokens and tokens + cost > token_budget:
                 break
             tokens += cost
             taken, prompt.requests = prompt.requests[:free_rows], prompt.requests[free_rows:]
             free_rows -= len(taken)
+            self._count -= len(taken)
             admissions.append(Admission(prompt, taken))
             if not prompt.requests:
                 del self._prompts[key]

@@ -1,0 +1,203 @@
+"""Seconds per GRPO step, Tandem against TRL, in one run: same model, data, dtype and lengths.
+
+A Qwen2 of about 3 million parameters, 32 prompts of 6 tokens, 8 completions each. "equal": every completion
+has 64 tokens, so nobody can save padding. "spread": lengths from 4 to 64, forced on both sides. A step
+is everything from prompts to updated weights: generation, rewards, advantages, update. The two
+take turns; the best step of each counts, so that a busy moment of the machine hurts neither. TRL
+is given the fastest of its own settings: precision for bf16 (autocast over fp32 weights, as Tandem has
+them, or pure bf16) and micro-batch.
+
+    python benchmarks/grpo_step_vs_trl.py [--precisions fp32 bf16] [--modes equal spread] [--out FILE]
+
+TRL runs in its own environment: `make peers` makes it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from tandem.config.load import load_train_config
+from tandem.trainer.build import build_ppo
+from tandem.trainer.demo.model import build_tokenizer
+from tandem.trainer.demo.problems import split, write_problems
+
+HERE = Path(__file__).resolve().parent
+TRL = HERE.parent / ".peers" / "trl" / "bin" / "python"
+PROMPTS, N, LONGEST = 32, 8, 64
+LENGTHS = {
+    "equal": [LONGEST] * (PROMPTS * N),
+    "spread": [4 + (i * 37) % (LONGEST - 3) for i in range(PROMPTS * N)],
+}
+TRL_SETTINGS = {
+    "fp32": [("fp32", 256), ("fp32", 64)],
+    "bf16": [("bf16-autocast", 256), ("bf16-pure", 256), ("bf16-pure", 64)],
+}
+TANDEM_TOKENS = {"fp32": 2048, "bf16": 2048}
+
+
+def make_files(folder: Path) -> None:
+    tokenizer = build_tokenizer()
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(config).save_pretrained(folder / "model")  # type: ignore[no-untyped-call]
+    tokenizer.save_pretrained(folder / "model")
+    write_problems(folder / "train.parquet", split(seed=0, train=512, validation=8).train, part="train")
+    for mode, lengths in LENGTHS.items():
+        (folder / f"{mode}.json").write_text(json.dumps(lengths))
+
+
+def tandem_steps(folder: Path, mode: str, precision: str, count: int) -> dict[str, Any]:
+    """Runs in a process of its own: seconds of each step after two to warm up."""
+    overrides = [
+        f"actor_rollout_ref.model.path={folder / 'model'}",
+        f"data.train_files={folder / 'train.parquet'}",
+        f"data.train_batch_size={PROMPTS}",
+        "data.max_prompt_length=8",
+        f"data.max_response_length={LONGEST}",
+        "algorithm.adv_estimator=grpo",
+        f"actor_rollout_ref.rollout.n={N}",
+        "actor_rollout_ref.model.enable_gradient_checkpointing=false",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS}",
+        "actor_rollout_ref.actor.use_dynamic_bsz=true",
+        f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={TANDEM_TOKENS[precision]}",
+        f"actor_rollout_ref.actor.fsdp_config.dtype={precision}",
+        f"trainer.default_local_dir={folder / f'run_{mode}_{precision}'}",
+        "trainer.samples_freq=-1",
+        "trainer.logger=[]",
+    ]
+    trainer = build_ppo(load_train_config(None, overrides).config, say=lambda _: None)
+    # Lengths are part of the task here, not of the policy: no end token, an own limit for each request.
+    engine = trainer.roles.actor._workers._worker.rollout
+    submit = engine.submit
+
+    def submit_with_lengths(requests: Any) -> None:
+        submit(
+            [
+                replace(r, params=replace(r.params, max_tokens=length, stop_token_ids=()))
+                for r, length in zip(requests, LENGTHS[mode], strict=True)
+            ]
+        )
+
+    engine.submit = submit_with_lengths
+    seconds = []
+    with trainer.session as session:
+        session.restore(trainer.load_state_dict)
+        for step in range(1, count + 3):
+            began = time.perf_counter()
+            metrics = trainer.step(step, trainer.loader.next())
+            seconds.append(time.perf_counter() - began)
+    assert metrics["tokens/response"] == sum(LENGTHS[mode]), metrics["tokens/response"]
+    return {"seconds": seconds[2:]}
+
+
+def run_json(command: list[str]) -> dict[str, Any]:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False)
+    if done.returncode != 0:
+        sys.exit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
+    report: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return report
+
+
+def trl_seconds(folder: Path, mode: str, setting: tuple[str, int], steps: int) -> list[float]:
+    precision, micro_batch = setting
+    command = [
+        str(TRL), str(HERE / "peers" / "trl_grpo_step.py"),
+        "--model", str(folder / "model"), "--prompts", str(folder / "train.parquet"),
+        "--lengths", str(folder / f"{mode}.json"), "--precision", precision,
+        "--n", str(N), "--micro-batch", str(micro_batch), "--steps", str(steps), "--warmup", "1",
+    ]  # fmt: skip
+    seconds: list[float] = run_json(command)["all_seconds"]
+    return seconds
+
+
+def compare(folder: Path, mode: str, precision: str, steps: int) -> dict[str, Any]:
+    own = [sys.executable, __file__, "--tandem", str(folder), mode, precision, str(steps)]
+    settings = TRL_SETTINGS[precision]
+    trials = {setting: min(trl_seconds(folder, mode, setting, 2)) for setting in settings}
+    fastest = min(trials, key=lambda setting: trials[setting])
+    tandem: list[float] = []
+    trl = [trials[fastest]]
+    for _ in range(2):
+        tandem += run_json(own)["seconds"]
+        trl += trl_seconds(folder, mode, fastest, steps)
+    row = {
+        "mode": mode,
+        "precision": precision,
+        "tandem_s": min(tandem),
+        "trl_s": min(trl),
+        "ratio": min(trl) / min(tandem),
+        "trl_setting": f"{fastest[0]}, micro-batch {fastest[1]}",
+        "tandem_all_s": tandem,
+        "trl_all_s": trl,
+    }
+    print(
+        f"{mode:>7} {precision:>5} {row['tandem_s']:>10.2f} {row['trl_s']:>8.2f} {row['ratio']:>7.2f}"
+        f"   {row['trl_setting']}",
+        flush=True,
+    )
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
+    parser.add_argument("--modes", nargs="+", default=["equal", "spread"], choices=["equal", "spread"])
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--tandem", nargs=4, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.tandem:
+        folder, mode, precision, steps = args.tandem
+        print(json.dumps(tandem_steps(Path(folder), mode, precision, int(steps))))
+        return
+    if not TRL.exists():
+        sys.exit("TRL's environment is missing: run `make peers` first")
+    print("   mode dtype  tandem s    trl s   ratio   TRL's fastest setting")
+    with tempfile.TemporaryDirectory() as name:
+        make_files(Path(name))
+        rows = [compare(Path(name), mode, p, args.steps) for p in args.precisions for mode in args.modes]
+    if args.out:
+        report = {
+            "command": " ".join(["python", *sys.argv]),
+            "machine": f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads",
+            "versions": {
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+                "trl": "1.16.0",
+            },
+            "rows": rows,
+        }
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""What the tests of the document's keys share: which keys they have tried, and readings of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+import torch
+
+from tandem.observability.run import read_samples
+from tests.e2e.shop import DOCUMENT, Shop
+from tests.support.runs import Finished
+
+Test = TypeVar("Test", bound=Callable[..., None])
+
+ACTOR, REF, ROLLOUT = (f"actor_rollout_ref.{part}" for part in ("actor", "ref", "rollout"))
+SAMPLES = DOCUMENT["data.train_batch_size"] * DOCUMENT[f"{ROLLOUT}.n"]
+UPDATES = DOCUMENT["data.train_batch_size"] // DOCUMENT[f"{ACTOR}.ppo_mini_batch_size"]
+FAST = f"{ACTOR}.optim.lr=0.02"
+
+TRIED: set[str] = set()
+
+
+def tries(*names: str) -> Callable[[Test], Test]:
+    """Marks a test as one that changes these keys."""
+    TRIED.update(names)
+    return lambda test: test
+
+
+@pytest.fixture(scope="module")
+def base(shop: Shop) -> Finished:
+    """A step of the document's command line as it is."""
+    return shop.run("base")
+
+
+def responses(run: Finished, step: int = 1) -> list[list[int]]:
+    samples = run.samples(step)
+    return [
+        [token for token, written in zip(tokens, mask, strict=True) if written]
+        for tokens, mask in zip(samples["tokens"], samples["response_mask"], strict=True)
+    ]
+
+
+def same_weights(a: Finished, b: Finished) -> bool:
+    first, second = a.weights(), b.weights()
+    return all(torch.equal(first[name], second[name]) for name in first)
+
+
+def flat(run: Finished, step: int, *columns: str) -> list[np.ndarray]:
+    """Per-token columns at response tokens."""
+    samples = run.samples(step)
+    mask = np.concatenate([np.array(row) for row in samples["response_mask"]])
+    return [np.concatenate([np.array(row) for row in samples[name]])[mask] for name in columns]
+
+
+def validated(run: Finished, step: int = 0) -> dict[str, list[Any]]:
+    return read_samples(run.folder / "samples" / f"step_{step:06d}_val.parquet")

@@ -1,0 +1,226 @@
+"""Every key of the document's command line does what it says: each is changed, and an effect named that
+the change has on a run. Here: the data, the rollout, devices and the run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tandem.engines.rollout.hf import HFEngine
+from tandem.engines.rollout.native import memory
+from tandem.engines.rollout.native.engine import NativeEngine
+from tandem.errors import ConfigErrors, DataError, EngineError
+from tests.e2e.keys import (
+    ACTOR,
+    ROLLOUT,
+    SAMPLES,
+    flat,
+    responses,
+    tries,
+    validated,
+)
+from tests.e2e.shop import DOCUMENT, Shop
+from tests.support.runs import Finished
+from tests.support.tiny import problem, write_rows
+
+# Data.
+
+
+@tries("data.train_files")
+def test_training_prompts_come_from_the_train_files(shop: Shop, base: Finished) -> None:
+    other = write_rows(shop.folder / "other.parquet", [problem(90, b) for b in range(5)])
+    run = shop.run("other_data", f"data.train_files=[{other}]")
+    assert {message["content"][:3] for row in run.samples(1)["messages"] for message in row} == {"90+"}
+    assert responses(run) != responses(base)
+
+
+@tries("data.val_files", "trainer.val_before_train")
+def test_validation_takes_the_val_files(shop: Shop, base: Finished) -> None:
+    assert [row["step"] for row in base.rows] == [1]
+    run = shop.run("validated", "trainer.val_before_train=true")
+    assert [row["step"] for row in run.rows] == [0, 1]
+    assert "val/accuracy" in run.rows[0]
+    assert validated(run)["index"] == list(range(8))
+    smaller = write_rows(shop.folder / "small_val.parquet", [problem(90, b) for b in range(3)])
+    other = shop.run("other_val", "trainer.val_before_train=true", f"data.val_files={smaller}")
+    assert len(validated(other)["tokens"]) == 3
+
+
+@tries("data.train_batch_size")
+@pytest.mark.parametrize("size", [2, 6])
+def test_a_step_takes_so_many_prompts(shop: Shop, size: int) -> None:
+    run = shop.run(f"batch_{size}", f"data.train_batch_size={size}")
+    assert len(set(run.samples(1)["uid"])) == size
+    assert run.actor.actor.version == size // DOCUMENT[f"{ACTOR}.ppo_mini_batch_size"]
+
+
+@tries("data.filter_overlong_prompts", "data.max_prompt_length")
+def test_prompts_above_the_limit_are_left_out(shop: Shop, base: Finished) -> None:
+    """3+2= and 7+2= have four tokens, 11+2= and all others five."""
+    assert base.trainer.loader.steps_per_epoch == 24 // 4
+    words = ("data.max_prompt_length=4", f"data.val_files={shop.train}")
+    run = shop.run("filtered", *words)
+    assert run.trainer.loader.steps_per_epoch == 14 // 4
+    assert run.rows[0]["prompt_length/max"] == 4
+    with pytest.raises(DataError, match=r"10 row\(s\) of 24 are over the length limit"):
+        shop.run("unfiltered", *words, "data.filter_overlong_prompts=false")
+
+
+@tries("data.truncation")
+@pytest.mark.parametrize(("mode", "kept"), [("left", "1+2="), ("right", "11+2"), ("middle", "112=")])
+def test_prompts_above_the_limit_are_cut(shop: Shop, mode: str, kept: str) -> None:
+    data = write_rows(shop.folder / "long.parquet", [problem(11, 2)] * 4)
+    run = shop.run(
+        f"cut_{mode}",
+        f"data.train_files={data}",
+        "data.max_prompt_length=4",
+        "data.filter_overlong_prompts=false",
+        f"data.truncation={mode}",
+    )
+    samples = run.samples(1)
+    tokenizer = run.trainer.roles.reward._workers._worker.tokenizer
+    for tokens, mask in zip(samples["tokens"], samples["response_mask"], strict=True):
+        prompt = [token for token, written in zip(tokens, mask, strict=True) if not written]
+        assert tokenizer.decode(prompt) == kept
+
+
+@tries("data.max_response_length")
+@pytest.mark.parametrize("length", [2, 9])
+def test_responses_end_at_their_greatest_length(shop: Shop, length: int) -> None:
+    run = shop.run(f"response_{length}", f"data.max_response_length={length}")
+    assert run.rows[0]["response_length/max"] == length
+
+
+# Rollout.
+
+
+@tries(f"{ROLLOUT}.name")
+def test_the_engine_is_the_one_named(shop: Shop, base: Finished) -> None:
+    """Both draw the same tokens; native computes a prompt once for all its samples."""
+    run = shop.run("hf", f"{ROLLOUT}.name=hf")
+    assert isinstance(base.actor.rollout, NativeEngine)
+    assert isinstance(run.actor.rollout, HFEngine)
+    assert responses(run) == responses(base)
+    n = DOCUMENT[f"{ROLLOUT}.n"]
+    assert run.rows[0]["rollout/prefill_tokens"] == n * base.rows[0]["rollout/prefill_tokens"]
+
+
+@tries(f"{ROLLOUT}.gpu_memory_utilization")
+def test_the_share_of_memory_bounds_the_sequences_that_run_at_once(
+    shop: Shop, base: Finished, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cache row of this model takes 8 KiB: 2 layers, 2 heads of keys and values, 8 fp32 each, 32 tokens."""
+    assert base.rows[0]["rollout/peak_running"] == SAMPLES
+    monkeypatch.setattr(memory, "_host_available", lambda: 64 * 1024)
+    for share, rows in ((1.0, 8), (0.5, 4)):
+        run = shop.run(f"share_{share}", f"{ROLLOUT}.gpu_memory_utilization={share}")
+        assert run.rows[0]["rollout/peak_running"] == rows
+        assert run.rows[0]["rollout/cache_bytes"] == rows * 8192
+        assert responses(run) == responses(base)
+    with pytest.raises(EngineError, match="gpu_memory_utilization"):
+        shop.run("share_0.1", f"{ROLLOUT}.gpu_memory_utilization=0.1")
+
+
+@tries(f"{ROLLOUT}.n")
+@pytest.mark.parametrize("n", [2, 5])
+def test_every_prompt_gets_so_many_responses(shop: Shop, n: int) -> None:
+    samples = shop.run(f"n_{n}", f"{ROLLOUT}.n={n}").samples(1)
+    assert len(samples["tokens"]) == 4 * n
+    assert all(samples["uid"].count(uid) == n for uid in samples["uid"])
+
+
+@tries(f"{ROLLOUT}.temperature")
+def test_the_temperature_is_that_of_sampling_and_of_training(shop: Shop, base: Finished) -> None:
+    hot, cold = (shop.run(f"temperature_{t}", f"{ROLLOUT}.temperature={t}") for t in (1.5, 0.01))
+    assert all(run.rows[0]["rollout/log_prob_diff_max"] < 1e-4 for run in (hot, base, cold))
+    entropies = [run.rows[0]["actor/entropy"] for run in (hot, base, cold)]
+    assert entropies == sorted(entropies, reverse=True)
+    assert entropies[-1] < 0.1 < 1 < entropies[0]
+
+
+@tries(f"{ROLLOUT}.top_k", f"{ROLLOUT}.top_p")
+def test_truncated_sampling(shop: Shop, base: Finished) -> None:
+    """top_k beyond the vocabulary is no limit. One candidate left is the greedy one, which the validation
+    takes too. The log-probs are those of the distribution that was cut."""
+    unlimited = shop.run("top_k_-1", f"{ROLLOUT}.top_k=-1")
+    assert responses(unlimited) == responses(base)
+    assert flat(unlimited, 1, "rollout_log_probs")[0] == pytest.approx(flat(base, 1, "rollout_log_probs")[0])
+    words = ("trainer.val_before_train=true", f"data.val_files={shop.train}", "data.shuffle=false")
+    for word in (f"{ROLLOUT}.top_k=1", f"{ROLLOUT}.top_p=1e-6"):
+        run = shop.run(word.rpartition(".")[2], *words, word)
+        greedy = validated(run)["response_text"]
+        samples = run.samples(1)
+        assert samples["response_text"] == [greedy[row] for row in samples["index"]]
+        assert not flat(run, 1, "rollout_log_probs")[0].any()
+        assert (flat(run, 1, "rollout_log_probs_untruncated")[0] < -0.1).any()
+
+
+PARALLEL = {
+    f"{ACTOR}.ulysses_sequence_parallel_size": f"{ACTOR}.ulysses_sequence_parallel_size",
+    f"{ROLLOUT}.tensor_model_parallel_size": f"{ROLLOUT}.tensor_model_parallel_size",
+    "trainer.n_gpus_per_node": "trainer.n_gpus_per_node",
+    "trainer.nnodes": "trainer.nnodes",
+}
+
+
+@tries(*PARALLEL)
+@pytest.mark.parametrize("name", list(PARALLEL))
+def test_devices_that_are_not_there_are_refused(shop: Shop, name: str) -> None:
+    with pytest.raises(ConfigErrors) as caught:
+        shop.run("parallel", f"{name}=2")
+    (error,) = caught.value.errors
+    assert error.field == name
+    assert "one process" in str(error.expected)
+    assert f"{name}=1" in str(error.remedy)
+    assert not (shop.folder / "parallel").exists()
+
+
+# The run.
+
+
+@tries("trainer.logger")
+def test_loggers(shop: Shop, base: Finished, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "step 1/1" not in capsys.readouterr().out
+    assert not (base.folder / "tensorboard").exists()
+    run = shop.run("loggers", f"trainer.logger={DOCUMENT['trainer.logger']}")
+    assert "step 1/1" in capsys.readouterr().out
+    (events,) = (run.folder / "tensorboard").iterdir()
+    assert b"actor/kl_loss" in events.read_bytes()
+
+
+@tries("trainer.project_name", "trainer.experiment_name")
+def test_the_names_make_the_run_folder(shop: Shop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    default = "trainer.default_local_dir=runs/${trainer.project_name}/${trainer.experiment_name}"
+    for project, experiment in (("p", "a"), ("p", "b"), ("q", "a")):
+        names = (f"trainer.project_name={project}", f"trainer.experiment_name={experiment}")
+        shop.run("unused", *names, default)
+        assert (tmp_path / "runs" / project / experiment / "metrics.jsonl").is_file()
+
+
+@tries("trainer.save_freq")
+@pytest.mark.parametrize(("frequency", "steps"), [(1, [1, 2, 3]), (2, [2, 3]), (50, [3]), (-1, [])])
+def test_saves_come_every_so_many_steps_and_at_the_end(shop: Shop, frequency: int, steps: list[int]) -> None:
+    run = shop.run(f"save_{frequency}", f"trainer.save_freq={frequency}", "trainer.total_training_steps=3")
+    names = sorted(os.listdir(run.folder / "checkpoints"))
+    assert names == [f"step_{step:06d}" for step in steps]
+
+
+@tries("trainer.test_freq")
+@pytest.mark.parametrize(("frequency", "steps"), [(2, [2, 3]), (-1, [])])
+def test_validations_come_every_so_many_steps_and_at_the_end(
+    shop: Shop, frequency: int, steps: list[int]
+) -> None:
+    run = shop.run(f"test_{frequency}", f"trainer.test_freq={frequency}", "trainer.total_training_steps=3")
+    assert [row["step"] for row in run.rows if "val/accuracy" in row] == steps
+
+
+@tries("trainer.total_epochs")
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_epochs_make_the_steps(shop: Shop, epochs: int) -> None:
+    data = write_rows(shop.folder / "nine.parquet", [problem(3, b) for b in range(9)])
+    run = shop.run(f"epochs_{epochs}", f"data.train_files={data}", f"trainer.total_epochs={epochs}",
+                   "trainer.total_training_steps=null")  # fmt: skip
+    assert [row["training/epoch"] for row in run.rows] == [0, 0, 1, 1][: 2 * epochs]
