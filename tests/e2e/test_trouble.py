@@ -172,7 +172,7 @@ def test_ctrl_c(shop: Shop, tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     done = finish(process)
     assert done.returncode == 130, done.stderr
-    assert "interrupted: this step is finished and saved first; Ctrl-C again stops at once" in done.stdout
+    assert "interrupted: this step is finished and saved first; Ctrl-C again stops at once" in done.stderr
     (saved,) = (folder / "checkpoints").iterdir()
     assert f"saved {saved}; the same command resumes from it" in done.stdout
     steps = open_checkpoint(saved).step

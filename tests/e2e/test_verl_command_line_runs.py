@@ -42,7 +42,7 @@ def test_two_steps_and_a_resume(shop: Shop, engine: str) -> None:
     assert "after step 2" in resumed.stdout
     rows = read_metrics(folder / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3]
-    assert all("actor/kl_loss" in row for row in rows)
+    assert all("actor/kl" in row for row in rows)
     assert not (folder / "earlier").exists()
 
 

@@ -67,10 +67,10 @@ def test_kl_in_the_reward_lowers_it_by_the_kl(shop: Shop) -> None:
 
 @tries(f"{ACTOR}.use_kl_loss")
 def test_the_kl_loss_asks_for_the_reference(shop: Shop, base: Finished) -> None:
-    assert {"actor/kl_loss", "timing/ref"} <= set(base.rows[0])
+    assert {"actor/kl", "timing/ref"} <= set(base.rows[0])
     assert "ref_log_probs" in base.samples(1)
     run = shop.run("no_kl_loss", f"{ACTOR}.use_kl_loss=false", f"{ACTOR}.kl_loss_coef=0")
-    assert {"actor/kl_loss", "timing/ref"}.isdisjoint(run.rows[0])
+    assert {"actor/kl", "timing/ref"}.isdisjoint(run.rows[0])
     assert run.actor.reference is None
 
 
@@ -80,8 +80,8 @@ def test_the_kl_losss_weight_is_in_the_loss_and_the_gradient(shop: Shop) -> None
     low, high = (shop.run(f"kl_coef_{c}", *words, f"{ACTOR}.kl_loss_coef={c}") for c in (0.001, 2.0))
     for run, coef in ((low, 0.001), (high, 2.0)):
         row = run.rows[1]
-        assert row["actor/kl_loss"] > 1e-3
-        whole = row["actor/pg_loss"] + coef * row["actor/kl_loss"]
+        assert row["actor/kl"] > 1e-3
+        whole = row["actor/pg_loss"] + coef * row["actor/kl"]
         assert row["actor/loss"] == pytest.approx(whole, abs=1e-5)
     assert high.rows[1]["actor/grad_norm"] != pytest.approx(low.rows[1]["actor/grad_norm"], rel=1e-3)
     assert not same_weights(low, high)
@@ -107,7 +107,7 @@ def test_the_kl_losss_kind_is_its_formula(shop: Shop, kind: str) -> None:
         "low_var_kl": np.minimum(np.exp(-gap) - 1 + gap, 10),
     }[kind]
     assert np.abs(gap).max() > 0.01
-    assert run.rows[1]["actor/kl_loss"] == pytest.approx(expected.mean(), rel=1e-3, abs=1e-5)
+    assert run.rows[1]["actor/kl"] == pytest.approx(expected.mean(), rel=1e-3, abs=1e-5)
 
 
 @tries(f"{ACTOR}.entropy_coeff")
