@@ -28,7 +28,7 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from tandem.device import choose_device, set_threads
 from tandem.engines.rollout.base import SharedModule, generate
 from tandem.engines.rollout.native.engine import NativeEngine
-from tandem.engines.rollout.native.products import linear
+from tandem.models.linear import linear
 from tandem.protocol import Request, SamplingParams
 
 PROMPTS, PROMPT_LENGTH, SHORTEST, LONGEST = 64, 32, 16, 192

@@ -34,8 +34,7 @@ def partition(weights: Sequence[int], parts: int) -> list[list[int]]:
     while len(heap) > 1:
         first, second = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
         merged = [
-            (a + b, left + right)
-            for (a, left), (b, right) in zip(first, reversed(second), strict=True)
+            (a + b, left + right) for (a, left), (b, right) in zip(first, reversed(second), strict=True)
         ]
         merged.sort(key=lambda entry: -entry[0])
         heapq.heappush(heap, (merged[-1][0] - merged[0][0], order, merged))

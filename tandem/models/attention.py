@@ -85,9 +85,7 @@ def _varlen(rows: list[Tensor], packing: Packing, scale: float) -> Tensor:
         options["enable_gqa"] = True
     seqlens, longest = packing.cu_seqlens, packing.max_length
     varlen_attention: Any = varlen.varlen_attn
-    out: Tensor = varlen_attention(
-        q_NHD, k_NKD, v_NKD, seqlens, seqlens, longest, longest, **options
-    )
+    out: Tensor = varlen_attention(q_NHD, k_NKD, v_NKD, seqlens, seqlens, longest, longest, **options)
     return out
 
 
@@ -96,9 +94,7 @@ def _rectangular(rows: list[Tensor], packing: Packing, scale: float) -> Tensor:
     right, and what padding computes is dropped."""
     places = packing.places
     if places is not None:
-        rows = [
-            x.new_zeros(packing.padded_tokens, *x.shape[1:]).index_copy(0, places, x) for x in rows
-        ]
+        rows = [x.new_zeros(packing.padded_tokens, *x.shape[1:]).index_copy(0, places, x) for x in rows]
     sizes = [rows_B * width for rows_B, width in packing.rectangles]
     outputs = []
     pieces = (torch.split(x, sizes) for x in rows)

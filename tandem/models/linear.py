@@ -41,6 +41,15 @@ def product(left: Tensor, right: Tensor) -> Tensor:
     return _product(left, right, None) if _fast(left) else left @ right.T
 
 
+def added_linear(residual: Tensor, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """residual + inputs weightᵀ + bias in one pass over the result, without gradient; (M, N)."""
+    if _fast(inputs):
+        out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(inputs, residual, weight, bias, "add")
+        return out
+    out = torch.addmm(residual, inputs, weight.t())
+    return out if bias is None else out.add_(bias)
+
+
 def speed_up_linears(model: nn.Module) -> None:
     """Makes every nn.Linear of the model compute through `linear`; parameters and types stay."""
     for module in model.modules():

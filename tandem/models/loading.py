@@ -156,9 +156,7 @@ def _unusable(problem: str, folder: Path, error: Exception) -> ModelError:
 def _folder(path: str | Path) -> Path:
     folder = Path(path).expanduser()
     if not folder.is_dir():
-        raise ModelError(
-            "no such model folder", field="model.path", got=path, remedy="check the path"
-        )
+        raise ModelError("no such model folder", field="model.path", got=path, remedy="check the path")
     if not (folder / "config.json").is_file():
         raise ModelError(
             "the folder is no Hugging Face model",

@@ -57,9 +57,7 @@ class Packing:
         starts_B[order] = starts
         places_N = starts_B.repeat_interleave(lengths_B) + positions_N
         self.padded_tokens = int(widths.sum())
-        in_place = self.padded_tokens == len(places_N) and torch.equal(
-            places_N, torch.arange(len(places_N))
-        )
+        in_place = self.padded_tokens == len(places_N) and torch.equal(places_N, torch.arange(len(places_N)))
         self.places = None if in_place else places_N.to(device)
 
 

@@ -41,7 +41,7 @@ class ValueModel(nn.Module):
         return self.model
 
     def forward(self, inputs: PackedInputs, outputs: frozenset[str]) -> dict[str, Tensor]:
-        """"values", (T) in fp32 (fp64 for an fp64 model): entry t is predicted from the tokens
+        """ "values", (T) in fp32 (fp64 for an fp64 model): entry t is predicted from the tokens
         before t; zero at tokens that were not asked for.
 
         Raises:

@@ -28,9 +28,7 @@ def chunk_bytes(request, monkeypatch):
 )
 def test_values_and_gradients(temperature, dtype, tolerance):
     hidden, weight, targets = case(37, dtype)
-    log_probs, entropy = token_log_probs(
-        hidden, weight, targets, temperature=temperature, with_entropy=True
-    )
+    log_probs, entropy = token_log_probs(hidden, weight, targets, temperature=temperature, with_entropy=True)
     wide = [t.detach().double().requires_grad_() for t in (hidden, weight)]
     expected = reference(*wide, targets, temperature)
     assert log_probs.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)

@@ -22,8 +22,7 @@ def onednn(request, monkeypatch):
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_values_and_gradients(dtype, tolerance, shape, with_bias):
     inputs, weight, bias = (
-        torch.randn(size, dtype=torch.float64).to(dtype).requires_grad_()
-        for size in (shape, (24, 40), (24,))
+        torch.randn(size, dtype=torch.float64).to(dtype).requires_grad_() for size in (shape, (24, 40), (24,))
     )
     leaves = [inputs, weight, bias][: 2 + with_bias]
     wide = [leaf.detach().double().requires_grad_() for leaf in leaves]

@@ -38,9 +38,7 @@ def test_packed_equals_each_sequence_alone(model_folder, pad_to_longest, checkpo
     tokens, mask, mix = batch()
     language_model = load_policy(model_folder, dtype=torch.float64)
     if checkpointing:
-        language_model.gradient_checkpointing_enable(
-            gradient_checkpointing_kwargs={"use_reentrant": False}
-        )
+        language_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     policy = PolicyModel(language_model, temperature=TEMPERATURE)
     out = policy(pack(tokens, mask, device=CPU, pad_to_longest=pad_to_longest), BOTH)
     reference, log_probs, entropy = plain(model_folder, tokens)

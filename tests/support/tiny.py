@@ -8,10 +8,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-from tokenizers import decoders
-from transformers import LlamaConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
-from transformers import AutoModelForCausalLM
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
 
 CHARACTERS = "0123456789+-*= abcdefghijklmnopqrstuvwxyz?."
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"

@@ -113,7 +113,7 @@ def test_critic_warm_up_leaves_the_policy_alone(lab: Lab) -> None:
 
 
 def test_reference_values_and_kl_match_a_second_look(lab: Lab) -> None:
-    """KL in the reward: token rewards are scores less coef · (old - ref), by the sample file's own columns."""
+    """KL in the reward: token rewards are scores less coef · (old - ref), by the file's own columns."""
     run = lab.run(
         "kl",
         "algorithm.use_kl_in_reward=true",

@@ -62,9 +62,10 @@ def test_a_resumed_run_equals_the_whole_one(
         return metrics
 
     name = f"stopped_{step}"
-    with monkeypatch.context() as patch, pytest.raises(Stop):
+    with monkeypatch.context() as patch:
         patch.setattr(PPOTrainer, "step", breaks)
-        lab.run(name, *WORDS, f"data.val_files={lab.val}")
+        with pytest.raises(Stop):
+            lab.run(name, *WORDS, f"data.val_files={lab.val}")
     resumed = lab.run(name, *WORDS, f"data.val_files={lab.val}")
     assert same(resumed, whole)
     assert without_times(resumed.rows) == without_times(whole.rows)

@@ -72,9 +72,7 @@ class TrainEngine(Protocol):
     version: int
     """Optimizer steps taken."""
 
-    def forward(
-        self, batch: DataProto, *, outputs: frozenset[str], micro: MicroBatching
-    ) -> DataProto:
+    def forward(self, batch: DataProto, *, outputs: frozenset[str], micro: MicroBatching) -> DataProto:
         """Without gradient: each output as a ragged fp32 column aligned with `tokens`; entry t of
         log_probs, entropy, values concerns token t given the tokens before it, entry 0 is zero."""
         ...

@@ -75,9 +75,7 @@ class FSDPEngine:
         self._compute = _compute_dtype(fsdp, device)
         mesh = init_distributed(device)
         self._world = mesh.size()
-        backbone = load_policy(
-            model_path, dtype=self._master, trust_remote_code=model.trust_remote_code
-        )
+        backbone = load_policy(model_path, dtype=self._master, trust_remote_code=model.trust_remote_code)
         if model.enable_gradient_checkpointing and optim is not None:
             backbone.gradient_checkpointing_enable(
                 gradient_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": False}
@@ -123,13 +121,9 @@ class FSDPEngine:
         lengths = batch.ragged("tokens").lengths.tolist()
         block_tokens = CPU_BLOCK_TOKENS if self.device.type == "cpu" else None
         for rows in equalise(cut(lengths, micro, block_tokens=block_tokens)):
-            yield assemble(
-                batch, rows, columns, device=self.device, pad_to_longest=self._pad_to_longest
-            )
+            yield assemble(batch, rows, columns, device=self.device, pad_to_longest=self._pad_to_longest)
 
-    def forward(
-        self, batch: DataProto, *, outputs: frozenset[str], micro: MicroBatching
-    ) -> DataProto:
+    def forward(self, batch: DataProto, *, outputs: frozenset[str], micro: MicroBatching) -> DataProto:
         """See `TrainEngine.forward`. Outputs are evaluated where `response_mask` is true, if the
         batch has one, and zero elsewhere; they come back on the host.
 

@@ -19,9 +19,7 @@ from tandem.protocol import DataProto, Ragged
 CPU_BLOCK_TOKENS = 4096
 
 
-def cut(
-    lengths: Sequence[int], micro: MicroBatching, *, block_tokens: int | None = None
-) -> list[list[int]]:
+def cut(lengths: Sequence[int], micro: MicroBatching, *, block_tokens: int | None = None) -> list[list[int]]:
     """Rows of each micro-batch. Sequences of like length share one where the rule leaves a choice,
     and stand longest first within it; the micro-batch with the longest sequences comes first, so that
     what needs most memory is known at once.

@@ -62,9 +62,7 @@ class TrainState:
         """One AdamW step with the gradient scaled to norm `clip_grad` if it is longer."""
         assert self.optimizer is not None
         scale = (clip_grad / (grad_norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_(
-            [local(p.grad) for p in self.module.parameters() if p.grad is not None], scale
-        )
+        torch._foreach_mul_([local(p.grad) for p in self.module.parameters() if p.grad is not None], scale)
         self.optimizer.param_groups[0]["lr"] = lr
         self.optimizer.step()
 

@@ -77,9 +77,7 @@ class SyntheticLoss:
     def __call__(self, out, columns, offsets, counts):
         mask = columns["response_mask"]
         ratio = ((out["log_probs"] - columns["old_log_probs"]) * mask).exp()
-        surrogate = -torch.min(
-            ratio * columns["advantages"], ratio.clamp(0.8, 1.2) * columns["advantages"]
-        )
+        surrogate = -torch.min(ratio * columns["advantages"], ratio.clamp(0.8, 1.2) * columns["advantages"])
         gap = (columns["ref_log_probs"] - out["log_probs"]) * mask
         values = surrogate - 0.05 * out["entropy"] + 0.1 * (gap.exp() - gap - 1)
         loss = aggregate(

@@ -39,13 +39,16 @@ def reference_gradients(folder, batch, mode):
         values = -torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
         values = values + 0.05 * (log_p.exp() * log_p).sum(-1) + 0.1 * (gap.exp() - gap - 1)
         total = (values * mask.row(i)[1:]).sum()
-        loss = loss + {
-            "token-mean": total / tokens,
-            "token-sum": total,
-            "seq-mean-token-sum": total / sequences,
-            "seq-mean-token-sum-norm": total / sequences / 20,
-            "seq-mean-token-mean": total / max(1, answers[i]) / sequences,
-        }[mode]
+        loss = (
+            loss
+            + {
+                "token-mean": total / tokens,
+                "token-sum": total,
+                "seq-mean-token-sum": total / sequences,
+                "seq-mean-token-sum-norm": total / sequences / 20,
+                "seq-mean-token-mean": total / max(1, answers[i]) / sequences,
+            }[mode]
+        )
     loss.backward()
     return {f"model.{name}": p.grad for name, p in model.named_parameters()}, float(loss.detach())
 

@@ -88,9 +88,7 @@ def test_checkpoint_of_two_ranks_goes_on_at_one(folder, single, pair, results):
     engine = synthetic.make_engine(folder)
     engine.load(results / "two_ranks")
     assert engine.version == 1
-    engine.train_step(
-        synthetic.make_batch(), synthetic.SyntheticLoss(), micro=synthetic.CUTS["tokens"]
-    )
+    engine.train_step(synthetic.make_batch(), synthetic.SyntheticLoss(), micro=synthetic.CUTS["tokens"])
     assert synthetic.relative_difference(synthetic.weights(engine), single["weights"]) <= 1e-9
 
 

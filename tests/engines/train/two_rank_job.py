@@ -32,18 +32,16 @@ def all_gradients(folder, precision):
     found = {}
     for share, mode, cut in CASES[precision]:
         loss, micro = synthetic.SyntheticLoss(mode), synthetic.CUTS[cut]
-        found[precision, share, mode, cut] = synthetic.gradients(
-            engine, my_rows(batch, share), loss, micro
-        )
+        found[precision, share, mode, cut] = synthetic.gradients(engine, my_rows(batch, share), loss, micro)
     return engine, found
 
 
 def forwards(engine):
     """Each rank's own rows, as they came back, gathered for the record."""
     batch = my_rows(synthetic.make_batch(), "uneven")
-    out = engine.forward(
-        batch, outputs=frozenset({"log_probs"}), micro=synthetic.CUTS["three"]
-    ).ragged("log_probs")
+    out = engine.forward(batch, outputs=frozenset({"log_probs"}), micro=synthetic.CUTS["three"]).ragged(
+        "log_probs"
+    )
     parts = [None, None]
     dist.all_gather_object(parts, out.values)
     return torch.cat(parts)

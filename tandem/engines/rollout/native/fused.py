@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tandem.engines.rollout.native.cache import DecodePlan, KVCache, LayerShape, Prefill
-from tandem.engines.rollout.native.products import added_linear, linear
+from tandem.models.linear import added_linear, linear
 
 _MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # those whose angles depend on the position alone

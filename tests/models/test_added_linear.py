@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from tandem.engines.rollout.native import products
+from tandem.models import linear as products
 
 
 @pytest.mark.parametrize(
