@@ -3,9 +3,9 @@
 A Qwen2 of about 3 million parameters, 32 prompts of 6 tokens, 8 completions each. "equal": every completion
 has 64 tokens, so nobody can save padding. "spread": lengths from 4 to 64, forced on both sides. A step
 is everything from prompts to updated weights: generation, rewards, advantages, update. The two
-take turns; the best step of each counts, so that a busy moment of the machine hurts neither. TRL
-is given the fastest of its own settings: precision for bf16 (autocast over fp32 weights, as Tandem has
-them, or pure bf16) and micro-batch.
+take turns; the best step of each counts, so that a busy moment of the machine hurts neither. Each is
+given the fastest of its own settings: micro-batches, and for TRL in bf16 the precision (autocast over
+fp32 weights, as Tandem has them, or pure bf16).
 
     python benchmarks/grpo_step_vs_trl.py [--precisions fp32 bf16] [--modes equal spread] [--out FILE]
 
@@ -45,7 +45,7 @@ TRL_SETTINGS = {
     "fp32": [("fp32", 256), ("fp32", 64)],
     "bf16": [("bf16-autocast", 256), ("bf16-pure", 256), ("bf16-pure", 64)],
 }
-TANDEM_TOKENS = {"fp32": 2048, "bf16": 2048}
+TANDEM_SETTINGS = [2048, 3072, 4096]  # tokens per micro-batch
 
 
 def make_files(folder: Path) -> None:
@@ -71,7 +71,7 @@ def make_files(folder: Path) -> None:
         (folder / f"{mode}.json").write_text(json.dumps(lengths))
 
 
-def tandem_steps(folder: Path, mode: str, precision: str, count: int) -> dict[str, Any]:
+def tandem_steps(folder: Path, mode: str, precision: str, tokens: int, count: int) -> dict[str, Any]:
     """Runs in a process of its own: seconds of each step after two to warm up."""
     overrides = [
         f"actor_rollout_ref.model.path={folder / 'model'}",
@@ -84,7 +84,7 @@ def tandem_steps(folder: Path, mode: str, precision: str, count: int) -> dict[st
         "actor_rollout_ref.model.enable_gradient_checkpointing=false",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS}",
         "actor_rollout_ref.actor.use_dynamic_bsz=true",
-        f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={TANDEM_TOKENS[precision]}",
+        f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={tokens}",
         f"actor_rollout_ref.actor.fsdp_config.dtype={precision}",
         f"trainer.default_local_dir={folder / f'run_{mode}_{precision}'}",
         "trainer.samples_freq=-1",
@@ -137,22 +137,26 @@ def trl_seconds(folder: Path, mode: str, setting: tuple[str, int], steps: int) -
     return seconds
 
 
+def tandem_seconds(folder: Path, mode: str, precision: str, tokens: int, steps: int) -> list[float]:
+    words = [str(folder), mode, precision, str(tokens), str(steps)]
+    seconds: list[float] = run_json([sys.executable, __file__, "--tandem", *words])["seconds"]
+    return seconds
+
+
 def compare(folder: Path, mode: str, precision: str, steps: int) -> dict[str, Any]:
-    own = [sys.executable, __file__, "--tandem", str(folder), mode, precision, str(steps)]
-    settings = TRL_SETTINGS[precision]
-    trials = {setting: min(trl_seconds(folder, mode, setting, 2)) for setting in settings}
-    fastest = min(trials, key=lambda setting: trials[setting])
-    tandem: list[float] = []
-    trl = [trials[fastest]]
-    for _ in range(2):
-        tandem += run_json(own)["seconds"]
-        trl += trl_seconds(folder, mode, fastest, steps)
+    own = {t: tandem_seconds(folder, mode, precision, t, steps) for t in TANDEM_SETTINGS}
+    peer = {s: trl_seconds(folder, mode, s, steps) for s in TRL_SETTINGS[precision]}
+    tokens = min(own, key=lambda setting: min(own[setting]))
+    fastest = min(peer, key=lambda setting: min(peer[setting]))
+    tandem = own[tokens] + tandem_seconds(folder, mode, precision, tokens, steps)
+    trl = peer[fastest] + trl_seconds(folder, mode, fastest, steps)
     row = {
         "mode": mode,
         "precision": precision,
         "tandem_s": min(tandem),
         "trl_s": min(trl),
         "ratio": min(trl) / min(tandem),
+        "tandem_setting": f"{tokens} tokens per micro-batch",
         "trl_setting": f"{fastest[0]}, micro-batch {fastest[1]}",
         "tandem_all_s": tandem,
         "trl_all_s": trl,
@@ -171,13 +175,13 @@ def main() -> None:
     )
     parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
     parser.add_argument("--modes", nargs="+", default=["equal", "spread"], choices=["equal", "spread"])
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--tandem", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--tandem", nargs=5, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.tandem:
-        folder, mode, precision, steps = args.tandem
-        print(json.dumps(tandem_steps(Path(folder), mode, precision, int(steps))))
+        folder, mode, precision, tokens, steps = args.tandem
+        print(json.dumps(tandem_steps(Path(folder), mode, precision, int(tokens), int(steps))))
         return
     if not TRL.exists():
         sys.exit("TRL's environment is missing: run `make peers` first")
