@@ -68,6 +68,7 @@ SETTINGS = {
         "actor_rollout_ref.actor.ppo_mini_batch_size=512",
         "critic.model.enable_gradient_checkpointing=false",
         "critic.ppo_max_token_len_per_gpu=2048",
+        "critic.ppo_mini_batch_size=128",
         "critic.optim.lr=1e-3",
         "critic.optim.betas=[0.9,0.95]",
         "trainer.critic_warmup=3",
