@@ -31,12 +31,20 @@ def init_distributed(device: torch.device) -> DeviceMesh:
         else:
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, store=store, rank=0, world_size=1)
-        atexit.register(_leave)
+        atexit.register(leave_distributed)
     return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
 
 
-def _leave() -> None:
+def leave_distributed(*, together: bool = False) -> None:
+    """Ends the process group, if there is one; at the process's exit at the latest.
+
+    Args:
+        together: once all ranks got here. A rank that tears its connections down while another still
+            uses them may be ended by an abort; scripts of several ranks finish with this.
+    """
     if dist.is_initialized():
+        if together:
+            dist.barrier()
         dist.destroy_process_group()
 
 

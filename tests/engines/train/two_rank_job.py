@@ -8,6 +8,8 @@ import synthetic
 import torch
 import torch.distributed as dist
 
+from tandem.models.parallel import leave_distributed
+
 SHARES = {"uneven": (7, 10), "empty": (10, 10)}  # where the second rank's rows begin and end
 
 
@@ -104,6 +106,7 @@ def main():
     }
     if dist.get_rank() == 0:
         torch.save(record, results / "record.pt")
+    leave_distributed(together=True)
 
 
 if __name__ == "__main__":
