@@ -51,10 +51,3 @@ def set_threads(count: int | None) -> int:
             raise ConfigError("threads below one", field="threads", got=count, expected=">= 1")
         torch.set_num_threads(count)
     return torch.get_num_threads()
-
-
-def use_deterministic_kernels() -> None:
-    """Makes PyTorch take kernels whose result repeats bit for bit, and raise where it has none. Call
-    before the first CUDA operation: cuBLAS reads its workspace setting once."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from tandem.device import choose_device, set_threads, use_deterministic_kernels
+from tandem.device import choose_device, set_threads
 from tandem.errors import ConfigError
 
 
@@ -40,12 +40,3 @@ def test_threads():
             set_threads(0)
     finally:
         torch.set_num_threads(before)
-
-
-def test_deterministic_kernels(monkeypatch):
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    try:
-        use_deterministic_kernels()
-        assert torch.are_deterministic_algorithms_enabled()
-    finally:
-        torch.use_deterministic_algorithms(False)
