@@ -51,7 +51,6 @@ class Spec:
         fn: the function itself.
         columns: its positional parameters, in order.
         options: its keyword-only parameters with their defaults.
-        rollouts: rollouts needed besides the sampled ones.
     """
 
     kind: ClassVar[str]
@@ -62,7 +61,6 @@ class Spec:
     fn: Callable[..., Any]
     columns: tuple[str, ...]
     options: Mapping[str, Option]
-    rollouts: tuple[str, ...] = ()
 
     def select_options(self, shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Option]:
         """The options to call with: of `shared` (config keys that many algorithms read) those this
@@ -188,9 +186,7 @@ class Registry(Generic[AnySpec]):
         """The names registered, without aliases."""
         return tuple(sorted(self._specs))
 
-    def register(
-        self, name: str, *aliases: str, rollouts: tuple[str, ...] = ()
-    ) -> Callable[[Function], Function]:
+    def register(self, name: str, *aliases: str) -> Callable[[Function], Function]:
         """A decorator that registers a function and returns it unchanged.
 
         Raises:
@@ -201,7 +197,7 @@ class Registry(Generic[AnySpec]):
             for each in (name, *aliases):
                 if each in self._specs or each in self.aliases:
                     raise ConfigError(f"this {self._spec.kind}'s name is taken", field=each)
-            self._specs[name] = declared(self._spec, name, fn, rollouts)
+            self._specs[name] = declared(self._spec, name, fn)
             self.aliases.update(dict.fromkeys(aliases, name))
             return fn
 
@@ -216,7 +212,7 @@ class Registry(Generic[AnySpec]):
         if ":" in name:
             fn = load_function(name)
             known = (spec for spec in self._specs.values() if spec.fn is fn)
-            return next(known, None) or declared(self._spec, name, fn, ())
+            return next(known, None) or declared(self._spec, name, fn)
         spec = self._specs.get(self.aliases.get(name, name))
         if spec is None:
             raise ConfigError(
@@ -229,7 +225,7 @@ class Registry(Generic[AnySpec]):
         return spec
 
 
-def declared(spec: type[AnySpec], name: str, fn: Callable[..., Any], rollouts: tuple[str, ...]) -> AnySpec:
+def declared(spec: type[AnySpec], name: str, fn: Callable[..., Any]) -> AnySpec:
     """The spec that a function's signature declares.
 
     Raises:
@@ -259,7 +255,7 @@ def declared(spec: type[AnySpec], name: str, fn: Callable[..., Any], rollouts: t
             expected=f"def function(COLUMN, ..., *, OPTION=DEFAULT, ...) -> {spec.result}\n"
             f"    where the columns are any of{known}\n    and the defaults are numbers, bools or strings",
         )
-    return spec(name, fn, tuple(columns), MappingProxyType(options), rollouts)
+    return spec(name, fn, tuple(columns), MappingProxyType(options))
 
 
 def _fits(value: object, default: Option) -> bool:

@@ -1,7 +1,7 @@
 """Checkpoints of a run: one folder per step, written atomically, checked by digests when read.
 
 checkpoints/step_000010/manifest.json   step, and size and sha256 of every other file
-                        state.pt        small state: counters, random generators, data position
+                        state.pt        small state: counters, data position, controllers
                         NAME/…          what the writer of that name wrote: model shards, optimizer
 """
 

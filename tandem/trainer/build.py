@@ -1,5 +1,5 @@
-"""From a config to a trainer that can run: everything that can be refused is refused here, cheapest
-first, before a model is loaded."""
+"""From a config to a trainer that can run: what can be refused without a model is refused
+before one is loaded, cheapest first."""
 
 from __future__ import annotations
 
