@@ -4,13 +4,18 @@ Korf 1998). Used over token counts, for micro-batches and for data-parallel shar
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Sequence
 
 from tandem.errors import ConfigError
 
+EXACTING = 1 << 14  # items · parts up to which differencing takes under about 20 ms
+
 
 def partition(weights: Sequence[int], parts: int) -> list[list[int]]:
-    """Divides items into `parts` sets of nearly equal total weight.
+    """Divides items into `parts` sets of nearly equal total weight: by largest differencing, or, where
+    items · parts exceeds `EXACTING`, by giving the heaviest item left to the lightest set (Graham 1969),
+    which takes milliseconds and leaves the sets at most one item apart.
 
     Args:
         weights: one number >= 0 per item, such as its tokens.
@@ -25,6 +30,11 @@ def partition(weights: Sequence[int], parts: int) -> list[list[int]]:
     """
     if parts < 1:
         raise ConfigError("parts below one", field="parts", got=parts, expected=">= 1")
+    few = len(weights) * parts <= EXACTING
+    return _by_differencing(weights, parts) if few else _heaviest_first(weights, parts)
+
+
+def _by_differencing(weights: Sequence[int], parts: int) -> list[list[int]]:
     # A state is a partial solution: its sets heaviest first. The two states with the largest spread
     # are merged, heaviest set with lightest, until one state is left. The counter breaks ties.
     empty: list[tuple[int, list[int]]] = [(0, [])] * (parts - 1)
@@ -41,6 +51,23 @@ def partition(weights: Sequence[int], parts: int) -> list[list[int]]:
         order += 1
     sets = heap[0][2] if heap else [(0, [])] * parts
     return [sorted(items) for _, items in sets]
+
+
+def _heaviest_first(weights: Sequence[int], parts: int) -> list[list[int]]:
+    sets: list[list[int]] = [[] for _ in range(parts)]
+    totals = [(0, part) for part in range(parts)]
+    for item in sorted(range(len(weights)), key=lambda item: -weights[item]):
+        total, lightest = totals[0]
+        sets[lightest].append(item)
+        heapq.heapreplace(totals, (total + weights[item], lightest))
+    return [sorted(sets[part]) for _, part in sorted(totals, key=lambda entry: (-entry[0], entry[1]))]
+
+
+def even(count: int, parts: int) -> list[slice]:
+    """`parts` successive slices of `count` items whose sizes differ by one at most."""
+    base, extra = divmod(count, parts)
+    starts = [i * base + min(i, extra) for i in range(parts + 1)]
+    return [slice(start, stop) for start, stop in itertools.pairwise(starts)]
 
 
 def within_budget(weights: Sequence[int], budget: int) -> list[list[int]]:

@@ -97,3 +97,17 @@ class EngineError(TandemError, RuntimeError):
 
 class NonFiniteError(TandemError, ArithmeticError):
     """A loss or a gradient is NaN or infinite."""
+
+
+class WorkerFailure(TandemError, RuntimeError):
+    """A worker raised, died or stopped answering; the message is the whole report.
+
+    Args:
+        message: which worker, in which method, and what everybody else was doing.
+        restartable: whether the same run, started again, may get further: true unless the cause is an error
+            that the user has to act on.
+    """
+
+    def __init__(self, message: str, *, restartable: bool) -> None:
+        super().__init__(message)
+        self.restartable = restartable

@@ -10,8 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tandem.balance import even
 from tandem.errors import DataError
-from tandem.protocol.ragged import Ragged, RowIndex, row_index
+from tandem.protocol.gather import Gather, Picks
+from tandem.protocol.ragged import Ragged, RowIndex, cut_offsets, picks, row_index, same_tensor
+from tandem.protocol.shipping import Shipped, unwrap
 
 Column = Tensor | Ragged
 
@@ -99,21 +102,7 @@ class DataProto:
         """The named rows in the given order; a boolean mask filters; one integer gives a table of one."""
         if isinstance(rows, int):
             rows = [rows]
-        if isinstance(rows, slice):
-            pick: Any = rows
-            return self._map(lambda t: t[pick], lambda a: a[pick])
-        index = row_index(rows, len(self))
-        on_host = index.numpy()
-        return self._map(
-            lambda t: t[index if isinstance(t, Ragged) else index.to(t.device)], lambda a: a[on_host]
-        )
-
-    def _map(self, column: Callable[[Any], Column], array: Callable[[np.ndarray], np.ndarray]) -> DataProto:
-        return DataProto(
-            {name: column(value) for name, value in self.batch.items()},
-            {name: array(value) for name, value in self.non_tensor_batch.items()},
-            self.meta_info,
-        )
+        return DataProto.gather([self], picks(rows, len(self)))
 
     def select(
         self,
@@ -166,7 +155,7 @@ class DataProto:
         batch, arrays, meta = dict(self.batch), dict(self.non_tensor_batch), dict(self.meta_info)
         for other in others:
             _merge(batch, other.batch, _same_column)
-            _merge(arrays, other.non_tensor_batch, lambda a, b: a is b or bool(np.all(a == b)))
+            _merge(arrays, other.non_tensor_batch, lambda a, b: a is b or bool(np.array_equal(a, b)))
             _merge(meta, other.meta_info, lambda a, b: bool(a == b))
         return DataProto(batch, arrays, meta)
 
@@ -177,39 +166,76 @@ class DataProto:
         Raises:
             DataError: parts with different columns.
         """
+        return DataProto.gather(parts, range(sum(map(len, parts))))
+
+    @staticmethod
+    def gather(parts: Sequence[DataProto], rows: Picks) -> DataProto:
+        """`concat(parts)[rows]` with one copy of each value, or none: successive rows of one part are views.
+
+        Raises:
+            DataError: no parts, or parts with different columns.
+        """
         if not parts:
             raise DataError("nothing to concatenate", expected="at least one table")
         first = parts[0]
         for part in parts[1:]:
             if set(part.columns) != set(first.columns):
                 raise DataError("tables have different columns", got=part.columns, expected=first.columns)
+        plan = Gather([len(part) for part in parts], rows)
         batch: dict[str, Column] = {}
         for name in first.batch:
-            columns = [part.batch[name] for part in parts]
-            if all(isinstance(column, Ragged) for column in columns):
-                batch[name] = Ragged.cat([part.ragged(name) for part in parts])
+            if any(isinstance(part.batch[name], Ragged) for part in parts):
+                batch[name] = Ragged.gather([part.ragged(name) for part in parts], plan)
             else:
-                batch[name] = torch.cat([part.dense(name) for part in parts])
+                batch[name] = plan.dense([part.dense(name) for part in parts])
         arrays = {
-            name: np.concatenate([part.non_tensor_batch[name] for part in parts])
+            name: plan.array([part.non_tensor_batch[name] for part in parts])
             for name in first.non_tensor_batch
         }
-        return DataProto(batch, arrays, first.meta_info)
+        return DataProto._trusted(batch, arrays, first.meta_info)
 
     def chunk(self, chunks: int) -> list[DataProto]:
         """`chunks` tables whose sizes differ by one at most; some are empty if rows are few."""
         if chunks < 1:
             raise DataError("chunks below one", field="chunks", got=chunks, expected=">= 1")
-        base, extra = divmod(len(self), chunks)
-        sizes = [base + (i < extra) for i in range(chunks)]
-        starts = np.cumsum([0, *sizes])
-        return [self[int(starts[i]) : int(starts[i + 1])] for i in range(chunks)]
+        return self._cut(even(len(self), chunks))
 
     def split(self, size: int) -> list[DataProto]:
         """Tables of `size` rows; the last may be smaller."""
         if size < 1:
             raise DataError("split size below one", field="size", got=size, expected=">= 1")
-        return [self[start : start + size] for start in range(0, len(self), size)]
+        return self._cut([slice(i, min(i + size, len(self))) for i in range(0, len(self), size)])
+
+    def _cut(self, spans: Sequence[slice]) -> list[DataProto]:
+        """Successive slices of all rows, as views; each column is cut in one go."""
+        tables = [DataProto._trusted({}, {}, self.meta_info) for _ in spans]
+        sizes = [span.stop - span.start for span in spans]
+        families: dict[int, tuple[list[int], list[Tensor]]] = {}
+        for name, column in self.batch.items():
+            if isinstance(column, Ragged):
+                family = families.get(id(column.offsets))
+                if family is None:
+                    family = families[id(column.offsets)] = cut_offsets(column.offsets, spans)
+                for i, values in enumerate(column.values.split_with_sizes(family[0])):
+                    tables[i].batch[name] = Ragged.trusted(values, family[1][i])
+            else:
+                for i, rows in enumerate(column.split_with_sizes(sizes)):
+                    tables[i].batch[name] = rows
+        for name, array in self.non_tensor_batch.items():
+            for table, span in zip(tables, spans, strict=True):
+                table.non_tensor_batch[name] = array[span]
+        return tables
+
+    @classmethod
+    def _trusted(
+        cls, batch: dict[str, Column], arrays: dict[str, np.ndarray], meta_info: dict[str, Any]
+    ) -> DataProto:
+        """Without a check, for columns that are known to agree; takes the first two dicts as its own."""
+        table = cls.__new__(cls)
+        table.batch = batch
+        table.non_tensor_batch = arrays
+        table.meta_info = dict(meta_info)
+        return table
 
     def repeat(self, repeats: int, interleave: bool = True) -> DataProto:
         """Each row `repeats` times: in succession, or the whole table again and again."""
@@ -232,7 +258,46 @@ class DataProto:
         return self[torch.as_tensor(np.asarray(mask), dtype=torch.bool)]
 
     def to(self, device: torch.device | str) -> DataProto:
-        return self._map(lambda t: t.to(device), lambda a: a)
+        return DataProto(
+            {name: column.to(device) for name, column in self.batch.items()},
+            self.non_tensor_batch,
+            self.meta_info,
+        )
+
+    def clone(self) -> DataProto:
+        """The same table on memory of its own (the objects in its arrays are shared)."""
+        copies: dict[int, Tensor] = {}  # columns of one offset tensor keep one
+
+        def own(tensor: Tensor) -> Tensor:
+            return copies.setdefault(id(tensor), tensor.clone())
+
+        return DataProto(
+            {
+                name: Ragged(c.values.clone(), own(c.offsets)) if isinstance(c, Ragged) else c.clone()
+                for name, c in self.batch.items()
+            },
+            {name: array.copy() for name, array in self.non_tensor_batch.items()},
+            self.meta_info,
+        )
+
+    def __getstate__(self) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, Any]]:
+        """Each tensor object once, however many columns hold it."""
+        shipped: dict[int, Shipped] = {}
+
+        def ship(tensor: Tensor) -> Shipped:
+            return shipped.setdefault(id(tensor), Shipped(tensor))
+
+        batch = {
+            name: (ship(c.values), ship(c.offsets)) if isinstance(c, Ragged) else ship(c)
+            for name, c in self.batch.items()
+        }
+        return batch, dict(self.non_tensor_batch), dict(self.meta_info)
+
+    def __setstate__(self, state: tuple[dict[str, Any], dict[str, np.ndarray], dict[str, Any]]) -> None:
+        batch, self.non_tensor_batch, self.meta_info = state
+        self.batch = {
+            name: Ragged(*map(unwrap, c)) if isinstance(c, tuple) else unwrap(c) for name, c in batch.items()
+        }
 
     def save(self, path: str | Path) -> None:
         """Writes the table to one file; `load` reads it back. The file is a pickle: load only your own."""
@@ -289,4 +354,4 @@ def _same_column(a: Column, b: Column) -> bool:
         return True
     if isinstance(a, Ragged) and isinstance(b, Ragged):
         return a.equal(b)
-    return isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a, b)
+    return isinstance(a, Tensor) and isinstance(b, Tensor) and same_tensor(a, b)

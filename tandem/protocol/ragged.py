@@ -10,12 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tandem.errors import DataError
+from tandem.protocol.gather import Gather, Picks, offsets_of
+from tandem.protocol.gather import span_indices as span_indices
+from tandem.protocol.shipping import Shipped, unwrap
 
-RowIndex = slice | Sequence[int] | Tensor
+RowIndex = slice | Sequence[int] | np.ndarray | Tensor
 
 
 class Ragged:
@@ -34,16 +38,25 @@ class Ragged:
 
     def __init__(self, values: Tensor, offsets: Tensor) -> None:
         offsets = offsets.to(device="cpu", dtype=torch.int64)
-        if offsets.ndim != 1 or len(offsets) < 1 or offsets[0] != 0 or offsets[-1] != len(values):
+        on_host = offsets.numpy()
+        if offsets.ndim != 1 or len(on_host) < 1 or on_host[0] != 0 or on_host[-1] != len(values):
             raise DataError(
                 "offsets do not describe the values",
                 got=f"offsets {offsets.tolist()[:4]}… for {len(values)} values",
                 expected=f"a non-decreasing row from 0 to {len(values)}",
             )
-        if bool((offsets.diff() < 0).any()):
+        if (on_host[1:] < on_host[:-1]).any():
             raise DataError("offsets decrease", got=offsets.tolist()[:8], expected="non-decreasing")
         self.values = values
         self.offsets = offsets
+
+    @classmethod
+    def trusted(cls, values: Tensor, offsets: Tensor) -> Ragged:
+        """Without a check: offsets are int64 on the host and known to describe the values."""
+        ragged = cls.__new__(cls)
+        ragged.values = values
+        ragged.offsets = offsets
+        return ragged
 
     @classmethod
     def from_lengths(cls, values: Tensor, lengths: Tensor | Sequence[int]) -> Ragged:
@@ -73,9 +86,13 @@ class Ragged:
     @classmethod
     def cat(cls, parts: Sequence[Ragged]) -> Ragged:
         """All rows of all parts, in order."""
-        if len(parts) == 1:
-            return parts[0]
-        return cls.from_lengths(torch.cat([p.values for p in parts]), torch.cat([p.lengths for p in parts]))
+        sizes = [len(part) for part in parts]
+        return cls.gather(parts, Gather(sizes, range(sum(sizes))))
+
+    @classmethod
+    def gather(cls, parts: Sequence[Ragged], plan: Gather) -> Ragged:
+        """The rows of the parts that a plan picks."""
+        return cls.trusted(*plan.ragged([part.values for part in parts], [part.offsets for part in parts]))
 
     @property
     def lengths(self) -> Tensor:
@@ -112,15 +129,7 @@ class Ragged:
 
     def __getitem__(self, rows: RowIndex) -> Ragged:
         """The named rows in the given order; a boolean tensor filters. Contiguous slices are views."""
-        if isinstance(rows, slice) and rows.step in (None, 1):
-            start, stop, _ = rows.indices(len(self))
-            stop = max(start, stop)
-            low, high = int(self.offsets[start]), int(self.offsets[stop])
-            return Ragged(self.values[low:high], self.offsets[start : stop + 1] - low)
-        index = row_index(rows, len(self))
-        lengths = self.lengths[index]
-        picks = span_indices(self.offsets[:-1][index], lengths)
-        return Ragged.from_lengths(self.values[picks.to(self.device)], lengths)
+        return Ragged.gather([self], Gather([len(self)], picks(rows, len(self))))
 
     def repeat_interleave(self, repeats: int) -> Ragged:
         """Each row `repeats` times in succession."""
@@ -158,22 +167,30 @@ class Ragged:
         """Same dtype, lengths and values."""
         return (
             self.dtype == other.dtype
-            and torch.equal(self.offsets, other.offsets)
-            and torch.equal(self.values, other.values)
+            and same_tensor(self.offsets, other.offsets)
+            and same_tensor(self.values, other.values)
         )
 
+    def __getstate__(self) -> tuple[Shipped, Shipped]:
+        return Shipped(self.values), Shipped(self.offsets)
 
-def offsets_of(lengths: Tensor) -> Tensor:
-    """(B) lengths to (B+1) offsets."""
-    offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64, device=lengths.device)
-    torch.cumsum(lengths, 0, out=offsets[1:])
-    return offsets
+    def __setstate__(self, state: tuple[Any, Any]) -> None:
+        self.values, self.offsets = map(unwrap, state)
 
 
-def span_indices(starts: Tensor, lengths: Tensor) -> Tensor:
-    """start_0 … start_0+length_0-1, start_1 …: (sum of lengths) int64."""
-    shift = starts - offsets_of(lengths)[:-1]
-    return torch.arange(int(lengths.sum())) + torch.repeat_interleave(shift, lengths)
+def same_tensor(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are equal; those that lie on the same memory are, and are not read."""
+    if a.dtype != b.dtype or a.shape != b.shape or a.device != b.device:
+        return False
+    same_place = a.data_ptr() == b.data_ptr() and a.stride() == b.stride()
+    return same_place or torch.equal(a, b)
+
+
+def cut_offsets(offsets: Tensor, spans: Sequence[slice]) -> tuple[list[int], list[Tensor]]:
+    """Successive slices of rows: how many values each has, and its offsets."""
+    on_host = offsets.numpy()
+    parts = [on_host[span.start : span.stop + 1] for span in spans]
+    return [int(part[-1] - part[0]) for part in parts], [torch.from_numpy(part - part[0]) for part in parts]
 
 
 def row_index(rows: RowIndex, count: int) -> Tensor:
@@ -183,8 +200,9 @@ def row_index(rows: RowIndex, count: int) -> Tensor:
         IndexError: a row that is not there.
     """
     if isinstance(rows, slice):
-        return torch.arange(count)[rows] if rows.step in (None, 1) else torch.tensor(range(count)[rows])
-    index = torch.as_tensor(rows, device="cpu")
+        return torch.tensor(range(count)[rows], dtype=torch.int64)
+    # torch takes no array that runs backwards
+    index = torch.as_tensor(rows.copy() if isinstance(rows, np.ndarray) else rows, device="cpu")
     if index.dtype == torch.bool:
         if len(index) != count:
             raise IndexError(f"a mask of {len(index)} for {count} rows")
@@ -193,3 +211,10 @@ def row_index(rows: RowIndex, count: int) -> Tensor:
     if len(index) and not (-count <= int(index.min()) and int(index.max()) < count):
         raise IndexError(f"rows {index.tolist()[:8]} of {count}")
     return torch.where(index < 0, index + count, index)
+
+
+def picks(rows: RowIndex, count: int) -> Picks:
+    """As `row_index`, with successive rows as a range."""
+    if isinstance(rows, slice) and rows.step in (None, 1):
+        return range(count)[rows]
+    return row_index(rows, count).numpy()

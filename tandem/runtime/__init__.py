@@ -1,18 +1,21 @@
 """One controller, many workers: registered methods, dispatch, futures, pools and backends."""
 
-from tandem.runtime.backend import Backend, Workers
+from tandem.runtime.backend import Backend, StreamPart, Usage, Workers
 from tandem.runtime.dispatch import Dispatch, Mesh, MeshPlace
-from tandem.runtime.future import BatchFuture, Future, Handle
+from tandem.runtime.future import BatchFuture, Future
+from tandem.runtime.handle import Handle
 from tandem.runtime.index import Index
 from tandem.runtime.local_backend import LocalBackend
 from tandem.runtime.resource_pool import Placement, ResourcePool, Role
-from tandem.runtime.worker import BaseWorker, Worker, register
+from tandem.runtime.stream import BatchStream
+from tandem.runtime.worker import BaseWorker, Part, Worker, WorkerFactory, register
 from tandem.runtime.worker_group import WorkerGroup
 
 __all__ = [
     "Backend",
     "BaseWorker",
     "BatchFuture",
+    "BatchStream",
     "Dispatch",
     "Future",
     "Handle",
@@ -20,10 +23,14 @@ __all__ = [
     "LocalBackend",
     "Mesh",
     "MeshPlace",
+    "Part",
     "Placement",
     "ResourcePool",
     "Role",
+    "StreamPart",
+    "Usage",
     "Worker",
+    "WorkerFactory",
     "WorkerGroup",
     "Workers",
     "register",

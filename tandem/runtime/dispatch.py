@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal
 
+from tandem.balance import even
 from tandem.errors import ConfigError, DataError
 from tandem.protocol import DataProto
-from tandem.runtime.future import BatchFuture, concat
+from tandem.runtime.expression import Divided, Shares
+from tandem.runtime.future import BatchFuture, division
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 DispatchFn = Callable[["Mesh", tuple[Any, ...], dict[str, Any]], Sequence[Call | None]]
@@ -127,15 +129,19 @@ class Registration:
         collect: "all" as the mode says; "first" the result of the first worker that collects, for
             results that are the same on all.
         mesh: the mesh of ND_COMPUTE_PROTO; None is the only one that the workers registered.
+        balance: the ragged column by whose row lengths rows are divided; None: equal counts.
+        stream: whether the method is a generator of parts.
 
     Raises:
-        ConfigError: something else in place of a mode.
+        ConfigError: something else in place of a mode, or options that do not go together.
     """
 
     dispatch_mode: Dispatch | tuple[DispatchFn, CollectFn] = Dispatch.DP_COMPUTE_PROTO
     blocking: bool = True
     collect: Literal["all", "first"] = "all"
     mesh: str | None = None
+    balance: str | None = None
+    stream: bool = False
 
     def __post_init__(self) -> None:
         pair = isinstance(self.dispatch_mode, tuple) and len(self.dispatch_mode) == 2
@@ -146,16 +152,34 @@ class Registration:
                 got=self.dispatch_mode,
                 expected="a member of Dispatch or a (dispatch, collect) pair; @register needs parentheses",
             )
+        if self.balance and not self.divides_batches:
+            self._refuse("balance", "dispatch_mode DP_COMPUTE_PROTO or ND_COMPUTE_PROTO")
+        if self.balance and self.stream:
+            self._refuse("balance", "no stream: rows of a stream are not one to one with the rows given")
+        if self.stream and not self.makes_batch:
+            self._refuse("stream", 'dispatch_mode DP_COMPUTE_PROTO or ND_COMPUTE_PROTO, collect="all"')
+
+    def _refuse(self, option: str, expected: str) -> None:
+        raise ConfigError(
+            "options of a method that do not go together",
+            field=f"register({option}=…)",
+            got=f"dispatch_mode={self.dispatch_mode}, collect={self.collect!r}, stream={self.stream}",
+            expected=expected,
+        )
 
     @property
     def over_mesh(self) -> bool:
         return self.dispatch_mode is Dispatch.ND_COMPUTE_PROTO or self.mesh is not None
 
     @property
+    def divides_batches(self) -> bool:
+        """Whether each data-parallel rank gets a share of the rows of every batch."""
+        return self.dispatch_mode in (Dispatch.DP_COMPUTE_PROTO, Dispatch.ND_COMPUTE_PROTO)
+
+    @property
     def makes_batch(self) -> bool:
         """Whether the result is a batch, concatenated from the collecting workers' batches."""
-        proto = self.dispatch_mode in (Dispatch.DP_COMPUTE_PROTO, Dispatch.ND_COMPUTE_PROTO)
-        return proto and self.collect == "all"
+        return self.divides_batches and self.collect == "all"
 
     def functions(self) -> tuple[DispatchFn, CollectFn]:
         if isinstance(self.dispatch_mode, Dispatch):
@@ -199,13 +223,7 @@ def dispatch_batches(mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     Raises:
         DataError: batches of different size, as far as sizes are known here.
     """
-    batches = [a for a in (*args, *kwargs.values()) if isinstance(a, DataProto)]
-    if len({len(batch) for batch in batches}) > 1:
-        raise DataError(
-            "the batches of one call have different sizes",
-            got=[f"{len(batch)} rows: {', '.join(batch.columns)}" for batch in batches],
-            expected="the same samples in each",
-        )
+    _batches(args, kwargs)
 
     def shares(argument: Any) -> Sequence[Any]:
         if isinstance(argument, (DataProto, BatchFuture)):
@@ -215,12 +233,66 @@ def dispatch_batches(mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return _by_share(mesh, shares, args, kwargs)
 
 
+def divide_batches(
+    mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any], column: str
+) -> tuple[list[Call | None], Shares | None]:
+    """Shares of every batch's rows of nearly equal weight; does not wait.
+
+    Args:
+        column: the ragged column of one of the batches whose row lengths are the weights.
+
+    Returns:
+        The calls, and the division of the rows; None for a single share.
+
+    Raises:
+        DataError: batches of different size, or none with the column, as far as they are known here.
+    """
+    batches = _batches(args, kwargs)
+    if mesh.dp_size == 1 or not batches:
+        return dispatch_batches(mesh, args, kwargs), None
+    futures = [BatchFuture.of(batch) if isinstance(batch, DataProto) else batch for batch in batches]
+    division_of_rows = division(futures, mesh.dp_size, column)
+
+    def shares(argument: Any) -> Sequence[Any]:
+        if isinstance(argument, DataProto) and isinstance(division_of_rows, Divided):
+            return [argument[rows] for rows in division_of_rows.shares]
+        if isinstance(argument, DataProto):
+            return BatchFuture.of(argument).divided(division_of_rows)
+        return (
+            argument.divided(division_of_rows)
+            if isinstance(argument, BatchFuture)
+            else [argument] * mesh.dp_size
+        )
+
+    return _by_share(mesh, shares, args, kwargs), division_of_rows
+
+
+def _batches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[DataProto | BatchFuture]:
+    """The batches among the arguments.
+
+    Raises:
+        DataError: their sizes differ, as far as they are known.
+    """
+    batches = [a for a in (*args, *kwargs.values()) if isinstance(a, (DataProto, BatchFuture))]
+    if len(batches) == 1:
+        return batches
+    known = [batch for batch in batches if isinstance(batch, DataProto) or batch.ready()]
+    if len({len(batch) for batch in known}) > 1:
+        columns = [batch.columns if isinstance(batch, DataProto) else batch.index.columns for batch in known]
+        raise DataError(
+            "the batches of one call have different sizes",
+            got=[f"{len(b)} rows: {', '.join(names)}" for b, names in zip(known, columns, strict=True)],
+            expected="the same samples in each",
+        )
+    return batches
+
+
 def dispatch_lists(mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Call | None]:
     """Contiguous shares of every list; other arguments go to all."""
 
     def shares(argument: Any) -> Sequence[Any]:
         if isinstance(argument, list):
-            return split_list(argument, mesh.dp_size)
+            return [argument[span] for span in even(len(argument), mesh.dp_size)]
         return [argument] * mesh.dp_size
 
     return _by_share(mesh, shares, args, kwargs)
@@ -240,13 +312,6 @@ def _by_share(
     ]
 
 
-def split_list(items: list[Any], parts: int) -> list[list[Any]]:
-    """`parts` lists whose sizes differ by one at most."""
-    base, extra = divmod(len(items), parts)
-    starts = [i * base + min(i, extra) for i in range(parts + 1)]
-    return [items[starts[i] : starts[i + 1]] for i in range(parts)]
-
-
 def collect_all(mesh: Mesh, results: list[Any]) -> list[Any]:
     return results
 
@@ -260,13 +325,14 @@ def collect_first(mesh: Mesh, results: list[Any]) -> Any:
 
 
 def collect_batches(mesh: Mesh, results: list[Any]) -> DataProto:
-    """The rows of the collecting workers' batches below each other.
+    """The rows of the collecting workers' batches below each other. A batch without any column is what
+    a worker may return for an empty share, and is left out.
 
     Raises:
         DataError: batches with different columns.
     """
     parts: list[DataProto] = [results[rank] for rank in mesh.collectors]
-    return concat(parts)
+    return DataProto.concat([part for part in parts if part.columns] or parts[:1])
 
 
 def collect_lists(mesh: Mesh, results: list[Any]) -> list[Any]:

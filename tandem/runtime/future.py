@@ -10,50 +10,32 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
+import numpy as np
+
+from tandem.balance import even
 from tandem.errors import DataError
 from tandem.protocol import DataProto
-from tandem.protocol.ragged import RowIndex
+from tandem.protocol.gather import Picks
+from tandem.protocol.ragged import RowIndex, picks
+from tandem.runtime import expression
+from tandem.runtime.expression import (
+    Balanced,
+    Divided,
+    Node,
+    Shares,
+    balanced,
+    over_indices,
+    over_layouts,
+)
+from tandem.runtime.handle import Done, Handle
 from tandem.runtime.index import Index
+from tandem.runtime.layout import Layout, Source, compact
 
-Table = TypeVar("Table", DataProto, Index)
+__all__ = ["BatchFuture", "Done", "Future", "Handle", "division", "resolve"]
+
 Result = TypeVar("Result")
-
-
-class Handle(Protocol):
-    """One worker's promised result, as a backend knows it. Where results travel between processes
-    a handle must be picklable and work in any of them. All waits raise what the method raised, and
-    TimeoutError after `timeout_s` seconds (None: the backend's own limit)."""
-
-    def get(self, timeout_s: float | None = None) -> Any:
-        """The value, brought here."""
-        ...
-
-    def index(self, timeout_s: float | None = None) -> Index:
-        """The index of a result that is a DataProto; moves no values."""
-        ...
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Until the method has ended; moves no values."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Done:
-    """The handle of a result that is already here."""
-
-    value: Any
-
-    def get(self, timeout_s: float | None = None) -> Any:
-        return self.value
-
-    def index(self, timeout_s: float | None = None) -> Index:
-        return Index.of(self.value)
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        return
 
 
 class Future(Generic[Result]):
@@ -83,28 +65,59 @@ class Future(Generic[Result]):
 class BatchFuture:
     """A batch that lives with the workers. Immutable: every operation returns another future at
     once, and copies no values; only `index`, `len` and `split` wait for an index, only `get` for values.
+    Rows and chunks of a batch whose methods have ended name only the results that they need.
     """
 
-    __slots__ = ("_node",)
+    __slots__ = ("_index", "_layout", "_node")
 
-    def __init__(self, node: _Node) -> None:
+    def __init__(self, node: Node, index: Callable[[], Index] | None = None) -> None:
         self._node = node
+        self._index: Index | Callable[[], Index] | None = index
+        self._layout: Layout | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Of what this process holds itself, only the wanted rows and columns travel, where it is known
+        which they are."""
+        node = self._node
+        if any(isinstance(s.handle, Done) for s in expression.sources(node)) and self.ready():
+            node = expression.written(self._laid_out(), settle=True)
+        return BatchFuture, (node,)
 
     @classmethod
     def of(cls, batch: DataProto) -> BatchFuture:
         """A batch of the controller's own as a future, for union with others."""
-        return cls(_Source(Done(batch), "BatchFuture.of"))
+        return cls(Source(Done(batch), "BatchFuture.of"))
 
     @classmethod
-    def collected(cls, handles: Sequence[Handle], method: str) -> BatchFuture:
+    def collected(cls, handles: Sequence[Handle], method: str, shares: Shares | None = None) -> BatchFuture:
         """The rows of all workers' results below each other, in the order of `handles`.
 
         Args:
             handles: at least one.
             method: the name of the method that was called, for messages.
+            shares: the division of the rows that the workers were given; its order is restored.
         """
-        sources = tuple(_Source(handle, method) for handle in handles)
-        return cls(sources[0] if len(sources) == 1 else _Concat(sources))
+        results = tuple(Source(handle, method) for handle in handles)
+        if shares is not None:
+            return cls(expression.Restore(results, shares))
+        return cls(results[0] if len(results) == 1 else expression.Concat(results))
+
+    @classmethod
+    def concat(cls, parts: Sequence[BatchFuture]) -> BatchFuture:
+        """The rows of all parts below each other.
+
+        Raises:
+            DataError: no parts.
+        """
+        if not parts:
+            raise DataError("nothing to concatenate", expected="at least one batch")
+        return cls(expression.Concat(tuple(part._node for part in parts)))
+
+    @classmethod
+    def arranged(cls, parts: Sequence[BatchFuture], places: Sequence[np.ndarray]) -> BatchFuture:
+        """The rows of all parts, row i of part p at places[p][i]."""
+        shares = Divided(tuple(place.astype(np.int32) for place in places))
+        return cls(expression.Restore(tuple(part._node for part in parts), shares))
 
     @property
     def index(self) -> Index:
@@ -113,11 +126,17 @@ class BatchFuture:
         Raises:
             DataError: select of a missing column, union of batches that do not fit.
         """
-        fetch: Callable[[_Source], Index] = functools.cache(_Source.index)
-        return self._node.evaluate(fetch)
+        if not isinstance(self._index, Index):
+            self._index = self._index() if self._index else over_indices(lambda: None)(self._node)
+        return self._index
+
+    def ready(self) -> bool:
+        """Whether the index is there without waiting for a method to end."""
+        return self._index is not None or all(s.ready() for s in expression.sources(self._node))
 
     def get(self, timeout_s: float | None = None) -> DataProto:
-        """Brings the values here. The table is the caller's own; its tensors may be shared.
+        """Brings the values here. The table is the caller's own. Its tensors may be shared within this
+        process, never with another.
 
         Raises:
             DataError: select of a missing column, union of batches that do not fit, or a method
@@ -125,31 +144,55 @@ class BatchFuture:
             TimeoutError: not there after `timeout_s` seconds.
         """
         left = _countdown(timeout_s)
-        fetch: Callable[[_Source], DataProto] = functools.cache(lambda source: source.batch(left()))
-        return self._node.evaluate(fetch)
+        fetch: Callable[[Source], DataProto] = functools.cache(lambda source: source.batch(left()))
+        return (self._layout or over_layouts(left)(self._node)).take(fetch)
 
     def __len__(self) -> int:
         return len(self.index)
 
     def select(self, *columns: str) -> BatchFuture:
-        return BatchFuture(_Select(self._node, columns))
+        """Only the named columns.
+
+        Raises:
+            DataError: none are named.
+        """
+        if not columns:
+            raise DataError("no columns to select", expected="at least one name")
+        return BatchFuture(expression.Select(self._node, columns))
 
     def union(self, *others: BatchFuture | DataProto) -> BatchFuture:
         """The columns of all side by side."""
         futures = [BatchFuture.of(o) if isinstance(o, DataProto) else o for o in others]
-        return BatchFuture(_Union((self._node, *(future._node for future in futures))))
+        return BatchFuture(expression.Union((self._node, *(future._node for future in futures))))
 
     def rows(self, indices: RowIndex) -> BatchFuture:
         """The named rows in the given order; a boolean tensor filters."""
-        return BatchFuture(_Rows(self._node, indices))
+        if self.ready():
+            return self._part(picks(indices, len(self)))
+        return BatchFuture(expression.rows_of(self._node, compact(indices)))
 
-    def chunk(self, chunks: int) -> list[BatchFuture]:
-        """`chunks` parts whose sizes differ by one at most, as DataProto.chunk; does not wait."""
+    def chunk(self, chunks: int, balance: str | None = None) -> list[BatchFuture]:
+        """`chunks` parts; does not wait.
+
+        Args:
+            balance: the ragged column by whose row lengths the parts are made nearly equal, rows ascending
+                in each; without it their sizes differ by one at most, as in DataProto.chunk.
+        """
         if chunks < 1:
             raise DataError("chunks below one", field="chunks", got=chunks, expected=">= 1")
         if chunks == 1:
             return [self]
-        return [BatchFuture(_Chunk(self._node, i, chunks)) for i in range(chunks)]
+        if balance is not None:
+            return self.divided(division([self], chunks, balance))
+        if self.ready():
+            return [self.rows(span) for span in even(len(self), chunks)]
+        return [BatchFuture(expression.chunk_of(self._node, i, chunks)) for i in range(chunks)]
+
+    def divided(self, shares: Shares) -> list[BatchFuture]:
+        """The shares of a division; does not wait."""
+        if isinstance(shares, Divided) and self.ready():
+            return [self._part(rows) for rows in shares.shares]
+        return [BatchFuture(expression.Share(self._node, shares, i)) for i in range(shares.parts)]
 
     def split(self, size: int) -> list[BatchFuture]:
         """Parts of `size` rows, the last may be smaller; waits for the index, to know how many."""
@@ -157,107 +200,52 @@ class BatchFuture:
             raise DataError("split size below one", field="size", got=size, expected=">= 1")
         return [self.rows(slice(start, start + size)) for start in range(0, len(self), size)]
 
+    def _part(self, rows: Picks) -> BatchFuture:
+        """Rows of a batch that can be laid out."""
+        node = expression.written(self._laid_out()[rows])
+        return BatchFuture(node, functools.partial(Index.__getitem__, self.index, rows))
 
-def resolve(argument: Any) -> Any:
-    """What a worker does to each argument: a future becomes its value, and a batch a table of the
-    worker's own (on shared tensors), whichever process it came from."""
+    def _laid_out(self) -> Layout:
+        if self._layout is None:
+            self._layout = over_layouts(lambda: None)(self._node)
+        return self._layout
+
+
+def division(batches: Sequence[BatchFuture], parts: int, column: str) -> Shares:
+    """The balanced division of batches of the same samples; does not wait.
+
+    Args:
+        column: the ragged column by whose row lengths the shares are made nearly equal.
+    """
+    if all(batch.ready() for batch in batches):
+        return Divided(tuple(balanced([batch.index for batch in batches], column, parts)))
+    return Balanced(tuple(batch._node for batch in batches), column, parts)
+
+
+def resolve(argument: Any, *, borrowed: bool = False) -> Any:
+    """What a worker does to each argument: a future becomes its value, and a batch a table of the worker's
+    own.
+
+    Args:
+        borrowed: whether the argument came from another process, so that a batch may lie on memory that
+            others read; it is copied. Otherwise its tensors are shared with the caller's.
+    """
     if isinstance(argument, (BatchFuture, Future)):
         return argument.get()
+    if borrowed:
+        return owned(argument)
     return argument.select() if isinstance(argument, DataProto) else argument
 
 
-class _Node(Protocol):
-    """A table as an expression over workers' results; evaluated alike over values and over indices."""
-
-    def evaluate(self, fetch: Callable[[_Source], Table]) -> Table: ...
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Source:
-    handle: Handle
-    method: str
-
-    def evaluate(self, fetch: Callable[[_Source], Table]) -> Table:
-        return fetch(self)
-
-    def index(self) -> Index:
-        return self.handle.index()
-
-    def batch(self, timeout_s: float | None) -> DataProto:
-        value = self.handle.get(timeout_s)
-        if not isinstance(value, DataProto):
-            raise DataError(
-                f"{self.method} did not return a batch",
-                got=type(value).__name__,
-                expected="DataProto",
-                remedy='register it with collect="first" or another dispatch mode',
-            )
-        return value.select()  # a table of its own: who pops a column takes it from nobody else
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Concat:
-    parts: tuple[_Source, ...]
-
-    def evaluate(self, fetch: Callable[[_Source], Table]) -> Table:
-        return concat([part.evaluate(fetch) for part in self.parts])
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Select:
-    node: _Node
-    columns: tuple[str, ...]
-
-    def evaluate(self, fetch: Callable[[_Source], Table]) -> Table:
-        table = self.node.evaluate(fetch)
-        if isinstance(table, Index):
-            return table.select(self.columns)
-        arrays = [name for name in self.columns if name in table.non_tensor_batch]
-        return table.select([name for name in self.columns if name not in arrays], arrays)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Union:
-    nodes: tuple[_Node, ...]
-
-    def evaluate(self, fetch: Callable[[_Source], Table]) -> Table:
-        tables: list[Table] = [node.evaluate(fetch) for node in self.nodes]
-        return tables[0].union(*tables[1:])
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Rows:
-    node: _Node
-    indices: RowIndex
-
-    def evaluate(self, fetch: Callable[[_Source], Table]) -> Table:
-        return self.node.evaluate(fetch)[self.indices]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Chunk:
-    """Share i of n by number alone, so that a batch can be split before its size is known."""
-
-    node: _Node
-    i: int
-    n: int
-
-    def evaluate(self, fetch: Callable[[_Source], Table]) -> Table:
-        table = self.node.evaluate(fetch)
-        base, extra = divmod(len(table), self.n)
-        start = self.i * base + min(self.i, extra)
-        return table[start : start + base + (self.i < extra)]
-
-
-def concat(parts: Sequence[Table]) -> Table:
-    """The rows of all parts below each other. A part without any column is what a worker may
-    return for an empty share, and is left out.
-
-    Raises:
-        DataError: parts with different columns.
-    """
-    full: Sequence[Table] = [part for part in parts if part.columns] or parts[:1]
-    return full[0].concat(full)
+def owned(value: Any) -> Any:
+    """The value with every batch in it copied, in lists and dicts too."""
+    if isinstance(value, DataProto):
+        return value.clone()
+    if type(value) in (list, tuple):
+        return type(value)(map(owned, value))
+    if type(value) is dict:
+        return {name: owned(entry) for name, entry in value.items()}
+    return value
 
 
 def _countdown(timeout_s: float | None) -> Callable[[], float | None]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from tandem.errors import DataError
 from tandem.protocol import DataProto, Ragged
+from tandem.protocol.data import object_array
 from tandem.protocol.ragged import RowIndex, row_index
 
 
@@ -38,7 +40,12 @@ class Index:
             DataError: something else than a batch.
         """
         if not isinstance(batch, DataProto):
-            raise DataError("only a batch has an index", got=type(batch).__name__, expected="DataProto")
+            raise DataError(
+                "only a batch has an index",
+                got=type(batch).__name__,
+                expected="DataProto",
+                remedy='register the method with collect="first" or another dispatch mode',
+            )
         return cls(
             batch.non_tensor_batch.get("uid"),
             torch.arange(len(batch)),
@@ -56,6 +63,10 @@ class Index:
         picked = {id(lengths): lengths[pick] for lengths in self.lengths.values()}
         lengths = {name: picked[id(column)] for name, column in self.lengths.items()}
         return Index(uids, self.row_ids[pick], lengths, self.columns)
+
+    def arranged(self, rows: np.ndarray) -> Index:
+        """The named rows, counted anew: what is put in order is as its method returned it."""
+        return replace(self[rows], row_ids=torch.arange(len(rows)))
 
     def select(self, columns: Sequence[str]) -> Index:
         """Only the named columns.
@@ -77,7 +88,7 @@ class Index:
         """
         uids, columns, lengths = self.uids, dict.fromkeys(self.columns), dict(self.lengths)
         for other in others:
-            if len(other) != len(self):
+            if other.columns and len(other) != len(self):
                 raise DataError(
                     "batches of different size",
                     got=f"{len(other)} rows: {', '.join(other.columns)}",
@@ -113,6 +124,51 @@ class Index:
             _shared(lengths.items()),
             first.columns,
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Built-in types only, which pickle small: each family of lengths once, integers in as few bytes
+        as they need, row numbers that count through by their number alone."""
+        families = list({id(column): column for column in self.lengths.values()}.values())
+        place = {id(column): number for number, column in enumerate(families)}
+        counted = torch.equal(self.row_ids, torch.arange(len(self)))
+        return _unpacked, (
+            None if self.uids is None else self.uids.tolist(),
+            len(self) if counted else _packed(self.row_ids),
+            [_packed(column) for column in families],
+            [(name, place[id(column)]) for name, column in self.lengths.items()],
+            self.columns,
+        )
+
+
+Packed = tuple[str, bytes]
+"""Integers: NumPy's name of their type, and their bytes."""
+
+
+def _packed(numbers: Tensor) -> Packed:
+    largest = int(numbers.max()) if len(numbers) else 0
+    kind = next((kind for kind in ("<u2", "<i4") if largest <= np.iinfo(kind).max), "<i8")
+    return kind, numbers.numpy().astype(kind).tobytes()
+
+
+def _integers(packed: Packed) -> Tensor:
+    kind, data = packed
+    return torch.from_numpy(np.frombuffer(data, kind).astype(np.int64))
+
+
+def _unpacked(
+    uids: list[Any] | None,
+    row_ids: int | Packed,
+    families: list[Packed],
+    lengths: list[tuple[str, int]],
+    columns: tuple[str, ...],
+) -> Index:
+    tensors = [_integers(family) for family in families]
+    return Index(
+        None if uids is None else object_array(uids),
+        torch.arange(row_ids) if isinstance(row_ids, int) else _integers(row_ids),
+        {name: tensors[place] for name, place in lengths},
+        columns,
+    )
 
 
 def _shared(lengths: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

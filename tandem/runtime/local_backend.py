@@ -1,38 +1,53 @@
-"""The local backend: one worker, in the controller's process, every call at once. Exceptions keep
-their traceback, breakpoints stop where they stand, and nothing is copied."""
+"""The local backend: one worker of each role, in the controller's process, every call at once. Exceptions
+keep their traceback, breakpoints stop where they stand, and nothing is copied."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 from tandem.errors import ConfigError
-from tandem.runtime.future import Done
+from tandem.runtime.backend import StreamPart, Usage
+from tandem.runtime.dispatch import Call
+from tandem.runtime.future import Done, Handle
 from tandem.runtime.resource_pool import ResourcePool
-from tandem.runtime.worker import Worker, create, execute
+from tandem.runtime.worker import Worker, WorkerFactory, create, execute
+
+Result = TypeVar("Result")
 
 
 class LocalBackend:
-    def launch(
-        self,
-        worker_class: type[Worker],
-        pool: ResourcePool,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-    ) -> LocalWorkers:
+    """See `Backend`."""
+
+    def reserve(self, pools: Sequence[ResourcePool]) -> None:
         """
         Raises:
-            ConfigError: the pool has more than one process.
+            ConfigError: a pool has more than one process.
         """
-        if pool.world_size != 1:
-            raise ConfigError(
-                "the local backend runs one process",
-                field="trainer.backend",
-                got=f"a resource pool of {pool.world_size} processes",
-                expected="1 process",
-                remedy="set trainer.n_gpus_per_node=1 and trainer.nnodes=1",
-            )
-        return LocalWorkers(create(worker_class, 0, 1, args, kwargs))
+        for pool in pools:
+            if pool.world_size != 1:
+                raise ConfigError(
+                    "the local backend runs everything in one process",
+                    field="trainer.backend",
+                    got=f"resource pool '{pool.name}' of {pool.world_size} processes",
+                    expected="1 process",
+                    remedy="set trainer.backend=ray, or ask for one process",
+                )
+
+    def launch(self, worker: WorkerFactory, pool: ResourcePool, role: str) -> LocalWorkers:
+        self.reserve([pool])
+        return LocalWorkers(create(worker, 0, 1))
+
+    def release(self, pool_names: Sequence[str]) -> None:
+        """There are no processes to end."""
+
+    def take_traffic(self) -> dict[str, float]:
+        """Nothing travels."""
+        return {}
+
+    def shutdown(self) -> None:
+        """The workers go when their groups go."""
 
 
 class LocalWorkers:
@@ -42,10 +57,32 @@ class LocalWorkers:
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
+        self._busy_s = 0.0
 
-    def call(self, rank: int, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Done:
-        assert rank == 0, rank
-        return Done(execute(self._worker, method, args, kwargs))
+    def call(self, method: str, calls: Sequence[Call | None], *, keeps: bool) -> list[Handle | None]:
+        (call,) = calls
+        if call is None:
+            return [None]
+        return [Done(self._timed(lambda: execute(self._worker, method, *call)))]
+
+    def stream(self, method: str, calls: Sequence[Call | None]) -> Iterator[StreamPart]:
+        (call,) = calls
+        if call is None:
+            return
+        parts = execute(self._worker, method, *call)
+        while (part := self._timed(lambda: next(parts, None))) is not None:
+            yield StreamPart(0, part.rows, Done(part.batch))
+
+    def _timed(self, run: Callable[[], Result]) -> Result:
+        start = time.perf_counter()
+        try:
+            return run()
+        finally:
+            self._busy_s += time.perf_counter() - start
+
+    def take_usage(self) -> list[Usage]:
+        taken, self._busy_s = Usage(busy_s=self._busy_s), 0.0
+        return [taken]
 
     def shutdown(self) -> None:
         """The worker goes when the group goes."""

@@ -25,11 +25,13 @@ class Role(Enum):
 
 @dataclass(frozen=True)
 class ResourcePool:
-    """Processes on nodes, one device each.
+    """Processes on nodes.
 
     Args:
         process_on_nodes: processes per node, such as [8] * 4.
-        name: for messages.
+        name: for messages; pools of one backend have different names.
+        on_device: whether each process gets a device of its own.
+        beside_controller: helpers on the controller's machine, for which nothing is reserved.
 
     Raises:
         ConfigError: no node, or a node without a process.
@@ -37,6 +39,8 @@ class ResourcePool:
 
     process_on_nodes: Sequence[int]
     name: str = "pool"
+    on_device: bool = True
+    beside_controller: bool = False
 
     def __post_init__(self) -> None:
         counts = self.process_on_nodes
@@ -76,7 +80,13 @@ class Placement:
     pools: Mapping[str, ResourcePool] = field(init=False)
 
     def __post_init__(self) -> None:
-        pools = {name: ResourcePool(counts, name) for name, counts in self.resource_pool_spec.items()}
+        helpers = {  # reward functions need no device
+            pool for pool in self.resource_pool_spec if self.roles(pool) == (Role.Reward,)
+        }
+        pools = {
+            name: ResourcePool(counts, name, on_device=name not in helpers)
+            for name, counts in self.resource_pool_spec.items()
+        }
         object.__setattr__(self, "pools", pools)
         for role, name in self.mapping.items():
             if name not in pools:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, Self, TypeVar
 
+from tandem.errors import ConfigError
+from tandem.protocol import DataProto
 from tandem.runtime.dispatch import CollectFn, Dispatch, DispatchFn, MeshPlace, Registration
 from tandem.runtime.future import resolve
 
 Method = TypeVar("Method", bound=Callable[..., Any])
-AnyWorker = TypeVar("AnyWorker", bound="Worker")
 _MARK = "__tandem_registration__"
 
 
@@ -19,10 +22,12 @@ class Worker:
     Attributes:
         rank: 0 … world_size-1; set before `__init__` of the subclass runs.
         world_size: workers in the group.
+        tell: says a sentence to the user; a backend may put its own way of doing so on the instance.
     """
 
     rank: int = 0
     world_size: int = 1
+    tell: Callable[[str], None] = staticmethod(functools.partial(print, flush=True))
     _meshes: dict[str, MeshPlace]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -48,6 +53,22 @@ class Worker:
 
 BaseWorker = Worker
 
+WorkerFactory = type[Worker] | functools.partial[Worker]
+"""A worker class, or `functools.partial` of one with the arguments of its constructor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some samples of a streaming method's result.
+
+    Attributes:
+        rows: their places in the worker's whole result; all parts together are 0 … B-1, each once.
+        batch: the samples, in the order of `rows`.
+    """
+
+    rows: Sequence[int]
+    batch: DataProto
+
 
 def register(
     dispatch_mode: Dispatch | tuple[DispatchFn, CollectFn] = Dispatch.DP_COMPUTE_PROTO,
@@ -55,6 +76,8 @@ def register(
     *,
     collect: Literal["all", "first"] = "all",
     mesh: str | None = None,
+    balance: str | None = None,
+    stream: bool = False,
 ) -> Callable[[Method], Method]:
     """Makes a method of a Worker callable on a WorkerGroup; the method itself is unchanged.
 
@@ -64,10 +87,17 @@ def register(
         collect: "all" as the mode says; "first" the result of the first worker that collects, for
             results that are the same on every worker, such as metrics already reduced over ranks.
         mesh: the mesh that ND_COMPUTE_PROTO goes over; not needed when the workers registered only one.
+        balance: the ragged column by whose row lengths the rows are divided evenly over data-parallel
+            ranks, in a group that balances; the results come back in the given order. The method
+            returns one row per row, or no batch.
+        stream: the method is a generator of Part, and the group's method returns a BatchStream.
+
+    Raises:
+        ConfigError: something else in place of a mode, or options that do not go together.
     """
 
     def mark(method: Method) -> Method:
-        setattr(method, _MARK, Registration(dispatch_mode, blocking, collect, mesh))
+        setattr(method, _MARK, Registration(dispatch_mode, blocking, collect, mesh, balance, stream))
         return method
 
     return mark
@@ -83,17 +113,37 @@ def registrations(worker_class: type[Worker]) -> dict[str, Registration]:
     return found
 
 
+def worker_class(factory: WorkerFactory) -> type[Worker]:
+    """The class that a factory makes instances of.
+
+    Raises:
+        ConfigError: something else than a worker class or a partial of one.
+    """
+    made = factory.func if isinstance(factory, functools.partial) else factory
+    if not (isinstance(made, type) and issubclass(made, Worker)):
+        raise ConfigError(
+            "not a worker",
+            got=repr(made),
+            expected="a subclass of tandem.runtime.Worker, or functools.partial of one with its arguments",
+        )
+    return made
+
+
 def create(
-    worker_class: type[AnyWorker],
-    rank: int,
-    world_size: int,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-) -> AnyWorker:
-    """The worker of one rank; for backends."""
-    worker = worker_class.__new__(worker_class, *args, **kwargs)
+    factory: WorkerFactory, rank: int, world_size: int, *, tell: Callable[[str], None] | None = None
+) -> Worker:
+    """The worker of one rank; for backends.
+
+    Args:
+        tell: in place of `Worker.tell`, from the constructor on.
+    """
+    made = worker_class(factory)
+    args, kwargs = (factory.args, factory.keywords) if isinstance(factory, functools.partial) else ((), {})
+    worker = made.__new__(made, *args, **kwargs)
     worker.rank, worker.world_size = rank, world_size
-    worker_class.__init__(worker, *args, **kwargs)
+    if tell is not None:
+        worker.tell = tell
+    made.__init__(worker, *args, **kwargs)
     return worker
 
 

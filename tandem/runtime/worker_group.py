@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tandem.errors import ConfigError
-from tandem.runtime.backend import Backend
-from tandem.runtime.dispatch import Mesh, Registration
+from tandem.runtime.backend import Backend, Usage
+from tandem.runtime.dispatch import Call, Mesh, Registration, divide_batches
+from tandem.runtime.expression import Shares
 from tandem.runtime.future import BatchFuture, Done, Future, Handle
 from tandem.runtime.resource_pool import ResourcePool
-from tandem.runtime.worker import Worker, registrations
+from tandem.runtime.stream import BatchStream
+from tandem.runtime.worker import WorkerFactory, registrations, worker_class
 
 
 class WorkerGroup:
-    """The workers of one class on one pool. Each registered method of the class is a method of the group.
+    """The workers of one role on one pool. Each registered method of their class is a method of the group.
 
     Args:
         backend: where the workers run.
-        worker_class: what runs there.
+        worker: their class, or `functools.partial` of it with the arguments of its constructor.
         pool: how many, on which nodes.
-        args, kwargs: for the constructor of every worker.
+        role: for messages; the class's name unless given.
+        balance: whether methods registered with `balance` divide rows by weight, not by count.
 
     Raises:
         ConfigError: the backend cannot give the pool, or a method has the name of one of the group's own.
@@ -30,26 +33,38 @@ class WorkerGroup:
     def __init__(
         self,
         backend: Backend,
-        worker_class: type[Worker],
+        worker: WorkerFactory,
         pool: ResourcePool,
-        *args: Any,
-        **kwargs: Any,
+        *,
+        role: str | None = None,
+        balance: bool = False,
     ) -> None:
-        self._registrations = registrations(worker_class)
+        made = worker_class(worker)
+        self._registrations = registrations(made)
         for name in self._registrations:
             if hasattr(type(self), name):
                 raise ConfigError(
                     "a worker method has the name of a WorkerGroup's own",
-                    field=f"{worker_class.__name__}.{name}",
+                    field=f"{made.__name__}.{name}",
                     remedy="rename the method",
                 )
-        self._class_name = worker_class.__name__
+        self._class_name = made.__name__
+        self._role = role or made.__name__
+        self._balance = balance
         self._meshes: dict[str | None, Mesh] = {}
-        self._workers = backend.launch(worker_class, pool, args, kwargs)
+        self._workers = backend.launch(worker, pool, self._role)
 
     @property
     def world_size(self) -> int:
         return self._workers.world_size
+
+    @property
+    def role(self) -> str:
+        return self._role
+
+    def take_usage(self) -> list[Usage]:
+        """How each worker spent its time since the last call, by rank."""
+        return self._workers.take_usage()
 
     def shutdown(self) -> None:
         """Ends the workers."""
@@ -73,36 +88,42 @@ class WorkerGroup:
     def _call(self, name: str, registration: Registration, /, *args: Any, **kwargs: Any) -> Any:
         mesh = self._mesh(registration) if registration.over_mesh else Mesh.flat(self.world_size)
         dispatch, collect = registration.functions()
-        handles: list[Handle | None] = [
-            None if call is None else self._workers.call(rank, name, *call)
-            for rank, call in enumerate(dispatch(mesh, args, kwargs))
-        ]
+        shares: Shares | None = None
+        calls: Sequence[Call | None]
+        if self._balance and registration.balance:
+            calls, shares = divide_batches(mesh, args, kwargs, registration.balance)
+        else:
+            calls = dispatch(mesh, args, kwargs)
+        method = f"{self._class_name}.{name}"
+        if registration.stream:
+            return BatchStream(self._workers.stream(name, calls), method, mesh)
+        keeps = registration.makes_batch and not registration.blocking
+        handles = self._workers.call(name, calls, keeps=keeps)
+        if keeps:
+            return BatchFuture.collected(_collecting(mesh, handles), method, shares)
         if registration.makes_batch:
-            collecting = [handle for rank in mesh.collectors if (handle := handles[rank]) is not None]
-            return self._batch(f"{self._class_name}.{name}", handles, collecting, registration.blocking)
+            return self._batch_now(mesh, handles, method, shares)
         future = Future(handles, functools.partial(collect, mesh))
         return future.get() if registration.blocking else future
 
-    def _batch(
-        self, method: str, handles: list[Handle | None], collecting: list[Handle], blocking: bool
-    ) -> Any:
-        if not blocking:
-            return BatchFuture.collected(collecting, method)
+    @staticmethod
+    def _batch_now(mesh: Mesh, handles: list[Handle | None], method: str, shares: Shares | None) -> Any:
         for handle in handles:
             if handle is not None:
                 handle.wait()  # a worker that does not collect may have failed too
-        values = [handle.get() for handle in collecting]
-        if all(value is None for value in values):
+        values = [Done(handle.get(), handle.borrowed) for handle in _collecting(mesh, handles)]
+        if all(done.value is None for done in values):
             return None
-        return BatchFuture.collected([Done(value) for value in values], method).get()
+        return BatchFuture.collected(values, method, shares).get()
 
     def _mesh(self, registration: Registration) -> Mesh:
         """The mesh of a method; asked of the workers once, when first needed, as they may register
         it after construction."""
         name = registration.mesh
         if name not in self._meshes:
-            handles = [self._workers.call(rank, "meshes", (), {}) for rank in range(self.world_size)]
-            places = [handle.get() for handle in handles]
+            everybody: list[Call | None] = [((), {})] * self.world_size
+            handles = self._workers.call("meshes", everybody, keeps=False)
+            places = [handle.get() for handle in handles if handle is not None]
             known = sorted(set(places[0]).intersection(*places))
             if name not in known and (name is not None or len(known) != 1):
                 raise ConfigError(
@@ -117,3 +138,8 @@ class WorkerGroup:
             chosen = name or known[0]
             self._meshes[name] = Mesh(tuple(place[chosen] for place in places), chosen)
         return self._meshes[name]
+
+
+def _collecting(mesh: Mesh, handles: list[Handle | None]) -> list[Handle]:
+    """The handles of the ranks whose results are taken, in order of their data-parallel ranks."""
+    return [handle for rank in mesh.collectors if (handle := handles[rank]) is not None]

@@ -1,7 +1,14 @@
-from collections.abc import Iterator
+"""Backends and groups for the tests of the controller."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
 
 import pytest
 
+from tandem.runtime import Backend, ResourcePool, WorkerFactory, WorkerGroup
+from tandem.runtime.ray_backend import RayBackend
 from tests.runtime.multi_worker import ThreadBackend
 
 
@@ -10,3 +17,30 @@ def threads() -> Iterator[ThreadBackend]:
     backend = ThreadBackend()
     yield backend
     backend.shutdown()
+
+
+@pytest.fixture(scope="module", params=[ThreadBackend, RayBackend])
+def backend(request: pytest.FixtureRequest, ray_cluster: None) -> Iterator[Backend]:
+    """Every backend that runs several workers; one of each kind for all tests of a file."""
+    made: Backend = request.param()
+    yield made
+    made.shutdown()
+
+
+Start = Callable[..., WorkerGroup]
+
+
+@pytest.fixture
+def start(backend: Backend) -> Iterator[Start]:
+    """(worker, processes, balance=False) to a group; groups of one size share their processes."""
+    groups: list[WorkerGroup] = []
+    number = itertools.count()
+
+    def started(worker: WorkerFactory, processes: int, *, balance: bool = False) -> WorkerGroup:
+        pool = ResourcePool([processes], f"pool_of_{processes}", on_device=False)
+        groups.append(WorkerGroup(backend, worker, pool, role=f"role_{next(number)}", balance=balance))
+        return groups[-1]
+
+    yield started
+    for group in groups:
+        group.shutdown()

@@ -3,44 +3,142 @@ in order, and a call that was queued has not happened yet, as it is between proc
 
 from __future__ import annotations
 
+import queue
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from concurrent import futures
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from tandem.protocol import DataProto, Ragged
-from tandem.runtime import Index
+from tandem.runtime import Index, Part, StreamPart, Usage, WorkerFactory
+from tandem.runtime.handle import Done
 from tandem.runtime.worker import create, execute
 
 
 class ThreadHandle:
-    def __init__(self, promise: futures.Future) -> None:
+    """A promise. Counts how often its value was fetched and its index asked for."""
+
+    def __init__(self, promise: futures.Future, borrowed: bool = False) -> None:
         self.promise = promise
+        self.borrowed = borrowed
         self.values_moved = 0
+        self.indices_moved = 0
 
     def get(self, timeout_s: float | None = None) -> Any:
         self.values_moved += 1
         return self.promise.result(timeout_s)
 
     def index(self, timeout_s: float | None = None) -> Index:
+        self.indices_moved += 1
         return Index.of(self.promise.result(timeout_s))
 
     def wait(self, timeout_s: float | None = None) -> None:
         self.promise.result(timeout_s)
 
+    def done(self) -> bool:
+        return self.promise.done()
+
+
+STORE: dict[int, DataProto | None] = {}
+"""What an object store holds; None has not been made yet."""
+
+
+class StoredHandle:
+    """A handle that can travel, of a batch in STORE. Counts, over all its copies, how often its value was
+    fetched and its index asked for."""
+
+    fetched: ClassVar[Counter[int]] = Counter()
+    asked: ClassVar[Counter[int]] = Counter()
+
+    def __init__(self, batch: DataProto | None, borrowed: bool = False) -> None:
+        self.key = len(STORE)
+        self.borrowed = borrowed
+        STORE[self.key] = batch
+
+    def _batch(self) -> DataProto:
+        batch = STORE[self.key]
+        if batch is None:
+            raise TimeoutError("not made yet")
+        return batch
+
+    def get(self, timeout_s: float | None = None) -> Any:
+        self.fetched[self.key] += 1
+        return self._batch()
+
+    def index(self, timeout_s: float | None = None) -> Index:
+        self.asked[self.key] += 1
+        return Index.of(self._batch())
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        self._batch()
+
+    def done(self) -> bool:
+        return STORE[self.key] is not None
+
+    def moved(self) -> int:
+        """How often the value was fetched since the last call."""
+        return self.fetched.pop(self.key, 0)
+
 
 class ThreadWorkers:
-    def __init__(self, worker_class: type, world_size: int, args: tuple, kwargs: dict) -> None:
+    def __init__(self, factory: WorkerFactory, world_size: int) -> None:
         self.world_size = world_size
-        self.workers = [create(worker_class, rank, world_size, args, kwargs) for rank in range(world_size)]
+        self.workers = [create(factory, rank, world_size) for rank in range(world_size)]
         self.lanes = [futures.ThreadPoolExecutor(1) for _ in range(world_size)]
         self.handles: list[ThreadHandle] = []
+        self.busy_s = [0.0] * world_size
 
-    def call(self, rank: int, method: str, args: tuple, kwargs: dict) -> ThreadHandle:
-        handle = ThreadHandle(self.lanes[rank].submit(execute, self.workers[rank], method, args, kwargs))
-        self.handles.append(handle)
-        return handle
+    def call(self, method: str, calls: Sequence[Any], *, keeps: bool) -> list[ThreadHandle | None]:
+        assert len(calls) == self.world_size
+        handles = [
+            None if call is None else ThreadHandle(self.lanes[rank].submit(self._run, rank, method, call))
+            for rank, call in enumerate(calls)
+        ]
+        self.handles += [handle for handle in handles if handle is not None]
+        return handles
+
+    def stream(self, method: str, calls: Sequence[Any]) -> Iterator[StreamPart]:
+        parts: queue.SimpleQueue[tuple[int, Part | None]] = queue.SimpleQueue()
+        lanes = [
+            self.lanes[rank].submit(self._stream, rank, method, call, parts)
+            for rank, call in enumerate(calls)
+            if call is not None
+        ]
+        return self._merged(parts, lanes)
+
+    def _run(self, rank: int, method: str, call: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return execute(self.workers[rank], method, *call)
+        finally:
+            self.busy_s[rank] += time.perf_counter() - start
+
+    def _stream(self, rank: int, method: str, call: Any, parts: queue.SimpleQueue) -> None:
+        try:
+            for part in execute(self.workers[rank], method, *call):
+                parts.put((rank, part))
+        finally:
+            parts.put((rank, None))
+
+    @staticmethod
+    def _merged(parts: queue.SimpleQueue, lanes: list[futures.Future]) -> Iterator[StreamPart]:
+        running = len(lanes)
+        while running:
+            rank, part = parts.get()
+            if part is None:
+                running -= 1
+            else:
+                yield StreamPart(rank, part.rows, Done(part.batch))
+        for lane in lanes:
+            lane.result()
+
+    def take_usage(self) -> list[Usage]:
+        taken, self.busy_s = self.busy_s, [0.0] * self.world_size
+        return [Usage(busy_s=seconds) for seconds in taken]
 
     def shutdown(self) -> None:
         for lane in self.lanes:
@@ -51,9 +149,15 @@ class ThreadBackend:
     def __init__(self) -> None:
         self.groups: list[ThreadWorkers] = []
 
-    def launch(self, worker_class: type, pool: Any, args: tuple, kwargs: dict) -> ThreadWorkers:
-        self.groups.append(ThreadWorkers(worker_class, pool.world_size, args, kwargs))
+    def reserve(self, pools: Sequence[Any]) -> None:
+        """There are always enough threads."""
+
+    def launch(self, worker: WorkerFactory, pool: Any, role: str) -> ThreadWorkers:
+        self.groups.append(ThreadWorkers(worker, pool.world_size))
         return self.groups[-1]
+
+    def take_traffic(self) -> dict[str, float]:
+        return {}
 
     def shutdown(self) -> None:
         for group in self.groups:

@@ -124,12 +124,15 @@ def test_plain_future_collects_in_order_of_rank():
 
 
 def test_what_is_got_belongs_to_the_caller():
-    batch = make_batch(3)
+    batch, same = make_batch(3), make_batch(3)
     future = BatchFuture.of(batch)
     future.get().pop(["tokens"])
     resolve(batch).pop(["tokens"])
-    assert_same(future.get(), batch)
+    resolve(batch, borrowed=True).dense("score").add_(1)
+    assert_same(future.get(), same)
     assert "tokens" in batch
+    with pytest.raises(DataError, match="no columns"):
+        future.select()
 
 
 def test_select_of_a_missing_column_and_rows_beyond_the_end():

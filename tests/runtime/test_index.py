@@ -89,13 +89,31 @@ def test_something_else_has_no_index():
         Index.of({"loss": 1.0})
 
 
-def test_an_index_is_small():
-    rows, n = 4096, 8
+@pytest.mark.parametrize(("rows", "n"), [(8, 1), (64, 8), (512, 1), (4096, 8)])
+def test_an_index_is_small(rows, n):
     lengths = torch.randint(1, 2048, (rows,))
-    total = int(lengths.sum())
-    values = Ragged.from_lengths(torch.zeros(total, dtype=torch.int64), lengths)
+    values = Ragged.from_lengths(torch.zeros(int(lengths.sum()), dtype=torch.bool), lengths)
+    prompts = Ragged.from_lengths(torch.zeros(70_000 * rows, dtype=torch.bool), [70_000] * rows)
     names = ("tokens", "response_mask", "rollout_log_probs", "policy_version")
-    uids = np.array([f"12-{row // n}" for row in range(rows)], dtype=object)
-    index = Index.of(DataProto(dict.fromkeys(names, values), {"uid": uids}))
-    lengths_bytes = 8 * rows
-    assert len(pickle.dumps(index)) <= 64 * rows + lengths_bytes
+    uids = np.array([f"0/{1234 + row // n}" for row in range(rows)], dtype=object)
+    index = Index.of(DataProto({**dict.fromkeys(names, values), "prompts": prompts}, {"uid": uids}))
+    length_bytes = (2 + 4) * rows  # two families, the second of lengths beyond two bytes
+    assert len(pickle.dumps(index)) <= 64 * rows + length_bytes
+    if rows >= 512:
+        assert len(pickle.dumps(index)) <= 16 * rows + length_bytes
+
+
+@pytest.mark.parametrize("uids", [True, False])
+def test_an_index_survives_the_trip(uids):
+    batch = make_batch(9, uids=uids)
+    for rows in (slice(0, 9), slice(0, 0), [8, 0, 3]):
+        index = Index.of(batch)[rows]
+        back = pickle.loads(pickle.dumps(index))
+        assert_index_of(back, batch[rows])
+        assert torch.equal(back.row_ids, index.row_ids)
+        assert back.columns == index.columns
+        assert back.lengths["tokens"] is back.lengths["log_probs"]
+        assert back.uids is None if not uids else list(back.uids) == list(index.uids)
+    huge = Index(None, torch.tensor([2**40, 1]), {"t": torch.tensor([2**33, 0])}, ("t",))
+    back = pickle.loads(pickle.dumps(huge))
+    assert (back.row_ids.tolist(), back.lengths["t"].tolist()) == ([2**40, 1], [2**33, 0])

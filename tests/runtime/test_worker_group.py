@@ -1,5 +1,7 @@
 import threading
 import traceback
+from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -10,155 +12,18 @@ from tandem.runtime import (
     BaseWorker,
     BatchFuture,
     Dispatch,
-    Future,
     LocalBackend,
     Mesh,
+    Part,
     ResourcePool,
     Worker,
     WorkerGroup,
     register,
 )
 from tandem.runtime.dispatch import collect_first, dispatch_batches
-from tests.runtime.multi_worker import assert_same, make_batch
-
-
-class Toy(Worker):
-    def __init__(self, scale: float, fail_on: int = -1) -> None:
-        self.scale = scale
-        self.fail_on = fail_on
-        self.place_at_init = (self.rank, self.world_size)
-        self.seen: list[int] = []
-
-    @register(blocking=False)
-    def double(self, batch: DataProto) -> DataProto:
-        self.seen.append(len(batch))
-        return DataProto({"doubled": batch.dense("score") * self.scale})
-
-    @register()
-    def scores(self, batch: DataProto, *, offset: float = 0.0) -> DataProto:
-        batch.pop(["tokens"])
-        return DataProto({"score": batch.dense("score") + offset}, batch.non_tensor_batch)
-
-    @register(collect="first")
-    def rows_of_rank_zero(self, batch: DataProto) -> int:
-        return len(batch)
-
-    @register()
-    def nothing(self, batch: DataProto) -> None:
-        self.seen.append(len(batch))
-
-    @register(Dispatch.ONE_TO_ALL)
-    def ranks(self) -> tuple[int, int]:
-        assert self.place_at_init == (self.rank, self.world_size)
-        return self.rank, self.world_size
-
-    @register(Dispatch.ONE_TO_ALL, blocking=False)
-    def history(self) -> list[int]:
-        return self.seen
-
-    @register(Dispatch.RANK_ZERO)
-    def only_zero(self, value: float) -> float:
-        return value + self.rank
-
-    @register(Dispatch.ALL_TO_ALL)
-    def own_item(self, item: str) -> str:
-        return f"{item}{self.rank}"
-
-    @register(Dispatch.DP_COMPUTE)
-    def negate(self, items: list[int]) -> list[int]:
-        return [-item for item in items]
-
-    @register((dispatch_batches, lambda mesh, results: sum(results)))
-    def count(self, batch: DataProto) -> int:
-        return len(batch)
-
-    @register(Dispatch.ONE_TO_ALL)
-    def fail(self) -> None:
-        if self.rank == self.fail_on:
-            raise ValueError(f"broken on {self.rank}")
-
-    @register()
-    def fail_batch(self, batch: DataProto) -> DataProto:
-        self.fail()
-        return batch
-
-    def private(self) -> None: ...
-
-
-class Parallel(Worker):
-    """dp × tp × pp, registered after construction, tensor ranks fastest."""
-
-    @register(Dispatch.ONE_TO_ALL)
-    def init_model(self, dp: int, tp: int, pp: int) -> None:
-        stage, rest = divmod(self.rank, dp * tp)
-        dp_rank, tp_rank = divmod(rest, tp)
-        self.register_mesh("train", dp_rank, dp, collects=stage == pp - 1 and tp_rank == 0)
-
-    @register(Dispatch.ONE_TO_ALL)
-    def init_rollout(self, tp: int) -> None:
-        self.register_mesh("rollout", self.rank // tp, self.world_size // tp, self.rank % tp == 0)
-
-    @register(Dispatch.MEGATRON_COMPUTE)
-    def forward(self, batch: DataProto) -> DataProto:
-        out = batch.select(["score"], ["uid"])
-        place = self.meshes()["train"]
-        return (
-            out
-            if place.collects
-            else DataProto({"score": torch.full((len(out),), torch.nan)}, out.non_tensor_batch)
-        )
-
-    @register(Dispatch.ND_COMPUTE_PROTO, mesh="rollout", blocking=False)
-    def generate(self, batch: DataProto) -> DataProto:
-        return DataProto({"rank": torch.full((len(batch),), self.rank)})
-
-    @register(Dispatch.ND_COMPUTE_PROTO, mesh="rolout")
-    def misspelt(self, batch: DataProto) -> DataProto:
-        return batch
-
-
-def test_calls_on_four_workers(threads):
-    group = WorkerGroup(threads, Toy, ResourcePool([2, 2]), 2.0)
-    batch = make_batch(7)
-    assert group.world_size == 4
-    assert group.ranks() == [(rank, 4) for rank in range(4)]
-    future = group.double(batch)
-    assert isinstance(future, BatchFuture)
-    assert torch.equal(future.get().dense("doubled"), batch.dense("score") * 2)
-    history = group.history()
-    assert isinstance(history, Future)
-    assert history.get(timeout_s=5.0) == [[2], [2], [2], [1]]
-    shifted = group.scores(batch, offset=1.0)
-    assert torch.equal(shifted.dense("score"), batch.dense("score") + 1)
-    assert list(shifted.non_tensor_batch["uid"]) == list(batch.non_tensor_batch["uid"])
-    assert group.rows_of_rank_zero(batch) == 2
-    assert group.nothing(batch) is None
-    assert group.only_zero(1.5) == 1.5
-    assert group.own_item(["a", "b", "c", "d"]) == ["a0", "b1", "c2", "d3"]
-    assert group.negate([1, 2, 3]) == [-1, -2, -3]
-    assert group.count(batch) == 7
-
-
-@pytest.mark.parametrize("rows", [0, 1, 3])
-def test_fewer_rows_than_workers(threads, rows):
-    group = WorkerGroup(threads, Toy, ResourcePool([4]), 2.0)
-    batch = make_batch(rows)
-    assert torch.equal(group.double(batch).get().dense("doubled"), batch.dense("score") * 2)
-    assert len(group.double(batch).index) == rows
-
-
-def test_groups_hand_futures_to_each_other(threads):
-    first = WorkerGroup(threads, Toy, ResourcePool([4]), 2.0)
-    second = WorkerGroup(threads, Toy, ResourcePool([3]), 5.0)
-    batch = make_batch(11)
-    order = torch.randperm(11, generator=torch.Generator().manual_seed(1))
-    scores = first.double(batch).union(batch).rows(order)
-    doubled = second.double(scores.select("score"))
-    both = doubled.rows(order.argsort()).get()
-    assert torch.equal(both.dense("doubled"), batch.dense("score") * 5)
-    mini = scores.split(4)
-    assert [len(part) for part in mini] == [4, 4, 3]
-    assert torch.equal(second.double(mini[1]).get().dense("doubled"), (batch[order].dense("score") * 5)[4:8])
+from tandem.runtime.worker import create, worker_class
+from tests.runtime.multi_worker import make_batch
+from tests.support.toys import Balancer, Parallel, Streamer, Toy
 
 
 def test_a_call_on_an_unfinished_future_returns_at_once(threads):
@@ -171,26 +36,13 @@ def test_a_call_on_an_unfinished_future_returns_at_once(threads):
             return batch.select(["score"], [])
 
     slow = WorkerGroup(threads, Slow, ResourcePool([2]))
-    toy = WorkerGroup(threads, Toy, ResourcePool([3]), 3.0)
+    toy = WorkerGroup(threads, partial(Toy, 3.0), ResourcePool([3]))
     batch = make_batch(5)
     chained = toy.double(slow.step(batch))
     # the controller is here, and nothing has run
     assert not any(handle.promise.done() for handle in threads.groups[0].handles + threads.groups[1].handles)
     gate.set()
     assert torch.equal(chained.get(timeout_s=10).dense("doubled"), batch.dense("score") * 3)
-
-
-@pytest.mark.parametrize(("dp", "tp", "pp"), [(2, 2, 2), (1, 2, 2), (4, 1, 2), (2, 4, 1)])
-def test_methods_over_named_meshes(threads, dp, tp, pp):
-    group = WorkerGroup(threads, Parallel, ResourcePool([dp * tp * pp]))
-    group.init_model(dp, tp, pp)
-    batch = make_batch(5)
-    assert_same(group.forward(batch), batch.select(["score"], ["uid"]))
-    assert_same(group.forward(BatchFuture.of(batch)), batch.select(["score"], ["uid"]))
-    group.init_rollout(2)
-    shares = batch.chunk(group.world_size // 2)
-    expected = [2 * i for i, share in enumerate(shares) for _ in range(len(share))]
-    assert group.generate(batch).get().dense("rank").tolist() == expected
 
 
 def test_mesh_names_that_cannot_be_resolved(threads):
@@ -206,7 +58,7 @@ def test_mesh_names_that_cannot_be_resolved(threads):
 
 
 def test_an_error_of_any_worker_is_raised(threads):
-    group = WorkerGroup(threads, Toy, ResourcePool([3]), 1.0, fail_on=2)
+    group = WorkerGroup(threads, partial(Toy, 1.0, fail_on=2), ResourcePool([3]))
     with pytest.raises(ValueError, match="broken on 2"):
         group.fail()
     with pytest.raises(ValueError, match="broken on 2"):
@@ -227,7 +79,7 @@ def test_an_error_of_a_worker_that_does_not_collect_is_raised(threads):
 
 
 def test_local_backend_runs_here_and_keeps_the_traceback():
-    group = WorkerGroup(LocalBackend(), Toy, ResourcePool([1]), 2.0, fail_on=0)
+    group = WorkerGroup(LocalBackend(), partial(Toy, 2.0, fail_on=0), ResourcePool([1]))
     batch = make_batch(3)
     assert group.ranks() == [(0, 1)]
     assert torch.equal(group.double(batch).get().dense("doubled"), batch.dense("score") * 2)
@@ -243,7 +95,7 @@ def test_local_backend_runs_here_and_keeps_the_traceback():
 
 
 def test_local_worker_cannot_spoil_the_callers_batch():
-    group = WorkerGroup(LocalBackend(), Toy, ResourcePool([1]), 2.0)
+    group = WorkerGroup(LocalBackend(), partial(Toy, 2.0), ResourcePool([1]))
     batch = make_batch(3)
     group.scores(batch)
     group.scores(BatchFuture.of(batch))
@@ -251,12 +103,12 @@ def test_local_worker_cannot_spoil_the_callers_batch():
 
 
 def test_local_backend_refuses_more_than_one_process():
-    with pytest.raises(ConfigError, match="a resource pool of 4 processes"):
-        WorkerGroup(LocalBackend(), Toy, ResourcePool([2, 2]), 2.0)
+    with pytest.raises(ConfigError, match="of 4 processes"):
+        WorkerGroup(LocalBackend(), partial(Toy, 2.0), ResourcePool([2, 2]))
 
 
 def test_unregistered_names():
-    group = WorkerGroup(LocalBackend(), Toy, ResourcePool([1]), 2.0)
+    group = WorkerGroup(LocalBackend(), partial(Toy, 2.0), ResourcePool([1]))
     for name in ("private", "dubble", "_workers_"):
         with pytest.raises(AttributeError, match=name):
             getattr(group, name)
@@ -281,7 +133,7 @@ def test_an_override_keeps_its_registration_unless_it_has_its_own():
         def count(self) -> int:
             return 7
 
-    group = WorkerGroup(LocalBackend(), Child, ResourcePool([1]), 2.0)
+    group = WorkerGroup(LocalBackend(), partial(Child, 2.0), ResourcePool([1]))
     assert group.only_zero(1.0) == 101
     assert group.count() == [7]
 
@@ -319,3 +171,132 @@ def test_a_worker_can_be_used_without_a_group():
     worker = Toy(3.0)
     assert (worker.rank, worker.world_size) == (0, 1)
     assert worker.negate([1]) == [-1]
+
+
+def test_errors_of_a_stream_are_raised_wherever_it_is_read(threads):
+    group = WorkerGroup(threads, Streamer, ResourcePool([3]))
+    stream = group.stream_and_fail(make_batch(3))
+    seen = []
+    for _ in range(2):  # also when it is read again
+        with pytest.raises(ValueError, match="broken in the middle"):
+            stream.map(lambda part: seen.append(len(part)) or part)
+    with pytest.raises(ValueError, match="broken in the middle"):
+        stream.all()
+    assert seen == [1, 1, 1, 1, 1, 1]
+
+
+def test_parts_are_handed_on_before_the_stream_has_ended(threads):
+    gate = threading.Event()
+
+    class Gated(Worker):
+        @register(stream=True)
+        def parts(self, batch: DataProto) -> Iterator[Part]:
+            yield Part([1], batch[1:])
+            assert gate.wait(10)
+            yield Part([0], batch[:1])
+
+    class Scorer(Worker):
+        @register(blocking=False)
+        def score(self, batch: DataProto) -> DataProto:
+            gate.set()
+            return DataProto({"twice": batch.dense("score") * 2})
+
+    gated = WorkerGroup(threads, Gated, ResourcePool([1]))
+    scorer = WorkerGroup(threads, Scorer, ResourcePool([1]))
+    batch = make_batch(2)
+    out = gated.parts(batch).map(lambda part: part.union(scorer.score(part)))
+    assert torch.equal(out.get(timeout_s=10).dense("twice"), batch.dense("score") * 2)
+
+
+def test_a_stream_runs_in_one_process_too():
+    group = WorkerGroup(LocalBackend(), Streamer, ResourcePool([1]))
+    batch = make_batch(5)
+    assert torch.equal(group.stream(batch).all().get().dense("score"), batch.dense("score"))
+
+
+def test_no_call_waits_for_an_input(threads):
+    gate = threading.Event()
+
+    class Slow(Worker):
+        @register(blocking=False)
+        def step(self, batch: DataProto) -> DataProto:
+            assert gate.wait(10)
+            return batch
+
+    slow = WorkerGroup(threads, Slow, ResourcePool([2]))
+    balancer = WorkerGroup(threads, Balancer, ResourcePool([3]), balance=True)
+    batch = make_batch(7)
+    made = slow.step(batch)
+    scored = made.union(balancer.score(made)).select("first", "score")
+    halves = [half.rows([0, 1]) for half in scored.chunk(2)]
+    first = balancer.tokens_of_first(made)
+    assert not any(handle.promise.done() for group in threads.groups for handle in group.handles)
+    gate.set()
+    assert torch.equal(halves[1].get(timeout_s=10).dense("score"), batch.dense("score")[4:6])
+    assert first.get(timeout_s=10) > 0
+
+
+def test_batches_of_different_sizes_are_refused_as_far_as_they_are_known(threads):
+    balancer = WorkerGroup(threads, Balancer, ResourcePool([2]), balance=True)
+    batch = make_batch(6)
+    for other in (batch[:5], BatchFuture.of(batch[:5])):
+        with pytest.raises(DataError, match=r"6 rows.*5 rows"):
+            balancer.add(batch, other)
+    gate = threading.Event()
+
+    class Slow(Worker):
+        @register(blocking=False)
+        def step(self, batch: DataProto) -> DataProto:
+            assert gate.wait(10)
+            return batch[:5]
+
+    later = WorkerGroup(threads, Slow, ResourcePool([1])).step(batch)
+    threading.Timer(0.05, gate.set).start()
+    with pytest.raises(DataError, match="another number of rows"):
+        balancer.add(batch, later)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dispatch_mode": Dispatch.ONE_TO_ALL, "balance": "tokens"},
+        {"dispatch_mode": Dispatch.RANK_ZERO, "stream": True},
+        {"collect": "first", "stream": True},
+        {"balance": "tokens", "stream": True},
+    ],
+)
+def test_options_that_do_not_go_together(options):
+    with pytest.raises(ConfigError, match="do not go together"):
+        register(**options)(lambda self: None)
+
+
+def test_roles_and_what_a_factory_makes(capsys):
+    class Telling(Worker):
+        def __init__(self, name: str, *, end: str) -> None:
+            self.tell(f"{name}{self.rank}{end}")
+
+        @register(Dispatch.ONE_TO_ALL)
+        def again(self) -> None:
+            self.tell("again")
+
+    factory = partial(Telling, "I am ", end=".")
+    assert WorkerGroup(LocalBackend(), factory, ResourcePool([1])).role == "Telling"
+    group = WorkerGroup(LocalBackend(), factory, ResourcePool([1]), role="actor")
+    group.again()
+    assert group.role == "actor"
+    assert capsys.readouterr().out == "I am 0.\nI am 0.\nagain\n"
+    told = []
+    create(factory, 3, 4, tell=told.append)
+    assert told == ["I am 3."]
+    assert worker_class(factory) is worker_class(Telling) is Telling
+    for wrong in (dict, partial(dict), factory()):
+        with pytest.raises(ConfigError, match="not a worker"):
+            worker_class(wrong)
+
+
+def test_usage_is_taken_by_rank(threads):
+    group = WorkerGroup(threads, partial(Toy, 1.0), ResourcePool([3]))
+    group.scores(make_batch(3))
+    usage = group.take_usage()
+    assert [taken.busy_s > 0 for taken in usage] == [True] * 3
+    assert [taken.busy_s for taken in group.take_usage()] == [0.0] * 3

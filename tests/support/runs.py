@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tandem.config.load import load_train_config
 from tandem.observability.run import read_metrics, read_samples
@@ -20,7 +21,7 @@ class Finished:
     """A run that ended.
 
     Attributes:
-        trainer: the controller, its workers still alive.
+        trainer: the controller, its workers shut down, which on the local backend leaves them readable.
         folder: the run folder.
         said: the sentences it printed.
     """
@@ -43,6 +44,17 @@ class Finished:
     def actor(self) -> Any:
         """The actor's worker; the local backend has it in this process."""
         return self.trainer.roles.actor._workers._worker
+
+
+def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What does not depend on the machine."""
+    timed = ("timing", "perf", "controller")
+    return [{name: value for name, value in row.items() if not name.startswith(timed)} for row in rows]
+
+
+def same_weights(a: Finished, b: Finished) -> bool:
+    first, second = a.weights(), b.weights()
+    return all(torch.equal(first[name], second[name]) for name in first)
 
 
 class Lab:
@@ -72,18 +84,31 @@ class Lab:
         keys |= {name.replace("__", "."): value for name, value in changes.items()}
         return [f"{name}={'null' if value is None else value}" for name, value in keys.items()]
 
-    def trainer(self, run: Path, *words: str, said: list[str] | None = None) -> PPOTrainer:
+    def trainer(
+        self,
+        run: Path,
+        *words: str,
+        said: list[str] | None = None,
+        trainer: type[PPOTrainer] = PPOTrainer,
+    ) -> PPOTrainer:
         loaded = load_train_config(None, [*self.overrides(run), *words])
         said = [] if said is None else said
         said.extend(loaded.notices)
-        return build_ppo(loaded.config, say=said.append)
+        return build_ppo(loaded.config, say=said.append, trainer=trainer)
 
-    def run(self, name: str, *words: str) -> Finished:
-        """A run in the folder `name`, with `key=value` words on top of the usual ones."""
+    def run(self, name: str, *words: str, trainer: type[PPOTrainer] = PPOTrainer) -> Finished:
+        """A run in the folder `name`, with `key=value` words on top of the usual ones.
+
+        Args:
+            trainer: the loop's class.
+        """
         said: list[str] = []
-        trainer = self.trainer(self.folder / name, *words, said=said)
-        trainer.fit()
-        return Finished(trainer, self.folder / name, said)
+        made = self.trainer(self.folder / name, *words, said=said, trainer=trainer)
+        try:
+            made.fit()
+        finally:
+            made.shutdown()
+        return Finished(made, self.folder / name, said)
 
 
 @pytest.fixture(scope="module")

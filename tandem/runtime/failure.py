@@ -1,0 +1,183 @@
+"""What is known when a worker fails, and the report that is made of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tandem.errors import TandemError, WorkerFailure
+
+LOG_LINES = 30
+"""Last lines of a failed worker's log that the report shows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A process of a pool.
+
+    Attributes:
+        pool, rank, world_size: which process of which pool.
+        node: its machine's address.
+        pid: its process id there.
+        log: the file its output goes to.
+    """
+
+    pool: str
+    rank: int
+    world_size: int
+    node: str
+    pid: int
+    log: Path
+
+    def __str__(self) -> str:
+        return f"{self.pool} rank {self.rank} of {self.world_size} (node {self.node}, pid {self.pid})"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Record:
+    """A call that raised.
+
+    Attributes:
+        pool, rank: where.
+        role, method: the call.
+        error: the exception in one line.
+        trace: its traceback.
+        cause: the exception, where it can be pickled.
+        inputs: whether an input could not be had, so that somebody else failed first.
+        at: when, seconds since the epoch on the worker's machine.
+    """
+
+    pool: str
+    rank: int
+    role: str
+    method: str
+    error: str
+    trace: str
+    cause: BaseException | None
+    inputs: bool = False
+    at: float = field(default_factory=time.time)
+
+    @property
+    def key(self) -> tuple[str, int, float]:
+        """Tells one record from another after a trip between processes."""
+        return self.pool, self.rank, self.at
+
+
+class CallFailed(Exception):
+    """What a worker's process sends in place of a result."""
+
+    def __init__(self, record: Record) -> None:
+        super().__init__(record)
+        self.record = record
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What a worker's process answers when asked.
+
+    Attributes:
+        state: "idle", "waiting for the inputs of" or "running".
+        role, method: of the call it is at.
+        since_s: seconds in that state.
+        resident_bytes: memory of the process.
+        failures: calls that raised since the last answer.
+        said: sentences for the user since then.
+    """
+
+    state: str
+    role: str
+    method: str
+    since_s: float
+    resident_bytes: int
+    failures: tuple[Record, ...] = ()
+    said: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        if self.state == "idle":
+            return "idle"
+        return f"{self.state} {self.role}.{self.method} for {self.since_s:.1f} s"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Why a run cannot go on: the first thing that went wrong, and where.
+
+    Attributes:
+        place: the process.
+        what: in one sentence.
+        role, method: the call it was at, where known.
+        detail: its traceback or stacks.
+        cause: the exception, where there is one.
+    """
+
+    place: Place
+    what: str
+    role: str = ""
+    method: str = ""
+    detail: str = ""
+    cause: BaseException | None = None
+
+    def report(self, others: Mapping[Place, str]) -> WorkerFailure:
+        """The error for the user.
+
+        Args:
+            others: what every other process was doing.
+        """
+        actionable = isinstance(self.cause, TandemError)
+        rank = f"{self.role or self.place.pool} rank {self.place.rank} of {self.place.world_size}"
+        lines = [
+            f"{rank} failed{f' in {self.method}' if self.method else ''}: {self.what}",
+            f"  where:    pool {self.place.pool}, node {self.place.node}, pid {self.place.pid}",
+        ]
+        if self.detail:
+            lines += ["  its stack:", *_indented(self.detail)]
+        lines += [
+            f"  the end of its log, {self.place.log}:",
+            *_indented(tail(self.place.log, self.place.pid, but=self.detail) or "(nothing)"),
+        ]
+        if others:
+            lines += ["  meanwhile:", *(f"    {place}: {doing}" for place, doing in _grouped(others))]
+        failure = WorkerFailure("\n".join(lines), restartable=not actionable)
+        failure.__cause__ = self.cause
+        return failure
+
+
+def log_header(pid: int) -> str:
+    """The first line that a process writes to its log, which may hold those of earlier starts."""
+    return f"── process {pid} ──"
+
+
+def tail(log: Path, pid: int, *, but: str = "", lines: int = LOG_LINES) -> str:
+    """The last lines a process wrote to its log, which may be long, or not there.
+
+    Args:
+        but: what is left out if the log ends with it.
+    """
+    try:
+        with log.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - 200 * lines - len(but.encode())))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return ""
+    own = text.rpartition(log_header(pid))[2].strip().removesuffix(but.rstrip())
+    return "\n".join(own.rstrip().splitlines()[-lines:])
+
+
+def first_failure(records: Iterable[Record]) -> Record | None:
+    """Where it began: the earliest call that did not fail for want of another's result."""
+    return min(records, key=lambda record: (record.inputs, record.at), default=None)
+
+
+def _indented(text: str) -> list[str]:
+    return [f"    {line}" for line in text.rstrip().splitlines()]
+
+
+def _grouped(others: Mapping[Place, str], most: int = 16) -> Sequence[tuple[str, str]]:
+    """One line for each process; of many only the first, and how many more."""
+    shown = [(str(place), doing) for place, doing in list(others.items())[:most]]
+    if len(others) > most:
+        shown.append((f"{len(others) - most} more processes", "not shown"))
+    return shown

@@ -1,0 +1,288 @@
+"""Layout: in which results the rows of each column of a table lie, and at which places. Everything but the
+last step of evaluating an expression is arithmetic on layouts, and needs no value."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from tandem.errors import DataError
+from tandem.protocol import DataProto
+from tandem.protocol.gather import Picks
+from tandem.protocol.ragged import RowIndex, picks
+from tandem.runtime.handle import Done, Handle
+from tandem.runtime.index import Index
+
+
+class Source:
+    """One worker's promised batch; the leaves of expressions.
+
+    Args:
+        handle: where it is.
+        method: the method that makes it, for messages.
+        shape: rows and names of columns, once known; travels with the source, so that a worker need not
+            ask for them again.
+    """
+
+    __slots__ = ("_index", "handle", "method", "shape")
+
+    def __init__(self, handle: Handle, method: str, shape: tuple[int, tuple[str, ...]] | None = None) -> None:
+        self.handle = handle
+        self.method = method
+        self.shape = shape
+        self._index: Index | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Source, (self.handle, self.method, self.shape)
+
+    def ready(self) -> bool:
+        """Whether the index is there without waiting for a worker."""
+        return self._index is not None or self.handle.done()
+
+    def index(self, timeout_s: float | None) -> Index:
+        if self._index is None:
+            here = isinstance(self.handle, Done)
+            self._index = Index.of(self.batch(timeout_s)) if here else self.handle.index(timeout_s)
+            self.shape = len(self._index), self._index.columns
+        return self._index
+
+    def layout(self, timeout_s: float | None) -> Layout:
+        rows, columns = self.shape or (len(self.index(timeout_s)), self.index(timeout_s).columns)
+        strip = Strip((self,), (rows,), range(rows))
+        return Layout(rows, {name: (strip,) for name in columns}, () if columns else (self,))
+
+    def batch(self, timeout_s: float | None) -> DataProto:
+        """The values.
+
+        Raises:
+            DataError: the method returned something else.
+        """
+        value = self.handle.get(timeout_s)
+        if not isinstance(value, DataProto):
+            raise DataError(
+                f"{self.method} did not return a batch",
+                got=type(value).__name__,
+                expected="DataProto",
+                remedy='register it with collect="first" or another dispatch mode',
+            )
+        return value
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Strip:
+    """Rows of some results put below each other; columns side by side share one.
+
+    Attributes:
+        sources: the results, at least one.
+        sizes: rows of each.
+        picks: the wanted rows of all of them.
+    """
+
+    sources: tuple[Source, ...]
+    sizes: tuple[int, ...]
+    picks: Picks
+
+    def __getitem__(self, rows: Picks) -> Strip:
+        return Strip(self.sources, self.sizes, _composed(self.picks, rows))
+
+    def same(self, other: Strip) -> bool:
+        """Whether both are the same rows of the same results."""
+        if self.sources != other.sources:
+            return False
+        if isinstance(self.picks, range) or isinstance(other.picks, range):
+            return isinstance(self.picks, range) and self.picks == other.picks
+        return np.array_equal(self.picks, other.picks)
+
+    def needed(self) -> Strip:
+        """The same rows with only the results that hold some; of no rows, the smallest result."""
+        sizes = np.asarray(self.sizes)
+        ends = np.cumsum(sizes)
+        if len(self.picks) == 0:
+            return self._only([int(sizes.argmin())], range(0))
+        if isinstance(self.picks, range):
+            first = int(np.searchsorted(ends, self.picks.start, side="right"))
+            last = int(np.searchsorted(ends, self.picks.stop - 1, side="right"))
+            shift = int(ends[first] - sizes[first])
+            moved = range(self.picks.start - shift, self.picks.stop - shift)
+            return self._only(list(range(first, last + 1)), moved)
+        holder = np.searchsorted(ends, self.picks, side="right")
+        used, place = np.unique(holder, return_inverse=True)
+        shifts = (ends - sizes)[used] - (np.cumsum(sizes[used]) - sizes[used])
+        return self._only(used.tolist(), _tidy(self.picks - shifts[place]))
+
+    def _only(self, used: Sequence[int], rows: Picks) -> Strip:
+        return Strip(tuple(self.sources[i] for i in used), tuple(self.sizes[i] for i in used), rows)
+
+    def take(self, names: Sequence[str], fetch: Callable[[Source], DataProto]) -> DataProto:
+        """The values of the named columns, on memory of their own where a source's is borrowed."""
+        strip = self.needed()
+        tables = []
+        for source in strip.sources:
+            table = fetch(source)
+            arrays = [name for name in names if name in table.non_tensor_batch]
+            tables.append(table.select([name for name in names if name not in arrays], arrays))
+        taken = DataProto.gather(tables, strip.picks)
+        view = len(strip.sources) == 1 and isinstance(strip.picks, range)
+        return taken.clone() if view and strip.sources[0].handle.borrowed else taken
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """The layout of a table of B rows. Has the operations of a table.
+
+    Attributes:
+        rows: B.
+        columns: where each column lies; where a column came from several sides of a union, all of them,
+            which must agree.
+        bare: results without columns, for their meta_info.
+    """
+
+    rows: int
+    columns: dict[str, tuple[Strip, ...]]
+    bare: tuple[Source, ...] = ()
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __getitem__(self, rows: RowIndex) -> Layout:
+        wanted = picks(rows, self.rows)
+        taken: dict[Strip, Strip] = {}
+        for strips in self.columns.values():
+            for strip in strips:
+                if strip not in taken:
+                    taken[strip] = strip[wanted]
+        columns = {name: tuple(taken[s] for s in strips) for name, strips in self.columns.items()}
+        return Layout(len(wanted), columns, self.bare)
+
+    def arranged(self, rows: np.ndarray) -> Layout:
+        return self[rows]
+
+    def select(self, columns: Sequence[str]) -> Layout:
+        """
+        Raises:
+            DataError: a name that is not there.
+        """
+        for name in columns:
+            if name not in self.columns:
+                raise DataError("no such column", field=name, expected=tuple(self.columns))
+        return Layout(self.rows, {name: self.columns[name] for name in columns}, self.bare)
+
+    def union(self, *others: Layout) -> Layout:
+        """
+        Raises:
+            DataError: row counts differ.
+        """
+        columns, bare = dict(self.columns), list(self.bare)
+        for other in others:
+            bare += other.bare
+            if other.columns and other.rows != self.rows:
+                raise DataError(
+                    "batches of different size",
+                    got=f"{other.rows} rows: {', '.join(other.columns)}",
+                    expected=f"{self.rows} rows: {', '.join(self.columns)}",
+                )
+            for name, strips in other.columns.items():
+                known = columns.get(name, ())
+                new = tuple(s for s in strips if not any(s is k or s.same(k) for k in known))
+                columns[name] = known + new
+        return Layout(self.rows, columns, tuple(bare))
+
+    @staticmethod
+    def concat(parts: Sequence[Layout]) -> Layout:
+        """
+        Raises:
+            DataError: parts with different columns.
+        """
+        first = parts[0]
+        if len(parts) == 1:
+            return first
+        joined: dict[tuple[Strip, ...], Strip] = {}
+        columns: dict[str, tuple[Strip, ...]] = {}
+        for part in parts:
+            if set(part.columns) != set(first.columns):
+                raise DataError(
+                    "batches have different columns", got=tuple(part.columns), expected=tuple(first.columns)
+                )
+        for name in first.columns:
+            sides = [part.columns[name] for part in parts]
+            columns[name] = ()
+            for i in range(max(map(len, sides))):
+                stack = tuple(side[min(i, len(side) - 1)] for side in sides)
+                if stack not in joined:
+                    joined[stack] = _below(stack)
+                columns[name] += (joined[stack],)
+        return Layout(sum(map(len, parts)), columns, first.bare)
+
+    def strips(self) -> dict[Strip, list[str]]:
+        """The columns of each strip; those that provide a column before those that must agree with it."""
+        out: dict[Strip, list[str]] = {}
+        for rank in range(max(map(len, self.columns.values()), default=0)):
+            for name, strips in self.columns.items():
+                if rank < len(strips):
+                    out.setdefault(strips[rank], []).append(name)
+        return out
+
+    def take(self, fetch: Callable[[Source], DataProto]) -> DataProto:
+        """The values; only results that hold wanted rows of wanted columns are fetched.
+
+        Raises:
+            DataError: one column with different values on two sides of a union, or meta_info that differs.
+        """
+        tables = [DataProto(meta_info=fetch(source).meta_info) for source in self.bare]
+        tables += [strip.take(names, fetch) for strip, names in self.strips().items()]
+        return tables[0].union(*tables[1:])
+
+
+def compact(rows: RowIndex) -> slice | np.ndarray:
+    """Rows as they travel: a slice, a mask of one byte each, or integers of four bytes where they fit."""
+    if isinstance(rows, slice):
+        return rows
+    array = rows if isinstance(rows, np.ndarray) else torch.as_tensor(rows, device="cpu").numpy()
+    if array.dtype == bool:
+        return array
+    fits = len(array) == 0 or (array.min() >= -(2**31) and array.max() < 2**31)
+    return array.astype(np.int32 if fits else np.int64)
+
+
+def _tidy(rows: np.ndarray) -> Picks:
+    """Successive rows as a range."""
+    if len(rows) and bool((np.diff(rows) == 1).all()):
+        return range(int(rows[0]), int(rows[-1]) + 1)
+    return rows
+
+
+def _composed(outer: Picks, inner: Picks) -> Picks:
+    """outer[inner]."""
+    if isinstance(outer, range):
+        if isinstance(inner, range):
+            return range(outer.start + inner.start, outer.start + inner.stop)
+        return inner + outer.start
+    return outer[inner.start : inner.stop] if isinstance(inner, range) else outer[inner]
+
+
+def _below(strips: Sequence[Strip]) -> Strip:
+    """The rows of all strips below each other; results that several of them name stand there once."""
+    sources: list[Source] = []
+    sizes: list[int] = []
+    starts: dict[tuple[Source, ...], int] = {}
+    rows: list[Picks] = []
+    for strip in strips:
+        if strip.sources not in starts:
+            starts[strip.sources] = sum(sizes)
+            sources += strip.sources
+            sizes += strip.sizes
+        start = starts[strip.sources]
+        rows.append(_composed(range(start, start + sum(strip.sizes)), strip.picks))
+    successive = all(
+        isinstance(a, range) and isinstance(b, range) and a.stop == b.start
+        for a, b in itertools.pairwise(rows)
+    )
+    first, last = rows[0], rows[-1]
+    if successive and isinstance(first, range) and isinstance(last, range):
+        return Strip(tuple(sources), tuple(sizes), range(first.start, last.stop))
+    return Strip(tuple(sources), tuple(sizes), np.concatenate([np.asarray(r, dtype=np.int64) for r in rows]))

@@ -1,0 +1,373 @@
+"""Processes of pools as Ray actors: started, introduced to each other, watched, ended."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.machinery import PathFinder
+from pathlib import Path
+from tempfile import mkdtemp
+from types import ModuleType
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from tandem.errors import ConfigError, WorkerFailure
+from tandem.runtime.failure import Place
+from tandem.runtime.host import Setup
+from tandem.runtime.ray_backend.actor import Actor, HostActor, Whereabouts
+from tandem.runtime.ray_backend.cluster import actor_options, connect, has_gpus, reserve
+from tandem.runtime.ray_backend.watch import Watch
+from tandem.runtime.ray_backend.workers import RayWorkers
+from tandem.runtime.resource_pool import ResourcePool
+from tandem.runtime.worker import WorkerFactory, worker_class
+
+KEYS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")
+"""What of the environment another program needs to reach the same Ray. The token itself stays where it is."""
+HOSTS_FILE = "processes.json"
+"""In the log folder: where the processes of the run are, for whoever wants to see their stacks."""
+
+
+@dataclass
+class Hosts:
+    """The processes of a pool.
+
+    Attributes:
+        actors, places, found: by rank.
+        group: what they reserve; None for helpers beside the controller.
+    """
+
+    pool: ResourcePool
+    actors: list[Actor]
+    places: list[Place]
+    found: list[Whereabouts]
+    group: PlacementGroup | None
+
+
+class RayBackend:
+    """See `Backend`.
+
+    Args:
+        name: the run's, for messages and for the names of its processes.
+        log_dir: where each process writes its log; a folder that all nodes share. None takes a new one.
+        device: "cpu"; "cuda" for one GPU per process; "auto" for that where the cluster has GPUs.
+        address: of the cluster; None starts Ray on this machine.
+        namespace: Ray's, for the processes' names; None makes one.
+        interface: the network interface of collectives; None takes the one with the node's address.
+        master_port: where rank 0 of the first pool of several processes listens for their process group; one
+            port further for each further such pool; 0 takes free ports.
+        object_store_gb: of a Ray that is started here, GiB; None leaves it to Ray.
+        temp_dir: of a Ray that is started here.
+        start_s: limit for all processes of the pools to be up and know of each other.
+        call_s: limit of one method's own run.
+        answer_s: limit of a process's answer to a question.
+        collective_s: limit of one collective operation.
+        resources_s: how long the cluster may take to have what the pools ask for.
+        stop_s: limit of an orderly end; then the processes are killed.
+        say: is told what workers say to the user.
+
+    Raises:
+        ConfigError: no cluster at the address.
+    """
+
+    def __init__(
+        self,
+        name: str = "tandem",
+        log_dir: Path | None = None,
+        *,
+        device: str = "auto",
+        address: str | None = None,
+        namespace: str | None = None,
+        interface: str | None = None,
+        master_port: int = 0,
+        object_store_gb: float | None = None,
+        temp_dir: str | None = None,
+        start_s: float = 300.0,
+        call_s: float = 7200.0,
+        answer_s: float = 30.0,
+        collective_s: float = 1800.0,
+        resources_s: float = 60.0,
+        stop_s: float = 10.0,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        self._started_ray = connect(address, temp_dir=temp_dir, object_store_gb=object_store_gb)
+        self._gpus = device == "cuda" or (device == "auto" and has_gpus())
+        self._name = name
+        self._id = f"{name}-{uuid.uuid4().hex[:8]}"
+        self._namespace = namespace or self._id
+        self._logs = Path(mkdtemp(prefix="tandem-")) if log_dir is None else log_dir.absolute()
+        self._interface = interface
+        self._master_port = master_port
+        self._start_s = start_s
+        self._collective_s = collective_s
+        self._resources_s = resources_s
+        self._stop_s = stop_s
+        self._watch = Watch(call_s=call_s, answer_s=answer_s, say=say)
+        self._pools: dict[str, Hosts] = {}
+        self._ports: dict[str, int] = {}
+        self._closed = False
+
+    def reserve(self, pools: Sequence[ResourcePool]) -> None:
+        """Starts the pools' processes, all at once; pools that are there already stay.
+
+        Raises:
+            ConfigError: the cluster has not got the room.
+            WorkerFailure: the processes did not come up within `start_s`.
+        """
+        new = [pool for pool in pools if pool.name not in self._pools]
+        groups = reserve(
+            [pool for pool in new if not pool.beside_controller], gpus=self._gpus, timeout_s=self._resources_s
+        )
+        deadline = time.monotonic() + self._start_s
+        for pool in new:
+            group = groups.get(pool.name)
+            self._pools[pool.name] = Hosts(pool, self._spawn(pool, group), [], [], group)
+        started = [self._pools[pool.name] for pool in new]
+        for step in (self._find, self._introduce):
+            for hosts in started:
+                try:
+                    step(hosts, deadline)
+                except (TimeoutError, WorkerFailure) as error:
+                    raise self._did_not_start(hosts, error) from error.__cause__
+        self._write_hosts()
+
+    def launch(self, worker: WorkerFactory, pool: ResourcePool, role: str) -> RayWorkers:
+        """See `Backend`.
+
+        Raises:
+            ConfigError: as `reserve`, or another pool of that name is there.
+            WorkerFailure: a worker could not be made.
+        """
+        self.reserve([pool])
+        hosts = self._pools[pool.name]
+        if hosts.pool != pool:
+            raise ConfigError(
+                "two resource pools have one name", field=pool.name, got=pool, expected=hosts.pool
+            )
+        _ship_modules_of(worker)
+        factory = ray.put(worker)
+        made = [actor.create.remote(role, factory) for actor in hosts.actors]
+        for ref in made:
+            self._watch.get(ref)
+        return RayWorkers(role, hosts.actors, self._watch)
+
+    def take_traffic(self) -> dict[str, float]:
+        watch = self._watch
+        taken = {
+            "controller/index_bytes": float(watch.index_bytes),
+            "controller/value_bytes": float(watch.value_bytes),
+        }
+        watch.index_bytes = watch.value_bytes = 0
+        return taken
+
+    def release(self, pool_names: Sequence[str]) -> None:
+        """Ends the processes of some pools and gives their room back."""
+        for name in pool_names:
+            hosts = self._pools.pop(name)
+            self._watch.remove(name)  # before they go: or their end would be taken for a failure
+            self._end([hosts])
+
+    def shutdown(self) -> None:
+        """Ends all processes, and Ray if it was started or joined here; idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._watch.close()
+        try:
+            self._end(list(self._pools.values()))
+        finally:
+            self._pools.clear()
+            if self._started_ray:
+                ray.shutdown()
+
+    def _spawn(self, pool: ResourcePool, group: PlacementGroup | None) -> list[Actor]:
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        nodes = [node for node, count in enumerate(pool.process_on_nodes) for _ in range(count)]
+        actors = []
+        for rank, node in enumerate(nodes):
+            setup = Setup(
+                pool.name,
+                rank,
+                pool.world_size,
+                os.getcwd(),
+                tuple(path or os.getcwd() for path in sys.path),
+                self._log_of(pool, rank),
+            )
+            where = (
+                {"num_cpus": 0, "scheduling_strategy": here}
+                if group is None
+                else actor_options(pool, group, node, self._gpus)
+            )
+            named = {"name": self._actor_name(pool.name, rank), "namespace": self._namespace}
+            actors.append(HostActor.options(**where, **named).remote(setup))
+        return actors
+
+    def _find(self, hosts: Hosts, deadline: float) -> None:
+        """Waits for a pool's processes, and watches them from then on."""
+        asked = [actor.whereabouts.remote() for actor in hosts.actors]
+        for rank, ref in enumerate(asked):
+            at = self._by(deadline, ref)
+            pool = hosts.pool
+            log = self._log_of(pool, rank)
+            hosts.places.append(Place(pool.name, rank, pool.world_size, at.address, at.pid, log))
+            hosts.found.append(at)
+            self._watch.add(hosts.places[-1], hosts.actors[rank])
+
+    def _introduce(self, hosts: Hosts, deadline: float) -> None:
+        """Tells a pool's processes of each other and of their share of the machine."""
+        group = self._process_group(hosts, deadline)
+        busy = [at.node for known in self._pools.values() if known.pool.on_device for at in known.found]
+        nodes = [at.node for at in hosts.found]
+        joined = []
+        for rank, (actor, at) in enumerate(zip(hosts.actors, hosts.found, strict=True)):
+            own = {"LOCAL_RANK": "0" if self._gpus else str(nodes[:rank].count(at.node))}
+            if group:
+                own |= group | {"RANK": str(rank)}
+            defaults = _interface_names(at.interface) if group else {}
+            threads = _threads(at.cores, busy.count(at.node) if hosts.pool.on_device else at.cores)
+            joined.append(actor.join.remote(own, defaults, threads))
+        for ref in joined:
+            self._by(deadline, ref)
+
+    def _process_group(self, hosts: Hosts, deadline: float) -> dict[str, str]:
+        """The environment that makes a pool's processes one group of `torch.distributed`; none for one."""
+        if hosts.pool.world_size == 1:
+            return {}
+        address = hosts.found[0].address
+        served = hosts.actors[0].serve_rendezvous.remote(
+            address, self._port_of(hosts.pool), self._collective_s
+        )
+        return {
+            "MASTER_ADDR": address,
+            "MASTER_PORT": str(self._by(deadline, served)),
+            "WORLD_SIZE": str(hosts.pool.world_size),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            **_interface_names(self._interface),
+        }
+
+    def _port_of(self, pool: ResourcePool) -> int:
+        """The first pool's port is the one asked for, the next ones' follow: they may share a machine."""
+        if self._master_port == 0:
+            return 0
+        taken = {port for name, port in self._ports.items() if name in self._pools}
+        self._ports[pool.name] = next(p for p in itertools.count(self._master_port) if p not in taken)
+        return self._ports[pool.name]
+
+    def _did_not_start(self, hosts: Hosts, error: TimeoutError | WorkerFailure) -> WorkerFailure:
+        pool = hosts.pool
+        if isinstance(error, WorkerFailure):
+            what, restartable = str(error), error.restartable
+        else:
+            what = f"not all were up within trainer.timeouts.start={self._start_s:g} s"
+            restartable = True
+        return WorkerFailure(
+            f"resource pool '{pool.name}' could not be started: {what}\n"
+            f"  answered: {len(hosts.places)} of {pool.world_size} processes\n"
+            f"  logs:     {self._logs}, which all nodes must share",
+            restartable=restartable,
+        )
+
+    def _actor_name(self, pool: str, rank: int) -> str:
+        return f"{self._id}_{pool}_{rank}"
+
+    def _log_of(self, pool: ResourcePool, rank: int) -> Path:
+        return self._logs / f"{pool.name}_{rank}.log"
+
+    def _by(self, deadline: float, ref: ray.ObjectRef[Any]) -> Any:
+        return self._watch.get(ref, max(0.0, deadline - time.monotonic()))
+
+    def _end(self, ending: Sequence[Hosts]) -> None:
+        """Orderly where they still answer, then in any case."""
+        actors = [actor for hosts in ending for actor in hosts.actors]
+        try:
+            self._watch.check()
+            closing = [actor.close.remote() for actor in actors]
+            if closing:
+                ray.wait(closing, num_returns=len(closing), timeout=self._stop_s)
+        except (RayError, WorkerFailure):
+            pass  # they are killed below, whatever state they are in
+        for actor in actors:
+            ray.kill(actor)
+        for hosts in ending:
+            if hosts.group is not None:
+                remove_placement_group(hosts.group)
+        _await_end([place for hosts in ending for place in hosts.places], self._stop_s)
+
+    def _write_hosts(self) -> None:
+        places = [place for hosts in self._pools.values() for place in hosts.places]
+        content = {
+            "address": ray.get_runtime_context().gcs_address,
+            "namespace": self._namespace,
+            "environment": {name: value for name in KEYS if (value := os.environ.get(name)) is not None},
+            "controller": os.getpid(),
+            "processes": [
+                {
+                    "name": f"{place.pool}_{place.rank}",
+                    "actor": self._actor_name(place.pool, place.rank),
+                    "node": place.node,
+                    "pid": place.pid,
+                    "log": str(place.log),
+                }
+                for place in places
+            ],
+        }
+        self._logs.mkdir(parents=True, exist_ok=True)
+        partial_file = self._logs / f"{HOSTS_FILE}.partial"
+        partial_file.write_text(json.dumps(content, indent=1))
+        partial_file.replace(self._logs / HOSTS_FILE)
+
+
+def _interface_names(interface: str | None) -> dict[str, str]:
+    """The environment by which collectives take a network interface."""
+    return {f"{library}_SOCKET_IFNAME": interface for library in ("GLOO", "NCCL") if interface}
+
+
+def _threads(cores: int, processes: int) -> int:
+    asked = os.environ.get("OMP_NUM_THREADS")
+    return int(asked) if asked and asked.isdigit() else max(1, cores // processes)
+
+
+def _ship_modules_of(worker: WorkerFactory) -> None:
+    """Sends along the code of modules that another process could not import: a user's own files."""
+    values = [worker_class(worker)]
+    if isinstance(worker, partial):
+        values += [*worker.args, *worker.keywords.values()]
+    for value in values:
+        function = getattr(value, "function", value)
+        module = sys.modules.get(getattr(function, "__module__", None) or "")
+        if module is not None and module.__name__ != "__main__" and not _importable(module):
+            ray.cloudpickle.register_pickle_by_value(module)  # type: ignore[no-untyped-call]
+
+
+def _importable(module: ModuleType) -> bool:
+    """Whether a process with the same import path finds the module by its name."""
+    if getattr(module, "__file__", None) is None:
+        return True  # part of the interpreter
+    return PathFinder.find_spec(module.__name__.split(".")[0]) is not None
+
+
+def _await_end(places: Sequence[Place], timeout_s: float) -> None:
+    """Until the processes on this machine are gone."""
+    here = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+    deadline = time.monotonic() + timeout_s
+    while any(place.node == here and _alive(place.pid) for place in places) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"

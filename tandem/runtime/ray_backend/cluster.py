@@ -1,0 +1,184 @@
+"""The Ray cluster of a run: joined or started, and the places in it that pools reserve."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from tandem.errors import ConfigError
+from tandem.runtime.resource_pool import ResourcePool
+
+PROCESS = "tandem_process"
+"""What each process takes of a Ray that was started for this run alone. Its cores are not counted: more
+processes than cores is a choice of whoever asks for them."""
+
+
+def connect(address: str | None, *, temp_dir: str | None, object_store_gb: float | None) -> bool:
+    """Joins a cluster, or starts Ray on this machine.
+
+    Args:
+        address: of the cluster; "auto" finds the one on this machine; None starts one, which ends with
+            this process.
+
+    Returns:
+        Whether it was started here. A Ray that this process is in already is used as it is.
+
+    Raises:
+        ConfigError: no cluster there.
+    """
+    if ray.is_initialized():
+        return False
+    # That Ray checks a token of its own making is nothing the user has to act on.
+    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # the watch reports them
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    hook = os.environ.get("PYTHONBREAKPOINT")
+    try:
+        return _join(address, temp_dir, object_store_gb)
+    finally:
+        # Ray names its own debugger there, and the controller's `breakpoint()` is the user's.
+        if hook is None:
+            os.environ.pop("PYTHONBREAKPOINT", None)
+        else:
+            os.environ["PYTHONBREAKPOINT"] = hook
+
+
+def _join(address: str | None, temp_dir: str | None, object_store_gb: float | None) -> bool:
+    shared: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
+    if address is None:
+        store = None if object_store_gb is None else int(object_store_gb * 2**30)
+        ray.init(
+            address="local",  # or Ray would look for one to join
+            resources={PROCESS: 10**6},
+            include_dashboard=False,
+            object_store_memory=store,
+            _temp_dir=temp_dir,
+            _system_config={"prestart_worker_first_driver": False},
+            **shared,
+        )
+        return True
+    try:
+        ray.init(address=address, **shared)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            "no Ray cluster there",
+            field="trainer.cluster.address",
+            got=f"{address}: {str(error).splitlines()[0]}",
+            expected="HOST:PORT of the head node, or auto on one of the cluster's machines",
+            remedy="start it (tandem node, or ray start --head), or set trainer.cluster.address=null",
+        ) from error
+    return True
+
+
+def has_gpus() -> bool:
+    return bool(_resources().get("GPU"))
+
+
+def _resources() -> dict[str, float]:
+    """Of all nodes together."""
+    return dict(ray.cluster_resources())  # type: ignore[no-untyped-call]
+
+
+def reserve(pools: Sequence[ResourcePool], *, gpus: bool, timeout_s: float) -> dict[str, PlacementGroup]:
+    """Room for all processes of all pools, one bundle per node, the nodes of a pool all different.
+
+    Args:
+        gpus: whether each process gets a GPU.
+        timeout_s: how long the cluster may take to grow.
+
+    Raises:
+        ConfigError: it has not got that room; nothing stays reserved.
+    """
+    groups = {pool.name: placement_group(_bundles(pool, gpus), strategy=_strategy(pool)) for pool in pools}
+    deadline = time.monotonic() + (timeout_s if _may_fit(pools, gpus) else 0.0)
+    missing = [pool for pool in pools if not groups[pool.name].wait(max(0.1, deadline - time.monotonic()))]
+    if missing:
+        for group in groups.values():
+            remove_placement_group(group)
+        raise _does_not_fit(pools, gpus)
+    return groups
+
+
+def actor_options(pool: ResourcePool, group: PlacementGroup, node: int, gpus: bool) -> dict[str, Any]:
+    """Where a process of a pool runs, and what it takes there."""
+    takes = _bundle(1, gpus and pool.on_device)
+    return {
+        "num_cpus": takes.pop("CPU", 0),
+        "num_gpus": takes.pop("GPU", 0),
+        "resources": takes,
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=node),
+    }
+
+
+def _bundle(count: int, gpus: bool) -> dict[str, float]:
+    counted = PROCESS if _resources().get(PROCESS) else "CPU"
+    return {counted: float(count)} | ({"GPU": float(count)} if gpus else {})
+
+
+def _bundles(pool: ResourcePool, gpus: bool) -> list[dict[str, float]]:
+    return [_bundle(count, gpus and pool.on_device) for count in pool.process_on_nodes]
+
+
+def _strategy(pool: ResourcePool) -> str:
+    return "STRICT_SPREAD" if pool.nnodes > 1 else "PACK"
+
+
+def _nodes() -> list[dict[str, Any]]:
+    return [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+
+
+def _may_fit(pools: Sequence[ResourcePool], gpus: bool) -> bool:
+    """Whether waiting may help: a Ray of this run's own does not grow."""
+    there = _resources()
+    asked = sum(pool.world_size for pool in pools if pool.on_device)
+    return not there.get(PROCESS) or (
+        all(pool.nnodes == 1 for pool in pools) and (not gpus or asked <= there.get("GPU", 0))
+    )
+
+
+def _does_not_fit(pools: Sequence[ResourcePool], gpus: bool) -> ConfigError:
+    unit = "GPU(s)" if gpus else "process(es)"
+    asked = "; ".join(
+        f"{pool.name}: {' + '.join(map(str, pool.process_on_nodes))} {unit} on {pool.nnodes} node(s)"
+        for pool in pools
+    )
+    there = "; ".join(
+        f"{node['NodeManagerAddress']}: {node['Resources'].get('CPU', 0):g} CPU, "
+        f"{node['Resources'].get('GPU', 0):g} GPU"
+        for node in _nodes()
+    )
+    return ConfigError(
+        "the cluster has not got what the resource pools ask for",
+        field="trainer.resource_pools",
+        got=f"asked for {asked}",
+        expected=f"at most what {len(_nodes())} node(s) have: {there}; a pool's nodes are different machines",
+        remedy="lower trainer.nnodes, trainer.n_gpus_per_node or the pools; or start more nodes with "
+        "'tandem node' and set trainer.cluster.address=auto",
+    )
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface of this machine that has an IPv4 address; None if none has."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()))
+            except OSError:  # an interface without an address
+                continue
+            if socket.inet_ntoa(found[20:24]) == address:
+                return name
+    return None
+
+
+_SIOCGIFADDR = 0x8915
+"""Linux's request for the address of an interface."""

@@ -1,0 +1,116 @@
+"""Handles of results in Ray's object store. The controller waits through its watch, which knows of failures;
+a worker waits for an input without one, because the controller watches whoever makes it."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from typing import Any
+
+import ray
+from ray.exceptions import RayTaskError
+
+from tandem.errors import DataError
+from tandem.protocol import DataProto, Ragged
+from tandem.runtime.future import owned
+from tandem.runtime.host import INPUTS
+from tandem.runtime.index import Index
+from tandem.runtime.ray_backend.watch import Watch
+
+
+class RayHandle:
+    """See `Handle`.
+
+    Args:
+        value: the result.
+        index: its pickled index, if it is a batch that stays with its worker.
+        watch: the controller's; None elsewhere.
+        together: the results of the same call, see `Watch.get`.
+    """
+
+    borrowed = True
+    __slots__ = ("__weakref__", "_index", "_known", "_together", "_value", "_watch")
+
+    def __init__(
+        self,
+        value: ray.ObjectRef[Any],
+        index: ray.ObjectRef[bytes] | bytes | None,
+        watch: Watch | None = None,
+        together: list[Any] | None = None,
+    ) -> None:
+        self._value = value
+        self._index = index
+        self._watch = watch
+        self._together = together
+        if together is not None:
+            together.append(self.first)
+        self._known: Index | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RayHandle, (self._value, self._index)
+
+    @property
+    def first(self) -> ray.ObjectRef[Any]:
+        """What exists once the method has ended, the smallest such thing."""
+        return self._value if self._index is None or isinstance(self._index, bytes) else self._index
+
+    def get(self, timeout_s: float | None = None) -> Any:
+        if self._watch is None:
+            return _brought_here(self._value)
+        value = self._watch.get(self._value, timeout_s, sign=self.first, together=self._together)
+        if self._index is None:
+            return owned(value)  # others copy what they need of a batch that stays with its worker
+        self._watch.value_bytes += batch_bytes(value) if isinstance(value, DataProto) else 0
+        return value
+
+    def index(self, timeout_s: float | None = None) -> Index:
+        if self._known is None:
+            packed = self._packed_index(timeout_s)
+            self._known = pickle.loads(packed)
+        return self._known
+
+    def _packed_index(self, timeout_s: float | None) -> bytes:
+        if isinstance(self._index, bytes):
+            return self._index
+        if self._index is None:
+            raise DataError("only a batch has an index", expected="a method that returns a DataProto")
+        if self._watch is None:
+            packed: bytes = _brought_here(self._index)
+        else:
+            packed = self._watch.get(self._index, timeout_s, together=self._together)
+            self._watch.index_bytes += len(packed)
+        return packed
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        if not isinstance(self._index, bytes):
+            self.index(timeout_s) if self._index is not None else self.get(timeout_s)
+
+    def done(self) -> bool:
+        if isinstance(self._index, bytes):
+            return True
+        ready, _ = ray.wait([self.first], timeout=0, fetch_local=False)
+        return bool(ready)
+
+
+def _brought_here(value: ray.ObjectRef[Any]) -> Any:
+    """An input, with what it cost."""
+    start = time.monotonic()
+    ray.wait([value], fetch_local=False)
+    there = time.monotonic()
+    try:
+        result = ray.get(value)
+    except RayTaskError as error:
+        raise error.cause or error from None
+    INPUTS.wait_s += there - start
+    INPUTS.transfer_s += time.monotonic() - there
+    if isinstance(result, DataProto):
+        INPUTS.transfer_bytes += batch_bytes(result)
+    return result
+
+
+def batch_bytes(batch: DataProto) -> int:
+    """Bytes of the tensors of a batch."""
+    tensors = [
+        t for c in batch.batch.values() for t in ((c.values, c.offsets) if isinstance(c, Ragged) else (c,))
+    ]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -1,0 +1,115 @@
+"""The workers of one role on Ray."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import ray
+
+from tandem.protocol import DataProto
+from tandem.runtime.backend import StreamPart, Usage
+from tandem.runtime.dispatch import Call
+from tandem.runtime.future import BatchFuture, Handle
+from tandem.runtime.ray_backend.actor import Actor, packed_index
+from tandem.runtime.ray_backend.handles import RayHandle
+from tandem.runtime.ray_backend.watch import Watch
+
+
+class RayWorkers:
+    """See `Workers`.
+
+    Args:
+        role: whose workers.
+        actors: their processes, by rank.
+        watch: the controller's.
+    """
+
+    def __init__(self, role: str, actors: Sequence[Actor], watch: Watch) -> None:
+        self._role = role
+        self._actors = actors
+        self._watch = watch
+
+    @property
+    def world_size(self) -> int:
+        return len(self._actors)
+
+    def call(self, method: str, calls: Sequence[Call | None], *, keeps: bool) -> list[Handle | None]:
+        handles: list[Handle | None] = []
+        together: list[Any] = []
+        for actor, call in zip(self._actors, _sent_once(calls), strict=True):
+            if call is None:
+                handles.append(None)
+            else:
+                handles.append(self._called(actor, method, call, keeps, together))
+        return handles
+
+    def _called(self, actor: Actor, method: str, call: Call, keeps: bool, together: list[Any]) -> RayHandle:
+        if keeps:
+            index, value = actor.execute_kept.remote((self._role, method, *call))
+        else:
+            index, value = None, actor.execute.remote((self._role, method, *call))
+        handle = RayHandle(value, index, self._watch, together)
+        self._watch.sent(actor, self._role, method, handle)
+        return handle
+
+    def stream(self, method: str, calls: Sequence[Call | None]) -> Iterator[StreamPart]:
+        ranks, ends = {}, []
+        for rank, (actor, call) in enumerate(zip(self._actors, _sent_once(calls), strict=True)):
+            if call is not None:
+                parts = actor.parts.options(num_returns="streaming").remote((self._role, method, *call))
+                ends.append(RayHandle(parts.completed(), None, self._watch))
+                self._watch.sent(actor, self._role, method, ends[-1])
+                ranks[parts] = rank
+        return self._merged(ranks, ends)
+
+    def _merged(self, ranks: dict[Any, int], ends: list[RayHandle]) -> Iterator[StreamPart]:
+        while ranks:
+            stream = self._watch.ready(list(ranks))
+            try:
+                part = next(stream)
+            except StopIteration:
+                del ranks[stream]
+                continue
+            rows, index, (value,) = self._watch.get(part)
+            self._watch.index_bytes += len(index) + len(pickle.dumps(rows))
+            yield StreamPart(ranks[stream], rows, RayHandle(value, index, self._watch))
+        for end in ends:
+            end.wait()
+
+    def take_usage(self) -> list[Usage]:
+        taken = [actor.take_usage.remote(self._role) for actor in self._actors]
+        return [self._watch.get(ref) for ref in taken]
+
+    def shutdown(self) -> None:
+        """Drops the workers; their processes go with the backend."""
+        removed = [actor.remove.remote(self._role) for actor in self._actors]
+        for ref in removed:
+            self._watch.get(ref)
+
+
+def _sent_once(calls: Sequence[Call | None]) -> list[Call | None]:
+    """The calls with each batch that several of them are given put into the object store, once."""
+    given = Counter(
+        id(argument)
+        for call in calls
+        if call is not None
+        for argument in (*call[0], *call[1].values())
+        if isinstance(argument, DataProto)
+    )
+    futures: dict[int, BatchFuture] = {}
+
+    def sent(argument: Any) -> Any:
+        if given[id(argument)] < 2:
+            return argument
+        if id(argument) not in futures:
+            handle = RayHandle(ray.put(argument), packed_index(argument))
+            futures[id(argument)] = BatchFuture.collected([handle], "an argument")
+        return futures[id(argument)]
+
+    return [
+        call and (tuple(map(sent, call[0])), {name: sent(argument) for name, argument in call[1].items()})
+        for call in calls
+    ]

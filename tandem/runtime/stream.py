@@ -1,0 +1,92 @@
+"""BatchStream: a batch whose samples come to exist one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from tandem.errors import DataError
+from tandem.protocol import DataProto
+from tandem.runtime.backend import StreamPart
+from tandem.runtime.dispatch import Mesh
+from tandem.runtime.future import BatchFuture
+
+
+class BatchStream:
+    """The parts of a streaming method's result. Iterating gives each part as soon as it exists; iterating
+    again gives those that came before once more.
+
+    Args:
+        parts: of all workers, in the order in which they come to exist.
+        method: the name of the method that was called, for messages.
+        mesh: says whose parts are taken, and in which order.
+    """
+
+    def __init__(self, parts: Iterator[StreamPart], method: str, mesh: Mesh) -> None:
+        self._incoming = parts
+        self._method = method
+        self._order = {rank: place for place, rank in enumerate(mesh.collectors)}
+        self._parts: list[tuple[StreamPart, BatchFuture]] = []
+        self._failure: Exception | None = None
+
+    def __iter__(self) -> Iterator[BatchFuture]:
+        position = 0
+        while position < len(self._parts) or self._receive():
+            yield self._parts[position][1]
+            position += 1
+
+    def map(self, fn: Callable[[BatchFuture], BatchFuture]) -> BatchFuture:
+        """Applies `fn` to each part as soon as it exists.
+
+        Args:
+            fn: a part to a batch with as many rows.
+
+        Returns:
+            the results below each other, in the order of the method's rows: by rank, then by row.
+
+        Raises:
+            DataError: the rows that a worker named are not 0 … B-1, each once.
+        """
+        results = [fn(part) for part in self]
+        if not results:
+            return BatchFuture.of(DataProto())
+        by_rank: dict[int, list[int]] = {}
+        for position, (part, _) in enumerate(self._parts):
+            by_rank.setdefault(self._order[part.rank], []).append(position)
+        places = [np.empty(0, dtype=np.int64)] * len(results)
+        before = 0
+        for rank in sorted(by_rank):
+            rows = [np.asarray(self._parts[position][0].rows, dtype=np.int64) for position in by_rank[rank]]
+            self._check_rows(rank, np.concatenate(rows))
+            for position, named in zip(by_rank[rank], rows, strict=True):
+                places[position] = named + before
+            before += sum(map(len, rows))
+        return BatchFuture.arranged(results, places)
+
+    def all(self) -> BatchFuture:
+        """The whole batch, once all workers have ended."""
+        return self.map(lambda part: part)
+
+    def _receive(self) -> bool:
+        """Waits for one more part; false when there is none."""
+        if self._failure is not None:
+            raise self._failure  # an iterator that raised would say that it has merely ended
+        try:
+            for part in self._incoming:
+                if part.rank in self._order:
+                    self._parts.append((part, BatchFuture.collected([part.handle], self._method)))
+                    return True
+        except Exception as failure:
+            self._failure = failure
+            raise
+        return False
+
+    def _check_rows(self, rank: int, rows: np.ndarray) -> None:
+        if not np.array_equal(np.sort(rows), np.arange(len(rows))):
+            raise DataError(
+                f"the parts of {self._method} do not make a whole",
+                field=f"data-parallel rank {rank}",
+                got=f"{len(rows)} rows: {rows.tolist()[:8]}…",
+                expected="each of 0 … B-1 once",
+            )

@@ -1,0 +1,189 @@
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandem.errors import DataError
+from tandem.protocol import DataProto, Ragged
+
+
+def table(rows: int, seed: int = 0) -> DataProto:
+    """Two ragged columns of one family, one of another, dense ones of one and two dimensions, an array."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths, others = torch.randint(0, 5, (2, rows), generator=generator)
+    tokens = Ragged.from_lengths(torch.randint(0, 99, (int(lengths.sum()),), generator=generator), lengths)
+    return DataProto(
+        {
+            "tokens": tokens,
+            "log_probs": tokens.with_values(torch.randn(len(tokens.values), generator=generator)),
+            "prompts": Ragged.from_lengths(torch.arange(int(others.sum())), others),
+            "score": torch.randn(rows, generator=generator),
+            "pair": torch.randn(rows, 2, generator=generator),
+        },
+        {"uid": [f"{seed}/{row}" for row in range(rows)]},
+        {"seed": seed},
+    )
+
+
+def listed(batch: DataProto) -> list[dict[str, Any]]:
+    """Row by row, in plain lists."""
+    return [
+        {
+            **{n: (c.row(i) if isinstance(c, Ragged) else c[i]).tolist() for n, c in batch.batch.items()},
+            **{n: a[i] for n, a in batch.non_tensor_batch.items()},
+        }
+        for i in range(len(batch))
+    ]
+
+
+def joined(parts: list[DataProto]) -> list[dict[str, Any]]:
+    return [row for part in parts for row in listed(part)]
+
+
+@given(rows=st.integers(0, 9), chunks=st.integers(1, 12), size=st.integers(1, 10))
+@settings(max_examples=60, deadline=None)
+def test_chunk_and_split(rows, chunks, size):
+    batch = table(rows)
+    expected = listed(batch)
+    parts = batch.chunk(chunks)
+    assert len(parts) == chunks
+    assert [len(p) for p in parts] == [len(part) for part in np.array_split(np.arange(rows), chunks)]
+    assert joined(parts) == expected
+    pieces = batch.split(size)
+    assert [len(p) for p in pieces] == [len(expected[i : i + size]) for i in range(0, rows, size)]
+    assert joined(pieces) == expected
+    assert all(part.columns == batch.columns and part.meta_info == {"seed": 0} for part in parts + pieces)
+    for part in parts:
+        assert part.ragged("tokens").offsets is part.ragged("log_probs").offsets
+        Ragged(part.ragged("prompts").values, part.ragged("prompts").offsets)  # offsets that fit
+    assert listed(DataProto.concat(parts)) == expected
+
+
+def test_parts_are_views_with_their_own_columns():
+    batch = table(6)
+    first, second = batch.chunk(2)
+    second.ragged("tokens").values[:] = -1
+    second.dense("score")[:] = -1
+    assert (batch[3:].ragged("tokens").values == -1).all()
+    assert batch.dense("score")[3:].tolist() == [-1] * 3
+    first.pop(["score"])
+    first.meta_info["seed"] = 7
+    assert "score" in second
+    assert second.meta_info == {"seed": 0}
+
+
+@given(rows=st.integers(1, 9), seed=st.integers(0, 99))
+@settings(max_examples=40, deadline=None)
+def test_rows_reorder_repeat_filter(rows, seed):
+    batch = table(rows, seed)
+    expected = listed(batch)
+    order = torch.randperm(rows, generator=torch.Generator().manual_seed(seed))
+    assert listed(batch.reorder(order)) == [expected[i] for i in order.tolist()]
+    assert listed(batch.reorder(order).reorder(order.argsort())) == expected
+    assert listed(batch.repeat(2)) == [row for row in expected for _ in range(2)]
+    assert listed(batch.repeat(2, interleave=False)) == expected * 2
+    mask = np.arange(rows) % 3 == 0
+    assert listed(batch.filter(mask)) == expected[::3]
+    assert listed(batch[-1]) == expected[-1:]
+    assert listed(batch[::2]) == expected[::2]
+    if rows > 1:
+        with pytest.raises(DataError, match="permutation"):
+            batch.reorder([0] * rows)
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=4), st.data())
+@settings(max_examples=60, deadline=None)
+def test_gather_is_concat_then_rows(sizes, data):
+    parts = [table(size, seed) for seed, size in enumerate(sizes)]
+    whole = joined(parts)
+    assert listed(DataProto.concat(parts)) == whole
+    order = np.array(data.draw(st.permutations(range(len(whole)))), dtype=np.int64)[
+        : data.draw(st.integers(0, 9))
+    ]
+    assert listed(DataProto.gather(parts, order)) == [whole[i] for i in order]
+    stop = data.draw(st.integers(0, len(whole)))
+    start = data.draw(st.integers(0, stop))
+    assert listed(DataProto.gather(parts, range(start, stop))) == whole[start:stop]
+
+
+def test_wide_dense_rows_are_gathered_run_by_run():
+    parts = [DataProto({"x": torch.randn(5, 700)}), DataProto({"x": torch.randn(4, 700)})]
+    order = np.array([8, 0, 1, 2, 7, 3])
+    expected = torch.cat([part.dense("x") for part in parts])[torch.from_numpy(order)]
+    assert torch.equal(DataProto.gather(parts, order).dense("x"), expected)
+
+
+def test_concat_of_what_does_not_fit():
+    with pytest.raises(DataError, match="nothing"):
+        DataProto.concat([])
+    with pytest.raises(DataError, match="different columns"):
+        DataProto.concat([table(2), table(2).select(["score"])])
+    dense, ragged = DataProto({"x": torch.zeros(1)}), DataProto({"x": Ragged.from_list([[1]])})
+    for mixed in ([dense, ragged], [ragged, dense]):
+        with pytest.raises(DataError, match="x"):
+            DataProto.concat(mixed)
+
+
+def test_union():
+    batch = table(4)
+    other = batch.select(["tokens"], ["uid"]).rename("tokens", "more").union(DataProto(meta_info={"k": 1}))
+    both = batch.union(other)
+    assert set(both.columns) == {*batch.columns, "more"}
+    assert both.meta_info == {"seed": 0, "k": 1}
+    copies = DataProto(
+        {"score": batch.dense("score").clone(), "prompts": batch.clone().ragged("prompts")},
+        {"uid": list(batch.non_tensor_batch["uid"])},
+    )
+    assert batch.union(copies).columns == batch.columns
+    for wrong in (
+        DataProto({"score": batch.dense("score") + 1}),
+        DataProto({"prompts": batch.ragged("prompts").with_values(batch.ragged("prompts").values + 1)}),
+        DataProto({"tokens": torch.zeros(4)}),
+        DataProto({}, {"uid": ["a"] * 4}),
+        DataProto(meta_info={"seed": 5}),
+    ):
+        with pytest.raises(DataError, match="different values under one name"):
+            batch.union(wrong)
+    with pytest.raises(DataError, match="3 rows"):
+        batch.union(DataProto({"z": torch.zeros(3)}))
+
+
+def test_union_does_not_read_columns_that_lie_on_the_same_memory():
+    nan = torch.full((3,), torch.nan)
+    batch = DataProto({"x": nan})
+    assert batch.union(DataProto({"x": nan[:]})).columns == ("x",)
+    with pytest.raises(DataError, match="x"):
+        batch.union(DataProto({"x": nan.clone()}))
+
+
+def test_select_pop_rename():
+    batch = table(3)
+    assert batch.select(["score"], []).columns == ("score",)
+    popped = batch.pop(["score"], ["uid"], ["seed"])
+    assert popped.columns == ("score", "uid")
+    assert popped.meta_info == {"seed": 0}
+    assert batch.columns == ("tokens", "log_probs", "prompts", "pair")
+    assert batch.rename("pair", "two").columns[-1] == "two"
+    for wrong in (
+        lambda: batch.select(["nothere"]),
+        lambda: batch.rename("nothere", "x"),
+        lambda: batch.dense("tokens"),
+    ):
+        with pytest.raises(DataError, match=r"nothere|tokens"):
+            wrong()
+
+
+def test_save_and_load(tmp_path):
+    batch = table(4)
+    batch.save(tmp_path / "batch.pt")
+    back = DataProto.load(tmp_path / "batch.pt")
+    assert listed(back) == listed(batch)
+    assert back.meta_info == batch.meta_info
+
+
+def test_columns_that_disagree():
+    with pytest.raises(DataError, match=r"y(.|\n)*3 rows(.|\n)*2 rows, as in 'x'"):
+        DataProto({"x": torch.zeros(2), "y": torch.zeros(3)})

@@ -1,0 +1,143 @@
+import copy
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from tandem.protocol import DataProto, Ragged
+
+DTYPES = [
+    torch.bool,
+    torch.uint8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+]
+
+
+def some(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    return (torch.rand(shape) * 100 - (0 if dtype == torch.uint8 else 50)).to(dtype)
+
+
+def dumped(value: object) -> tuple[bytes, list[pickle.PickleBuffer]]:
+    buffers: list[pickle.PickleBuffer] = []
+    return pickle.dumps(value, protocol=5, buffer_callback=buffers.append), buffers
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_every_type_survives(dtype, protocol):
+    batch = DataProto(
+        {
+            "dense": some(dtype, (3, 2, 2)),
+            "ragged": Ragged.from_lengths(some(dtype, (5, 2)), [2, 0, 3]),
+            "empty": Ragged.from_lengths(some(dtype, (0, 2)), [0, 0, 0]),
+        },
+        {"uid": ["a", None, {"x": 1}]},
+        {"step": 3},
+    )
+    back = pickle.loads(pickle.dumps(batch, protocol=protocol))
+    assert torch.equal(back.dense("dense"), batch.dense("dense"))
+    assert back.dense("dense").dtype == dtype
+    for name in ("ragged", "empty"):
+        assert back.ragged(name).equal(batch.ragged(name))
+        assert back.ragged(name).values.shape == batch.ragged(name).values.shape
+    assert list(back.non_tensor_batch["uid"]) == ["a", None, {"x": 1}]
+    assert back.meta_info == {"step": 3}
+    back.dense("dense")[0] = 1  # in band it is the reader's own
+    assert len(pickle.loads(pickle.dumps(DataProto(), protocol=protocol))) == 0
+
+
+def test_out_of_band_values_lie_in_the_buffers_and_in_the_tensors_of_the_sender():
+    tokens = Ragged.from_lengths(torch.arange(50), [20, 30])
+    batch = DataProto({"x": torch.arange(1000.0)[:2], "t": tokens})
+    data, buffers = dumped(batch)
+    assert len(data) < 600
+    assert sum(len(buffer.raw()) for buffer in buffers) == 2 * 4 + 50 * 8 + 3 * 8
+    places = {np.frombuffer(buffer, np.uint8).ctypes.data for buffer in buffers}
+    assert batch.ragged("t").values.data_ptr() in places  # not copied on the way out
+    stored = [bytes(buffer.raw()) for buffer in buffers]
+    back = pickle.loads(data, buffers=stored)
+    assert back.ragged("t").equal(batch.ragged("t"))
+    places = {np.frombuffer(block, np.uint8).ctypes.data for block in stored}
+    assert back.ragged("t").values.data_ptr() in places  # nor on the way in
+    assert back.dense("x").data_ptr() in places
+
+
+def test_reading_from_read_only_memory_is_silent():
+    program = """
+import pickle, sys, warnings
+warnings.simplefilter("error")
+import torch
+from tandem.protocol import DataProto
+buffers = []
+data = pickle.dumps(DataProto({"x": torch.arange(4)}), protocol=5, buffer_callback=buffers.append)
+back = pickle.loads(data, buffers=[bytes(b.raw()) for b in buffers])
+print(back.dense("x").tolist())
+torch.from_numpy(__import__("numpy").frombuffer(b"12345678", "u1"))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout == "[0, 1, 2, 3]\n", done.stderr
+    assert "not writable" in done.stderr  # torch's own warning still reaches the user
+
+
+def test_the_memory_outlives_the_buffer_object():
+    data, buffers = dumped(Ragged.from_list([[1, 2], [3]]))
+    back = pickle.loads(data, buffers=[bytearray(buffer.raw()) for buffer in buffers])
+    del buffers
+    assert [row.tolist() for row in back] == [[1, 2], [3]]
+
+
+@pytest.mark.parametrize("protocol", [4, 5])
+def test_a_view_travels_without_the_rest_of_its_storage(protocol):
+    whole = Ragged.from_lengths(torch.zeros(100_000), [10] * 10_000)
+    batch = DataProto({"t": whole, "x": torch.zeros(10_000, 8)})[20:24]
+    assert len(pickle.dumps(batch, protocol=protocol)) < 1500
+    assert len(pickle.dumps(batch.ragged("t"), protocol=protocol)) < 1000
+
+
+def test_views_that_are_not_contiguous():
+    table = torch.arange(24.0).view(4, 6)
+    batch = DataProto({"columns": table[:, ::2], "turned": table[:, :4].T, "wide": table[:1].expand(4, 6)})
+    back = pickle.loads(pickle.dumps(batch, protocol=5))
+    for name, column in batch.batch.items():
+        assert torch.equal(back.dense(name), column)
+
+
+def test_one_tensor_in_several_columns_travels_once():
+    offsets = Ragged.from_lengths(torch.zeros(400), [100] * 4)
+    batch = DataProto({"a": offsets, "b": offsets, "c": offsets.with_values(torch.ones(400))})
+    _, buffers = dumped(batch)
+    assert sum(len(buffer.raw()) for buffer in buffers) == 2 * 400 * 4 + 5 * 8
+    back = pickle.loads(pickle.dumps(batch, protocol=5))
+    assert back.ragged("a").values is back.ragged("b").values
+    assert back.ragged("a").offsets is back.ragged("c").offsets
+
+
+def test_gradients_stay_behind():
+    weight = torch.ones(3, requires_grad=True)
+    back = pickle.loads(pickle.dumps(DataProto({"x": weight * 2}), protocol=5))
+    assert back.dense("x").tolist() == [2, 2, 2]
+    assert not back.dense("x").requires_grad
+
+
+def test_copies():
+    batch = DataProto({"t": Ragged.from_list([[1], [2, 3]]), "x": torch.zeros(2)}, {"uid": ["a", "b"]})
+    same = copy.copy(batch)
+    assert same.dense("x") is batch.dense("x")
+    same.pop(["x"], ["uid"])
+    assert batch.columns == ("t", "x", "uid")
+    assert copy.copy(batch.ragged("t")).values is batch.ragged("t").values
+    for other in (copy.deepcopy(batch), batch.clone()):
+        other.dense("x")[0] = 9
+        other.ragged("t").values[0] = 9
+        assert batch.dense("x").tolist() == [0, 0]
+        assert batch.ragged("t").values.tolist() == [1, 2, 3]
+        assert other.ragged("t").row(1).tolist() == [2, 3]

@@ -1,0 +1,194 @@
+"""What a group of workers does, alike on every backend."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from tandem.balance import partition
+from tandem.errors import DataError
+from tandem.protocol import DataProto
+from tandem.runtime import BatchFuture, BatchStream, Future
+from tests.runtime.conftest import Start
+from tests.runtime.multi_worker import assert_same, make_batch
+from tests.support.toys import Balancer, Custom, Parallel, Streamer, Toy
+
+
+def uneven(rows: int) -> DataProto:
+    """Each sample with a uid of its own."""
+    batch = make_batch(rows, seed=rows)
+    batch.non_tensor_batch["uid"] = np.array([f"0/{row}" for row in range(rows)], dtype=object)
+    return batch
+
+
+def test_every_mode_on_four_workers(start: Start) -> None:
+    group = start(partial(Toy, 2.0), 4)
+    batch = uneven(7)
+    assert group.world_size == 4
+    assert group.ranks() == [(rank, 4) for rank in range(4)]
+    future = group.double(batch)
+    assert isinstance(future, BatchFuture)
+    assert torch.equal(future.get().dense("doubled"), batch.dense("score") * 2)
+    history = group.history()
+    assert isinstance(history, Future)
+    assert history.get(timeout_s=30.0) == [[2], [2], [2], [1]]
+    shifted = group.scores(batch, offset=1.0)
+    assert torch.equal(shifted.dense("score"), batch.dense("score") + 1)
+    assert list(shifted.non_tensor_batch["uid"]) == list(batch.non_tensor_batch["uid"])
+    assert group.rows_of_rank_zero(batch) == 2
+    assert group.nothing(batch) is None
+    assert group.only_zero(1.5) == 1.5
+    assert group.own_item(["a", "b", "c", "d"]) == ["a0", "b1", "c2", "d3"]
+    assert group.negate([1, 2, 3]) == [-1, -2, -3]
+    assert group.count(batch) == 7
+    usage = group.take_usage()
+    assert len(usage) == 4
+    assert all(rank.busy_s > 0 for rank in usage)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3])
+def test_fewer_rows_than_workers(start: Start, rows: int) -> None:
+    group = start(partial(Toy, 2.0), 4)
+    batch = uneven(rows)
+    assert torch.equal(group.double(batch).get().dense("doubled"), batch.dense("score") * 2)
+    assert len(group.double(batch).index) == rows
+    assert torch.equal(group.scores(BatchFuture.of(batch)).dense("score"), batch.dense("score"))
+
+
+def test_groups_hand_futures_to_each_other(start: Start) -> None:
+    first, second = start(partial(Toy, 2.0), 4), start(partial(Toy, 5.0), 3)
+    batch = uneven(11)
+    order = torch.randperm(11, generator=torch.Generator().manual_seed(1))
+    scores = first.double(batch).union(batch).rows(order)
+    doubled = second.double(scores.select("score"))
+    assert torch.equal(doubled.rows(order.argsort()).get().dense("doubled"), batch.dense("score") * 5)
+    expected = batch[order].dense("score") * 5
+    minis = scores.split(4)
+    assert [len(part) for part in minis] == [4, 4, 3]
+    for i, mini in enumerate(minis):
+        assert torch.equal(second.double(mini).get().dense("doubled"), expected[4 * i : 4 * i + 4])
+    both = BatchFuture.concat([second.double(mini) for mini in reversed(minis)]).get()
+    assert torch.equal(both.dense("doubled"), torch.cat([expected[8:], expected[4:8], expected[:4]]))
+
+
+def test_results_belong_to_the_caller(start: Start) -> None:
+    group = start(partial(Toy, 2.0), 4)
+    batch = uneven(6)
+    future = group.double(batch)
+    for got in (future.get(), future.chunk(4)[0].get(), future.rows([5, 0]).get()):
+        expected = got.clone()
+        got.dense("doubled").add_(1.0)
+        assert not torch.equal(got.dense("doubled"), expected.dense("doubled"))
+    assert torch.equal(group.double(future.union(batch)).get().dense("doubled"), batch.dense("score") * 2)
+
+
+def test_a_plain_future_is_an_argument_like_any_other(start: Start) -> None:
+    first, second = start(partial(Toy, 2.0), 4), start(partial(Toy, 5.0), 3)
+    first.double(uneven(5))
+    assert second.only_zero_of(first.history()) == [[2], [1], [1], [1]]
+
+
+@pytest.mark.parametrize(("dp", "tp", "pp"), [(2, 2, 2), (4, 1, 2), (1, 2, 4)])
+@pytest.mark.parametrize("rows", [0, 1, 7])
+def test_methods_over_named_meshes(start: Start, dp: int, tp: int, pp: int, rows: int) -> None:
+    group = start(Parallel, dp * tp * pp)
+    group.init_model(dp, tp, pp)
+    batch = uneven(rows)
+    expected = batch.select(["score"], ["uid"])
+    assert_same(group.forward(batch), expected)
+    assert_same(group.forward(BatchFuture.of(batch)), expected)
+    assert_same(group.forward_later(batch).get(), expected)
+    group.init_rollout(2)
+    shares = batch.chunk(group.world_size // 2)
+    ranks = [2 * i for i, share in enumerate(shares) for _ in range(len(share))]
+    assert group.generate(batch).get().dense("rank").tolist() == ranks
+
+
+def test_a_users_own_pair_of_functions(start: Start) -> None:
+    group = start(Custom, 3)
+    assert group.place().get() == [(2, 1), None, (0, 3)]
+    assert group.count(uneven(7)) == 7
+
+
+@pytest.mark.parametrize("rows", [0, 2, 13])
+@pytest.mark.parametrize("known", ["batch", "future", "unmade"])
+def test_rows_balanced_by_tokens_come_back_in_order(start: Start, rows: int, known: str) -> None:
+    group = start(Balancer, 3, balance=True)
+    batch = uneven(rows)
+    given = {
+        "batch": lambda: batch,
+        "future": lambda: BatchFuture.of(batch),
+        "unmade": lambda: start(partial(Toy, 1.0), 4).echo(batch),
+    }[known]()
+    lengths = batch.ragged("tokens").lengths.tolist()
+    out = group.score(given, scale=2.0)
+    again = group.score(out.union(batch)).union(out.select("load")).get()
+    out = out.get()
+    assert list(again.dense("load")) == list(out.dense("load"))
+    firsts = [float(row[0]) if len(row) else -1.0 for row in batch.ragged("tokens")]
+    assert out.dense("first").tolist() == [2 * first for first in firsts]
+    assert again.dense("first").tolist() == firsts
+    assert list(out.non_tensor_batch.get("uid", [])) == list(batch.non_tensor_batch["uid"])
+    for rank, members in enumerate(partition(lengths, 3)):
+        assert [i for i, r in enumerate(out.dense("rank").tolist()) if r == rank] == members
+        assert {out.dense("load")[i].item() for i in members} <= {sum(lengths[i] for i in members)}
+
+
+def test_balance_of_several_batches_over_a_mesh_and_with_one_result(start: Start) -> None:
+    group = start(Balancer, 4, balance=True)
+    batch = uneven(9)
+    lengths = batch.ragged("tokens").lengths.tolist()
+    scores = batch.select(["score"], [])
+    for other in (scores, BatchFuture.of(scores), start(partial(Toy, 1.0), 3).echo(scores)):
+        assert torch.equal(group.add(batch, other).dense("sum"), batch.dense("score") * 2)
+        assert torch.equal(group.add(other, batch).dense("sum"), batch.dense("score") * 2)
+    assert group.tokens_of_first(batch).get() == sum(lengths[i] for i in partition(lengths, 4)[0])
+    group.init_mesh(2)
+    assert_same(group.meshed(batch), batch.select(["score"], ["uid"]))
+    plain = start(Balancer, 4)
+    assert plain.score(batch).get().dense("rank").tolist() == [0, 0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_a_balanced_method_returns_a_row_for_each(start: Start) -> None:
+    with pytest.raises(DataError, match="one row for each row"):
+        start(Balancer, 3, balance=True).drop(uneven(7))
+
+
+@pytest.mark.parametrize(("rows", "n"), [(7, 1), (7, 3), (2, 2), (0, 2)])
+def test_a_stream_is_put_in_the_order_of_ranks_and_rows(start: Start, rows: int, n: int) -> None:
+    group, scorer = start(Streamer, 4), start(Streamer, 3)
+    batch = uneven(rows)
+    whole = batch.repeat(n)
+    stream = group.stream(batch, n)
+    assert isinstance(stream, BatchStream)
+    out = stream.map(lambda part: part.union(scorer.halve(part)).select("score", "half", "uid", "rank"))
+    if rows:
+        ranks = [rank for rank, share in enumerate(batch.chunk(4)) for _ in range(len(share) * n)]
+        assert out.index.row_ids.tolist() == list(range(rows * n))
+        got = out.get()
+        assert torch.equal(got.dense("half"), whole.dense("score") / 2)
+        assert got.dense("rank").tolist() == ranks
+        assert list(got.non_tensor_batch["uid"]) == list(whole.non_tensor_batch["uid"])
+        assert torch.equal(scorer.halve(out).get().dense("half"), whole.dense("score") / 2)
+        assert_same(stream.all().select("score", "uid").get(), whole.select(["score"], ["uid"]))
+    else:
+        assert len(out) == 0
+    assert len(list(stream)) == sum(-(-len(share) * n // 2) for share in batch.chunk(4))
+    assert sum(map(len, stream)) == rows * n
+
+
+def test_a_stream_over_a_mesh_takes_the_parts_of_those_that_collect(start: Start) -> None:
+    group = start(Streamer, 4)
+    group.init_mesh(2)
+    batch = uneven(5)
+    out = group.stream_over_mesh(BatchFuture.of(batch)).all().get()
+    assert torch.equal(out.dense("score"), batch.dense("score"))
+    assert out.dense("rank").tolist() == [0, 0, 0, 2, 2]
+
+
+def test_parts_that_make_no_whole(start: Start) -> None:
+    with pytest.raises(DataError, match=r"the parts of Streamer\.stream_wrongly do not make a whole"):
+        start(Streamer, 3).stream_wrongly(uneven(9)).all()

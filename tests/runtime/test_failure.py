@@ -1,0 +1,68 @@
+from pathlib import Path
+
+import pytest
+
+from tandem.errors import DataError, WorkerFailure
+from tandem.runtime.failure import Fault, Place, Record, Status, first_failure, log_header, tail
+
+
+def place(rank: int, log: Path = Path("nowhere")) -> Place:
+    return Place("policy", rank, 2, "10.0.0.1", 100 + rank, log)
+
+
+def record(rank: int, at: float, *, inputs: bool = False) -> Record:
+    return Record("policy", rank, "actor", "update", "ValueError: x", "trace", None, inputs, at)
+
+
+def test_it_began_with_the_earliest_that_was_not_waiting_for_another() -> None:
+    waited, late, early = record(0, 1.0, inputs=True), record(1, 3.0), record(2, 2.0)
+    assert first_failure([waited, late, early]) is early
+    assert first_failure([waited]) is waited
+    assert first_failure([]) is None
+
+
+def test_the_end_of_a_log_is_that_of_this_process(tmp_path: Path) -> None:
+    log = tmp_path / "policy_0.log"
+    own = [f"line {i}" for i in range(50)]
+    log.write_text("\n".join([log_header(7), "of an earlier start", log_header(8), *own, "trace", "back\n"]))
+    assert tail(log, 8, but="trace\nback\n", lines=3) == "line 47\nline 48\nline 49"
+    assert tail(log, 8, but="another", lines=2) == "trace\nback"
+    assert tail(log, 8, lines=1000).splitlines() == [*own, "trace", "back"]
+    assert tail(tmp_path / "none.log", 8) == ""
+    log.write_text(f"{log_header(7)}\nof an earlier start\n{log_header(8)}\n")
+    assert tail(log, 8) == ""
+
+
+def test_the_report_says_who_where_what_and_what_the_others_did(tmp_path: Path) -> None:
+    log = tmp_path / "policy_1.log"
+    log.write_text(f"{log_header(101)}\nloading\n")
+    fault = Fault(place(1, log), "its process died (killed)", "actor", "update_actor")
+    others = {place(0): str(Status("running", "actor", "update_actor", 3.21, 2**30)), place(2): "idle"}
+    failure = fault.report(others)
+    assert isinstance(failure, WorkerFailure)
+    assert str(failure).splitlines() == [
+        "actor rank 1 of 2 failed in update_actor: its process died (killed)",
+        "  where:    pool policy, node 10.0.0.1, pid 101",
+        f"  the end of its log, {log}:",
+        "    loading",
+        "  meanwhile:",
+        "    policy rank 0 of 2 (node 10.0.0.1, pid 100): running actor.update_actor for 3.2 s",
+        "    policy rank 2 of 2 (node 10.0.0.1, pid 102): idle",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("cause", "restartable"), [(None, True), (ValueError("x"), True), (DataError("x"), False)]
+)
+def test_an_error_the_user_must_act_on_is_not_worth_a_restart(
+    cause: Exception | None, restartable: bool
+) -> None:
+    failure = Fault(place(0), "it raised", cause=cause).report({})
+    assert failure.restartable is restartable
+    assert failure.__cause__ is cause
+
+
+def test_of_many_processes_the_first_are_shown() -> None:
+    report = str(Fault(place(0), "gone").report({place(rank): "idle" for rank in range(1, 101)}))
+    assert report.count(": idle") == 16
+    assert report.endswith("84 more processes: not shown")

@@ -1,0 +1,233 @@
+"""Real processes on real Ray that raise, die, stop or never end: one report in time, and nobody left."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tandem.errors import ConfigError, DataError, WorkerFailure
+from tandem.protocol import DataProto
+from tandem.runtime import ResourcePool, WorkerGroup
+from tandem.runtime.ray_backend import RayBackend
+from tests.support.faulty import Faulty
+
+ANSWER_S, CALL_S, LIMIT_S = 6.0, 8.0, 60.0
+
+
+@pytest.fixture
+def backend(ray_cluster: None, tmp_path: Path) -> Iterator[RayBackend]:
+    backend = RayBackend(log_dir=tmp_path, answer_s=ANSWER_S, call_s=CALL_S, stop_s=5)
+    yield backend
+    backend.shutdown()
+
+
+def alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def gone_within(pids: list[int], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not any(map(alive, pids))
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("raise", "ValueError: the number is wrong"),
+        ("sys.exit", "SystemExit: 3"),
+        ("use all memory", "MemoryError"),
+        ("exit", "its process died"),
+        ("die", "its process died"),
+        ("crash", "its process died"),
+        ("stop", "no answer for"),
+        ("sleep", f"the limit is {CALL_S:g} s"),
+    ],
+)
+def test_one_report_in_bounded_time_and_nobody_left(backend: RayBackend, how: str, says: str) -> None:
+    group = WorkerGroup(backend, Faulty, ResourcePool([2], "faulty"), role="policy")
+    other = WorkerGroup(backend, Faulty, ResourcePool([1], "other"))
+    assert group.total(1.5) == [3.0, 3.0]
+    pids = group.pid() + other.pid()
+    start = time.monotonic()
+    future = group.fail(how, 1)
+    with pytest.raises(WorkerFailure) as caught:
+        future.get()
+    assert time.monotonic() - start < LIMIT_S
+    report = str(caught.value)
+    rank = 0 if how == "sleep" else 1  # both run for too long, and no one can tell who waits for whom
+    assert report.startswith(f"policy rank {rank} of 2 failed in fail: ")
+    assert says in report.splitlines()[0]
+    assert f"pid {pids[1]}" in report
+    assert how == "crash" or f"about to {how}" in report  # the end of that process's log
+    assert f"faulty rank {1 - rank} of 2 (node {_node(report)}, pid {pids[1 - rank]})" in report
+    assert f"other rank 0 of 1 (node {_node(report)}, pid {pids[2]}): idle" in report
+    assert caught.value.restartable
+    if how == "raise":
+        assert isinstance(caught.value.__cause__, ValueError)
+        assert "faulty.py" in report
+        assert "host.py" not in report
+    if how == "sleep":
+        assert "time.sleep(1000)" in report  # where it is
+    if how == "crash":
+        assert "Fatal Python error: Segmentation fault" in report
+    backend.shutdown()
+    assert gone_within(pids, 5)
+
+
+def _node(report: str) -> str:
+    found = re.search(r"node ([0-9.]+)", report)
+    assert found
+    return found[1]
+
+
+def test_a_process_killed_while_idle_is_found(backend: RayBackend) -> None:
+    group = WorkerGroup(backend, Faulty, ResourcePool([1], "idle"), role="quiet")
+    waiting = WorkerGroup(backend, Faulty, ResourcePool([1], "waiting"))
+    future = waiting.fail("sleep", 0)
+    os.kill(group.pid()[0], 9)
+    with pytest.raises(WorkerFailure, match="idle rank 0 of 1 failed: its process died"):
+        future.get()
+
+
+def test_the_first_failure_is_reported_not_what_followed(backend: RayBackend) -> None:
+    first = WorkerGroup(backend, Faulty, ResourcePool([1], "first"), role="source")
+    second = WorkerGroup(backend, Faulty, ResourcePool([1], "second"), role="sink")
+    bad = first.double(DataProto({"x": torch.tensor([1.0, -1.0])}))
+    with pytest.raises(WorkerFailure) as caught:
+        second.double(bad).get()
+    assert str(caught.value).startswith("source rank 0 of 1 failed in double: ")
+    assert isinstance(caught.value.__cause__, DataError)
+    assert caught.value.__cause__.field == "x"
+    assert not caught.value.restartable  # the same input would fail again
+    assert first.double(DataProto({"x": torch.tensor([2.0])})).get().dense("x").tolist() == [4.0]
+
+
+def test_what_follows_in_the_same_process_does_not_hide_the_cause(backend: RayBackend) -> None:
+    pool = ResourcePool([1], "shared")
+    first = WorkerGroup(backend, Faulty, pool, role="first")
+    second = WorkerGroup(backend, Faulty, pool, role="second")
+    bad = first.double(DataProto({"x": torch.tensor([-1.0])}))
+    later = second.double(second.double(bad))
+    with pytest.raises(WorkerFailure) as caught:
+        later.get()
+    assert str(caught.value).startswith("first rank 0 of 1 failed in double: ")
+    assert isinstance(caught.value.__cause__, DataError)
+    assert "expression.py" not in str(caught.value)
+
+
+def test_a_value_belongs_to_whoever_got_it(backend: RayBackend) -> None:
+    group = WorkerGroup(backend, Faulty, ResourcePool([2], "values"))
+    future = group.table()
+    for batch in future.get():
+        batch.dense("x").zero_()
+    assert [batch.dense("x").tolist() for batch in future.get()] == [[1.0] * 1000] * 2
+    shared = DataProto({"x": torch.ones(100_000)})
+    assert group.spoil(shared) == [100_000.0, 100_000.0]  # each rank has a copy of its own
+    assert group.spoil([shared, shared]) == [200_000.0, 200_000.0]
+    assert bool((shared.dense("x") == 1).all())
+
+
+def test_pools_come_and_go_while_they_are_watched(ray_cluster: None, tmp_path: Path) -> None:
+    backend = RayBackend(log_dir=tmp_path, answer_s=0.6, stop_s=5)
+    try:
+        for number in range(4):
+            pool = ResourcePool([2], f"pool_{number}")
+            group = WorkerGroup(backend, Faulty, pool)
+            pids = group.pid()
+            group.shutdown()
+            backend.release([pool.name])
+            assert gone_within(pids, 5)
+            backend.take_traffic()
+    finally:
+        backend.shutdown()
+
+
+def test_each_pool_listens_on_a_port_of_its_own(ray_cluster: None, tmp_path: Path) -> None:
+    port = _free_port()
+    backend = RayBackend(log_dir=tmp_path, master_port=port)
+    try:
+        helper = WorkerGroup(backend, Faulty, ResourcePool([1], "helper"))
+        a, b = (WorkerGroup(backend, Faulty, ResourcePool([2], name)) for name in "ab")
+        assert a.total(1.0) == b.total(1.0) == [2.0, 2.0]
+        assert [group.environment("MASTER_PORT")[0] for group in (helper, a, b)] == [
+            None,
+            str(port),
+            str(port + 1),
+        ]
+        with socket.create_server(("", port + 2)), pytest.raises(WorkerFailure) as caught:
+            WorkerGroup(backend, Faulty, ResourcePool([2], "c"))
+        assert isinstance(caught.value.__cause__, ConfigError)
+        assert caught.value.__cause__.field == "trainer.cluster.master_port"
+        assert not caught.value.restartable
+    finally:
+        backend.shutdown()
+
+
+def _free_port() -> int:
+    with socket.create_server(("", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+def test_a_watch_that_fails_says_so(ray_cluster: None, tmp_path: Path) -> None:
+    def closed(_: str) -> None:
+        raise BrokenPipeError("nobody listens")
+
+    backend = RayBackend(log_dir=tmp_path, answer_s=3, say=closed)
+    try:
+        group = WorkerGroup(backend, Faulty, ResourcePool([1], "speaks"))
+        group.speak("hello")
+        with pytest.raises(WorkerFailure, match="the watch over the workers failed: nobody listens"):
+            group.fail("sleep", 0).get()
+    finally:
+        backend.shutdown()
+
+
+def test_children_of_a_killed_worker_end_too(backend: RayBackend) -> None:
+    group = WorkerGroup(backend, Faulty, ResourcePool([1], "parent"))
+    (child,), (pid,) = group.spawn(), group.pid()
+    os.kill(pid, 9)
+    assert gone_within([child], 10)
+
+
+def test_what_cannot_be_placed_is_refused_before_anything_starts(backend: RayBackend, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        backend.reserve([ResourcePool([1, 1], "wide"), ResourcePool([1], "narrow")])
+    message = str(caught.value)
+    assert "wide: 1 + 1 process(es) on 2 node(s)" in message
+    assert "at most what 1 node(s) have" in message
+    assert "trainer.cluster.address=auto" in message
+    assert not list(tmp_path.glob("*.log"))
+
+
+def test_gpus_that_are_not_there(ray_cluster: None) -> None:
+    backend = RayBackend(device="cuda")
+    try:
+        with pytest.raises(ConfigError, match=r"1 GPU\(s\) on 1 node"):
+            backend.reserve([ResourcePool([1], "gpu")])
+    finally:
+        backend.shutdown()
+
+
+def test_processes_that_do_not_come_up_in_time(ray_cluster: None, tmp_path: Path) -> None:
+    backend = RayBackend(log_dir=tmp_path, start_s=0.01)
+    try:
+        with pytest.raises(
+            WorkerFailure, match=r"not all were up within trainer.timeouts.start=0.01 s\n  answered: 0 of 1"
+        ):
+            backend.reserve([ResourcePool([1], "slow")])
+    finally:
+        backend.shutdown()
