@@ -1,13 +1,15 @@
-"""Rules that look at several keys, or at the file system. All that is wrong is found at once."""
+"""Every rule that looks at more than one key's type and limits. All that is wrong is found at once."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
+from tandem.config import placement
+from tandem.config.files import files, model, own_code, resume, reward_file
 from tandem.config.root import TrainConfig
+from tandem.config.rule import C, Rule
 from tandem.config.schema import value_at
 from tandem.config.section import Section, nearest_remedy
 from tandem.config.sft import SFTConfig
@@ -23,14 +25,8 @@ from tandem.config.unused import (
     TRAIN_NOTICES,
     unused_errors,
     unused_notices,
-    uses_critic,
 )
 from tandem.errors import ConfigError
-
-C = TypeVar("C", bound=Section)
-
-MAX_DEVICES = 1
-"""The local backend, the only one of this build, is one process."""
 
 
 @dataclass(frozen=True)
@@ -39,19 +35,6 @@ class Findings:
 
     errors: list[ConfigError]
     notices: list[str]
-
-
-@dataclass(frozen=True)
-class Rule(Generic[C]):
-    """A rule over several keys.
-
-    Attributes:
-        reads: the keys it looks at; with a wrong value in one of them it stays silent.
-        check: yields errors, and notices as plain sentences.
-    """
-
-    reads: tuple[str, ...]
-    check: Callable[[C, frozenset[str]], Iterable[ConfigError | str]]
 
 
 def check_train(config: TrainConfig, changed: frozenset[str], bad: frozenset[str]) -> Findings:
@@ -119,7 +102,7 @@ def _token_budget(
     runs: Callable[[Any], bool] = lambda config: True,
     *,
     reads: tuple[str, ...] = (),
-    source_switch: str | None = None,
+    source: Callable[[Any], bool] = lambda config: False,
 ) -> Rule[Any]:
     """A token budget must hold one sequence of the greatest length, if its phase runs and uses it.
 
@@ -127,13 +110,13 @@ def _token_budget(
         switch, budget: the keys.
         lengths: the keys whose sum is the greatest length.
         runs: whether the phase runs; it looks at the keys `reads`.
-        source_switch: the switch of the phase whose budget an unset `budget` inherits; where that
-            phase uses its budget, the error is reported there.
+        source: whether the phase whose budget an unset `budget` inherits uses it; then the error is
+            reported there.
     """
 
     def check(config: Section, changed: frozenset[str]) -> Iterator[ConfigError]:
         longest, got = sum(value_at(config, name) for name in lengths), value_at(config, budget)
-        own = source_switch is None or budget in changed or not value_at(config, source_switch)
+        own = budget in changed or not source(config)
         if own and runs(config) and value_at(config, switch) and got < longest:
             yield ConfigError(
                 "holds less than one sequence of the greatest length",
@@ -146,26 +129,28 @@ def _token_budget(
     return Rule((switch, budget, *lengths, *reads), check)
 
 
-def _devices(config: Any, changed: frozenset[str]) -> Iterator[ConfigError]:
-    trainer = config.trainer
-    if trainer.world_size > MAX_DEVICES:
+def _one_process(config: SFTConfig, changed: frozenset[str]) -> Iterator[ConfigError]:
+    per_node, nodes = config.trainer.n_gpus_per_node, config.trainer.nnodes
+    if per_node * nodes > 1:
         yield ConfigError(
-            "more than one process",
-            field="trainer.n_gpus_per_node" if trainer.n_gpus_per_node > 1 else "trainer.nnodes",
-            got=f"{trainer.n_gpus_per_node} per node × {trainer.nnodes} nodes = {trainer.world_size}",
-            expected="1: this build's only backend, local, runs one process",
+            "`tandem sft` runs in one process",
+            field="trainer.n_gpus_per_node" if per_node > 1 else "trainer.nnodes",
+            got=f"{per_node} per node × {nodes} nodes = {per_node * nodes}",
+            expected="1",
             remedy="set trainer.n_gpus_per_node=1 trainer.nnodes=1",
         )
 
 
-def _parallel(name: str) -> Rule[TrainConfig]:
+def _unsplit(name: str, what: str) -> Rule[TrainConfig]:
+    """A key that would split `what` over devices."""
+
     def check(config: TrainConfig, changed: frozenset[str]) -> Iterator[ConfigError]:
-        if value_at(config, name) > MAX_DEVICES:
+        if value_at(config, name) > 1:
             yield ConfigError(
-                "more devices than there are",
+                f"this build keeps {what} on one device",
                 field=name,
                 got=value_at(config, name),
-                expected="1: this build's only backend, local, runs one process",
+                expected="1; further devices take further samples",
                 remedy=f"set {name}=1",
             )
 
@@ -246,96 +231,56 @@ def _validation_data(config: Any, changed: frozenset[str]) -> Iterator[ConfigErr
             )
 
 
-def _resume(config: Any, changed: frozenset[str]) -> Iterator[ConfigError]:
-    path = config.trainer.resume_from_path
-    if config.trainer.resume_mode != "resume_path":
+def _restarts(config: TrainConfig, changed: frozenset[str]) -> Iterator[str]:
+    trainer = config.trainer
+    if trainer.max_restarts > 0 and trainer.save_freq < 1:
+        yield "trainer.max_restarts: without checkpoints a restart begins anew; set trainer.save_freq."
+
+
+def _reward_model(config: TrainConfig, changed: frozenset[str]) -> Iterator[ConfigError]:
+    """With a reward model there is one, and no second source of rewards."""
+    if not config.reward_model.enable:
         return
-    if path is None or not os.path.isdir(path):
+    if not config.reward_model.model.path:
         yield ConfigError(
-            "missing" if path is None else "no such folder",
-            field="trainer.resume_from_path",
-            got=path,
-            expected="a checkpoint folder, for trainer.resume_mode=resume_path",
-            remedy="name one, or set trainer.resume_mode=auto",
+            "missing",
+            field="reward_model.model.path",
+            expected="a Hugging Face folder of a sequence classifier with one label",
+            remedy="add reward_model.model.path=…, or set reward_model.enable=false",
         )
-
-
-def _files(*names: str) -> Rule[Any]:
-    """Every one of these keys that is set names existing files."""
-
-    def check(config: Section, changed: frozenset[str]) -> Iterator[ConfigError]:
-        for name in names:
-            value = value_at(config, name)
-            for path in (value,) if isinstance(value, str) else value or ():
-                if not os.path.isfile(path):
-                    yield ConfigError("no such file", field=name, got=path, remedy="check the path")
-
-    return Rule(names, check)
-
-
-def _reward_file(config: TrainConfig, changed: frozenset[str]) -> Iterator[ConfigError]:
-    """A reward function's file exists; the dotted name of a module is looked up when it is loaded."""
-    field, path = "custom_reward_function.path", config.custom_reward_function.path
-    if path is not None and (path.endswith(".py") or os.sep in path) and not os.path.isfile(path):
-        yield ConfigError("no such file", field=field, got=path, remedy="check the path")
-
-
-def _own_code(name: str) -> Rule[TrainConfig]:
-    """A user's own function in a file: the file exists. What is in it is checked when it is loaded."""
-
-    def check(config: TrainConfig, changed: frozenset[str]) -> Iterator[ConfigError]:
-        file, colon, _ = value_at(config, name).rpartition(":")
-        if colon and file.endswith(".py") and not os.path.isfile(file):
-            yield ConfigError("no such file", field=name, got=file, remedy="check the path before the colon")
-
-    return Rule((name,), check)
-
-
-def _model(name: str, marker: str) -> Rule[Any]:
-    """A key, if not inherited, names a local folder with the file `marker`."""
-
-    def check(config: Section, changed: frozenset[str]) -> Iterator[ConfigError]:
-        folder = value_at(config, name)
-        if name not in changed or os.path.isfile(os.path.join(folder, marker)):
-            return
-        remedy = "check the path; a model of the Hugging Face hub must be downloaded first"
+    if config.custom_reward_function.path is not None:
         yield ConfigError(
-            "not a model folder" if os.path.isdir(folder) else "no such folder",
-            field=name,
-            got=folder,
-            expected=f"a Hugging Face folder with {marker}",
-            remedy=remedy,
+            "a second source of rewards, beside custom_reward_function.path",
+            field="reward_model.enable",
+            got="true",
+            remedy="set reward_model.enable=false, or remove custom_reward_function.path",
         )
-
-    return Rule((name,), check)
 
 
 def _log_prob_budget(
     at: str, runs: Callable[[TrainConfig], bool] = lambda config: True, reads: tuple[str, ...] = ()
 ) -> Rule[Any]:
     switch, budget = f"{at}.log_prob_use_dynamic_bsz", f"{at}.log_prob_max_token_len_per_gpu"
+    actor = f"{ACTOR}.use_dynamic_bsz"
     return _token_budget(
-        switch, budget, _LENGTHS, runs, reads=reads, source_switch=f"{ACTOR}.use_dynamic_bsz"
+        switch, budget, _LENGTHS, runs, reads=reads, source=lambda config: bool(value_at(config, actor))
     )
 
 
-def _critic_budget(phase: str, source_switch: str | None = None) -> Rule[Any]:
-    switch, budget = "critic.use_dynamic_bsz", f"critic.{phase}_max_token_len_per_gpu"
-    reads = ("algorithm.adv_estimator",)
-    return _token_budget(switch, budget, _LENGTHS, uses_critic, reads=reads, source_switch=source_switch)
-
-
 _LENGTHS = ("data.max_prompt_length", "data.max_response_length")
+_PLACES = ("trainer.resource_pools", "trainer.placement")
 
 TRAIN_RULES: list[Rule[TrainConfig]] = [
-    _files("data.train_files"),
-    _files("data.val_files"),
-    Rule(("custom_reward_function.path",), _reward_file),
-    _model(f"{POLICY}.model.path", "config.json"),
-    _model(f"{POLICY}.model.tokenizer_path", "tokenizer_config.json"),
-    _model("critic.model.path", "config.json"),
-    _own_code("algorithm.adv_estimator"),
-    _own_code(f"{ACTOR}.policy_loss.loss_mode"),
+    files("data.train_files"),
+    files("data.val_files"),
+    Rule(("custom_reward_function.path",), reward_file),
+    model(f"{POLICY}.model.path", "config.json"),
+    model(f"{POLICY}.model.tokenizer_path", "tokenizer_config.json"),
+    model("critic.model.path", "config.json"),
+    model("reward_model.model.path", "config.json"),
+    Rule(("reward_model.enable", "reward_model.model.path", "custom_reward_function.path"), _reward_model),
+    own_code("algorithm.adv_estimator"),
+    own_code(f"{ACTOR}.policy_loss.loss_mode"),
     _mini_batch(f"{ACTOR}.ppo_mini_batch_size"),
     _mini_batch("critic.ppo_mini_batch_size"),
     _token_budget(f"{ACTOR}.use_dynamic_bsz", f"{ACTOR}.ppo_max_token_len_per_gpu", _LENGTHS),
@@ -343,26 +288,51 @@ TRAIN_RULES: list[Rule[TrainConfig]] = [
         REF, lambda config: config.needs_reference, (f"{ACTOR}.use_kl_loss", "algorithm.use_kl_in_reward")
     ),
     _log_prob_budget(ROLLOUT),
-    _critic_budget("ppo"),
-    _critic_budget("forward", source_switch="critic.use_dynamic_bsz"),
-    Rule(("trainer.n_gpus_per_node", "trainer.nnodes"), _devices),
-    _parallel(f"{ACTOR}.ulysses_sequence_parallel_size"),
-    _parallel("critic.ulysses_sequence_parallel_size"),
-    _parallel(f"{ROLLOUT}.tensor_model_parallel_size"),
+    _token_budget(
+        "critic.use_dynamic_bsz",
+        "critic.ppo_max_token_len_per_gpu",
+        _LENGTHS,
+        lambda config: config.needs_critic,
+        reads=("algorithm.adv_estimator",),
+    ),
+    _token_budget(
+        "critic.use_dynamic_bsz",
+        "critic.forward_max_token_len_per_gpu",
+        _LENGTHS,
+        lambda config: config.needs_critic,
+        reads=("algorithm.adv_estimator",),
+        source=lambda config: config.critic.use_dynamic_bsz,
+    ),
+    _token_budget(
+        "reward_model.use_dynamic_bsz",
+        "reward_model.forward_max_token_len_per_gpu",
+        _LENGTHS,
+        lambda config: config.reward_model.enable,
+        reads=("algorithm.adv_estimator", "reward_model.enable"),
+        source=lambda config: config.needs_critic and config.critic.use_dynamic_bsz,
+    ),
+    Rule(_PLACES, placement.placement),
+    Rule((*_PLACES, "trainer.n_gpus_per_node", "trainer.nnodes", "trainer.backend"), placement.devices),
+    Rule((*_PLACES, "trainer.worker_classes"), placement.worker_classes),
+    Rule(("trainer.cluster.address",), placement.address),
+    _unsplit(f"{ACTOR}.ulysses_sequence_parallel_size", "each sequence"),
+    _unsplit("critic.ulysses_sequence_parallel_size", "each sequence"),
+    _unsplit(f"{ROLLOUT}.tensor_model_parallel_size", "each layer of the rollout engine"),
     Rule(("algorithm.adv_estimator", f"{ROLLOUT}.n"), _group_size),
     Rule(("algorithm.adv_estimator", f"{ACTOR}.policy_loss.loss_mode"), _options),
     Rule((f"{ROLLOUT}.val_kwargs.do_sample", f"{ROLLOUT}.val_kwargs.temperature"), _validation_sampling),
     Rule(("data.val_files", "trainer.test_freq", "trainer.val_only"), _validation_data),
-    Rule(("trainer.resume_mode", "trainer.resume_from_path"), _resume),
+    Rule(("trainer.max_restarts", "trainer.save_freq"), _restarts),
+    Rule(("trainer.resume_mode", "trainer.resume_from_path"), resume),
 ]
 
 SFT_RULES: list[Rule[SFTConfig]] = [
-    _files("data.train_files"),
-    _files("data.val_files"),
-    _model("model.path", "config.json"),
-    _model("model.tokenizer_path", "tokenizer_config.json"),
+    files("data.train_files"),
+    files("data.val_files"),
+    model("model.path", "config.json"),
+    model("model.tokenizer_path", "tokenizer_config.json"),
     _token_budget("use_dynamic_bsz", "max_token_len_per_gpu", ("data.max_length",)),
-    Rule(("trainer.n_gpus_per_node", "trainer.nnodes"), _devices),
+    Rule(("trainer.n_gpus_per_node", "trainer.nnodes"), _one_process),
     Rule(("data.val_files", "trainer.test_freq"), _validation_data),
-    Rule(("trainer.resume_mode", "trainer.resume_from_path"), _resume),
+    Rule(("trainer.resume_mode", "trainer.resume_from_path"), resume),
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,43 +15,48 @@ class Deprecated:
 
     Attributes:
         now: the key that replaces it.
-        per_device: whether the old value counts over all devices, the new one per device.
+        shared_by: the role over whose devices the old value counts, where the new one is per device.
     """
 
     now: str
-    per_device: bool = False
+    shared_by: str | None = None
 
     def __str__(self) -> str:
-        return f"{self.now} = value / data-parallel size" if self.per_device else self.now
+        return f"{self.now} = value / data-parallel size" if self.shared_by else self.now
 
 
 _POLICY = "actor_rollout_ref"
 
 DEPRECATED = {
     **{
-        name: Deprecated(f"{name}_per_gpu", per_device=True)
-        for name in (
-            f"{_POLICY}.actor.ppo_micro_batch_size",
-            f"{_POLICY}.ref.log_prob_micro_batch_size",
-            f"{_POLICY}.rollout.log_prob_micro_batch_size",
-            "critic.ppo_micro_batch_size",
-            "critic.forward_micro_batch_size",
+        name: Deprecated(f"{name}_per_gpu", shared_by=role)
+        for name, role in (
+            (f"{_POLICY}.actor.ppo_micro_batch_size", "actor"),
+            (f"{_POLICY}.ref.log_prob_micro_batch_size", "ref"),
+            (f"{_POLICY}.rollout.log_prob_micro_batch_size", "actor"),
+            ("critic.ppo_micro_batch_size", "critic"),
+            ("critic.forward_micro_batch_size", "critic"),
         )
     },
+    "reward_model.micro_batch_size": Deprecated(
+        "reward_model.forward_micro_batch_size_per_gpu", shared_by="reward_model"
+    ),
+    "reward_model.micro_batch_size_per_gpu": Deprecated("reward_model.forward_micro_batch_size_per_gpu"),
     f"{_POLICY}.actor.grad_clip": Deprecated(f"{_POLICY}.actor.optim.clip_grad"),
     "critic.grad_clip": Deprecated("critic.optim.clip_grad"),
+    "trainer.ray_wait_register_center_timeout": Deprecated("trainer.timeouts.start"),
 }
 
 
 def modernise(
-    given: Mapping[str, Any], deprecated: Mapping[str, Deprecated], devices: int
+    given: Mapping[str, Any], deprecated: Mapping[str, Deprecated], devices_of: Callable[[str], int]
 ) -> tuple[dict[str, Any], list[ConfigError], list[str]]:
     """The given values under today's keys, errors, and one notice for each old key.
 
     Args:
         given: values by dotted path.
         deprecated: the old keys.
-        devices: data-parallel size.
+        devices_of: the data-parallel size of a role.
     """
     new = {name: value for name, value in given.items() if name not in deprecated}
     errors: list[ConfigError] = []
@@ -64,17 +69,11 @@ def modernise(
             errors.append(
                 ConfigError(f"given together with {rule.now}", field=name, got=value, remedy=f"remove {name}")
             )
-            continue
-        if not rule.per_device:
+        elif rule.shared_by is None:
             new[rule.now] = value
             notices.append(f"{name} is deprecated: use {rule.now}={value}.")
-        elif type(value) is not int or value < 1 or value % devices:
-            expected = "integer >= 1" if devices == 1 else f"a multiple of the {devices} devices"
-            errors.append(
-                ConfigError(
-                    "cannot be shared out", field=name, got=value, expected=expected, remedy=f"use {rule.now}"
-                )
-            )
+        elif type(value) is not int or value < 1 or value % (devices := devices_of(rule.shared_by)):
+            errors.append(_unshared(name, value, rule.now, devices_of(rule.shared_by)))
         else:
             new[rule.now] = value // devices
             notices.append(
@@ -82,3 +81,8 @@ def modernise(
                 f"({value} over {devices} data-parallel device{'s' * (devices > 1)})."
             )
     return new, errors, notices
+
+
+def _unshared(name: str, got: Any, now: str, devices: int) -> ConfigError:
+    expected = "integer >= 1" if devices == 1 else f"a multiple of the {devices} devices"
+    return ConfigError("cannot be shared out", field=name, got=got, expected=expected, remedy=f"use {now}")

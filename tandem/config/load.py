@@ -18,6 +18,7 @@ from tandem.config.schema import REQUIRED, Key, keys, nested, sections, shown, u
 from tandem.config.section import Section, nearest_remedy
 from tandem.config.sft import SFTConfig
 from tandem.config.sources import read_sources
+from tandem.config.trainer import TrainerConfig
 from tandem.errors import ConfigError, ConfigErrors
 
 C = TypeVar("C", bound=Section)
@@ -74,7 +75,7 @@ def _load(
 ) -> Loaded[C]:
     tree, errors, notices = read_sources(path, overrides)
     flat, unknown = _flatten(root, deprecated, tree)
-    given, old_errors, old_notices = modernise(flat, deprecated, _devices(root, flat))
+    given, old_errors, old_notices = modernise(flat, deprecated, _trainer(flat).devices_of)
     config, wrong = _build(root, given)
     bad = _with_heirs(root, given, frozenset(str(error.field) for error in wrong))
     changed = frozenset(name for name in given if value_at(config, name) != _unset(root, config, name))
@@ -115,11 +116,16 @@ def _flatten(
     return flat, errors
 
 
-def _devices(root: type[Section], flat: Mapping[str, Any]) -> int:
-    """Devices of the run, as far as the given values can be trusted before they are validated."""
-    names = ("trainer.n_gpus_per_node", "trainer.nnodes")
-    per_node, nodes = (flat.get(name, keys(root)[name].default) for name in names)
-    return max(1, per_node * nodes) if type(per_node) is type(nodes) is int else 1
+def _trainer(flat: Mapping[str, Any]) -> TrainerConfig:
+    """The pools and the roles on them, as far as the given values can be trusted before all are validated."""
+    names = ("n_gpus_per_node", "nnodes", "resource_pools", "placement")
+    given = {name: flat[f"trainer.{name}"] for name in names if f"trainer.{name}" in flat}
+    try:
+        trainer = TrainerConfig.model_validate(given)
+    except ValidationError:
+        return TrainerConfig()
+    known = {role: pool for role, pool in trainer.placement.items() if pool in trainer.pools}
+    return trainer.model_copy(update={"placement": known})
 
 
 def _build(root: type[C], given: Mapping[str, Any]) -> tuple[C, list[ConfigError]]:
@@ -208,6 +214,8 @@ def _refused(name: str, got: Any, expected: str, detail: ErrorDetails) -> Config
     message, remedy = "wrong type", None
     if kind in _OUT_OF_RANGE:
         message = "out of range"
+    elif kind == "too_short":
+        message = "an empty list"
     elif kind == "unknown_name":
         message, remedy = "unknown value", detail["ctx"]["remedy"]
     elif kind == "literal_error":

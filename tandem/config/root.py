@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from tandem.config.actor import ActorConfig
 from tandem.config.algorithm import AlgorithmConfig
+from tandem.config.cluster import ROLES
 from tandem.config.critic import CriticConfig
 from tandem.config.data import DataConfig
 from tandem.config.model import ModelConfig
 from tandem.config.ref import RefConfig
 from tandem.config.reward import CustomRewardConfig
+from tandem.config.reward_model import RewardModelConfig
 from tandem.config.rollout import RolloutConfig
 from tandem.config.section import Section
+from tandem.config.tables import needs
 from tandem.config.trainer import TrainerConfig
 
 
@@ -29,6 +32,7 @@ class TrainConfig(Section):
     data: DataConfig
     actor_rollout_ref: ActorRolloutRefConfig
     critic: CriticConfig
+    reward_model: RewardModelConfig = RewardModelConfig()
     custom_reward_function: CustomRewardConfig = CustomRewardConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     trainer: TrainerConfig = TrainerConfig()
@@ -37,3 +41,20 @@ class TrainConfig(Section):
     def needs_reference(self) -> bool:
         """Whether a KL term asks for the reference policy."""
         return self.algorithm.use_kl_in_reward or self.actor_rollout_ref.actor.use_kl_loss
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether the advantage estimator asks for a critic; a user's own might."""
+        known = needs(self.algorithm.adv_estimator)
+        return known is None or known.critic
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The roles that this run has, of `tandem.config.cluster.ROLES`."""
+        absent = {
+            "ref": not self.needs_reference,
+            "critic": not self.needs_critic,
+            "reward_model": not self.reward_model.enable,
+            "reward": self.reward_model.enable,
+        }
+        return tuple(role for role in ROLES if not absent.get(role, False))

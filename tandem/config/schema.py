@@ -134,6 +134,8 @@ def _words(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     if origin is tuple:
         many = "or a list of such" if parts[-1] is Ellipsis else f"{len(parts)} of them in a list"
         return f"{_words(parts[0])}, {many}"
+    if origin is dict and parts[1] is not Any:
+        return f"mapping, each value: {_words(parts[1])}"
     named = next((str(item) for item in metadata if isinstance(item, OneOf)), None)
     limits = " and ".join(words for item in metadata if (words := _limit(item)))
     return f"{named or _SIMPLE[origin or annotation]} {limits}".rstrip()

@@ -84,10 +84,10 @@ def nearest_remedy(given: str, names: Iterable[str], *, cutoff: float = 0.5) -> 
 
 
 def _as_tuple(value: Any) -> Any:
-    """YAML has lists only, and one text may stand for a list of one; null is the empty list."""
+    """YAML has lists only, and one text or integer may stand for a list of one; null is the empty list."""
     if value is None:
         return ()
-    if isinstance(value, str):
+    if isinstance(value, (str, int)):
         return (value,)
     return tuple(value) if isinstance(value, list) else value
 

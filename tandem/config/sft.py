@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from tandem.config.batching import Batching
 from tandem.config.data import Truncation
 from tandem.config.fsdp import FSDPConfig
 from tandem.config.model import ModelConfig
 from tandem.config.optim import OptimConfig
-from tandem.config.section import Paths, Section, key
+from tandem.config.section import OneOf, Paths, Section, key
 from tandem.config.trainer import RunConfig
 
 DATA = "data.sft"
+ONE_PROCESS = {"ray": "`tandem sft` runs in one process: leave this key out"}
 
 
 class SFTDataConfig(Section):
@@ -42,6 +43,9 @@ class SFTDataConfig(Section):
 class SFTRunConfig(RunConfig):
     """A supervised run."""
 
+    backend: Annotated[str, OneOf(("auto", "local"), absent=ONE_PROCESS)] = key(
+        "auto", "both: in this process", read_by="config"
+    )
     total_epochs: int = key(1, "passes over the training data", read_by="trainer.sft", ge=1)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from tandem.config.root import TrainConfig
-from tandem.config.unused import uses_critic
 
 
 def derived(config: TrainConfig, *, train_rows: int | None = None) -> dict[str, int | str]:
@@ -29,10 +28,14 @@ def derived(config: TrainConfig, *, train_rows: int | None = None) -> dict[str, 
         "micro-batches, actor update": str(actor.train_batching),
         "micro-batches, old log-probs": str(policy.rollout.log_prob_batching),
     }
+    if trainer.resolved_backend == "ray":
+        sizes |= _places(config)
     if config.needs_reference:
         sizes["micro-batches, reference log-probs"] = str(policy.ref.log_prob_batching)
-    if uses_critic(config):
+    if config.needs_critic:
         sizes |= _critic_sizes(config)
+    if config.reward_model.enable:
+        sizes["micro-batches, reward model"] = str(config.reward_model.forward_batching)
     if train_rows is not None:
         sizes["steps per epoch"] = train_rows // prompts
     steps = total_steps(config, train_rows)
@@ -52,6 +55,17 @@ def total_steps(config: TrainConfig, train_rows: int | None) -> int | None:
     if train_rows is None:
         return None
     return train_rows // config.data.train_batch_size * config.trainer.total_epochs
+
+
+def _places(config: TrainConfig) -> dict[str, int | str]:
+    """Processes per node of each pool, and the roles there."""
+    trainer = config.trainer
+    places: dict[str, int | str] = {"backend": "ray"}
+    for name, counts in trainer.pools.items():
+        roles = [role for role in config.roles if trainer.placed(role) == name]
+        processes = "1 process" if sum(counts) == 1 else f"{' + '.join(map(str, counts))} processes"
+        places[f"pool {name}"] = f"{processes}: {', '.join(roles) or 'no role of this run'}"
+    return places
 
 
 def _critic_sizes(config: TrainConfig) -> dict[str, int | str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from tandem.config import tables
+from tandem.config.cluster import POOL, ROLES, ByName, ClusterConfig, Counts, TimeoutsConfig, place
 from tandem.config.section import AsTuple, LocalPath, OneOf, Section, key
 
 SINKS = "observability.sinks"
@@ -31,9 +32,6 @@ class RunConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = key(
         "auto", "where the models live; auto: CUDA if there is one", read_by="trainer"
     )
-    backend: Literal["auto", "local"] = key(
-        "auto", "how workers run; local: in this process; auto: local for one process", read_by="config"
-    )
     seed: int = key(0, "seed of all random numbers", read_by="trainer", ge=0)
     test_freq: int = key(
         -1, "validate every so many steps and at the end; -1: never", read_by="trainer", ge=-1
@@ -51,15 +49,46 @@ class RunConfig(Section):
         None, "checkpoint folder for resume_mode=resume_path", read_by="trainer.session"
     )
 
-    @property
-    def world_size(self) -> int:
-        """Devices of the run, all machines together."""
-        return self.n_gpus_per_node * self.nnodes
-
 
 class TrainerConfig(RunConfig):
     """A reinforcement learning run."""
 
+    backend: Literal["auto", "local", "ray"] = key(
+        "auto",
+        "how workers run; local: in this process; ray: in processes of their own; auto: local for one "
+        "process, else ray",
+        read_by="trainer.launch",
+    )
+    resource_pools: Annotated[dict[str, Counts], ByName] = key(
+        {},
+        "pools of processes, each with a device unless only reward functions are there: {name: [processes on "
+        "each of its nodes]}; empty: one pool, of n_gpus_per_node processes on each of nnodes nodes",
+        read_by="trainer.placing",
+    )
+    placement: Annotated[dict[str, str], ByName] = key(
+        {},
+        "the pool of a role: {role: name}, actor and rollout apart or as actor_rollout; unplaced, they have "
+        "the first pool, reward functions a CPU process of their own, and ref, critic and reward_model are "
+        "with the actor",
+        read_by="trainer.placing",
+    )
+    worker_classes: Annotated[dict[str, str], ByName] = key(
+        {},
+        "workers of your own: {role: file.py:Class or package.module:Class}; roles as in placement, and "
+        "batch, data",
+        read_by="trainer.launch",
+    )
+    balance_batch: bool = key(
+        True, "share samples out so that all devices get as many tokens", read_by="trainer.launch"
+    )
+    max_restarts: int = key(
+        0,
+        "how often a run goes on by itself, from its newest checkpoint, after a worker failed",
+        read_by="trainer.run",
+        ge=0,
+    )
+    timeouts: TimeoutsConfig = TimeoutsConfig()
+    cluster: ClusterConfig = ClusterConfig()
     critic_warmup: int = key(
         0, "first training steps in which only the critic learns", read_by="trainer.ppo", ge=0
     )
@@ -71,3 +100,36 @@ class TrainerConfig(RunConfig):
         ge=-1,
     )
     val_only: bool = key(False, "validate and stop", read_by="trainer.ppo")
+
+    @property
+    def pools(self) -> dict[str, tuple[int, ...]]:
+        """Processes on each node, by pool; at least one pool."""
+        return dict(self.resource_pools) or {POOL: (self.n_gpus_per_node,) * self.nnodes}
+
+    def placed(self, role: str) -> str | None:
+        """The name of a role's pool; None: reward functions in a CPU process of their own.
+
+        Args:
+            role: one of `tandem.config.cluster.PLACED_ROLES`.
+        """
+        return place(role, self.pools, self.placement)
+
+    def devices_of(self, role: str) -> int:
+        """Processes of the role's pool; of reward functions without a pool, 1."""
+        name = self.placed(role)
+        return 1 if name is None else sum(self.pools[name])
+
+    @property
+    def world_size(self) -> int:
+        """Devices of the run, all pools together: of each process but those of a pool that has nothing but
+        reward functions. What one role has is `devices_of(role)`."""
+        on_devices = {self.placed(role) for role in ROLES if role != "reward"}
+        without = {self.placed("reward")} - on_devices
+        return sum(sum(counts) for name, counts in self.pools.items() if name not in without)
+
+    @property
+    def resolved_backend(self) -> Literal["local", "ray"]:
+        """The backend, auto decided."""
+        if self.backend != "auto":
+            return self.backend
+        return "local" if sum(map(sum, self.pools.values())) == 1 else "ray"

@@ -85,12 +85,6 @@ def option_applies(option: str) -> Callable[[TrainConfig], bool]:
     return applies
 
 
-def uses_critic(config: TrainConfig) -> bool:
-    """Whether the advantage estimator needs a critic; a user's own might."""
-    known = needs(config.algorithm.adv_estimator)
-    return known is None or known.critic
-
-
 def _clips(config: TrainConfig) -> bool:
     options = loss_options(config.actor_rollout_ref.actor.policy_loss.loss_mode)
     return options is None or "clip_ratio_low" in options
@@ -148,6 +142,10 @@ _RESUME: Use[Any] = Use(
     "with trainer.resume_mode=resume_path",
 )
 
+_PROCESSES = tuple(
+    f"trainer.{name}" for name in ("backend", "n_gpus_per_node", "nnodes", "resource_pools", "placement")
+)
+
 TRAIN_ERRORS: list[Use[TrainConfig]] = [
     Use(
         (f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type"),
@@ -201,7 +199,7 @@ TRAIN_ERRORS: list[Use[TrainConfig]] = [
     Use(
         ("trainer.critic_warmup",),
         ("algorithm.adv_estimator",),
-        uses_critic,
+        lambda config: config.needs_critic,
         "with an algorithm.adv_estimator that has a critic",
     ),
     *_schedule(f"{ACTOR}.optim", lambda config: config.actor_rollout_ref.actor.optim),
@@ -213,8 +211,32 @@ TRAIN_NOTICES: list[Use[TrainConfig]] = [
     Use(
         ("critic.",),
         ("algorithm.adv_estimator",),
-        uses_critic,
+        lambda config: config.needs_critic,
         "with an algorithm.adv_estimator that has a critic",
+    ),
+    Use(
+        ("reward_model.",),
+        ("reward_model.enable",),
+        lambda config: config.reward_model.enable,
+        "with reward_model.enable=true",
+    ),
+    Use(
+        ("trainer.cluster.", "trainer.timeouts.", "trainer.max_restarts"),
+        _PROCESSES,
+        lambda config: config.trainer.resolved_backend == "ray",
+        "with more than one process, or trainer.backend=ray",
+    ),
+    Use(
+        ("trainer.balance_batch",),
+        _PROCESSES,
+        lambda config: any(sum(counts) > 1 for counts in config.trainer.pools.values()),
+        "with a pool of more than one process",
+    ),
+    Use(
+        ("trainer.cluster.object_store_gb", "trainer.cluster.temp_dir"),
+        ("trainer.cluster.address",),
+        lambda config: config.trainer.cluster.address is None,
+        "with trainer.cluster.address=null, where Ray is started for the run",
     ),
     Use(
         (f"{REF}.",),
@@ -254,6 +276,11 @@ TRAIN_NOTICES: list[Use[TrainConfig]] = [
             f"{at}.log_prob_micro_batch_size_per_gpu",
             f"{at}.log_prob_max_token_len_per_gpu",
         )
+    ),
+    *_cut(
+        "reward_model.use_dynamic_bsz",
+        "reward_model.forward_micro_batch_size_per_gpu",
+        "reward_model.forward_max_token_len_per_gpu",
     ),
     *(
         use

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from tandem.config import load_sft_config, load_train_config, split_arguments, to_dict, to_yaml
-from tandem.config.deprecated import DEPRECATED, modernise
+from tandem.config.schema import value_at
 from tandem.errors import ConfigError, ConfigErrors
 
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+REWARD_MODEL = ("reward_model.enable=true", "reward_model.model.path=${actor_rollout_ref.model.path}")
 
 
 @pytest.fixture
@@ -121,10 +122,11 @@ def test_aliases_become_the_name(load, alias, name, value):
         ),
         ("critic.ppo_micro_batch_size", "critic.ppo_micro_batch_size_per_gpu"),
         ("critic.forward_micro_batch_size", "critic.forward_micro_batch_size_per_gpu"),
+        ("reward_model.micro_batch_size", "reward_model.forward_micro_batch_size_per_gpu"),
     ],
 )
 def test_deprecated_micro_batch_size_is_per_device(load, old, new):
-    loaded = load(f"{old}=8", f"{A}.use_kl_loss=true")
+    loaded = load(f"{old}=8", f"{A}.use_kl_loss=true", *REWARD_MODEL)
     node = to_dict(loaded.config)
     for part in new.split("."):
         node = node[part]
@@ -132,19 +134,47 @@ def test_deprecated_micro_batch_size_is_per_device(load, old, new):
     assert loaded.notices == (f"{old} is deprecated: use {new}=8 (8 over 1 data-parallel device).",)
 
 
-def test_deprecated_micro_batch_size_is_divided_by_the_data_parallel_size(errors):
-    old = f"{A}.ppo_micro_batch_size"
-    found = errors(f"{old}=6", "trainer.n_gpus_per_node=4")
-    assert set(found) == {old, "trainer.n_gpus_per_node"}
-    assert (found[old].got, found[old].expected) == (6, "a multiple of the 4 devices")
-    assert set(errors(f"{old}=8", "trainer.n_gpus_per_node=4")) == {"trainer.n_gpus_per_node"}
+POOLS = ("trainer.resource_pools={a: [2, 2], b: [3]}", "trainer.placement={actor_rollout: a, critic: b}")
 
 
-def test_deprecated_micro_batch_size_on_four_devices():
-    old, new = f"{A}.ppo_micro_batch_size", f"{A}.ppo_micro_batch_size_per_gpu"
-    given, wrong, notices = modernise({old: 8, "trainer.seed": 1}, DEPRECATED, 4)
-    assert (given, wrong) == ({new: 2, "trainer.seed": 1}, [])
-    assert notices == [f"{old} is deprecated: use {new}=2 (8 over 4 data-parallel devices)."]
+@pytest.mark.parametrize(
+    ("overrides", "old", "devices"),
+    [
+        (("trainer.n_gpus_per_node=2", "trainer.nnodes=2"), f"{A}.ppo_micro_batch_size", 4),
+        (POOLS, f"{A}.ppo_micro_batch_size", 4),
+        (POOLS, f"{R}.log_prob_micro_batch_size", 4),
+        (POOLS, "critic.ppo_micro_batch_size", 3),
+    ],
+)
+def test_deprecated_micro_batch_size_is_divided_by_the_devices_of_its_role(
+    load, errors, overrides, old, devices
+):
+    loaded = load(f"{old}=24", *overrides)
+    assert value_at(loaded.config, f"{old}_per_gpu") == 24 // devices
+    assert loaded.notices == (
+        f"{old} is deprecated: use {old}_per_gpu={24 // devices} (24 over {devices} data-parallel devices).",
+    )
+    (error,) = errors(f"{old}=25", *overrides).values()
+    assert (error.field, error.got, error.expected) == (old, 25, f"a multiple of the {devices} devices")
+
+
+def test_deprecated_micro_batch_size_beside_a_wrong_number_of_devices(errors):
+    wrong = ("trainer.n_gpus_per_node=many", "trainer.placement.critic=nowhere")
+    assert set(errors("critic.ppo_micro_batch_size=5", *wrong[:1])) == {"trainer.n_gpus_per_node"}
+    assert set(errors("critic.ppo_micro_batch_size=5", *wrong[1:])) == {"trainer.placement.critic"}
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("reward_model.micro_batch_size_per_gpu", "reward_model.forward_micro_batch_size_per_gpu"),
+        ("trainer.ray_wait_register_center_timeout", "trainer.timeouts.start"),
+    ],
+)
+def test_deprecated_name(load, old, new):
+    loaded = load(f"{old}=8", "trainer.n_gpus_per_node=2", *REWARD_MODEL)
+    assert value_at(loaded.config, new) == 8
+    assert loaded.notices == (f"{old} is deprecated: use {new}=8.",)
 
 
 def test_deprecated_key_beside_its_replacement_is_an_error(errors):
@@ -175,6 +205,11 @@ def test_yaml_of_a_config_loads_to_the_same_config_without_notices(load, tmp_pat
         f"{A}.use_kl_loss=true",
         f"{A}.optim.lr=2.5e-7",
         "trainer.experiment_name='12'",
+        "trainer.resource_pools={a: [2, 1], b: 1}",
+        "trainer.placement={ref: b}",
+        "trainer.worker_classes={actor_rollout: mine.module:Policy}",
+        "trainer.cluster.address=auto",
+        "trainer.timeouts.call=60",
         "data.apply_chat_template_kwargs={enable_thinking: false}",
     ).config
     (tmp_path / "again.yaml").write_text(to_yaml(config))

@@ -18,7 +18,6 @@ ALL_KEYS = [key for root in (TrainConfig, SFTConfig) for key in keys(root).value
 REFUSED = {
     # one allowed value in this build, which the rules see to
     "strategy",
-    "backend",
     "tensor_model_parallel_size",
     "ulysses_sequence_parallel_size",
 }
@@ -27,7 +26,8 @@ REFUSED = {
 @cache
 def attributes_read() -> frozenset[str]:
     """Names read as attributes anywhere but in the rules and the sizes."""
-    rules = {PACKAGE / "config" / name for name in ("check.py", "unused.py", "sizes.py")}
+    names = ("check.py", "files.py", "placement.py", "unused.py", "sizes.py")
+    rules = {PACKAGE / "config" / name for name in names}
     return frozenset(
         node.attr
         for path in PACKAGE.rglob("*.py")

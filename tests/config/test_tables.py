@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from tandem.algorithms import aggregation, kl
 from tandem.algorithms.registry import ADVANTAGES, POLICY_LOSSES
-from tandem.config import tables
+from tandem.config import cluster, tables
 from tandem.observability.sinks import SINKS
+from tandem.trainer.placing import CONTROLLER_POOL, PLACES, REWARD_POOL
 
 
 def test_advantages():
@@ -32,6 +33,11 @@ def test_aggregations_and_kl_kinds():
 
 def test_loggers():
     assert set(tables.LOGGERS) == set(SINKS)
+
+
+def test_roles_and_the_pools_of_every_run():
+    assert (CONTROLLER_POOL.name, REWARD_POOL.name) == cluster.HELPER_POOLS
+    assert set(cluster.ROLES) == set(PLACES)
 
 
 def test_lookup():

@@ -112,16 +112,19 @@ def test_what_follows_from_it(loaded):
     assert sizes["steps"] == 6 * 15000
 
 
-def test_what_this_machine_cannot_do_is_refused_all_at_once(errors, train_file, model):
-    original = (
-        COMMAND.replace("n_gpus_per_node=1", "n_gpus_per_node=8")
-        .replace("nnodes=1", "nnodes=8")
-        .replace("ulysses_sequence_parallel_size=1", "ulysses_sequence_parallel_size=4")
-        .replace("tensor_model_parallel_size=1", "tensor_model_parallel_size=2")
-    )
+def test_device_counts_alone_place_it_on_many_nodes(load, train_file, model):
+    original = COMMAND.replace("n_gpus_per_node=1", "n_gpus_per_node=8").replace("nnodes=1", "nnodes=4")
+    trainer = load(*original.format(data=train_file, model=model, engine="native").split()).config.trainer
+    assert (trainer.resolved_backend, trainer.world_size) == ("ray", 32)
+    assert trainer.pools == {"global_pool": (8, 8, 8, 8)}
+
+
+def test_what_this_build_cannot_do_is_refused_all_at_once(errors, train_file, model):
+    original = COMMAND.replace(
+        "ulysses_sequence_parallel_size=1", "ulysses_sequence_parallel_size=4"
+    ).replace("tensor_model_parallel_size=1", "tensor_model_parallel_size=2")
     assert set(errors(*original.format(data=train_file, model=model, engine="sglang").split())) == {
         "actor_rollout_ref.actor.ulysses_sequence_parallel_size",
         "actor_rollout_ref.rollout.name",
         "actor_rollout_ref.rollout.tensor_model_parallel_size",
-        "trainer.n_gpus_per_node",
     }

@@ -1,0 +1,129 @@
+"""Where a run's processes are: pools and the roles on them, and every address, port, interface and
+timeout in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from annotated_types import Ge, MinLen
+from pydantic import BeforeValidator
+
+from tandem.config.section import AsTuple, LocalPath, Section, key
+
+POOL = "global_pool"
+"""The pool of all roles where nobody names pools."""
+
+HELPER_POOLS = ("controller_pool", "reward_pool")
+"""Pools that every run has besides the user's: one process each, without a device."""
+
+ROLES = ("actor", "rollout", "ref", "critic", "reward_model", "reward")
+"""Every role by its own name."""
+
+PLACED_ROLES = ("actor_rollout", *ROLES)
+"""What a placement may name; actor_rollout stands for actor and rollout on one pool."""
+
+CLASS_ROLES = (*PLACED_ROLES, "batch", "data")
+"""What may have a worker class of the user's own."""
+
+
+def _without_nulls(value: Any) -> Any:
+    """An entry that is null counts as not given, so that an override can take one of the file's back."""
+    if value is None:
+        return {}
+    if isinstance(value, Mapping):
+        return {name: entry for name, entry in value.items() if entry is not None}
+    return value
+
+
+ByName = BeforeValidator(_without_nulls)
+
+Counts = Annotated[tuple[Annotated[int, Ge(1)], ...], AsTuple, MinLen(1)]
+"""Processes per machine: one whole number for each."""
+
+
+class TimeoutsConfig(Section):
+    """The longest waits. Where one ends the run stops with a report, whatever it waited for."""
+
+    start: float = key(
+        300,
+        "seconds until all processes of the pools are up and connected; loading models is limited by call",
+        read_by="trainer.launch",
+        gt=0,
+    )
+    call: float = key(
+        7200,
+        "seconds that one method of a worker, or loading its models, may take; waiting for its input not "
+        "counted",
+        read_by="trainer.launch",
+        gt=0,
+    )
+    answer: float = key(
+        30, "seconds a process may leave a sign of life unanswered", read_by="trainer.launch", gt=0
+    )
+    collective: float = key(
+        1800,
+        "seconds of one collective operation between processes",
+        read_by="trainer.launch, workers.actor",
+        gt=0,
+    )
+    resources: float = key(
+        60,
+        "seconds until the cluster has the nodes and devices that the pools ask for",
+        read_by="trainer.launch",
+        gt=0,
+    )
+    stop: float = key(
+        10, "seconds a process has to end by itself before it is killed", read_by="trainer.launch", gt=0
+    )
+
+
+class ClusterConfig(Section):
+    """The Ray cluster and its network."""
+
+    address: str | None = key(
+        None,
+        "the cluster: HOST:PORT of its head, or auto: the one this machine is in; null: start Ray here, for "
+        "this run",
+        read_by="trainer.launch",
+    )
+    namespace: str | None = key(
+        None, "Ray namespace of the run's processes; null: one of its own", read_by="trainer.launch"
+    )
+    interface: str | None = key(
+        None,
+        "network interface of the collectives, such as eth0; null: on each node the one with its address",
+        read_by="trainer.launch",
+    )
+    master_port: int = key(
+        0,
+        "TCP port at which the processes of a pool meet, on its first node: of the first pool with more than "
+        "one process; each further such pool takes the next port; 0: any that is free",
+        read_by="trainer.launch",
+        ge=0,
+        le=65535,
+    )
+    object_store_gb: float | None = key(
+        None,
+        "memory of Ray's object store, GB (2^30 bytes), where Ray is started here; null: Ray's own choice",
+        read_by="trainer.launch",
+        gt=0,
+    )
+    temp_dir: LocalPath | None = key(
+        None,
+        "folder of Ray's sockets and logs, where Ray is started here; null: Ray's own choice",
+        read_by="trainer.launch",
+    )
+
+
+def place(role: str, pools: Mapping[str, Any], placement: Mapping[str, str]) -> str | None:
+    """The name of a role's pool; None for reward functions without a place, which have a helper pool."""
+    if role in placement:
+        return placement[role]
+    if role in ("actor", "rollout") and "actor_rollout" in placement:
+        return placement["actor_rollout"]
+    if role == "reward":
+        return None
+    if role in ("actor", "actor_rollout"):
+        return placement.get("actor", next(iter(pools)))
+    return place("actor", pools, placement)

@@ -1,0 +1,172 @@
+"""Rules about pools, the roles on them, and the workers that play the roles."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+from tandem.config.cluster import CLASS_ROLES, HELPER_POOLS, PLACED_ROLES, ROLES
+from tandem.config.files import code_file
+from tandem.config.root import TrainConfig
+from tandem.config.section import nearest_remedy
+from tandem.config.trainer import TrainerConfig
+from tandem.errors import ConfigError
+
+Changed = frozenset[str]
+
+POOLS, PLACEMENT, CLASSES = "trainer.resource_pools", "trainer.placement", "trainer.worker_classes"
+
+
+def placement(config: TrainConfig, changed: Changed) -> Iterator[ConfigError | str]:
+    """Roles and pools by their names, each role once; then whether every pool has a role."""
+    trainer = config.trainer
+    errors = [*_reserved(trainer), *_roles(PLACEMENT, trainer.placement, PLACED_ROLES), *_pools(trainer)]
+    errors += [*_twice(PLACEMENT, trainer.placement), *_half(trainer)]
+    yield from errors or _empty_pools(trainer)
+    yield from _absent(config, PLACEMENT, trainer.placement)
+
+
+def worker_classes(config: TrainConfig, changed: Changed) -> Iterator[ConfigError | str]:
+    """Own workers: known roles, readable references, files that exist."""
+    trainer = config.trainer
+    given = trainer.worker_classes
+    yield from _roles(CLASSES, given, CLASS_ROLES)
+    yield from _twice(CLASSES, given)
+    if "actor_rollout" in given and trainer.placed("actor") != trainer.placed("rollout"):
+        yield ConfigError(
+            "actor and rollout are placed apart, and are two workers",
+            field=f"{CLASSES}.actor_rollout",
+            got=given["actor_rollout"],
+            remedy=f"set {CLASSES}.actor or {CLASSES}.rollout, or place both on one pool",
+        )
+    for role, reference in given.items():
+        yield from code_file(f"{CLASSES}.{role}", reference)
+        if not re.fullmatch(r".+:[^\W\d]\w*", reference):
+            yield ConfigError(
+                "not the name of a class",
+                field=f"{CLASSES}.{role}",
+                got=reference,
+                expected="file.py:Class or package.module:Class",
+            )
+    yield from _absent(config, CLASSES, given)
+
+
+def devices(config: TrainConfig, changed: Changed) -> Iterator[ConfigError]:
+    """Pools against the keys that say the same of one pool; several processes against the backend."""
+    trainer = config.trainer
+    asked = trainer.n_gpus_per_node * trainer.nnodes
+    set_keys = [name for name in ("trainer.n_gpus_per_node", "trainer.nnodes") if name in changed]
+    if trainer.resource_pools and set_keys and asked != trainer.world_size:
+        yield ConfigError(
+            f"disagrees with {POOLS}",
+            field=set_keys[0],
+            got=f"{trainer.n_gpus_per_node} per node × {trainer.nnodes} nodes = {asked}",
+            expected=f"{trainer.world_size}, the devices of all pools together (reward functions have none)",
+            remedy=f"remove {' and '.join(set_keys)}: {POOLS} says it all",
+        )
+    processes = sum(map(sum, trainer.pools.values()))
+    if trainer.backend == "local" and processes > 1:
+        yield ConfigError(
+            "runs everything in one process",
+            field="trainer.backend",
+            got=f"local, with {processes} processes",
+            expected="one process, of one pool",
+            remedy="set trainer.backend=auto, or ask for one process",
+        )
+
+
+def address(config: TrainConfig, changed: Changed) -> Iterator[ConfigError]:
+    given = config.trainer.cluster.address
+    if given in (None, "auto") or ("://" not in given and re.fullmatch(r"\S+:\d+", given)):
+        return
+    yield ConfigError(
+        "not an address",
+        field="trainer.cluster.address",
+        got=given,
+        expected="HOST:PORT of the head node, or auto on one of the cluster's machines",
+        remedy="the port is that of `ray start --head`, 6379 unless it was given another",
+    )
+
+
+def _roles(field: str, names: Iterable[str], known: tuple[str, ...]) -> Iterator[ConfigError]:
+    for name in names:
+        if name not in known:
+            yield ConfigError(
+                "unknown role",
+                field=f"{field}.{name}",
+                got=name,
+                expected="one of " + ", ".join(known),
+                remedy=nearest_remedy(name, known),
+            )
+
+
+def _pools(trainer: TrainerConfig) -> Iterator[ConfigError]:
+    for role, name in trainer.placement.items():
+        if name not in trainer.pools:
+            yield ConfigError(
+                "unknown resource pool",
+                field=f"{PLACEMENT}.{role}",
+                got=name,
+                expected="one of " + ", ".join(trainer.pools),
+                remedy=nearest_remedy(name, trainer.pools) or f"add it: {POOLS}.{name}=[…]",
+            )
+
+
+def _reserved(trainer: TrainerConfig) -> Iterator[ConfigError]:
+    for name in trainer.resource_pools:
+        if name in HELPER_POOLS:
+            yield ConfigError(
+                "the name of a pool that every run has",
+                field=f"{POOLS}.{name}",
+                remedy="give the pool another name",
+            )
+
+
+def _twice(field: str, names: Iterable[str]) -> Iterator[ConfigError]:
+    for part in ("actor", "rollout"):
+        if {"actor_rollout", part} <= set(names):
+            yield ConfigError(
+                f"actor_rollout, which stands for actor and rollout, is given together with {part}",
+                field=f"{field}.{part}",
+                remedy=f"remove {field}.{part}, or set actor and rollout in place of actor_rollout",
+            )
+
+
+def _half(trainer: TrainerConfig) -> Iterator[ConfigError]:
+    given = {"actor", "rollout"} & set(trainer.placement)
+    if len(given) == 1 and "actor_rollout" not in trainer.placement:
+        (here,) = given
+        (other,) = {"actor", "rollout"} - given
+        yield ConfigError(
+            f"given without {other}",
+            field=f"{PLACEMENT}.{here}",
+            got=trainer.placement[here],
+            remedy=f"set {PLACEMENT}.{other} too; for both on one pool set {PLACEMENT}.actor_rollout",
+        )
+
+
+def _empty_pools(trainer: TrainerConfig) -> Iterator[ConfigError]:
+    used = {trainer.placed(role) for role in ROLES}
+    for name, counts in trainer.pools.items():
+        if name not in used:
+            yield ConfigError(
+                "a pool without a role",
+                field=f"{POOLS}.{name}",
+                got=list(counts),
+                remedy=f"place a role on it: {PLACEMENT}.<role>={name}; or remove it",
+            )
+
+
+def _absent(config: TrainConfig, field: str, names: Iterable[str]) -> Iterator[str]:
+    """Sentences for roles that exist but that this run does not have."""
+    for name in names:
+        if name in ROLES and name not in config.roles:
+            yield f"{field}.{name}: no effect; this run has no {_WORDS[name]}."
+
+
+_WORDS = {
+    "ref": "reference policy (no KL term asks for it)",
+    "critic": "critic (algorithm.adv_estimator needs none)",
+    "reward_model": "reward model (reward_model.enable=false)",
+    "reward": "reward functions (reward_model.enable=true)",
+}

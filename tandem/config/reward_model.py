@@ -1,0 +1,54 @@
+"""`reward_model`: a trained model that scores responses, in place of reward functions."""
+
+from __future__ import annotations
+
+from tandem.config.batching import Batching
+from tandem.config.fsdp import FSDPConfig
+from tandem.config.model import LOADING, BackboneConfig
+from tandem.config.section import LocalPath, Section, key
+
+WORKER = "workers.reward_model"
+
+
+class RewardBackboneConfig(BackboneConfig):
+    """The reward model's backbone and head; it reads the policy's tokens."""
+
+    path: LocalPath = key(
+        "",
+        "Hugging Face folder of a sequence classifier with one label; needed with reward_model.enable",
+        read_by=LOADING,
+    )
+
+
+class RewardModelConfig(Section):
+    """The reward model; it only computes."""
+
+    enable: bool = key(
+        False, "score responses with this model, not with reward functions", read_by="trainer.build"
+    )
+    model: RewardBackboneConfig = RewardBackboneConfig()
+    use_dynamic_bsz: bool = key(
+        False,
+        "cut micro-batches by tokens, not by samples",
+        read_by=WORKER,
+        inherits="critic.use_dynamic_bsz",
+    )
+    forward_micro_batch_size_per_gpu: int | None = key(
+        None, "samples per micro-batch and device; null: the whole share", read_by=WORKER, ge=1
+    )
+    forward_max_token_len_per_gpu: int = key(
+        32768,
+        "tokens per micro-batch and device, with use_dynamic_bsz",
+        read_by=WORKER,
+        inherits="critic.forward_max_token_len_per_gpu",
+        ge=1,
+    )
+    fsdp_config: FSDPConfig = FSDPConfig()
+
+    @property
+    def forward_batching(self) -> Batching:
+        return Batching.of(
+            dynamic=self.use_dynamic_bsz,
+            samples=self.forward_micro_batch_size_per_gpu,
+            tokens=self.forward_max_token_len_per_gpu,
+        )
