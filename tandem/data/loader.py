@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
@@ -19,94 +20,133 @@ class Dataset(Protocol):
     def batch(self, rows: Sequence[int], *, uid_prefix: str) -> DataProto: ...
 
 
-class BatchLoader:
-    """Endless batches of equal size; each epoch goes once through the dataset in an order of its
-    own and leaves out the rows that do not fill a batch.
+class BatchOrder:
+    """Which rows each batch has: batches of equal size without end; each epoch goes once through the
+    dataset in an order of its own and leaves out the rows that do not fill a batch. A batch's rows are a
+    function of its number alone; what is counted is how many batches were used.
 
     Args:
-        dataset: where rows come from.
+        rows: of the dataset.
         batch_size: rows per batch.
         shuffle: a random order, another in each epoch; false keeps the dataset's.
         seed: fixes the orders of all epochs.
 
     Attributes:
-        epoch: the epoch of the last batch, from 0.
-        position: rows of this epoch already given out.
+        used: batches used, which is the number of the next one.
 
     Raises:
         DataError: the dataset has fewer rows than one batch.
     """
 
-    def __init__(self, dataset: Dataset, batch_size: int, *, shuffle: bool, seed: int) -> None:
-        if not 1 <= batch_size <= len(dataset):
+    def __init__(self, rows: int, batch_size: int, *, shuffle: bool, seed: int) -> None:
+        if not 1 <= batch_size <= rows:
             raise DataError(
                 "the training data do not fill one batch",
                 field="data.train_batch_size",
-                got=f"batch size {batch_size}, {len(dataset)} row(s) of data",
-                expected=f"a batch size from 1 to {len(dataset)}",
+                got=f"batch size {batch_size}, {rows} row(s) of data",
+                expected=f"a batch size from 1 to {rows}",
                 remedy="lower data.train_batch_size (and ppo_mini_batch_size), or give more data",
             )
-        self._dataset = dataset
-        self._shuffle = shuffle
-        self._seed = seed
+        self._identity = {"seed": seed, "shuffle": shuffle, "rows": rows}
+        self._permutation: tuple[int, np.ndarray] | None = None
         self.batch_size = batch_size
-        self.epoch = 0
-        self.position = 0
-        self._order = self._epoch_order()
+        self.steps_per_epoch = rows // batch_size
+        self.used = 0
 
     @property
-    def steps_per_epoch(self) -> int:
-        return len(self._dataset) // self.batch_size
+    def epoch(self) -> int:
+        """The epoch of the last batch used, from 0."""
+        return max(self.used - 1, 0) // self.steps_per_epoch
 
-    def next(self) -> DataProto:
-        """The next `batch_size` rows."""
-        if self.position + self.batch_size > len(self._dataset):
-            self.epoch += 1
-            self.position = 0
-            self._order = self._epoch_order()
-        rows = self._order[self.position : self.position + self.batch_size]
-        self.position += self.batch_size
-        return self._dataset.batch(rows.tolist(), uid_prefix=str(self.epoch))
+    @property
+    def position(self) -> int:
+        """Rows of that epoch used so far."""
+        return (self.used - self.epoch * self.steps_per_epoch) * self.batch_size
+
+    def rows(self, number: int) -> tuple[int, np.ndarray]:
+        """The epoch of a batch, and the numbers of its rows."""
+        epoch, place = divmod(number, self.steps_per_epoch)
+        start = place * self.batch_size
+        return epoch, self._order(epoch)[start : start + self.batch_size]
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` needs to go on after the last batch given out."""
-        return {"epoch": self.epoch, "position": self.position, **self._identity()}
+        """What `load_state_dict` needs to go on after the last batch used."""
+        return {"epoch": self.epoch, "position": self.position, **self._identity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where `state` was taken.
+        """Goes on where `state` was taken; with another batch size, at the next batch that repeats no row.
 
         Raises:
             DataError: it is the state of other data, another seed or another order.
         """
-        identity = self._identity()
-        saved = {name: state.get(name) for name in identity}
-        if saved != identity:
+        saved = {name: state.get(name) for name in self._identity}
+        if saved != self._identity:
             raise DataError(
                 "the checkpoint continues another order of the data",
-                got=", ".join(f"{name} {value}" for name, value in identity.items()),
+                got=", ".join(f"{name} {value}" for name, value in self._identity.items()),
                 expected=", ".join(f"{name} {value}" for name, value in saved.items()),
                 remedy="resume with the data files, filter, data.shuffle and data.seed of the first run, "
                 "or start anew with trainer.resume_mode=disable",
             )
-        self.epoch = int(state["epoch"])
-        self.position = int(state["position"])
-        self._order = self._epoch_order()
+        batches = min(-(-int(state["position"]) // self.batch_size), self.steps_per_epoch)
+        self.used = int(state["epoch"]) * self.steps_per_epoch + batches
 
-    def _identity(self) -> dict[str, Any]:
-        return {"seed": self._seed, "shuffle": self._shuffle, "rows": len(self._dataset)}
+    def _order(self, epoch: int) -> np.ndarray:
+        if self._permutation is None or self._permutation[0] != epoch:
+            rows = np.arange(self._identity["rows"])
+            if self._identity["shuffle"]:
+                generator = np.random.Generator(np.random.PCG64([self._identity["seed"], epoch]))
+                rows = generator.permutation(rows)
+            self._permutation = epoch, rows
+        return self._permutation[1]
 
-    def _epoch_order(self) -> np.ndarray:
-        rows = np.arange(len(self._dataset))
-        if not self._shuffle:
-            return rows
-        return np.random.Generator(np.random.PCG64([self._seed, self.epoch])).permutation(rows)
+
+class BatchLoader(BatchOrder):
+    """The batches of a dataset in that order.
+
+    Args:
+        dataset: where rows come from.
+        batch_size, shuffle, seed: see `BatchOrder`.
+    """
+
+    def __init__(self, dataset: Dataset, batch_size: int, *, shuffle: bool, seed: int) -> None:
+        super().__init__(len(dataset), batch_size, shuffle=shuffle, seed=seed)
+        self._dataset = dataset
+
+    def batch(self, number: int) -> DataProto:
+        """A batch by its number, from 0."""
+        epoch, rows = self.rows(number)
+        return self._dataset.batch(rows.tolist(), uid_prefix=str(epoch))
+
+    def next(self) -> DataProto:
+        """The next batch, which is used by that."""
+        self.used += 1
+        return self.batch(self.used - 1)
 
 
-def all_batches(
-    dataset: Dataset, batch_size: int | None = None, *, uid_prefix: str = "val"
-) -> Iterator[DataProto]:
-    """Every row once, in order; None gives one batch of all, and the last batch may be smaller."""
-    size = batch_size or len(dataset)
-    for start in range(0, len(dataset), size):
-        rows = range(start, min(start + size, len(dataset)))
-        yield dataset.batch(rows, uid_prefix=uid_prefix)
+class EveryRow:
+    """Batches that hold every row once, in the dataset's order; the last may be smaller.
+
+    Args:
+        dataset: where rows come from.
+        batch_size: rows per batch; None gives one batch of all.
+        uid_prefix: see the dataset.
+    """
+
+    def __init__(self, dataset: Dataset, batch_size: int | None = None, *, uid_prefix: str = "val") -> None:
+        self._dataset = dataset
+        self._size = batch_size or len(dataset)
+        self._uid_prefix = uid_prefix
+
+    def __len__(self) -> int:
+        return math.ceil(len(self._dataset) / self._size)
+
+    def __getitem__(self, number: int) -> DataProto:
+        if not 0 <= number < len(self):
+            raise IndexError(number)
+        start = number * self._size
+        rows = range(start, min(start + self._size, len(self._dataset)))
+        return self._dataset.batch(rows, uid_prefix=self._uid_prefix)
+
+    def __iter__(self) -> Iterator[DataProto]:
+        return map(self.__getitem__, range(len(self)))

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -71,6 +73,71 @@ def load_policy(
             head that is not one plain matrix.
     """
     config = load_config(path, trust_remote_code=trust_remote_code)
+    model = _load(AutoModelForCausalLM, path, config, dtype, attention, trust_remote_code)
+    _check_head(model)
+    speed_up_linears(model)
+    policy: PreTrainedModel = model.to(device).train()
+    return policy
+
+
+def load_scorer(
+    path: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    trust_remote_code: bool = False,
+    attention: str = PACKED,
+) -> PreTrainedModel:
+    """The reward model of a folder: a sequence classifier with one label, in evaluation mode.
+
+    Args:
+        path: folder with config.json and safetensors (or pytorch_model.bin) weights.
+        dtype: of the parameters.
+        trust_remote_code: run the model class that the folder brings along.
+        attention: name of the attention function.
+
+    Raises:
+        ModelError: see `load_policy`; also a folder of another kind of model, or more than one label.
+    """
+    config = load_config(path, trust_remote_code=trust_remote_code)
+    architectures = getattr(config, "architectures", None) or ["none named"]
+    if not architectures[0].endswith("ForSequenceClassification"):
+        raise ModelError(
+            "the folder holds no reward model",
+            field="reward_model.model.path",
+            got=f"{path}: architecture {architectures[0]}",
+            expected="a sequence classifier, such as Qwen2ForSequenceClassification",
+            remedy="name the folder of a trained reward model",
+        )
+    if config.num_labels != 1:
+        raise ModelError(
+            "a reward model gives one score",
+            field="reward_model.model.path",
+            got=f"{path}: num_labels {config.num_labels}",
+            expected="num_labels 1",
+            remedy="use a model that was trained with one label",
+        )
+    model = _load(AutoModelForSequenceClassification, path, config, dtype, attention, trust_remote_code)
+    if not isinstance(getattr(model, "score", None), nn.Linear) or not hasattr(model, "model"):
+        raise ModelError(
+            "the reward model's head is not one linear map over a decoder",
+            field="reward_model.model.path",
+            got=f"{path}: {type(model).__name__}",
+            expected="a decoder `model` and a head `score`, as in Qwen2, Qwen3 and Llama",
+        )
+    speed_up_linears(model)
+    scorer: PreTrainedModel = model.eval()
+    return scorer
+
+
+def _load(
+    auto_class: Any,
+    path: str | Path,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    attention: str,
+    trust_remote_code: bool,
+) -> Any:
+    """A model of the folder with every one of its weights."""
     folder = _folder(path)
     if not any(any(folder.glob(pattern)) for pattern in _WEIGHT_FILES):
         raise ModelError(
@@ -82,7 +149,7 @@ def load_policy(
         )
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        model, report = auto_class.from_pretrained(
             folder,
             config=config,
             dtype=dtype,
@@ -93,7 +160,6 @@ def load_policy(
         )
     except (OSError, ValueError, RuntimeError, EOFError, SafetensorError, UnpicklingError) as error:
         raise _unusable("the model's weights cannot be loaded", folder, error) from error
-    model, report = loaded
     missing = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
     if missing:
         raise ModelError(
@@ -102,10 +168,7 @@ def load_policy(
             got=f"{folder}: {len(missing)}, such as {missing[0]}",
             remedy="export the model again, with all of its weights",
         )
-    _check_head(model)
-    speed_up_linears(model)
-    policy: PreTrainedModel = model.to(device).train()
-    return policy
+    return model
 
 
 def load_tokenizer(
@@ -147,6 +210,48 @@ def load_tokenizer(
     if custom_chat_template is not None:
         tokenizer.chat_template = custom_chat_template
     return tokenizer
+
+
+def check_vocabulary(
+    path: str | Path,
+    vocabulary: int,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    trust_remote_code: bool = False,
+) -> None:
+    """Refuses a reward model that cannot read the policy's token ids.
+
+    Args:
+        path: the reward model's folder.
+        vocabulary: token ids it knows.
+        tokenizer: the policy's.
+
+    Raises:
+        ModelError: fewer ids than the tokenizer has, or a tokenizer in the folder that gives tokens
+            other ids.
+    """
+    if vocabulary < len(tokenizer):
+        raise ModelError(
+            "the reward model's vocabulary is smaller than that of the policy's tokenizer",
+            field="reward_model.model.path",
+            got=f"{path}: {vocabulary} tokens",
+            expected=f">= {len(tokenizer)}",
+            remedy="use a reward model over the policy's own tokenizer",
+        )
+    folder = Path(path).expanduser()
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        return
+    own = load_tokenizer(folder, trust_remote_code=trust_remote_code)
+    ours, theirs = tokenizer.get_vocab(), own.get_vocab()
+    other = sorted(token for token, index in ours.items() if theirs.get(token, index) != index)
+    if other:
+        raise ModelError(
+            "the reward model's tokenizer is not the policy's",
+            field="reward_model.model.path",
+            got=f"{path}: {len(other)} tokens with other ids, such as {other[0]!r}",
+            expected="the same ids, for the reward model reads the policy's tokens",
+            remedy="use a reward model over the policy's own tokenizer",
+        )
 
 
 def _unusable(problem: str, folder: Path, error: Exception) -> ModelError:

@@ -80,14 +80,15 @@ def _rectangles(lengths_B: Tensor) -> tuple[Tensor, tuple[tuple[int, int], ...]]
 class PackedInputs:
     """A micro-batch as the model takes it, on the model's device.
 
-    The last token of a sequence predicts nothing that is asked for and is left out of the input.
+    Where a model predicts tokens, the last token of a sequence predicts nothing that is asked for and
+    is left out of the input. Where it judges whole sequences, each last token is asked for.
 
     Attributes:
         input_ids: (N) int64.
         packing: how they lie.
-        sources: (K) int64, the input positions that predict.
-        targets: (K) int64, the token ids they predict.
-        places: (K) int64, where the predicted tokens stand in the micro-batch's flat token column.
+        sources: (K) int64, the input positions whose outcome is asked for.
+        targets: (K) int64, the token ids they predict, or the last ones themselves.
+        places: (K) int64, where the targets stand in the micro-batch's flat token column.
         total: entries of that column.
     """
 
@@ -100,7 +101,12 @@ class PackedInputs:
 
 
 def pack(
-    tokens: Ragged, wanted: Tensor | None, *, device: torch.device, pad_to_longest: bool = False
+    tokens: Ragged,
+    wanted: Tensor | None,
+    *,
+    device: torch.device,
+    pad_to_longest: bool = False,
+    whole: bool = False,
 ) -> PackedInputs:
     """Lays sequences out for the model.
 
@@ -111,22 +117,28 @@ def pack(
         device: where the model runs.
         pad_to_longest: the rectangle of old: every sequence is extended to the longest one. Costs
             the padding, changes nothing in the result.
+        whole: sequences are judged, not continued: each goes in with its last token, and the outcome
+            there is the only one needed, whatever `wanted` says.
     """
     lengths_B = tokens.lengths
-    widths_B = (lengths_B - 1).clamp(min=1)
+    widths_B = lengths_B if whole else (lengths_B - 1).clamp(min=1)
     if pad_to_longest:
         widths_B = widths_B.max().expand_as(widths_B)
     columns_N = span_indices(torch.zeros_like(widths_B), widths_B)
     ends_N = (lengths_B - 1).repeat_interleave(widths_B)
     picks_N = tokens.offsets[:-1].repeat_interleave(widths_B) + columns_N.minimum(ends_N)
 
-    predicted_T = tokens.positions() > 0
-    if wanted is not None:
-        predicted_T = predicted_T & wanted
-    places_K = predicted_T.nonzero().squeeze(1)
-    # Token t of a sequence is predicted by input t - 1; rows differ by how their starts moved.
+    # Rows differ by how their starts moved; token t is predicted by input t - 1, and judged at t.
     shift_B = (widths_B.cumsum(0) - widths_B) - tokens.offsets[:-1]
-    sources_K = places_K - 1 + shift_B[tokens.row_ids()[places_K]]
+    if whole:
+        places_K = tokens.offsets[1:] - 1
+        sources_K = places_K + shift_B
+    else:
+        predicted_T = tokens.positions() > 0
+        if wanted is not None:
+            predicted_T = predicted_T & wanted
+        places_K = predicted_T.nonzero().squeeze(1)
+        sources_K = places_K - 1 + shift_B[tokens.row_ids()[places_K]]
     return PackedInputs(
         input_ids=tokens.values[picks_N].to(device),
         packing=Packing(widths_B.tolist(), device),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Sequence
+from datetime import timedelta
 from itertools import pairwise
 
 import torch
@@ -14,23 +15,28 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from tandem.errors import ConfigError
+from tandem.models.collectives import CollectiveMeter
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def init_distributed(device: torch.device) -> DeviceMesh:
+def init_distributed(device: torch.device, *, timeout_s: float | None = None) -> DeviceMesh:
     """The data-parallel mesh over all ranks. Starts the process group if there is none: torchrun's
     when its environment is set, else a group of this one process, without a network port.
 
     Host tensors always travel over gloo, so that counting needs no wait for a GPU.
+
+    Args:
+        timeout_s: seconds that one collective of a group started here may take; None: PyTorch's own.
     """
     if not dist.is_initialized():
         backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
+        timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
         if all(name in os.environ for name in _TORCHRUN):
-            dist.init_process_group(backend)
+            dist.init_process_group(backend, timeout=timeout)
         else:
             store = dist.HashStore()  # type: ignore[attr-defined]
-            dist.init_process_group(backend, store=store, rank=0, world_size=1)
+            dist.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
         atexit.register(leave_distributed)
     return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
 
@@ -57,10 +63,14 @@ def shard(
     master_dtype: torch.dtype,
     reshard_after_forward: bool,
     forward_prefetch: bool,
+    meter: CollectiveMeter,
 ) -> list[FSDPModule]:
     """Applies FSDP2 in place: each layer a unit of its own, all else the root's. Parameters stay in
     `master_dtype`; compute sees them in `compute_dtype`; gradients are summed, not averaged, over
     ranks in `master_dtype`.
+
+    Args:
+        meter: counts the units' collectives.
 
     Returns:
         The units, root last.
@@ -85,6 +95,7 @@ def shard(
         unit.set_gradient_divide_factor(1.0)
         # Gloo has no scaling sum, not even for a factor of one.
         unit.set_force_sum_reduction_for_comms(True)
+        meter.attach(unit)
     if forward_prefetch:
         for unit, following in pairwise(units[:-1]):
             unit.set_modules_to_forward_prefetch([following])

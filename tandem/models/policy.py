@@ -30,6 +30,8 @@ class PolicyModel(nn.Module):
         ConfigError: a temperature of zero or below.
     """
 
+    whole_sequences = False
+
     def __init__(self, model: PreTrainedModel, *, temperature: float = 1.0) -> None:
         super().__init__()
         if temperature <= 0:

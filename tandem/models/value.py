@@ -25,6 +25,8 @@ class ValueModel(nn.Module):
         model: a causal language model, loaded with `attention=PACKED`; its own head is dropped.
     """
 
+    whole_sequences = False
+
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         causal_lm: Any = model
@@ -48,13 +50,17 @@ class ValueModel(nn.Module):
             EngineError: an output that a value model does not have.
         """
         check_outputs(outputs, VALUE_OUTPUTS, "value")
-        hidden_KD = decode(self.decoder, inputs).index_select(0, inputs.sources)
-        out_type = torch.promote_types(hidden_KD.dtype, torch.float32)
-        # In the output's precision: bf16 would round values to three digits.
-        weight_1D, bias_1 = self.value_head.weight.to(out_type), self.value_head.bias.to(out_type)
-        values_K = nn.functional.linear(hidden_KD.to(out_type), weight_1D, bias_1).squeeze(-1)
-        return {"values": at_places(values_K, inputs)}
+        return {"values": at_places(one_number(self.value_head, self.decoder, inputs), inputs)}
 
     def hf_name(self, name: str) -> str:
         """The name of a parameter in a folder that `load_policy` reads; the head has one of its own."""
         return name
+
+
+def one_number(head: nn.Linear, decoder: Any, inputs: PackedInputs) -> Tensor:
+    """(K): the head's single output over the last hidden state at each position asked for. In the
+    output's precision, at least fp32: bf16 would round it to three digits."""
+    hidden_KD = decode(decoder, inputs).index_select(0, inputs.sources)
+    out_type = torch.promote_types(hidden_KD.dtype, torch.float32)
+    bias_1 = None if head.bias is None else head.bias.to(out_type)
+    return nn.functional.linear(hidden_KD.to(out_type), head.weight.to(out_type), bias_1).squeeze(-1)

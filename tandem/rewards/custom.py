@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +18,21 @@ from tandem.rewards.base import Reward
 
 PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCHED_PARAMETERS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CustomReward(Reward):
+    """A user's own reward function. In another process it is loaded anew, for what its module made on
+    import (clients, locks, models) need not be able to travel.
+
+    Attributes:
+        source: the arguments of `load_custom`.
+    """
+
+    source: tuple[str, str, dict[str, Any]] = ("", "", {})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return load_custom, self.source
 
 
 def load_custom(path: str, name: str = "compute_score", kwargs: Mapping[str, Any] | None = None) -> Reward:
@@ -43,7 +59,10 @@ def load_custom(path: str, name: str = "compute_score", kwargs: Mapping[str, Any
             expected=f"one of {', '.join(functions) or '(the file defines none)'}",
             remedy=f"custom_reward_function.name={close[0]}" if close else None,
         )
-    reward = Reward(f"{name} ({path})", function, dict(kwargs or {}))
+    fixed = dict(kwargs or {})
+    file = Path(path).expanduser()
+    source = str(file.absolute()) if file.is_file() else path
+    reward = CustomReward(f"{name} ({path})", function, fixed, (source, name, fixed))
     _check_signature(reward)
     return reward
 

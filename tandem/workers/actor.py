@@ -1,103 +1,169 @@
 """The policy: actor, rollout and reference, alone or together in one process, so that the module
-that is trained is the module that samples."""
+that is trained can be the module that samples."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Collection, Generator, Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from tandem.config.actor import ActorConfig
-from tandem.config.batching import Batching
-from tandem.config.model import ModelConfig
+from tandem.config.fsdp import FSDPConfig
+from tandem.config.optim import OptimConfig
 from tandem.config.root import TrainConfig
-from tandem.engines.rollout.base import SharedModule, generate
+from tandem.engines.rollout.base import RolloutEngine, SharedModule, finished
 from tandem.engines.rollout.registry import make_rollout_engine
+from tandem.engines.train.base import TrainEngine
 from tandem.engines.train.fsdp import FSDPEngine
+from tandem.errors import EngineError
 from tandem.observability.metrics import Metrics
 from tandem.observability.run import RunFolder
 from tandem.protocol import DataProto, Ragged, Request, Sample, SamplingParams
-from tandem.runtime import Dispatch, register
+from tandem.protocol.shipping import Shipped
+from tandem.runtime import Dispatch, Part, register
 from tandem.workers.base import EngineWorker, micro_batching
 from tandem.workers.losses import ActorLoss, add_rollout_gap
 
+PolicyPart = Literal["actor", "rollout", "ref"]
+
+# Of these the rank with most counts; of all else that a rollout engine counts, all ranks together.
+_OF_THE_BUSIEST = frozenset({"decode_steps", "peak_running", "cache_bytes"})
+
+# A stream gives its samples in about so many parts: enough to overlap, few enough to cost nothing.
+_PARTS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ExportedWeights:
+    """A policy on its way between processes.
+
+    Attributes:
+        version: the actor's.
+        tensors: whole tensors by Hugging Face name, on the host.
+    """
+
+    version: int
+    tensors: dict[str, Tensor]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        shipped = {name: Shipped(tensor) for name, tensor in self.tensors.items()}
+        return ExportedWeights, (self.version, shipped)  # which unpickle as tensors
+
 
 class ActorWorker(EngineWorker):
-    """The policy's worker.
+    """The policy's worker. A rollout without an actor holds the policy frozen and takes over the weights
+    of an actor elsewhere; see `export_weights` and `load_weights`.
 
     Args:
         config: the resolved run config.
+        parts: of "actor", "rollout" and "ref", those that live here.
         tokenizer: decodes for stop strings; its eos ends responses.
         total_steps: training steps in which it learns, for the schedule.
         updates_per_step: optimizer steps in each.
-        device: where the models live.
-        run: the run folder.
+        device, run: see `EngineWorker`.
         recompute_old: whether updates read an `old_log_probs` column.
-        with_reference: whether to hold the reference policy too.
     """
 
     def __init__(
         self,
         config: TrainConfig,
         *,
+        parts: Collection[PolicyPart],
         tokenizer: PreTrainedTokenizerBase,
         total_steps: int,
         updates_per_step: int,
-        device: torch.device,
+        device: str,
         run: RunFolder,
         recompute_old: bool,
-        with_reference: bool,
     ) -> None:
-        super().__init__(run, "actor", device)
-        part = config.actor_rollout_ref
-        self.actor_config: ActorConfig = part.actor
-        self.log_prob_batching = part.rollout.log_prob_batching
-        self.ref_batching = part.ref.log_prob_batching
-        truncated = part.rollout.top_p < 1 or part.rollout.top_k > 0
+        name = next(part for part in ("actor", "rollout", "ref") if part in parts)
+        super().__init__(run, name, device, config.trainer.timeouts.collective)
+        self._config = config
+        policy = config.actor_rollout_ref
+        self._batching = {
+            "actor": policy.rollout.log_prob_batching,
+            "ref": policy.ref.log_prob_batching,
+        }
+        truncated = policy.rollout.top_p < 1 or policy.rollout.top_k > 0
         self.loss = ActorLoss.from_config(
-            part.actor,
+            policy.actor,
             recomputed=recompute_old,
             sampled="rollout_log_probs_untruncated" if truncated else "rollout_log_probs",
         )
-        self.actor = FSDPEngine(
-            part.model.path,
+        if "actor" in parts:
+            self._add_engine(
+                "actor", policy.actor.fsdp_config, policy.actor.optim, total_steps, updates_per_step
+            )
+        elif "rollout" in parts:
+            self._add_engine("rollout", policy.actor.fsdp_config)
+        if "ref" in parts:
+            self._add_engine("ref", policy.ref.fsdp_config)
+        self._rollout = self._rollout_engine(tokenizer) if "rollout" in parts else None
+
+    def _add_engine(
+        self,
+        role: PolicyPart,
+        fsdp: FSDPConfig,
+        optim: OptimConfig | None = None,
+        total_steps: int = 0,
+        updates_per_step: int = 1,
+    ) -> None:
+        policy = self._config.actor_rollout_ref
+        engine = FSDPEngine(
+            policy.model.path,
             kind="policy",
-            model=part.model,
-            fsdp=part.actor.fsdp_config,
-            optim=part.actor.optim,
+            model=policy.model,
+            fsdp=fsdp,
+            optim=optim,
             total_steps=total_steps,
             updates_per_step=updates_per_step,
-            temperature=part.rollout.temperature,
-            device=device,
+            temperature=policy.rollout.temperature,
+            device=self.device,
         )
-        self.actor.offload()
-        self.reference = self._reference(config, part.model, device) if with_reference else None
-        self.rollout = make_rollout_engine(
-            part.rollout.name,
-            part.rollout,
+        self.hold(role, engine)
+
+    def _rollout_engine(self, tokenizer: PreTrainedTokenizerBase) -> RolloutEngine:
+        rollout, data = self._config.actor_rollout_ref.rollout, self._config.data
+        return make_rollout_engine(
+            rollout.name,
+            rollout,
             tokenizer=tokenizer,
-            device=device,
-            max_length=config.data.max_prompt_length + config.data.max_response_length,
+            device=self.device,
+            max_length=data.max_prompt_length + data.max_response_length,
             log=self.say,
         )
 
-    def _reference(self, config: TrainConfig, model: ModelConfig, device: torch.device) -> FSDPEngine:
-        engine = FSDPEngine(
-            model.path,
-            kind="policy",
-            model=model,
-            fsdp=config.actor_rollout_ref.ref.fsdp_config,
-            optim=None,
-            total_steps=0,
-            temperature=config.actor_rollout_ref.rollout.temperature,
-            device=device,
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def take_observed(self) -> Metrics:
+        """See `EngineWorker.take_observed`; with it what the rollout engine counted, `rollout/COUNTER`."""
+        observed = super().take_observed()
+        for name, value in self._rollout.stats().items() if self._rollout else ():
+            add = observed.add_max if name in _OF_THE_BUSIEST else observed.add_sum
+            add(f"rollout/{name}", value)
+        return observed
+
+    @property
+    def actor(self) -> TrainEngine:
+        """The policy that learns."""
+        return self._engine("actor")
+
+    def _engine(self, *roles: PolicyPart) -> TrainEngine:
+        """The first of these that this worker holds."""
+        for role in roles:
+            if role in self.engines:
+                return self.engines[role]
+        raise EngineError(
+            "this worker does not hold that part of the policy",
+            got=f"the parts {', '.join(self.engines)}",
+            expected=" or ".join(roles),
+            remedy="call the method on the group whose workers were made with that part",
         )
-        engine.offload()
-        return engine
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def generate_sequences(self, prompts: DataProto, n: int, params: SamplingParams) -> DataProto:
@@ -106,27 +172,64 @@ class ActorWorker(EngineWorker):
         Adds `tokens`, `response_mask`, `rollout_log_probs` (and `rollout_log_probs_untruncated`
         where tokens were cut from the distribution), `policy_version`, `sample`, `finish_reason`.
         """
-        requests = [
-            Request(uid, sample, row.numpy(), params)
-            for uid, row in zip(prompts.non_tensor_batch["uid"], prompts.ragged("prompts"), strict=True)
-            for sample in range(n)
-        ]
-        with self.timeline.phase("gen"), self.on_device(self.actor), ExitStack() as unsharded:
-            with self.timeline.phase("reshard"):
-                module = unsharded.enter_context(self.actor.unsharded())
-            with self.timeline.phase("generate_sequences"):
-                self.rollout.update_weights(SharedModule(module), self.actor.version)
-                samples = generate(self.rollout, requests)
-                self.rollout.sleep()
-        for name, value in self.rollout.stats().items():
-            self.observed.add_sum(f"rollout/{name}", value)
-        return rollout_batch(prompts.repeat(n), requests, samples)
+        requests = _requests(prompts, n, params)
+        done = {sample.id: sample for part in self._written(requests) for sample in part}
+        samples = [done[request.id] for request in requests]
+        return self._batch(prompts.repeat(n), requests, samples, params)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, stream=True)
+    def stream_sequences(self, prompts: DataProto, n: int, params: SamplingParams) -> Iterator[Part]:
+        """The rows of `generate_sequences`, in parts of about a quarter of this worker's share, as they
+        are finished. An empty share has no parts."""
+        requests = _requests(prompts, n, params)
+        place = {request.id: row for row, request in enumerate(requests)}
+        table = prompts.repeat(n)
+        with closing(self._written(requests)) as parts:
+            for samples in parts:
+                samples.sort(key=lambda sample: place[sample.id])
+                rows = [place[sample.id] for sample in samples]
+                yield Part(rows, self._batch(table[rows], [requests[row] for row in rows], samples, params))
+
+    def _written(self, requests: list[Request]) -> Generator[list[Sample], None, None]:
+        """Samples as they are finished. All ranks take part in gathering the weights, whether they have
+        requests or not. However it ends, the engine sleeps and the model is sharded afterwards; the
+        clock stands still while the reader has the samples."""
+        engine, rollout = self._engine("actor", "rollout"), self._rollout
+        if rollout is None:
+            raise EngineError("this worker holds no rollout", expected="a worker made with the part rollout")
+        held = ExitStack()
+        try:
+            with self.timeline.phase("gen"):
+                held.enter_context(self.on_device(engine))
+                with self.timeline.phase("reshard"):
+                    module = held.enter_context(engine.unsharded())
+                with self.timeline.phase("generate_sequences"):
+                    held.callback(rollout.sleep)
+                    rollout.update_weights(SharedModule(module), engine.version)
+            parts = held.enter_context(
+                closing(finished(rollout, requests, at_least=-(-len(requests) // _PARTS)))
+            )
+            while True:
+                with self.timeline.phase("gen"), self.timeline.phase("generate_sequences"):
+                    samples = next(parts, None)
+                if samples is None:
+                    break
+                yield samples
+        finally:
+            with self.timeline.phase("gen"):
+                held.close()
+
+    def _batch(
+        self, table: DataProto, requests: list[Request], samples: list[Sample], params: SamplingParams
+    ) -> DataProto:
+        dtype = self._engine("actor", "rollout").output_dtype
+        return rollout_batch(table, requests, samples, dtype=dtype, truncated=params.truncated)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, balance="tokens")
     def compute_log_prob(self, batch: DataProto) -> DataProto:
-        """`old_log_probs`, ragged fp32, nats; also measures how far the rollout's own are from them."""
-        with self.timeline.phase("old_log_prob"), self.on_device(self.actor):
-            out = self._log_probs(self.actor, batch, self.log_prob_batching)
+        """`old_log_probs`, ragged fp32 (fp64 for an fp64 model), nats; also measures how far the rollout's
+        own are from them."""
+        out = self._log_probs("actor", "old_log_prob", batch)
         if "rollout_log_probs" in batch:
             name = "rollout_log_probs_untruncated"
             sampled = batch.ragged(name if name in batch else "rollout_log_probs")
@@ -135,23 +238,43 @@ class ActorWorker(EngineWorker):
                 add_rollout_gap(self.observed, out.values, sampled.values, mask)
         return DataProto({"old_log_probs": out})
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, balance="tokens")
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
-        """`ref_log_probs`, ragged fp32, nats."""
-        assert self.reference is not None, "this worker was made without a reference"
-        with self.timeline.phase("ref"), self.on_device(self.reference):
-            return DataProto({"ref_log_probs": self._log_probs(self.reference, batch, self.ref_batching)})
+        """`ref_log_probs`, ragged fp32 (fp64 for an fp64 model), nats."""
+        return DataProto({"ref_log_probs": self._log_probs("ref", "ref", batch)})
 
-    @staticmethod
-    def _log_probs(engine: FSDPEngine, batch: DataProto, batching: Batching) -> Ragged:
-        out = engine.forward(batch, outputs=frozenset({"log_probs"}), micro=micro_batching(batching))
-        return out.ragged("log_probs")
+    def _log_probs(self, role: PolicyPart, phase: str, batch: DataProto) -> Ragged:
+        engine, micro = self._engine(role), micro_batching(self._batching[role])
+        with self.timeline.phase(phase), self.on_device(engine):
+            return engine.forward(batch, outputs=frozenset({"log_probs"}), micro=micro).ragged("log_probs")
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, collect="first")
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, collect="first", balance="tokens")
     def update_actor(self, batch: DataProto) -> Metrics:
         """One optimizer step on a mini-batch."""
+        batching = self._config.actor_rollout_ref.actor.train_batching
         with self.timeline.phase("update_actor"), self.on_device(self.actor, training=True):
-            return self.guarded_step(self.actor, batch, self.loss, self.actor_config.train_batching, "actor")
+            return self.guarded_step(self.actor, batch, self.loss, batching, "actor")
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, collect="first")
+    def export_weights(self) -> ExportedWeights | None:
+        """The actor's weights; None on all ranks but the first. Collective."""
+        with self.timeline.phase("export_weights"), self.on_device(self.actor):
+            tensors = {}
+            for name, value in self.actor.weights():
+                if self.rank == 0:
+                    tensors[name] = value.detach().to("cpu", copy=True)
+        return ExportedWeights(self.actor.version, tensors) if self.rank == 0 else None
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_weights(self, exported: ExportedWeights) -> None:
+        """The rollout samples from these weights from now on; each rank takes over its shards.
+
+        Raises:
+            EngineError: weights of another model.
+        """
+        engine = self._engine("rollout")
+        with self.timeline.phase("load_weights"), self.on_device(engine):
+            engine.load_weights(exported.tensors.items(), exported.version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: Path) -> None:
@@ -162,14 +285,31 @@ class ActorWorker(EngineWorker):
         self.actor.load(path)
 
 
-def rollout_batch(table: DataProto, requests: list[Request], samples: list[Sample]) -> DataProto:
+def _requests(prompts: DataProto, n: int, params: SamplingParams) -> list[Request]:
+    return [
+        Request(uid, sample, row.numpy(), params)
+        for uid, row in zip(prompts.non_tensor_batch["uid"], prompts.ragged("prompts"), strict=True)
+        for sample in range(n)
+    ]
+
+
+def rollout_batch(
+    table: DataProto,
+    requests: Sequence[Request],
+    samples: Sequence[Sample],
+    *,
+    dtype: torch.dtype,
+    truncated: bool,
+) -> DataProto:
     """The samples as a batch: one row a sample, prompt then response, columns aligned with `tokens`.
 
     Args:
         table: the prompts' other columns, already one row a sample.
+        dtype: of log-probs.
+        truncated: whether tokens were cut from the distributions drawn from.
     """
-    prompt_lengths = torch.tensor([len(request.prompt_ids) for request in requests])
-    response_lengths = torch.tensor([len(sample.token_ids) for sample in samples])
+    prompt_lengths = torch.tensor([len(request.prompt_ids) for request in requests], dtype=torch.int64)
+    response_lengths = torch.tensor([len(sample.token_ids) for sample in samples], dtype=torch.int64)
     lengths = prompt_lengths + response_lengths
     pieces = [part for r, s in zip(requests, samples, strict=True) for part in (r.prompt_ids, s.token_ids)]
     ids = np.concatenate(pieces) if pieces else np.empty(0)
@@ -185,12 +325,12 @@ def rollout_batch(table: DataProto, requests: list[Request], samples: list[Sampl
     batch = {
         "tokens": tokens,
         "response_mask": mask,
-        "rollout_log_probs": on_response([s.log_probs for s in samples], torch.float32),
+        "rollout_log_probs": on_response([s.log_probs for s in samples], dtype),
         "policy_version": on_response([s.versions for s in samples], torch.int32),
     }
     untruncated = [s.untruncated_log_probs for s in samples if s.untruncated_log_probs is not None]
-    if requests and requests[0].params.truncated and len(untruncated) == len(samples):
-        batch["rollout_log_probs_untruncated"] = on_response(untruncated, torch.float32)
+    if truncated and len(untruncated) == len(samples):
+        batch["rollout_log_probs_untruncated"] = on_response(untruncated, dtype)
     arrays: dict[str, np.ndarray | list[Any]] = {
         **table.non_tensor_batch,
         "sample": [request.sample for request in requests],

@@ -1,48 +1,114 @@
-"""What all workers that hold an engine share."""
+"""What workers share: timed phases and observations; for those with an engine also its device, its
+share of the process group, and the record of an update that went wrong."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from tandem.config.batching import Batching
+from tandem.device import choose_device
 from tandem.engines.train.base import LossFn, MicroBatching, TrainEngine
 from tandem.errors import NonFiniteError
+from tandem.models.parallel import init_distributed
 from tandem.observability.metrics import Metrics
 from tandem.observability.run import RunFolder
 from tandem.observability.timers import Timeline
 from tandem.protocol import DataProto
 from tandem.runtime import Dispatch, Worker, register
 
+AnyEngine = TypeVar("AnyEngine", bound=TrainEngine)
+
 
 def micro_batching(batching: Batching) -> MicroBatching:
     return MicroBatching(max_samples=batching.max_samples, max_tokens=batching.max_tokens)
 
 
-class EngineWorker(Worker):
-    """A worker with timed phases.
+def response_texts(tokenizer: PreTrainedTokenizerBase, batch: DataProto) -> list[str]:
+    """What the policy wrote in each sample, decoded, without special tokens."""
+    rows = zip(batch.ragged("tokens"), batch.ragged("response_mask"), strict=True)
+    # One by one: `batch_decode` takes an empty list for one empty response.
+    return [str(tokenizer.decode(row[keep].tolist(), skip_special_tokens=True)) for row, keep in rows]
+
+
+class TimedWorker(Worker):
+    """A worker with timed phases, observations, and a voice.
 
     Args:
-        run: the run folder: phases go to its timeline, the batch of a non-finite update to its log.
-        name: what the timeline calls this worker.
-        device: where its models live.
+        run: the run folder: phases go to its timeline, sentences to its log.
+        name: what the timeline calls this worker, its role.
+        device: where its work is done, if the clock must wait for it.
     """
 
-    def __init__(self, run: RunFolder, name: str, device: torch.device) -> None:
+    def __init__(self, run: RunFolder, name: str, device: torch.device | None = None) -> None:
         super().__init__()
         self.run = run
-        synchronize = torch.cuda.synchronize if device.type == "cuda" else None
+        self._track = f"{name} rank {self.rank}"
+        on_cuda = device is not None and device.type == "cuda"
         self.timeline = Timeline(
-            run.timeline_file, process=f"{name} rank {self.rank}", synchronize=synchronize
+            run.timeline_file,
+            process=self._track,
+            synchronize=torch.cuda.synchronize if on_cuda else None,
         )
         self.observed = Metrics()
 
     def say(self, sentence: str) -> None:
-        """To the user and to the run's log."""
-        self.run.log(sentence)
-        print(sentence, flush=True)
+        """To the user and to the run's log. Of several ranks the user hears the first, the log all."""
+        self.run.log(sentence if self.world_size == 1 else f"[{self._track}] {sentence}")
+        if self.rank == 0:
+            self.tell(sentence)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def take_observed(self) -> Metrics:
+        """What was measured besides the methods' results since the last call."""
+        observed, self.observed = self.observed, Metrics()
+        return observed
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def take_timings(self) -> dict[str, float]:
+        """Seconds per phase since the last call, as `timing/PHASE`."""
+        return self.timeline.take()
+
+
+class EngineWorker(TimedWorker):
+    """A worker that holds engines, in the process group of its pool.
+
+    Args:
+        run: see `TimedWorker`; the batch of a non-finite update goes to its log folder.
+        name: see `TimedWorker`.
+        device: where its models live, "auto", "cpu" or "cuda"; chosen in the worker's own process.
+        collective_timeout_s: seconds one collective may take; None: PyTorch's own limit.
+    """
+
+    def __init__(
+        self, run: RunFolder, name: str, device: str, collective_timeout_s: float | None = None
+    ) -> None:
+        self.device = choose_device(device)
+        init_distributed(self.device, timeout_s=collective_timeout_s)
+        super().__init__(run, name, self.device)
+        self.engines: dict[str, TrainEngine] = {}
+
+    def hold(self, role: str, engine: AnyEngine) -> AnyEngine:
+        """Takes a new engine in: its collectives are reported under `role`; it starts offloaded."""
+        self.engines[role] = engine
+        engine.offload()
+        return engine
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def take_observed(self) -> Metrics:
+        """What was measured besides the methods' results since the last call; with it the seconds and
+        bytes of collectives by role, `perf/collective_s/ROLE` and `perf/collective_bytes/ROLE`, which are
+        averaged over ranks."""
+        observed = super().take_observed()
+        for role, engine in self.engines.items():
+            seconds, received = engine.take_collectives()
+            observed.add_mean(f"perf/collective_s/{role}", seconds, 1.0)
+            observed.add_mean(f"perf/collective_bytes/{role}", float(received), 1.0)
+        return observed
 
     @contextmanager
     def on_device(self, engine: TrainEngine, *, training: bool = False) -> Iterator[None]:
@@ -60,7 +126,8 @@ class EngineWorker(Worker):
         """One optimizer step.
 
         Raises:
-            NonFiniteError: as the engine raised it, with the path the batch was saved to.
+            NonFiniteError: as the engine raised it on every rank, with the path this rank's share of
+                the batch was saved to.
         """
         try:
             return engine.train_step(batch, loss, micro=micro_batching(batching))
@@ -69,17 +136,8 @@ class EngineWorker(Worker):
             batch.save(path)
             error.field = f"{role} update {engine.version}"
             error.remedy = (
-                f"look at the batch: DataProto.load('{path}'); lower the learning rate or check the rewards"
+                f"look at the batch: DataProto.load('{path}')"
+                + (" and the other ranks' shares beside it" if self.world_size > 1 else "")
+                + "; lower the learning rate or check the rewards"
             )
             raise
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def take_observed(self) -> Metrics:
-        """What was measured besides the methods' results since the last call."""
-        observed, self.observed = self.observed, Metrics()
-        return observed
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def take_timings(self) -> dict[str, float]:
-        """Seconds per phase since the last call, as `timing/PHASE`."""
-        return self.timeline.take()

@@ -3,6 +3,7 @@ every sample of a group together, so one process does them, off the controller."
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,11 @@ from tandem.errors import RewardError
 from tandem.observability.metrics import Metrics
 from tandem.observability.run import RunFolder
 from tandem.protocol import DataProto, Ragged
-from tandem.runtime import Dispatch, Worker, register
+from tandem.runtime import Dispatch, register
+from tandem.workers.base import TimedWorker
 
 
-class BatchWorker(Worker):
+class BatchWorker(TimedWorker):
     """Advantages and sample files.
 
     Args:
@@ -29,10 +31,9 @@ class BatchWorker(Worker):
     """
 
     def __init__(self, config: AlgorithmConfig, run: RunFolder) -> None:
-        super().__init__()
+        super().__init__(run, "batch")
         assert self.world_size == 1, "groups must not be split"
         self.config = config
-        self.run = run
         self.spec: AdvantageSpec = advantage_estimator(config.adv_estimator)
         shared = {
             "gamma": config.gamma,
@@ -43,19 +44,23 @@ class BatchWorker(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def compute_advantages(self, batch: DataProto, kl_coef: float) -> DataProto:
-        """`token_level_rewards`, `advantages`, `returns`, ragged fp32.
+        """`token_level_rewards`, `advantages`, `returns`, ragged fp32; fp64 where a column is.
 
         Args:
             batch: what the estimator's signature names, and `old_log_probs` and `ref_log_probs` where
                 the reward is penalised.
             kl_coef: nats to reward; 0 leaves the reward as it is.
         """
+        with self.timeline.phase("adv"):
+            return self._advantages(batch, kl_coef)
+
+    def _advantages(self, batch: DataProto, kl_coef: float) -> DataProto:
         mask = batch.ragged("response_mask")
         scores = batch.ragged("token_level_scores")
         self._refuse_non_finite(scores)
-        rewards_T = scores.values
+        rewards_T = scores.values.to(widest_float(batch))
         if kl_coef != 0:
-            rewards_T = self._kl_penalised(batch, kl_coef).token_level_rewards
+            rewards_T = self._kl_penalised(batch, kl_coef).token_level_rewards.to(rewards_T.dtype)
         columns: dict[str, Any] = {
             **{name: c.values if isinstance(c, Ragged) else c for name, c in batch.batch.items()},
             "token_level_rewards": rewards_T,
@@ -81,9 +86,13 @@ class BatchWorker(Worker):
                 remedy="let the reward return a finite number",
             )
 
-    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def measure(self, batch: DataProto) -> Metrics:
         """Rewards, lengths, advantages, values, KL to the reference, the critic's explained variance."""
+        with self.timeline.phase("measure"):
+            return self._measured(batch)
+
+    def _measured(self, batch: DataProto) -> Metrics:
         mask = batch.ragged("response_mask")
         metrics = score_metrics(batch, "reward", "mean")
         _add_lengths(metrics, mask, batch.non_tensor_batch["finish_reason"])
@@ -105,7 +114,7 @@ class BatchWorker(Worker):
             metrics.add_mean("actor/kl_in_reward", self._kl_penalised(batch, 0.0).kl, 1.0)
         return metrics
 
-    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def measure_validation(self, batch: DataProto) -> Metrics:
         """`val/accuracy`, `val/reward` and both per data source; response lengths. A sample is right
         when its reward says so (`acc`), else when its score is at least 1."""
@@ -132,14 +141,22 @@ class BatchWorker(Worker):
             kl_coef=kl_coef,
         )
 
-    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def write_samples(self, step: int, batch: DataProto, *, part: str = "") -> None:
         """Every sample with its per-token columns into the run folder.
 
         Args:
             part: tells several files of one step apart.
         """
-        self.run.write_samples(step, {**batch.batch, **batch.non_tensor_batch}, part=part)
+        with self.timeline.phase("write_samples"):
+            self.run.write_samples(step, {**batch.batch, **batch.non_tensor_batch}, part=part)
+
+
+def widest_float(batch: DataProto) -> torch.dtype:
+    """The widest floating type among the per-token columns, fp32 at least."""
+    types = [column.values.dtype for column in batch.batch.values() if isinstance(column, Ragged)]
+    floats = [dtype for dtype in types if dtype.is_floating_point]
+    return functools.reduce(torch.promote_types, floats, torch.float32)
 
 
 def group_ids(uids: np.ndarray) -> Tensor:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
 from tandem.config.critic import CriticConfig
 from tandem.engines.train.fsdp import FSDPEngine
 from tandem.observability.metrics import Metrics
@@ -24,8 +22,7 @@ class CriticWorker(EngineWorker):
         norm_length: divisor of "seq-mean-token-sum-norm", tokens.
         total_steps: training steps in which it learns, for the schedule.
         updates_per_step: optimizer steps in each.
-        device: where the model lives.
-        run: the run folder.
+        device, collective_timeout_s, run: see `EngineWorker`.
     """
 
     def __init__(
@@ -35,32 +32,35 @@ class CriticWorker(EngineWorker):
         norm_length: float,
         total_steps: int,
         updates_per_step: int,
-        device: torch.device,
+        device: str,
+        collective_timeout_s: float,
         run: RunFolder,
     ) -> None:
-        super().__init__(run, "critic", device)
+        super().__init__(run, "critic", device, collective_timeout_s)
         self.config = config
         self.loss = CriticLoss.from_config(config, norm_length=norm_length)
-        self.engine = FSDPEngine(
-            config.model.path,
-            kind="value",
-            model=config.model,
-            fsdp=config.fsdp_config,
-            optim=config.optim,
-            total_steps=total_steps,
-            updates_per_step=updates_per_step,
-            device=device,
+        self.engine = self.hold(
+            "critic",
+            FSDPEngine(
+                config.model.path,
+                kind="value",
+                model=config.model,
+                fsdp=config.fsdp_config,
+                optim=config.optim,
+                total_steps=total_steps,
+                updates_per_step=updates_per_step,
+                device=self.device,
+            ),
         )
-        self.engine.offload()
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, balance="tokens")
     def compute_values(self, batch: DataProto) -> DataProto:
-        """`values`, ragged fp32: the expected return before each token."""
+        """`values`, ragged fp32 (fp64 for an fp64 model): the expected return before each token."""
         with self.timeline.phase("values"), self.on_device(self.engine):
             micro = micro_batching(self.config.forward_batching)
             return self.engine.forward(batch, outputs=frozenset({"values"}), micro=micro)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, collect="first")
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, collect="first", balance="tokens")
     def update_critic(self, batch: DataProto) -> Metrics:
         """One optimizer step on a mini-batch with `values`, `returns` and `response_mask`."""
         with self.timeline.phase("update_critic"), self.on_device(self.engine, training=True):

@@ -6,31 +6,42 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from tandem.observability.run import RunFolder
 from tandem.protocol import DataProto, Ragged
 from tandem.rewards import Item, Reward, score
-from tandem.runtime import Dispatch, Worker, register
+from tandem.runtime import Dispatch, register
+from tandem.workers.base import TimedWorker, response_texts
 
 
-class RewardWorker(Worker):
+class RewardWorker(TimedWorker):
     """Function-based rewards.
 
     Args:
         tokenizer: decodes responses.
         reward: the user's own function; None takes each data source's.
+        run: the run folder.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, reward: Reward | None) -> None:
-        super().__init__()
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, reward: Reward | None, run: RunFolder) -> None:
+        super().__init__(run, "reward")
         self.tokenizer = tokenizer
         self.reward = reward
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def compute_rewards(self, batch: DataProto) -> DataProto:
-        """Adds `scores` (B) fp32, `token_level_scores` ragged fp32 with the score at the last
-        response token, `reward_extra` (B) dicts of numbers, and the decoded `response_text`."""
-        tokens, mask = batch.ragged("tokens"), batch.ragged("response_mask")
-        responses = [row[keep].tolist() for row, keep in zip(tokens, mask, strict=True)]
-        texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
+        """Scores some samples.
+
+        Returns:
+            `scores` (B) fp32, `token_level_scores` ragged fp32 with the score at the last response
+            token, `reward_extra` (B) dicts of numbers, and the decoded `response_text`.
+        """
+        with self.timeline.phase("reward"):
+            return self._scored(batch)
+
+    compute_scores = compute_rewards
+
+    def _scored(self, batch: DataProto) -> DataProto:
+        texts = response_texts(self.tokenizer, batch)
         arrays = batch.non_tensor_batch
         items = [
             Item(data_source, text, ground_truth, extra_info, index)
@@ -46,7 +57,10 @@ class RewardWorker(Worker):
         scored = score(items, self.reward)
         scores_B = torch.tensor([s.score for s in scored], dtype=torch.float32)
         return DataProto(
-            {"scores": scores_B, "token_level_scores": at_last_token(scores_B, mask)},
+            {
+                "scores": scores_B,
+                "token_level_scores": at_last_token(scores_B, batch.ragged("response_mask")),
+            },
             {"reward_extra": [s.extra for s in scored], "response_text": texts},
         )
 
@@ -54,7 +68,7 @@ class RewardWorker(Worker):
 def at_last_token(scores_B: torch.Tensor, mask: Ragged) -> Ragged:
     """Each sample's score at its last true entry of `mask`, zero elsewhere. A sample without
     response tokens has no place for its score and keeps zeros."""
-    values_T = torch.zeros(len(mask.values), dtype=torch.float32)
+    values_T = torch.zeros(len(mask.values), dtype=scores_B.dtype)
     place_T = torch.where(mask.values, mask.positions() + 1, 0)
     last_B = torch.zeros(len(mask), dtype=torch.int64).scatter_reduce(0, mask.row_ids(), place_T, "amax")
     has_response = last_B > 0

@@ -71,3 +71,18 @@ def test_sources_predict_targets(pad_to_longest, rows, draw):
 def test_without_a_mask_all_but_first_tokens_are_predicted():
     tokens = Ragged.from_list([[5, 6, 7], [8], [9, 4]])
     assert pack(tokens, None, device=CPU).targets.tolist() == [6, 7, 4]
+
+
+@pytest.mark.parametrize("pad_to_longest", [False, True])
+@given(lengths)
+@settings(max_examples=40, deadline=None)
+def test_whole_sequences_are_judged_at_their_last_token(pad_to_longest, rows):
+    tokens = Ragged.from_lengths(torch.arange(100, 100 + sum(rows)), rows)
+    nothing = torch.zeros(sum(rows), dtype=torch.bool)
+    inputs = pack(tokens, nothing, device=CPU, pad_to_longest=pad_to_longest, whole=True)
+    last = [int(end) - 1 for end in tokens.offsets[1:]]
+    assert inputs.places.tolist() == last
+    assert inputs.input_ids[inputs.sources].tolist() == [100 + t for t in last]
+    assert inputs.packing.position_ids[inputs.sources].tolist() == [n - 1 for n in rows]
+    sizes = [max(rows)] * len(rows) if pad_to_longest else rows
+    assert inputs.packing.cu_seqlens.diff().tolist() == sizes

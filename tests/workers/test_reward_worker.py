@@ -2,11 +2,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import torch
 
+from tandem.observability.run import RunFolder
 from tandem.protocol import DataProto, Ragged
-from tandem.workers.batch import group_ids
 from tandem.workers.reward import RewardWorker, at_last_token
 from tests.support.tiny import make_tokenizer
 
@@ -30,11 +29,12 @@ def test_responses_are_decoded_without_prompt_and_special_tokens_and_scored(tmp_
             "index": [0, 1],
         },
     )
-    out = RewardWorker(tokenizer, None).compute_rewards(batch)
+    worker = RewardWorker(tokenizer, None, RunFolder(tmp_path / "run"))
+    out = worker.compute_scores(batch)
     assert out.dense("scores").tolist() == [1.0, 0.0]
     assert list(out.non_tensor_batch["response_text"]) == ["3", "5"]
     assert out.ragged("token_level_scores").row(0).tolist() == [0, 0, 0, 0, 0, 1.0]
-
-
-def test_groups_are_numbered_by_first_appearance() -> None:
-    assert group_ids(np.array(["b", "b", "a", "b", "c"], dtype=object)).tolist() == [0, 0, 1, 0, 2]
+    nothing = worker.compute_scores(batch[:0])
+    assert len(nothing) == 0
+    assert nothing.columns == out.columns
+    assert worker.take_timings()["timing/reward"] > 0

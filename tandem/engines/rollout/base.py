@@ -1,9 +1,9 @@
-"""The protocol of rollout engines, and `generate`, which drains one."""
+"""The protocol of rollout engines; `finished` and `generate`, which drain one."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -74,28 +74,51 @@ class RolloutEngine(Protocol):
         ...
 
 
+def finished(
+    engine: RolloutEngine, requests: Sequence[Request], *, at_least: int = 1, stall_timeout_s: float = 600.0
+) -> Generator[list[Sample], None, None]:
+    """Runs all requests to their end and gives the samples as they finish. Left early, by its reader or
+    by an error, it drops the requests that are still pending.
+
+    Args:
+        at_least: samples given at a time, but for the last time.
+
+    Raises:
+        EngineError: no token was written for `stall_timeout_s` while requests were pending; time in
+            which nobody asks for samples does not count.
+    """
+    engine.submit(requests)
+    left = {request.id for request in requests}
+    ready: list[Sample] = []
+    try:
+        while left:
+            written, last = engine.progress(), time.monotonic()
+            while len(ready) < min(at_least, len(ready) + len(left)):
+                done = engine.poll(timeout_s=1.0)
+                left -= {sample.id for sample in done}
+                ready += done
+                if engine.progress() != written:
+                    written, last = engine.progress(), time.monotonic()
+                elif time.monotonic() - last > stall_timeout_s:
+                    raise EngineError(
+                        f"the engine wrote no token for {stall_timeout_s:.0f} s",
+                        got=f"{len(left)} requests pending, the first is {min(left)}",
+                        remedy="look at the engine's log and at what else uses its device",
+                    )
+            given, ready = ready, []
+            yield given
+    finally:
+        engine.abort(sorted(left))
+
+
 def generate(
     engine: RolloutEngine, requests: Sequence[Request], *, stall_timeout_s: float = 600.0
 ) -> list[Sample]:
     """Runs all requests to their end; samples in the order of the requests.
 
     Raises:
-        EngineError: no token was written for `stall_timeout_s` while requests were pending.
+        EngineError: see `finished`.
     """
-    engine.submit(requests)
-    done: dict[tuple[str, int], Sample] = {}
-    written, last = engine.progress(), time.monotonic()
-    while len(done) < len(requests):
-        done.update((sample.id, sample) for sample in engine.poll(timeout_s=1.0))
-        now = time.monotonic()
-        if engine.progress() != written:
-            written, last = engine.progress(), now
-        elif now - last > stall_timeout_s:
-            missing = [request.id for request in requests if request.id not in done]
-            engine.abort(missing)
-            raise EngineError(
-                f"the engine wrote no token for {stall_timeout_s:.0f} s",
-                got=f"{len(missing)} requests pending, the first is {missing[0]}",
-                remedy="look at the engine's log and at what else uses its device",
-            )
+    parts = finished(engine, requests, stall_timeout_s=stall_timeout_s)
+    done = {sample.id: sample for part in parts for sample in part}
     return [done[request.id] for request in requests]

@@ -7,7 +7,6 @@ a single token possible; `generate` then takes it.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
@@ -102,15 +101,14 @@ class HFEngine:
         return self._counters.written
 
     def poll(self, timeout_s: float) -> list[Sample]:
-        """Runs whole batches, at least one if anything waits."""
-        deadline = time.monotonic() + timeout_s
-        finished: list[Sample] = []
-        while self._waiting and (not finished or time.monotonic() < deadline):
-            batch = self._next_batch()
-            finished += self._generate(batch)
-            for _ in batch:
-                self._waiting.popleft()
-            self._counters.line(len(batch), len(self._waiting), 0.0)
+        """Runs one batch to its end."""
+        if not self._waiting:
+            return []
+        batch = self._next_batch()
+        finished = self._generate(batch)
+        for _ in batch:
+            self._waiting.popleft()
+        self._counters.line(len(batch), len(self._waiting), 0.0)
         return finished
 
     def _next_batch(self) -> list[Request]:
@@ -136,7 +134,12 @@ class HFEngine:
             mask[row, width - lengths[row] :] = 1
         writer = _Writer(batch, self._version, self._decode)
         module: Any = self._source.module
-        with torch.no_grad(), borrowed(module, _ATTENTION), _no_generation_defaults(module):
+        with (
+            torch.no_grad(),
+            borrowed(module, _ATTENTION),
+            _no_generation_defaults(module),
+            module.register_forward_hook(writer.read),
+        ):
             module.generate(
                 input_ids=torch.from_numpy(ids).to(self._device),
                 attention_mask=torch.from_numpy(mask).to(self._device),
@@ -168,7 +171,8 @@ def _no_generation_defaults(module: Any) -> Iterator[None]:
 
 
 class _Writer(LogitsProcessor):
-    """Samples the next token of each unfinished row and leaves it as the only possible one."""
+    """Samples the next token of each unfinished row and leaves it as the only possible one. It reads the
+    logits where the model gives them, for what `generate` hands on is always float32."""
 
     def __init__(self, batch: Sequence[Request], version: int, decode: Decode | None) -> None:
         self.rows = Rows(len(batch))
@@ -177,12 +181,18 @@ class _Writer(LogitsProcessor):
         self.steps = 0
         self._version = version
         self._decode = decode
+        self._logits_RV = torch.empty(0)
+
+    def read(self, module: nn.Module, inputs: object, output: Any) -> None:
+        """A forward hook."""
+        self._logits_RV = output.logits[:, -1]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        logits_RV = self._logits_RV
         active = np.flatnonzero(~self.done)
-        active_R = torch.from_numpy(active).to(scores.device)
-        params = self.rows.params(active, scores.shape[1], scores.device)
-        taken = self.rows.take(active, scores[active_R], params, self._version, self._decode)
+        active_R = torch.from_numpy(active).to(logits_RV.device)
+        params = self.rows.params(active, logits_RV.shape[1], logits_RV.device)
+        taken = self.rows.take(active, logits_RV[active_R], params, self._version, self._decode)
         self.done[active], self.stopped[active] = taken
         self.steps += 1
         tokens_R = torch.from_numpy(self.rows.last_token).to(scores.device)

@@ -6,6 +6,7 @@ All per-token bookkeeping, from logits to finished samples, is a vectorised oper
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,6 +47,7 @@ class Rows:
         produced: tokens sampled.
         stop_ids: (capacity, widest) stop tokens, filled with -1.
         tokens, log_probs, untruncated, versions: (capacity, max_tokens) what was sampled.
+        precision: of the log-probs in samples: float32, or float64 where the logits are.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -61,7 +63,8 @@ class Rows:
         self.has_stop_text = np.zeros(capacity, dtype=bool)
         self.stop_ids = np.full((capacity, 1), -1, dtype=np.int64)
         self.tokens = np.zeros((capacity, 0), dtype=np.int64)
-        self.log_probs, self.untruncated = (np.zeros((capacity, 0), dtype=np.float32) for _ in range(2))
+        self.log_probs, self.untruncated = (np.zeros((capacity, 0), dtype=np.float64) for _ in range(2))
+        self.precision: type[np.floating[Any]] = np.float32
         self.versions = np.zeros((capacity, 0), dtype=np.int32)
 
     def add(self, requests: Sequence[Request]) -> np.ndarray:
@@ -108,6 +111,7 @@ class Rows:
         numbers = uniforms(self.key[rows], self.first_position[rows] + self.produced[rows])
         drawn = sample(logits_RV, torch.from_numpy(numbers).to(logits_RV.device), params)
         fetched = torch.stack([part.double() for part in drawn]).cpu().numpy()  # one transfer
+        self.precision = np.float64 if logits_RV.dtype == torch.float64 else np.float32
         tokens = fetched[0].astype(np.int64)
         column = self.produced[rows]
         check_finite(fetched[1], self.request[rows], column)
@@ -133,10 +137,10 @@ class Rows:
             uid=request.uid,
             sample=request.sample,
             token_ids=self.tokens[row, done].copy(),
-            log_probs=self.log_probs[row, done].copy(),
+            log_probs=self.log_probs[row, done].astype(self.precision),
             versions=self.versions[row, done].copy(),
             finish_reason=finish_reason,
-            untruncated_log_probs=self.untruncated[row, done].copy(),
+            untruncated_log_probs=self.untruncated[row, done].astype(self.precision),
         )
 
     def remove(self, gone: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -3,12 +3,13 @@ nothing of algorithms: a loss is handed to it with the columns it needs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 
 from tandem.observability.metrics import Metrics
@@ -72,9 +73,15 @@ class TrainEngine(Protocol):
     version: int
     """Optimizer steps taken."""
 
+    @property
+    def output_dtype(self) -> torch.dtype:
+        """That of outputs: fp32, or fp64 where the model computes in fp64."""
+        ...
+
     def forward(self, batch: DataProto, *, outputs: frozenset[str], micro: MicroBatching) -> DataProto:
-        """Without gradient: each output as a ragged fp32 column aligned with `tokens`; entry t of
-        log_probs, entropy, values concerns token t given the tokens before it, entry 0 is zero."""
+        """Without gradient: each output as a ragged column aligned with `tokens`, fp32, or fp64 where
+        the model computes in fp64. Entry t of log_probs, entropy, values concerns token t given the
+        tokens before it, entry 0 is zero; of scores, the last entry is the sequence's, the rest zero."""
         ...
 
     def train_step(self, batch: DataProto, loss: LossFn, *, micro: MicroBatching) -> Metrics:
@@ -92,6 +99,19 @@ class TrainEngine(Protocol):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Full tensors by Hugging Face name, master precision, same order on all ranks."""
+        ...
+
+    def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Takes over full tensors by Hugging Face name, as `weights` gave them, each rank its shards.
+
+        Raises:
+            EngineError: a name of this model that is missing, one that is unknown or comes twice, a
+                tensor of another shape.
+        """
+        ...
+
+    def take_collectives(self) -> tuple[float, int]:
+        """Seconds and bytes of this rank's collectives since the last call; see `CollectiveMeter`."""
         ...
 
     def save(self, path: Path) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -22,22 +21,25 @@ from tandem.engines.train.microbatch import CPU_BLOCK_TOKENS, MicroBatch, assemb
 from tandem.engines.train.optim import learning_rate
 from tandem.engines.train.state import TrainState
 from tandem.errors import DataError, EngineError, NonFiniteError
-from tandem.models.loading import load_policy
+from tandem.models.collectives import CollectiveMeter, all_reduce_bytes
+from tandem.models.loading import load_policy, load_scorer
 from tandem.models.parallel import init_distributed, shard
 from tandem.models.policy import PolicyModel
+from tandem.models.score import ScoreModel
 from tandem.models.value import ValueModel
 from tandem.observability.metrics import Metrics
 from tandem.protocol import DataProto, Ragged
 
+Kind = Literal["policy", "value", "score"]
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
 class FSDPEngine:
-    """A policy or value model, sharded over all ranks; see `TrainEngine` for the methods.
+    """A policy, value or score model, sharded over all ranks; see `TrainEngine` for the methods.
 
     Args:
         model_path: Hugging Face folder.
-        kind: "policy" (outputs log_probs, entropy) or "value" (values).
+        kind: "policy" (outputs log_probs, entropy), "value" (values) or "score" (scores).
         model: how the backbone is run.
         fsdp: sharding, precision, offload.
         optim: the optimizer; None freezes the model.
@@ -54,7 +56,7 @@ class FSDPEngine:
         self,
         model_path: str | Path,
         *,
-        kind: Literal["policy", "value"] = "policy",
+        kind: Kind = "policy",
         model: BackboneConfig,
         fsdp: FSDPConfig,
         optim: OptimConfig | None,
@@ -75,16 +77,10 @@ class FSDPEngine:
         self._compute = _compute_dtype(fsdp, device)
         mesh = init_distributed(device)
         self._world = mesh.size()
-        backbone = load_policy(model_path, dtype=self._master, trust_remote_code=model.trust_remote_code)
-        if model.enable_gradient_checkpointing and optim is not None:
-            backbone.gradient_checkpointing_enable(
-                gradient_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": False}
-            )
-        if kind == "policy":
-            self.module: PolicyModel | ValueModel = PolicyModel(backbone, temperature=temperature)
-        else:
-            self.module = ValueModel(backbone)
-        self.module.requires_grad_(optim is not None)
+        self._meter = CollectiveMeter()
+        self.module = _module(
+            kind, model_path, model, self._master, temperature=temperature, trains=optim is not None
+        )
         # One rank gains nothing from giving up parameters it would at once gather from itself.
         self._reshard_after_forward = fsdp.reshard_after_forward and self._world > 1
         layers: Any = self.module.decoder.layers
@@ -96,6 +92,7 @@ class FSDPEngine:
             master_dtype=self._master,
             reshard_after_forward=self._reshard_after_forward,
             forward_prefetch=fsdp.forward_prefetch,
+            meter=self._meter,
         )
         self._warm_up()
         self._state = TrainState(self.module, optim)
@@ -120,8 +117,15 @@ class FSDPEngine:
         batch = batch.select(sorted({"tokens", *mask, *columns}), ())
         lengths = batch.ragged("tokens").lengths.tolist()
         block_tokens = CPU_BLOCK_TOKENS if self.device.type == "cpu" else None
-        for rows in equalise(cut(lengths, micro, block_tokens=block_tokens)):
-            yield assemble(batch, rows, columns, device=self.device, pad_to_longest=self._pad_to_longest)
+        for rows in equalise(cut(lengths, micro, block_tokens=block_tokens), self._meter):
+            yield assemble(
+                batch,
+                rows,
+                columns,
+                device=self.device,
+                pad_to_longest=self._pad_to_longest,
+                whole=self.module.whole_sequences,
+            )
 
     def forward(self, batch: DataProto, *, outputs: frozenset[str], micro: MicroBatching) -> DataProto:
         """See `TrainEngine.forward`. Outputs are evaluated where `response_mask` is true, if the
@@ -146,7 +150,7 @@ class FSDPEngine:
         finally:
             self._reshard()
         if not rows:
-            empty = batch.ragged("tokens").with_values(torch.empty(0))
+            empty = batch.ragged("tokens").with_values(torch.empty(0, dtype=self.output_dtype))
             return DataProto(dict.fromkeys(parts, empty))
         back = torch.empty(len(rows), dtype=torch.int64)
         back[torch.tensor(rows)] = torch.arange(len(rows))
@@ -208,9 +212,11 @@ class FSDPEngine:
             parts.append(metrics)
             total += share.detach()
         merged = Metrics.merged(parts)
+        self._meter.all_reduce(total)
         if self._world > 1:
-            dist.all_reduce(total)
-            merged = merged.all_reduced(None, self.device)
+            table_bytes = 16 * len(merged)  # a value and a weight in fp64
+            with self._meter.measure(self.device, all_reduce_bytes(table_bytes, self._world)):
+                merged = merged.all_reduced(None, self.device)
         return merged, total
 
     @property
@@ -224,8 +230,7 @@ class FSDPEngine:
         answered = torch.zeros(len(mask), dtype=torch.bool)
         answered[mask.row_ids()[mask.values].cpu()] = True
         both = torch.tensor([tokens, int(answered.sum())])
-        if self._world > 1:
-            dist.all_reduce(both)
+        self._meter.all_reduce(both)
         if int(both[0]) == 0:
             raise DataError("no response token in the whole mini-batch", field="response_mask")
         return Counts(tokens=int(both[0]), sequences=int(both[1]))
@@ -261,8 +266,31 @@ class FSDPEngine:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """See `TrainEngine.weights`."""
         for name, parameter in self.module.named_parameters():
-            value = parameter.detach()
-            yield self.module.hf_name(name), value.full_tensor() if isinstance(value, DTensor) else value
+            yield self.module.hf_name(name), self._whole(parameter.detach())
+
+    def _whole(self, value: Tensor) -> Tensor:
+        if not isinstance(value, DTensor):
+            return value
+        if self._world == 1:
+            return value.full_tensor()
+        received = (value.numel() - value.to_local().numel()) * value.element_size()
+        with self._meter.measure(self.device, received):
+            return value.full_tensor()
+
+    def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """See `TrainEngine.load_weights`; `version` is that of the engine they come from."""
+        self._state.copy_in(stream)
+        self.version = version
+
+    def take_collectives(self) -> tuple[float, int]:
+        """See `TrainEngine.take_collectives`. The few numbers that the gradient's norm and checkpoints
+        exchange are not counted."""
+        return self._meter.take()
+
+    @property
+    def output_dtype(self) -> torch.dtype:
+        """That of outputs: fp32, or fp64 where the model computes in fp64."""
+        return torch.promote_types(self._compute, torch.float32)
 
     def save(self, path: Path) -> None:
         """Writes model, optimizer and version into the folder `path`, each rank its own shards."""
@@ -299,6 +327,30 @@ class FSDPEngine:
             "offload_applies": self.device.type != "cpu",
             **self._state.bytes_by_device(),
         }
+
+
+def _module(
+    kind: Kind,
+    path: str | Path,
+    model: BackboneConfig,
+    dtype: torch.dtype,
+    *,
+    temperature: float,
+    trains: bool,
+) -> PolicyModel | ValueModel | ScoreModel:
+    """The unsharded model of that kind."""
+    load = load_scorer if kind == "score" else load_policy
+    backbone = load(path, dtype=dtype, trust_remote_code=model.trust_remote_code)
+    if model.enable_gradient_checkpointing and trains:
+        backbone.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": False}
+        )
+    module: PolicyModel | ValueModel | ScoreModel
+    if kind == "policy":
+        module = PolicyModel(backbone, temperature=temperature)
+    else:
+        module = ValueModel(backbone) if kind == "value" else ScoreModel(backbone)
+    return module.requires_grad_(trains)
 
 
 def _compute_dtype(fsdp: FSDPConfig, device: torch.device) -> torch.dtype:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tandem.balance import within_budget
 from tandem.engines.train.base import MicroBatching
+from tandem.models.collectives import CollectiveMeter
 from tandem.models.packing import PackedInputs, pack
 from tandem.protocol import DataProto, Ragged
 
@@ -64,12 +65,11 @@ def _blocks(rows: list[int], lengths: Sequence[int], limit: int) -> list[list[in
     return blocks
 
 
-def equalise(parts: list[list[int]], group: dist.ProcessGroup | None = None) -> list[list[int]]:
+def equalise(parts: list[list[int]], meter: CollectiveMeter) -> list[list[int]]:
     """The same number of micro-batches on every rank, at least one: short ranks get empty ones,
     which run as ghosts. Collective, on the host."""
     count = torch.tensor(max(1, len(parts)))
-    if dist.get_world_size(group) > 1:
-        dist.all_reduce(count, op=dist.ReduceOp.MAX, group=group)
+    meter.all_reduce(count, dist.ReduceOp.MAX)
     return parts + [[] for _ in range(int(count) - len(parts))]
 
 
@@ -97,6 +97,7 @@ def assemble(
     *,
     device: torch.device,
     pad_to_longest: bool = False,
+    whole: bool = False,
 ) -> MicroBatch:
     """One micro-batch on the model's device. No rows make a ghost: one sequence of one token, whose
     columns are all zero, its `response_mask` false. It takes part in every collective and adds nothing.
@@ -105,6 +106,7 @@ def assemble(
         batch: the rank's share, with `tokens` and, unless every token's outcome is wanted,
             `response_mask`.
         columns: ragged or dense columns for the loss.
+        pad_to_longest, whole: see `pack`.
 
     Raises:
         DataError: a column that is not there.
@@ -114,7 +116,7 @@ def assemble(
     wanted = part.ragged("response_mask").values.cpu() if "response_mask" in part else None
     return MicroBatch(
         rows=rows,
-        inputs=pack(tokens, wanted, device=device, pad_to_longest=pad_to_longest),
+        inputs=pack(tokens, wanted, device=device, pad_to_longest=pad_to_longest, whole=whole),
         columns={name: _values(part, name).to(device) for name in sorted(columns)},
         offsets=tokens.offsets.to(device),
         lengths=tokens.lengths,

@@ -3,7 +3,7 @@ place and checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tandem.config.optim import OptimConfig
-from tandem.errors import CheckpointError
+from tandem.errors import CheckpointError, EngineError
 from tandem.models.policy import PolicyModel
+from tandem.models.score import ScoreModel
 from tandem.models.value import ValueModel
 
 
@@ -28,7 +29,7 @@ class TrainState:
         optim: the optimizer's numbers; None for a frozen module.
     """
 
-    def __init__(self, module: PolicyModel | ValueModel, optim: OptimConfig | None) -> None:
+    def __init__(self, module: PolicyModel | ValueModel | ScoreModel, optim: OptimConfig | None) -> None:
         self.module = module
         self.optimizer: torch.optim.AdamW | None = None
         if optim is not None:
@@ -92,9 +93,39 @@ class TrainState:
             for state in self.optimizer.state.values():
                 yield from state.values()
 
+    def copy_in(self, stream: Iterable[tuple[str, Tensor]]) -> None:
+        """Takes over full tensors by Hugging Face name, each rank its shards; optimizer state stays.
+
+        Raises:
+            EngineError: a name of this model that is missing, one that is unknown or comes twice, a
+                tensor of another shape.
+        """
+        left = self._named()
+        for name, value in stream:
+            parameter = left.pop(name, None)
+            if parameter is None or parameter.shape != value.shape:
+                problem = "unknown, or comes twice" if parameter is None else "of another shape"
+                raise EngineError(
+                    f"the weight {name} is {problem}",
+                    field=name,
+                    got=tuple(value.shape),
+                    expected=None if parameter is None else tuple(parameter.shape),
+                    remedy="load weights of the same model",
+                )
+            _copy_shard(parameter.detach(), value)
+        if left:
+            raise EngineError(
+                f"{len(left)} weights are missing, the first is {next(iter(left))}",
+                field=next(iter(left)),
+                remedy="load all weights of the model",
+            )
+
+    def _named(self) -> dict[str, Tensor]:
+        return {self.module.hf_name(name): p for name, p in self.module.named_parameters()}
+
     def _state_dict(self, version: int) -> dict[str, Any]:
         """Tensors by Hugging Face name; a load writes into these very tensors."""
-        named = {self.module.hf_name(name): p for name, p in self.module.named_parameters()}
+        named = self._named()
         state: dict[str, Any] = {"model": {name: p.detach() for name, p in named.items()}}
         if self.optimizer is not None:
             state["optimizer"] = {name: self.optimizer.state[p] for name, p in named.items()}
@@ -139,3 +170,11 @@ class TrainState:
 def local(tensor: Tensor) -> Tensor:
     """This rank's shard; the same memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _copy_shard(parameter: Tensor, value: Tensor) -> None:
+    """Every rank has the whole value, so nothing is sent."""
+    if isinstance(parameter, DTensor):
+        mesh, placements = parameter.device_mesh, parameter.placements
+        value = distribute_tensor(value, mesh, placements, src_data_rank=None)
+    local(parameter).copy_(local(value))

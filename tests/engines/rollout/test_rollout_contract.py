@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from tandem.engines.rollout.base import RolloutEngine, SharedModule, generate
+from tandem.engines.rollout.base import RolloutEngine, SharedModule, finished, generate
 from tandem.engines.rollout.hf import HFEngine
 from tandem.engines.rollout.native.engine import NativeEngine
 from tandem.errors import EngineError
@@ -330,3 +330,55 @@ def test_log_lines(name, tiny, make_requests, monkeypatch):
     assert lines
     assert "running" in lines[0]
     assert "tokens/s" in lines[0]
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [(torch.float64, 1e-12), (torch.float32, 1e-4)])
+def test_log_probs_are_as_precise_as_the_model(name, tiny, make_requests, dtype, precision):
+    model = tiny(dtype=dtype)
+    requests = make_requests(8, 2, temperature=0.8)
+    engine = make_engine(name)
+    engine.update_weights(SharedModule(model), 0)
+    for request, sample in zip(requests, generate(engine, requests), strict=True):
+        wanted = np.float64 if dtype == torch.float64 else np.float32
+        assert sample.log_probs.dtype == sample.untruncated_log_probs.dtype == wanted
+        # transformers' norms round to float32 whatever the model's type, both here and there
+        np.testing.assert_allclose(
+            sample.log_probs, reference_log_probs(model, request, sample, 0.8), atol=max(precision, 1e-7)
+        )
+
+
+def test_the_company_changes_float64_log_probs_by_rounding_only(name, tiny, make_requests):
+    """As on ranks that divide the prompts among them."""
+    model = tiny(dtype=torch.float64)
+    requests = make_requests(12, 2, temperature=1.0)
+    runs = []
+    for shares in ([requests], [requests[:5], requests[5:]]):
+        engine = make_engine(name)
+        engine.update_weights(SharedModule(model), 0)
+        runs.append([sample for share in shares for sample in generate(engine, share)])
+    for alone, apart in zip(*runs, strict=True):
+        assert alone.token_ids.tolist() == apart.token_ids.tolist()
+        np.testing.assert_allclose(alone.log_probs, apart.log_probs, atol=1e-9, rtol=0)
+
+
+def test_samples_come_in_parts_as_they_finish(name, tiny, make_requests):
+    requests = make_requests(12)
+    engine = make_engine(name, max_num_seqs=4)
+    engine.update_weights(SharedModule(tiny()), 0)
+    parts = list(finished(engine, requests, at_least=3))
+    assert all(len(part) >= 3 for part in parts[:-1]) and len(parts) > 1
+    assert sorted(sample.id for part in parts for sample in part) == sorted(r.id for r in requests)
+    whole = {sample.id: sample.token_ids.tolist() for sample in generate(engine, requests)}
+    assert whole == {sample.id: sample.token_ids.tolist() for part in parts for sample in part}
+    assert list(finished(engine, [])) == []
+
+
+def test_who_stops_reading_leaves_nothing_pending(name, tiny, make_requests):
+    engine = make_engine(name, max_num_seqs=2)
+    engine.update_weights(SharedModule(tiny()), 0)
+    parts = finished(engine, make_requests(10, max_tokens=5))
+    next(parts)
+    assert engine.pending() > 0
+    parts.close()
+    assert engine.pending() == 0
+    engine.sleep()

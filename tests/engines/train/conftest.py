@@ -13,3 +13,8 @@ import synthetic
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
     return synthetic.save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def scorer_folder(tmp_path_factory):
+    return synthetic.save_scorer(tmp_path_factory.mktemp("scorer"))

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Qwen2Config
 
 from tandem.algorithms.aggregation import aggregate
 from tandem.config.fsdp import FSDPConfig
@@ -30,19 +30,28 @@ CUTS = {
 LENGTHS = [5, 17, 30, 12, 12, 2, 9, 1, 23, 12]
 
 
+SHAPE = {
+    "vocab_size": 31,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": True,
+}
+
+
 def save_model(folder):
     torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=31,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.2,
-        tie_word_embeddings=True,
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(Qwen2Config(**SHAPE)).save_pretrained(folder)
+    return folder
+
+
+def save_scorer(folder):
+    torch.manual_seed(1)
+    config = Qwen2Config(**SHAPE, num_labels=1)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
     return folder
 
 
@@ -145,3 +154,15 @@ def relative_difference(first, second):
 
 def weights(engine):
     return {name: value.detach().clone() for name, value in engine.weights()}
+
+
+def units(engine):
+    """Parameters of the FSDP units: each layer, and the root's own."""
+    layers = {f"layer {i}": list(layer.parameters()) for i, layer in enumerate(engine.module.decoder.layers)}
+    inside = {id(p) for part in layers.values() for p in part}
+    return layers | {"root": [p for p in engine.module.parameters() if id(p) not in inside]}
+
+
+def shard_numbers(parameters, ranks=2):
+    """Numbers in one rank's padded shards: the rows of each parameter are divided, rounded up."""
+    return sum(-(-p.shape[0] // ranks) * p.shape[1:].numel() for p in parameters)

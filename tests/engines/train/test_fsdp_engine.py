@@ -6,7 +6,7 @@ import pytest
 import synthetic
 import torch
 from synthetic import CUTS, MODES, SyntheticLoss, ValueLoss, gradients, make_batch, make_engine
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tandem.engines.train.base import TrainEngine
 from tandem.errors import CheckpointError, DataError, EngineError, NonFiniteError
@@ -315,3 +315,74 @@ def test_temperature_divides_the_logits(folder):
     ids = batch.ragged("tokens").row(1)
     log_p = torch.log_softmax(model(ids[None]).logits[0, :-1] / 2.0, -1)
     assert torch.allclose(got.row(1)[1:], log_p.gather(1, ids[1:, None])[:, 0], atol=1e-12)
+
+
+def test_weights_of_another_engine_replace_ones_own(folder):
+    source, target = make_engine(folder), make_engine(folder, frozen=True)
+    batch, micro = make_batch(), CUTS["all"]
+    source.train_step(batch, SyntheticLoss(), micro=micro)
+    before = target.forward(batch, outputs=LOG_PROBS, micro=micro).ragged("log_probs").values
+    target.load_weights(synthetic.weights(source).items(), 5)
+    assert target.version == 5
+    found = target.forward(batch, outputs=LOG_PROBS, micro=micro).ragged("log_probs").values
+    wanted = source.forward(batch, outputs=LOG_PROBS, micro=micro).ragged("log_probs").values
+    assert torch.equal(found, wanted) and not torch.equal(found, before)
+    with target.unsharded() as module:  # what a rollout would sample from
+        embedding = module.get_input_embeddings().weight.detach().clone()
+    assert torch.equal(embedding, synthetic.weights(source)["model.embed_tokens.weight"])
+
+
+def test_weights_that_do_not_fit_are_named(folder):
+    engine = make_engine(folder, frozen=True)
+    weights = synthetic.weights(engine)
+    norm = weights["model.norm.weight"]
+    with pytest.raises(EngineError, match=r"1 weights are missing, the first is model\.norm\.weight"):
+        engine.load_weights([(n, v) for n, v in weights.items() if n != "model.norm.weight"], 1)
+    for extra in ("lm_head.weight", "model.norm.weight"):
+        with pytest.raises(EngineError, match=f"{extra} is unknown, or comes twice"):
+            engine.load_weights([*weights.items(), (extra, norm)], 1)
+    with pytest.raises(EngineError, match="another shape") as caught:
+        engine.load_weights((weights | {"model.norm.weight": norm[1:]}).items(), 1)
+    assert caught.value.field == "model.norm.weight"
+    assert (caught.value.got, caught.value.expected) == ((31,), (32,))
+    assert engine.version == 0
+
+
+def test_one_rank_has_no_collectives(folder):
+    engine = make_engine(folder)
+    engine.train_step(make_batch(), SyntheticLoss(), micro=CUTS["three"])
+    with engine.unsharded():
+        pass
+    synthetic.weights(engine)
+    assert engine.take_collectives() == (0.0, 0)
+
+
+@pytest.mark.parametrize("cut", list(CUTS))
+@pytest.mark.parametrize("remove_padding", [True, False])
+def test_scores_are_transformers_own(scorer_folder, cut, remove_padding):
+    """One sequence at a time through transformers' classifier, in float64."""
+    engine = make_engine(
+        scorer_folder, kind="score", frozen=True, model={"use_remove_padding": remove_padding}
+    )
+    batch = make_batch()
+    scores = engine.forward(batch, outputs=frozenset({"scores"}), micro=CUTS[cut]).ragged("scores")
+    model = AutoModelForSequenceClassification.from_pretrained(
+        scorer_folder, dtype=torch.float64, attn_implementation="sdpa"
+    )
+    wanted = torch.stack([model(ids[None]).logits[0, 0] for ids in batch.ragged("tokens")])
+    last = scores.offsets[1:] - 1
+    assert scores.dtype == torch.float64
+    assert torch.allclose(scores.values[last], wanted, atol=1e-12, rtol=0) and wanted.std() > 0.1
+    scores.values[last] = 0
+    assert scores.values.abs().max() == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "output"), [("policy", "log_probs"), ("value", "values"), ("score", "scores")]
+)
+def test_an_empty_share_has_the_type_of_a_full_one(folder, scorer_folder, kind, output):
+    engine = make_engine(scorer_folder if kind == "score" else folder, kind=kind, frozen=True)
+    batch, outputs = make_batch(), frozenset({output})
+    full = engine.forward(batch, outputs=outputs, micro=CUTS["three"]).ragged(output)
+    empty = engine.forward(batch[:0], outputs=outputs, micro=CUTS["three"]).ragged(output)
+    assert (len(empty), len(empty.values), empty.dtype) == (0, 0, full.dtype)

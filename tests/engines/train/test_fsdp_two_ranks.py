@@ -101,3 +101,28 @@ def test_rollout_sees_whole_weights_and_ranks_hold_halves(single, pair):
     whole = pair["info"]["parameters"] * 8
     assert pair["info"]["world_size"] == 2
     assert 0.45 * whole <= pair["info"]["parameters@cpu"] <= 0.6 * whole
+
+
+@pytest.mark.parametrize(("precision", "gathered", "reduced"), [("fp64", 8, 8), ("mixed", 2, 4)])
+def test_collectives_are_counted_to_the_byte(pair, precision, gathered, reduced):
+    """Of two ranks each receives one other shard, or one other contribution to its own. Layers are
+    gathered in the forward and again in the backward, the root once."""
+    found = pair["collectives"][precision]
+    everything = sum(found["numbers"].values())
+    layers = everything - found["numbers"]["root"]
+    counted, counts, loss = 8, 16, 8  # micro-batches; tokens and sequences; the loss itself
+    assert found["forward"][1] == everything * gathered + counted
+    in_step = counted + counts + loss + 16 * found["metrics"]
+    assert found["step"][1] == (everything + layers) * gathered + everything * reduced + in_step
+    assert found["weights"][1] == found["whole"] - found["own"]
+    assert found["left"] == (0.0, 0)
+    for phase in ("warmed_up", "forward", "step", "weights"):
+        assert 0 < found[phase][0] < 60
+
+
+def test_weights_of_another_engine_arrive_whole_in_the_shards(pair):
+    record = pair["loaded"]
+    assert record["version"] == 1
+    assert record["same_outputs"]
+    assert set(record["loaded"]) == set(record["exported"])
+    assert all(torch.equal(record["loaded"][name], value) for name, value in record["exported"].items())

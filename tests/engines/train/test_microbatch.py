@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tandem.engines.train.base import MicroBatching
 from tandem.engines.train.microbatch import assemble, cut, equalise
 from tandem.errors import ConfigError, DataError
+from tandem.models.collectives import CollectiveMeter
 from tandem.models.parallel import init_distributed
 
 CPU = torch.device("cpu")
@@ -50,8 +51,8 @@ def test_a_sequence_over_the_budget():
 
 def test_an_empty_share_gets_a_ghost():
     init_distributed(CPU)
-    assert equalise([]) == [[]]
-    assert equalise([[1], [0]]) == [[1], [0]]
+    assert equalise([], CollectiveMeter()) == [[]]
+    assert equalise([[1], [0]], CollectiveMeter()) == [[1], [0]]
 
 
 def test_columns_follow_their_rows():

@@ -93,6 +93,54 @@ def unsharded_sum(engine):
         return module.get_input_embeddings().weight.detach().clone()
 
 
+def collectives(folder):
+    """What was counted on each rank in a forward and in a training step of one micro-batch each, in
+    float64 and in bf16 over fp32, beside what the shapes say."""
+    batch, micro = my_rows(synthetic.make_batch(), "uneven"), synthetic.CUTS["all"]
+    record = {}
+    for name, fsdp in {"fp64": {}, "mixed": {"model_dtype": "fp32", "dtype": "bf16"}}.items():
+        engine = synthetic.make_engine(folder, fsdp=fsdp)
+        warmed_up = engine.take_collectives()
+        engine.forward(batch, outputs=frozenset({"log_probs"}), micro=micro)
+        forward = engine.take_collectives()
+        metrics = engine.train_step(batch, synthetic.SyntheticLoss(), micro=micro)
+        step = engine.take_collectives()
+        weights = sum(value.nbytes for _, value in engine.weights())
+        record[name] = {
+            "warmed_up": warmed_up,
+            "forward": forward,
+            "step": step,
+            "weights": engine.take_collectives(),
+            "left": engine.take_collectives(),
+            "numbers": {unit: synthetic.shard_numbers(p) for unit, p in synthetic.units(engine).items()},
+            "metrics": len(metrics) - 2,  # without grad_norm and lr, which need no exchange
+            "whole": weights,
+            "own": sum(p.to_local().nbytes for p in engine.module.parameters()),
+        }
+    return record
+
+
+def loaded_weights(folder):
+    """An engine of zeros that takes over another's weights: its weights then, and its version."""
+    source = synthetic.make_engine(folder)
+    batch, micro = my_rows(synthetic.make_batch(), "uneven"), synthetic.CUTS["all"]
+    source.train_step(batch, synthetic.SyntheticLoss(), micro=micro)
+    target = synthetic.make_engine(folder, frozen=True)
+    for parameter in target.module.parameters():
+        parameter.detach().zero_()
+    exported = synthetic.weights(source)
+    target.load_weights(reversed(exported.items()), source.version)
+    outputs = frozenset({"log_probs"})
+    found = target.forward(batch, outputs=outputs, micro=micro).ragged("log_probs").values
+    wanted = source.forward(batch, outputs=outputs, micro=micro).ragged("log_probs").values
+    return {
+        "exported": exported,
+        "loaded": synthetic.weights(target),
+        "version": target.version,
+        "same_outputs": torch.equal(found, wanted),
+    }
+
+
 def main():
     folder, saved, results = (Path(argument) for argument in sys.argv[1:])
     engine, found = all_gradients(folder, "fp64")
@@ -103,6 +151,8 @@ def main():
         "non_finite": non_finite(engine),
         "unsharded": unsharded_sum(engine),
         "info": engine.state_info(),
+        "collectives": collectives(folder),
+        "loaded": loaded_weights(folder),
     }
     if dist.get_rank() == 0:
         torch.save(record, results / "record.pt")

@@ -1,0 +1,88 @@
+"""The data files: read, checked and tokenised in a process of their own, beside the controller."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from tandem.config.data import DataConfig
+from tandem.data.loader import BatchLoader, EveryRow
+from tandem.data.prompts import PromptDataset
+from tandem.observability.run import RunFolder
+from tandem.protocol import DataProto
+from tandem.runtime import Dispatch, register
+from tandem.workers.base import TimedWorker
+
+
+@dataclass(frozen=True, slots=True)
+class DataFacts:
+    """What the controller must know of the data.
+
+    Attributes:
+        rows: training prompts.
+        val_batches: validation batches; 0 without validation data.
+        sources: the data sources of both, sorted.
+    """
+
+    rows: int
+    val_batches: int
+    sources: tuple[str, ...]
+
+
+class DataWorker(TimedWorker):
+    """Prompts to train on and to validate on. A batch is a function of its number, so that one can be
+    asked for before it is needed, and again after a resume.
+
+    Args:
+        config: the resolved data section.
+        tokenizer: formats and tokenises the prompts.
+        run: the run folder.
+
+    Raises:
+        DataError: anything wrong with the files or their rows, or too few of them for a batch.
+    """
+
+    def __init__(self, config: DataConfig, tokenizer: PreTrainedTokenizerBase, run: RunFolder) -> None:
+        train = prompt_dataset(config, tokenizer, config.train_files, config.train_max_samples)
+        self.train = BatchLoader(train, config.train_batch_size, shuffle=config.shuffle, seed=config.seed)
+        sources, self.validation = set(train.data_sources), None
+        if config.val_files:
+            validation = prompt_dataset(config, tokenizer, config.val_files, config.val_max_samples)
+            sources |= set(validation.data_sources)
+            self.validation = EveryRow(validation, config.val_batch_size)
+        self.facts = DataFacts(len(train), len(self.validation or ()), tuple(sorted(sources)))
+        super().__init__(run, "data")  # last: data that are refused leave no trace in the run folder
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def describe(self) -> DataFacts:
+        return self.facts
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    def train_batch(self, number: int) -> DataProto:
+        """The training batch of that number, from 0; see `PromptDataset.batch`."""
+        with self.timeline.phase("data"):
+            return self.train.batch(number)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    def val_batch(self, number: int) -> DataProto:
+        """The validation batch of that number, from 0."""
+        assert self.validation is not None, "there are no validation data"
+        with self.timeline.phase("data"):
+            return self.validation[number]
+
+
+def prompt_dataset(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, files: tuple[str, ...], max_samples: int
+) -> PromptDataset:
+    return PromptDataset(
+        list(files),
+        tokenizer,
+        prompt_key=config.prompt_key,
+        reward_fn_key=config.reward_fn_key,
+        max_prompt_length=config.max_prompt_length,
+        truncation=config.truncation,
+        filter_overlong_prompts=config.filter_overlong_prompts,
+        max_samples=max_samples,
+        chat_template_kwargs=config.apply_chat_template_kwargs,
+    )

@@ -1,0 +1,242 @@
+"""Workers over tiny models, one by one or as the ranks of a job, and one programme that uses them all."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, Qwen2Config
+
+from tandem.config.load import load_train_config
+from tandem.config.root import TrainConfig
+from tandem.errors import NonFiniteError
+from tandem.observability.metrics import Metrics
+from tandem.observability.run import RunFolder
+from tandem.protocol import DataProto, Ragged, SamplingParams
+from tandem.runtime.worker import create
+from tandem.workers.actor import ActorWorker
+from tandem.workers.critic import CriticWorker
+from tandem.workers.reward_model import RewardModelWorker
+from tests.support.tiny import CHARACTERS, make_model, write_problems
+
+N = 2
+PARAMS = SamplingParams(temperature=1.0, max_tokens=6, stop_token_ids=(1,), seed=3)
+ALL = ("actor", "rollout", "ref")
+
+
+def make_folder(folder: Path) -> Path:
+    """A policy, a reward model over its tokens, and data files that nobody reads."""
+    make_model(folder / "model")
+    write_problems(folder)
+    torch.manual_seed(5)
+    config = Qwen2Config.from_pretrained(folder / "model", num_labels=1)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder / "scorer")
+    return folder
+
+
+def make_config(folder: Path, *words: str) -> TrainConfig:
+    sections = ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic", "reward_model")
+    keys = [
+        "algorithm.adv_estimator=gae",
+        f"data.train_files={folder / 'train.parquet'}",
+        "data.train_batch_size=4",
+        "data.max_prompt_length=8",
+        "data.max_response_length=6",
+        f"actor_rollout_ref.model.path={folder / 'model'}",
+        f"reward_model.model.path={folder / 'scorer'}",
+        "reward_model.enable=true",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
+        "actor_rollout_ref.actor.use_kl_loss=true",
+        "actor_rollout_ref.actor.optim.lr=0.01",
+        "critic.optim.lr=0.01",
+        f"trainer.default_local_dir={folder / 'run'}",
+        "trainer.device=cpu",
+        *(f"{section}.fsdp_config.model_dtype=fp64" for section in sections),
+    ]
+    return load_train_config(None, [*keys, *words]).config
+
+
+def tokenizer_of(config: TrainConfig) -> Any:
+    return AutoTokenizer.from_pretrained(config.actor_rollout_ref.model.path)
+
+
+def actor_settings(config: TrainConfig, *parts: str) -> dict[str, Any]:
+    return {
+        "parts": frozenset(parts),
+        "tokenizer": tokenizer_of(config),
+        "total_steps": 10,
+        "updates_per_step": 1,
+        "device": "cpu",
+        "run": RunFolder(config.trainer.default_local_dir),
+        "recompute_old": True,
+    }
+
+
+def make_actor(config: TrainConfig, *parts: str, rank: int = 0, world: int = 1) -> Any:
+    return create(functools.partial(ActorWorker, config, **actor_settings(config, *parts)), rank, world)
+
+
+def make_critic(config: TrainConfig, *, rank: int = 0, world: int = 1) -> Any:
+    worker = functools.partial(
+        CriticWorker,
+        config.critic,
+        norm_length=6,
+        total_steps=10,
+        updates_per_step=1,
+        device="cpu",
+        collective_timeout_s=60,
+        run=RunFolder(config.trainer.default_local_dir),
+    )
+    return create(worker, rank, world)
+
+
+def make_scorer(config: TrainConfig, *, rank: int = 0, world: int = 1) -> Any:
+    worker = functools.partial(
+        RewardModelWorker,
+        config.reward_model,
+        tokenizer=tokenizer_of(config),
+        device="cpu",
+        collective_timeout_s=60,
+        run=RunFolder(config.trainer.default_local_dir),
+    )
+    return create(worker, rank, world)
+
+
+def make_prompts(count: int) -> DataProto:
+    draw = np.random.default_rng(count)
+    rows = [draw.integers(3, 3 + len(CHARACTERS), size=size) for size in draw.integers(2, 9, size=count)]
+    return DataProto(
+        {"prompts": Ragged.from_list([torch.from_numpy(row) for row in rows], torch.int64)},
+        {"uid": [f"prompt {i}" for i in range(count)], "index": list(range(count))},
+    )
+
+
+def with_targets(batch: DataProto) -> DataProto:
+    """Advantages and returns that depend on nothing but each sample's tokens."""
+    tokens = batch.ragged("tokens")
+    noise_T = torch.sin(tokens.values.double() + tokens.positions())
+    columns = {"advantages": tokens.with_values(noise_T), "returns": tokens.with_values(2 * noise_T)}
+    return batch.union(DataProto(columns))
+
+
+class Team:
+    """All roles of one rank, and one step of PPO with given advantages.
+
+    Args:
+        count: prompts of the whole team; this rank has its even share of them.
+    """
+
+    def __init__(self, config: TrainConfig, rank: int, world: int) -> None:
+        self.config = config
+        self.rank, self.world = rank, world
+        self.actor = make_actor(config, *ALL, rank=rank, world=world)
+        self.critic = make_critic(config, rank=rank, world=world)
+        self.scorer = make_scorer(config, rank=rank, world=world)
+
+    def prompts(self, count: int) -> DataProto:
+        return make_prompts(count).chunk(self.world)[self.rank]
+
+    def step(self, count: int) -> dict[str, Any]:
+        """What every method gave: its rows of all ranks below each other, and the updates' metrics."""
+        batch = self.actor.generate_sequences(self.prompts(count), N, PARAMS)
+        made = [
+            self.actor.compute_log_prob(batch),
+            self.actor.compute_ref_log_prob(batch),
+            self.critic.compute_values(batch),
+            self.scorer.compute_rm_score(batch),
+        ]
+        batch = with_targets(batch.union(*made))
+        metrics = {
+            "actor": self.actor.update_actor(batch).to_floats(),
+            "critic": self.critic.update_critic(batch).to_floats(),
+        }
+        workers = (self.actor, self.critic, self.scorer)
+        observed = self.gathered(Metrics.merged(worker.take_observed() for worker in workers))
+        return {
+            "batch": DataProto.concat(self.gathered(batch)),
+            "metrics": metrics,
+            "observed": Metrics.merged(observed).to_floats(),
+            "observed by rank": [metrics.to_floats() for metrics in observed],
+        }
+
+    def gathered(self, value: Any) -> list[Any]:
+        """Every rank's value."""
+        values = [None] * self.world
+        dist.all_gather_object(values, value)
+        return values
+
+    def weights(self) -> dict[str, Any]:
+        actor = {f"actor {name}": value.clone() for name, value in self.actor.actor.weights()}
+        return actor | {f"critic {name}": value.clone() for name, value in self.critic.engine.weights()}
+
+    def streamed(self, count: int) -> list[tuple[list[int], bool]]:
+        """Of each rank, the sizes of the parts of a stream, and whether their rows are those of
+        `generate_sequences`; before that the stream was left after its first part."""
+        prompts = self.prompts(count)
+        whole = self.actor.generate_sequences(prompts, N, PARAMS)
+        left = self.actor.stream_sequences(prompts, N, PARAMS)
+        next(left, None)
+        left.close()
+        parts = list(self.actor.stream_sequences(prompts, N, PARAMS))
+        rows = [row for part in parts for row in part.rows]
+        same = sorted(rows) == list(range(len(whole)))
+        if parts:
+            found = DataProto.concat([part.batch for part in parts])[np.argsort(rows).tolist()]
+            same = same and equal(found, whole)
+        return self.gathered(([len(part.batch) for part in parts], same))
+
+    def moved(self, count: int) -> bool:
+        """Whether a rollout elsewhere, given the actor's weights, writes what the actor's own writes."""
+        apart = make_actor(self.config, "rollout", rank=self.rank, world=self.world)
+        exported = [self.actor.export_weights()]
+        dist.broadcast_object_list(exported)
+        before = apart.generate_sequences(self.prompts(count), N, PARAMS)
+        apart.load_weights(exported[0])
+        found = apart.generate_sequences(self.prompts(count), N, PARAMS)
+        wanted = self.actor.generate_sequences(self.prompts(count), N, PARAMS)
+        same = all(self.gathered(equal(found, wanted)))
+        changed = not all(self.gathered(equal(before, wanted)))
+        return same and changed and apart.engines["rollout"].version == self.actor.actor.version
+
+    def non_finite(self, batch: DataProto) -> list[tuple[str, str, DataProto]]:
+        """Of each rank, the error of an update in which one rank's share alone is bad, and what was
+        saved of it."""
+        share = batch.chunk(self.world)[self.rank]
+        advantages = share.ragged("advantages")
+        if self.rank == self.world - 1:
+            share.batch["advantages"] = advantages.with_values(advantages.values * float("nan"))
+        error = None
+        try:
+            self.actor.update_actor(share)
+        except NonFiniteError as raised:
+            error = raised
+        assert error is not None
+        path = Path(str(error.remedy).split("'")[1])
+        return self.gathered((str(error.field), path.name, DataProto.load(path)))
+
+
+def equal(first: DataProto, second: DataProto) -> bool:
+    """The same columns with the same bits."""
+    if set(first.columns) != set(second.columns):
+        return False
+    for name, column in first.batch.items():
+        ragged = isinstance(column, Ragged)
+        if not (column.equal(second.ragged(name)) if ragged else torch.equal(column, second.dense(name))):
+            return False
+    arrays = second.non_tensor_batch
+    return all(list(array) == list(arrays[name]) for name, array in first.non_tensor_batch.items())
+
+
+def programme(team: Team) -> dict[str, Any]:
+    """Everything; 7 and 3 prompts leave some of four ranks with fewer or none."""
+    first = team.step(7)
+    record = {"first": first, "second": team.step(3), "weights": team.weights()}
+    record |= {"streamed": team.streamed(7), "streamed few": team.streamed(3), "moved": team.moved(3)}
+    record["non_finite"] = team.non_finite(first["batch"])
+    record["after"] = team.weights()
+    return record

@@ -1,0 +1,181 @@
+"""The policy's worker by parts, its streams, and what all workers share, in one process."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tandem.errors import EngineError
+from tandem.observability.run import RunFolder
+from tandem.observability.timers import read_timeline
+from tandem.protocol import DataProto, SamplingParams
+from tandem.runtime import BatchFuture, LocalBackend, ResourcePool, WorkerGroup
+from tandem.runtime.worker import create
+from tandem.workers.actor import ActorWorker
+from tandem.workers.base import TimedWorker
+from tests.workers import roles
+
+PROMPTS = roles.make_prompts(6)
+LONG = SamplingParams(temperature=1.0, max_tokens=6, seed=3)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return roles.make_folder(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture
+def config(folder: Path, tmp_path: Path) -> Any:
+    # two rows at a time, so that samples finish one after the other
+    return roles.make_config(
+        folder, f"trainer.default_local_dir={tmp_path}", "actor_rollout_ref.rollout.max_num_seqs=2"
+    )
+
+
+@pytest.fixture
+def worker(config: Any) -> Any:
+    return roles.make_actor(config, "actor", "rollout")
+
+
+@pytest.mark.parametrize("parts", [("actor",), ("rollout",), ("ref",), ("actor", "ref"), ("rollout", "ref")])
+def test_a_part_does_its_work_and_refuses_that_of_others(
+    config: Any, worker: Any, parts: tuple[str, ...]
+) -> None:
+    batch = worker.generate_sequences(PROMPTS, 1, LONG)
+    alone = roles.make_actor(config, *parts)
+    assert set(alone.engines) == set(parts)
+    calls = {
+        "rollout": lambda: alone.generate_sequences(PROMPTS, 1, LONG).ragged("tokens"),
+        "actor": lambda: alone.compute_log_prob(batch).ragged("old_log_probs"),
+        "ref": lambda: alone.compute_ref_log_prob(batch).ragged("ref_log_probs"),
+    }
+    wanted = {"rollout": batch.ragged("tokens")}
+    wanted |= dict.fromkeys(("actor", "ref"), worker.compute_log_prob(batch).ragged("old_log_probs"))
+    for part, call in calls.items():
+        if part in parts:
+            assert call().equal(wanted[part])
+        else:
+            with pytest.raises(EngineError, match="this worker"):
+                call()
+    assert tracks(config) == ["actor rank 0", f"{parts[0]} rank 0"]
+
+
+def tracks(config: Any) -> list[str]:
+    events = read_timeline(Path(config.trainer.default_local_dir) / "timeline.json")
+    return [event["args"]["name"] for event in events if event["ph"] == "M"]
+
+
+def test_a_frozen_rollout_follows_the_actor(config: Any, worker: Any) -> None:
+    batch = roles.with_targets(worker.generate_sequences(PROMPTS, 1, LONG))
+    batch = batch.union(worker.compute_log_prob(batch)).union(
+        worker.compute_log_prob(batch).rename("old_log_probs", "ref_log_probs")
+    )
+    apart = roles.make_actor(config, "rollout")
+    assert apart.generate_sequences(PROMPTS, 1, LONG).ragged("tokens").equal(batch.ragged("tokens"))
+    worker.update_actor(batch)
+    exported = worker.export_weights()
+    worker.update_actor(batch)  # what was exported is a copy
+    apart.load_weights(pickle.loads(pickle.dumps(exported)))  # as between processes
+    assert apart.engines["rollout"].version == exported.version == 1
+    for name, value in apart.engines["rollout"].weights():
+        assert torch.equal(value, exported.tensors[name])
+    written = apart.generate_sequences(PROMPTS, 1, LONG)
+    versions = written.ragged("policy_version").values[written.ragged("response_mask").values]
+    assert set(versions.tolist()) == {1}
+    with pytest.raises(EngineError, match="this worker does not hold"):
+        worker.load_weights(exported)
+
+
+def test_a_stream_gives_quarters_and_does_not_count_its_readers_time(worker: Any) -> None:
+    whole = worker.generate_sequences(PROMPTS, 4, LONG)
+    worker.take_timings()
+    parts = []
+    start = time.perf_counter()
+    for part in worker.stream_sequences(PROMPTS, 4, LONG):
+        parts.append(part)
+        time.sleep(0.5)
+    assert 3 <= len(parts) <= 4 and all(len(part.rows) >= 6 for part in parts[:-1])
+    elapsed = time.perf_counter() - start
+    order = np.argsort([row for part in parts for row in part.rows])
+    assert roles.equal(DataProto.concat([part.batch for part in parts])[order.tolist()], whole)
+    timings = worker.take_timings()
+    assert timings["timing/generate_sequences"] + timings["timing/reshard"] <= timings["timing/gen"]
+    assert 0 < timings["timing/gen"] <= elapsed - 0.5 * len(parts)
+    assert worker.take_observed().to_floats()["rollout/generated_tokens"] == 2 * 24 * 6
+
+
+@pytest.mark.parametrize("how", ["left", "broken"])
+def test_a_stream_that_ends_early_leaves_nothing_behind(
+    worker: Any, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    stream = worker.stream_sequences(PROMPTS, 4, LONG)
+    next(stream)
+    if how == "left":
+        stream.close()
+    else:
+        with monkeypatch.context() as patched:
+            patched.setattr(worker._rollout, "poll", lambda timeout_s: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                next(stream)
+    assert worker._rollout.pending() == 0
+    info = worker.actor.state_info()
+    assert info["parameters@cpu"] == 8 * info["parameters"]
+    fresh = worker.generate_sequences(PROMPTS, 1, LONG)
+    old = worker.compute_log_prob(fresh).ragged("old_log_probs").values
+    mask = fresh.ragged("response_mask").values
+    assert torch.allclose(old[mask], fresh.ragged("rollout_log_probs").values[mask], atol=1e-9, rtol=0)
+
+
+def test_a_group_streams_into_futures(config: Any) -> None:
+    made = roles.make_actor(config, "actor", "rollout")
+    wanted = made.generate_sequences(PROMPTS, 2, LONG)
+    settings = roles.actor_settings(config, "actor", "rollout")
+    factory = functools.partial(ActorWorker, config, **settings)
+    group = WorkerGroup(LocalBackend(), factory, ResourcePool([1]), balance=True)
+    columns = ("tokens", "uid", "sample", "rollout_log_probs", "response_mask")
+    batch = group.stream_sequences(PROMPTS, 2, LONG).map(lambda part: part.select(*columns))
+    assert isinstance(batch, BatchFuture)
+    found = batch.get()
+    assert found.ragged("tokens").equal(wanted.ragged("tokens"))
+    assert list(found.non_tensor_batch["sample"]) == [0, 1] * 6
+    old = group.compute_log_prob(batch).get().ragged("old_log_probs")
+    assert old.equal(made.compute_log_prob(wanted).ragged("old_log_probs"))
+
+
+def test_truncated_sampling_keeps_both_columns(worker: Any) -> None:
+    params = SamplingParams(temperature=1.0, top_k=5, max_tokens=6, seed=3)
+    for prompts in (PROMPTS, PROMPTS[:0]):
+        batch = worker.generate_sequences(prompts, 2, params)
+        mask = batch.ragged("response_mask").values
+        cut, whole = (
+            batch.ragged(name).values[mask] for name in ("rollout_log_probs", "rollout_log_probs_untruncated")
+        )
+        assert cut.dtype == whole.dtype == torch.float64
+        assert len(cut) == 72 * bool(len(prompts)) and bool((cut > whole).all())
+
+
+def test_what_workers_say_goes_to_the_log_and_the_user(config: Any, worker: Any) -> None:
+    heard: list[str] = []
+    worker.tell = heard.append
+    worker.say("the cache is full")
+    assert heard == ["the cache is full"]
+    log = Path(config.trainer.default_local_dir) / "log" / "run.log"
+    assert log.read_text().endswith(" the cache is full\n")
+
+
+def test_of_several_ranks_the_user_hears_the_first(config: Any) -> None:
+    heard: list[str] = []
+    run = RunFolder(config.trainer.default_local_dir)
+    for rank in range(2):
+        made = create(functools.partial(TimedWorker, run, "critic"), rank, 2, tell=heard.append)
+        made.say(f"cache {rank}")
+    assert heard == ["cache 0"]
+    lines = (run.logs / "run.log").read_text().splitlines()[-2:]
+    assert [line.split(" ", 1)[1] for line in lines] == ["[critic rank 0] cache 0", "[critic rank 1] cache 1"]

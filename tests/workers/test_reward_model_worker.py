@@ -1,0 +1,76 @@
+"""The reward model's worker against transformers' classifier."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, Qwen2Config
+
+from tandem.errors import ModelError
+from tandem.observability.run import RunFolder
+from tandem.protocol import DataProto, Ragged
+from tandem.runtime import LocalBackend, ResourcePool, WorkerGroup
+from tandem.workers.reward_model import RewardModelWorker
+from tests.workers import roles
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return roles.make_folder(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture
+def batch(folder: Path) -> DataProto:
+    tokenizer = roles.tokenizer_of(roles.make_config(folder))
+    texts = [("1+2=", "3<eos>"), ("12+30=", "42"), ("what?", "")]
+    rows = [[tokenizer.encode(text, add_special_tokens=False) for text in pair] for pair in texts]
+    tokens = Ragged.from_list([prompt + answer for prompt, answer in rows])
+    marks = [[False] * len(prompt) + [True] * len(answer) for prompt, answer in rows]
+    mask = Ragged.from_list(marks, torch.bool)
+    return DataProto({"tokens": tokens, "response_mask": mask}, {"uid": ["a", "b", "c"]})
+
+
+@pytest.mark.parametrize("words", [(), ("reward_model.forward_micro_batch_size_per_gpu=1",)])
+def test_scores_are_transformers_own_and_stand_at_the_last_response_token(
+    folder: Path, batch: DataProto, words: tuple[str, ...]
+) -> None:
+    worker = roles.make_scorer(roles.make_config(folder, *words))
+    out = worker.compute_rm_score(batch)
+    model = AutoModelForSequenceClassification.from_pretrained(
+        folder / "scorer", dtype=torch.float64, attn_implementation="sdpa"
+    )
+    wanted = torch.stack([model(ids[None]).logits[0, 0] for ids in batch.ragged("tokens")]).float()
+    assert torch.equal(out.dense("scores"), wanted) and wanted.dtype == torch.float32
+    placed = [row.tolist() for row in out.ragged("token_level_scores")]
+    first, second, _ = wanted.tolist()
+    assert placed == [[0, 0, 0, 0, 0, first], [0, 0, 0, 0, 0, 0, 0, second], [0] * 5]
+    assert list(out.non_tensor_batch["response_text"]) == ["3", "42", ""]
+    assert list(out.non_tensor_batch["reward_extra"]) == [{}, {}, {}]
+    empty = worker.compute_rm_score(batch[:0])
+    assert len(empty) == 0 and empty.columns == out.columns
+
+
+def test_a_group_knows_it_by_both_names(folder: Path, batch: DataProto) -> None:
+    config = roles.make_config(folder)
+    factory = functools.partial(
+        RewardModelWorker,
+        config.reward_model,
+        tokenizer=roles.tokenizer_of(config),
+        device="cpu",
+        collective_timeout_s=60,
+        run=RunFolder(config.trainer.default_local_dir),
+    )
+    group = WorkerGroup(LocalBackend(), factory, ResourcePool([1]), balance=True)
+    first, second = group.compute_rm_score(batch).get(), group.compute_scores(batch).get()
+    assert roles.equal(first, second)
+    assert "timing/reward" in group.take_timings()[0]
+
+
+def test_a_model_over_too_few_tokens_is_refused(folder: Path, tmp_path: Path) -> None:
+    config = Qwen2Config.from_pretrained(folder / "model", num_labels=1, vocab_size=20)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="vocabulary is smaller"):
+        roles.make_scorer(roles.make_config(folder, f"reward_model.model.path={tmp_path}"))
