@@ -29,24 +29,33 @@ def load_function(reference: str) -> Callable[..., Any]:
     Raises:
         ConfigError: no such file or module, one that fails on import, or no such function in it.
     """
-    source, _, name = reference.rpartition(":")
-    try:
-        is_file = source.endswith(".py")
-        module = _module_of_file(Path(source).resolve()) if is_file else importlib.import_module(source)
-    except Exception as error:
-        raise ConfigError(
-            "the module of this function could not be imported",
-            field=reference,
-            got=f"{type(error).__name__}: {error}",
-            expected="path/to/file.py:function or package.module:function",
-            remedy="a module must be on PYTHONPATH; a file needs its path, ending in .py",
-        ) from error
+    module, name = load_module(reference)
     functions = {key: value for key, value in vars(module).items() if inspect.isfunction(value)}
     if name not in functions:
         raise ConfigError(
             "no such function in this module", field=reference, got=name, expected=sorted(functions)
         )
     return functions[name]
+
+
+def load_module(reference: str) -> tuple[ModuleType, str]:
+    """The module of `path/to/file.py:name` or `package.module:name`, and the name.
+
+    Raises:
+        ConfigError: no such file or module, or one that fails on import.
+    """
+    source, _, name = reference.rpartition(":")
+    try:
+        is_file = source.endswith(".py")
+        return _module_of_file(Path(source).resolve()) if is_file else importlib.import_module(source), name
+    except Exception as error:
+        raise ConfigError(
+            "the module could not be imported",
+            field=reference,
+            got=f"{type(error).__name__}: {error}",
+            expected="path/to/file.py:name or package.module:name",
+            remedy="a module must be on PYTHONPATH; a file needs its path, ending in .py",
+        ) from error
 
 
 @functools.cache

@@ -26,6 +26,7 @@ def _demo(
     control: Annotated[
         str, typer.Option(help="none; zero-lr or shuffled-rewards: runs in which nothing can be learnt")
     ] = "none",
+    ranks: Annotated[int, typer.Option(min=1, help="processes that share the work, by way of Ray")] = 1,
 ) -> None:
     """A policy learns arithmetic by reinforcement, on this machine, in a few minutes."""
     run_demo = import_module("tandem.trainer.demo.program").run_demo
@@ -34,6 +35,7 @@ def _demo(
         algorithm=algo,
         seed=seed,
         control=control,
+        ranks=ranks,
         overrides=overrides or [],
         say=lambda sentence: print(sentence, flush=True),
     )

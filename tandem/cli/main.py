@@ -3,6 +3,7 @@ that those that need no torch answer at once."""
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -14,9 +15,12 @@ COMMANDS = {
     "demo": ("demo:demo", "a small policy learns arithmetic, on any machine, in minutes"),
     "train": ("train:train", "reinforcement learning: PPO, GRPO, RLOO, REINFORCE++"),
     "sft": ("sft:sft", "supervised fine-tuning"),
+    "node": ("node:node", "joins this machine to a cluster"),
     "export": ("export:export", "a checkpoint as a Hugging Face model folder"),
     "check": ("check:check", "says everything that is wrong with a config"),
     "config": ("config:config", "shows a resolved config; explains a key"),
+    "logs": ("logs:logs", "shows or follows the log of one rank"),
+    "stacks": ("stacks:stacks", "the Python stacks of all processes of a run"),
 }
 
 
@@ -28,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         the exit status: 0, or 1 after an error the user can act on, 2 for an unknown command, 130
-        after an interrupt.
+        after an interrupt: Ctrl-C or SIGTERM, which here are the same.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in ("-h", "--help", "help"):
@@ -39,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     module, function = COMMANDS[words[0]][0].split(":")
     run: Callable[[list[str]], int] = getattr(import_module(f"tandem.cli.{module}"), function)
+    on_sigterm = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return run(words[1:])
     except TandemError as error:
@@ -47,6 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stopped; what was saved is whole, and the same command goes on from there", file=sys.stderr)
         return 130
+    finally:
+        signal.signal(signal.SIGTERM, on_sigterm)
 
 
 def usage() -> str:

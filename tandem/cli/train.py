@@ -16,7 +16,8 @@ from tandem.errors import DataError
 USAGE = """usage: tandem train [CONFIG.yaml] key=value … [--dry-run]
 
 Trains a policy by reinforcement. Keys are those of `tandem config show`; values are YAML.
-  --dry-run   print the resolved config and the sizes that follow from it, and stop"""
+  --dry-run   print the resolved config and the sizes that follow from it, and stop
+Ctrl-C or SIGTERM ends it after the step at hand, saved, with exit status 130; a second one at once."""
 
 
 def train(arguments: list[str]) -> int:
@@ -32,10 +33,9 @@ def train(arguments: list[str]) -> int:
         for name, value in derived(loaded.config, train_rows=_rows(loaded.config)).items():
             print(f"# {name}: {value}")
         return 0
-    build_ppo = import_module("tandem.trainer.build").build_ppo
-    trainer = build_ppo(loaded.config, say=lambda sentence: print(sentence, flush=True))
-    trainer.fit()
-    return 130 if trainer.session.interrupted else 0
+    run_ppo = import_module("tandem.trainer.run").run_ppo
+    interrupted = run_ppo(loaded.config, say=lambda sentence: print(sentence, flush=True))
+    return 130 if interrupted else 0
 
 
 def _rows(config: TrainConfig) -> int | None:

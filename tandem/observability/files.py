@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 from pathlib import Path
+from typing import BinaryIO
+
+_NO_LOCKS_HERE = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
 
 
 def replace_file(path: Path, content: bytes) -> None:
@@ -16,22 +21,36 @@ def replace_file(path: Path, content: bytes) -> None:
     os.replace(partial, path)
 
 
-def append_line(path: Path, line: str, *, durable: bool = False) -> None:
-    """Appends `line` on a line of its own; a last line that a crash tore is cut off first.
+def append_line(path: Path, line: str, *, header: str | None = None, durable: bool = False) -> None:
+    """Appends `line` on a line of its own; a last line that a crash tore is cut off first. Several
+    processes may append to one file: they take turns by a lock on it, which ends with its holder.
 
     Args:
+        header: the line that a file begins with.
         durable: return only when it is on disk.
     """
     with path.open("a+b") as file:
-        if file.seek(0, os.SEEK_END):
+        _lock(file)
+        end = file.seek(0, os.SEEK_END)
+        if end:
             file.seek(-1, os.SEEK_END)
             if file.read(1) != b"\n":
                 file.seek(0)
-                file.truncate(file.read().rfind(b"\n") + 1)
-        file.write(line.encode() + b"\n")
+                end = file.truncate(file.read().rfind(b"\n") + 1)
+        lines = [line] if end or header is None else [header, line]
+        file.write("".join(f"{each}\n" for each in lines).encode())
         file.flush()
         if durable:
             os.fsync(file.fileno())
+
+
+def _lock(file: BinaryIO) -> None:
+    """Until the file is closed. A file system without locks does without; each line is one write."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS_HERE:
+            raise
 
 
 def whole_lines(path: Path) -> list[str]:

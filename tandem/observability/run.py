@@ -136,6 +136,15 @@ class RunFolder:
             folder.mkdir(exist_ok=True)
         return target
 
+    def remove_if_unused(self) -> None:
+        """Removes the folder again if nothing was done in it but to begin its timeline."""
+        folders = (self.samples, self.logs, self.checkpoints)
+        if not (self.config_file.exists() or any(map(_has_entries, folders))):
+            self.timeline_file.unlink(missing_ok=True)
+            for folder in (*folders, self.path):
+                if folder.is_dir() and not _has_entries(folder):
+                    folder.rmdir()
+
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """The rows of a metrics.jsonl in the order of their steps; of a step's rows the last wins. A last

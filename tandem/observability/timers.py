@@ -7,6 +7,7 @@ is alive and after it was killed. A phase that was interrupted shows as begun an
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import time
@@ -17,13 +18,16 @@ from typing import Any
 
 from tandem.observability.files import append_line, whole_lines
 
+_numbers = itertools.count()
+
 
 class Timeline:
-    """Phases of one process, possibly nested; not shared between threads.
+    """Phases of one worker, possibly nested; not shared between threads. Several timelines, of one
+    process or of many, may write to one file.
 
     Args:
         path: the trace to append to; None keeps only the seconds.
-        process: what the trace calls this process, such as "controller" or "actor rank 3".
+        process: what the trace calls this worker's track, such as "controller" or "actor rank 3".
         synchronize: called before each reading of the clock, such as `torch.cuda.synchronize`
             where a phase's work would else be charged to a later one.
     """
@@ -40,12 +44,10 @@ class Timeline:
         self._seconds: dict[str, float] = {}
         # Wall-clock microseconds that advance with the monotonic clock: a resumed run follows the first.
         self._epoch = time.time() - time.perf_counter()
-        # A track of its own, for a phase that an earlier process left open would swallow ours.
-        self._track = round(time.time() * 1000) % 2**31
-        if self._path is not None:
-            if not self._path.exists():
-                append_line(self._path, "[")
-            self._write({"name": "process_name", "ph": "M", "args": {"name": process}})
+        # A track of its own: a phase that an earlier process left open, or one of another worker in
+        # this process, would swallow ours.
+        self._track = (round(time.time() * 1000) + next(_numbers)) % 2**31
+        self._write({"name": "thread_name", "ph": "M", "args": {"name": process}})
 
     @contextmanager
     def phase(self, name: str, **details: Any) -> Iterator[None]:
@@ -75,12 +77,12 @@ class Timeline:
         return time.perf_counter()
 
     def _event(self, kind: str, name: str, at: float, details: dict[str, Any]) -> None:
-        if self._path is not None:
-            self._write({"name": name, "ph": kind, "ts": round((self._epoch + at) * 1e6), "args": details})
+        self._write({"name": name, "ph": kind, "ts": round((self._epoch + at) * 1e6), "args": details})
 
     def _write(self, event: dict[str, Any]) -> None:
-        assert self._path is not None
-        append_line(self._path, json.dumps(event | {"pid": os.getpid(), "tid": self._track}) + ",")
+        if self._path is not None:
+            text = json.dumps(event | {"pid": os.getpid(), "tid": self._track})
+            append_line(self._path, text + ",", header="[")
 
 
 def read_timeline(path: str | Path) -> list[dict[str, Any]]:

@@ -4,99 +4,102 @@ before one is loaded, cheapest first."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from contextlib import ExitStack
 
-import torch
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from tandem.algorithms.kl import AdaptiveKLController, FixedKLController
-from tandem.algorithms.registry import advantage_estimator, policy_loss
+from tandem.algorithms.registry import AdvantageSpec, advantage_estimator, policy_loss
 from tandem.config.algorithm import KLControllerConfig
 from tandem.config.fsdp import FSDPConfig
 from tandem.config.load import to_dict, to_yaml
 from tandem.config.root import TrainConfig
-from tandem.config.unused import uses_critic
-from tandem.data.loader import BatchLoader, all_batches
-from tandem.data.prompts import PromptDataset
 from tandem.device import choose_device
 from tandem.models.loading import load_tokenizer
-from tandem.observability.run import RunFolder
 from tandem.observability.sinks.base import RunInfo
-from tandem.protocol import SamplingParams
+from tandem.observability.stacks import withdraw_stacks
 from tandem.rewards import Reward, load_custom, reward_for
-from tandem.runtime import LocalBackend, ResourcePool, WorkerGroup
 from tandem.trainer.evaluate import Evaluator
-from tandem.trainer.ppo import PPOTrainer, Roles
-from tandem.trainer.session import Session, open_run
-from tandem.trainer.steps import Plan, plan_run, updates_per_step
-from tandem.workers.actor import ActorWorker
-from tandem.workers.batch import BatchWorker
-from tandem.workers.critic import CriticWorker
-from tandem.workers.reward import RewardWorker
+from tandem.trainer.launch import Launcher, make_backend, plain_errors
+from tandem.trainer.placing import configured_placement, load_classes, tenants
+from tandem.trainer.ppo import PPOTrainer
+from tandem.trainer.prompts import Prompts
+from tandem.trainer.roles import Roles
+from tandem.trainer.sampling import sampling, stop_token_ids
+from tandem.trainer.session import OpenRun, Session, open_run
+from tandem.trainer.steps import Plan, plan_run, played_roles
+from tandem.workers.data import DataFacts
 
 
-def build_ppo(config: TrainConfig, *, say: Callable[[str], None]) -> PPOTrainer:
-    """The trainer of a resolved config.
+def build_ppo(
+    config: TrainConfig, *, say: Callable[[str], None], trainer: type[PPOTrainer] = PPOTrainer
+) -> PPOTrainer:
+    """The trainer of a resolved config. Its workers run until its `shutdown`; where this raises, they
+    have been ended.
 
     Args:
         say: prints a sentence to the user.
+        trainer: its class.
 
     Raises:
         TandemError: the config asks for what is not there: a device, files, an algorithm, a logger.
     """
-    device = choose_device(config.trainer.device)
-    say_unused_offload(_sharded(config), device, say)
+    spec = _checked(config, say)
+    reward = _reward(config)
+    tokenizer = _tokenizer(config)
+    run = open_run(config.trainer, to_yaml(config), say)
+    with ExitStack() as undo, plain_errors():
+        undo.callback(run.folder.remove_if_unused)
+        undo.callback(withdraw_stacks, run.folder.logs)
+        backend = make_backend(config, run.folder, say)
+        undo.callback(backend.shutdown)
+        launcher = Launcher(config, played_roles(config, spec), backend, run.folder, tokenizer, reward)
+        placement = configured_placement(config)
+        launcher.reserve(placement)
+        data = launcher.launch_data()
+        facts: DataFacts = data.describe()
+        if reward is None and not config.reward_model.enable:
+            for source in facts.sources:
+                reward_for(source)
+        settings = config.data
+        prompts = Prompts(
+            data, facts.rows, settings.train_batch_size, shuffle=settings.shuffle, seed=settings.seed
+        )
+        plan = plan_run(config, spec, prompts.steps_per_epoch)
+        roles = launcher.launch(placement, plan, data)
+        stops = stop_token_ids(config.actor_rollout_ref.model.path, tokenizer)
+        made = trainer(
+            config,
+            plan,
+            launcher,
+            roles,
+            sampling(config, stops),
+            prompts,
+            _evaluator(config, facts, stops),
+            _kl_controller(config.algorithm.kl_ctrl),
+            _session(config, run, roles, plan, say),
+        )
+        undo.pop_all()
+    return made
+
+
+def _checked(config: TrainConfig, say: Callable[[str], None]) -> AdvantageSpec:
+    """The advantage estimator, once everything has been looked at that needs no file of data."""
+    trainer = config.trainer
+    on_cpu = trainer.device == "cpu"  # elsewhere workers may be on machines that have what this one lacks
+    if trainer.resolved_backend == "local":
+        on_cpu = choose_device(trainer.device).type == "cpu"
     spec = advantage_estimator(config.algorithm.adv_estimator)
+    played = played_roles(config, spec)
+    say_unused_offload(_sharded(config, played), on_cpu, say)
     spec.select_options({}, config.algorithm.adv_kwargs)  # refuses what does not fit
     own_loss = config.actor_rollout_ref.actor.policy_loss
     policy_loss(own_loss.loss_mode).select_options({}, own_loss.kwargs)
-    reward = _reward(config)
-    tokenizer = _tokenizer(config)
-    dataset = _dataset(config, tokenizer, config.data.train_files, config.data.train_max_samples)
-    loader = BatchLoader(
-        dataset, config.data.train_batch_size, shuffle=config.data.shuffle, seed=config.data.seed
-    )
-    validation = (
-        _dataset(config, tokenizer, config.data.val_files, config.data.val_max_samples)
-        if config.data.val_files
-        else None
-    )
-    if reward is None:
-        for source in {*dataset.data_sources, *(validation.data_sources if validation else ())}:
-            reward_for(source)
-    plan = plan_run(config, spec, loader.steps_per_epoch)
-    run = open_run(config.trainer, to_yaml(config), say)
-    roles = _roles(config, plan, run.folder, tokenizer, reward, device)
-    session = Session(
-        run,
-        config.trainer.logger,
-        RunInfo(
-            project=config.trainer.project_name,
-            experiment=config.trainer.experiment_name,
-            folder=run.folder.path,
-            total_steps=plan.total_steps,
-            config=to_dict(config),
-        ),
-        {"actor": roles.actor} | ({"critic": roles.critic} if roles.critic else {}),
-        samples_freq=config.trainer.samples_freq,
-        say=say,
-    )
-    stops = stop_token_ids(config.actor_rollout_ref.model.path, tokenizer)
-    return PPOTrainer(
-        config,
-        plan,
-        roles,
-        _sampling(config, stops, validation=False),
-        loader,
-        _evaluator(config, roles, session, validation, stops) if validation else None,
-        _kl_controller(config.algorithm.kl_ctrl),
-        session,
-    )
+    tenants(configured_placement(config), played, load_classes(trainer.worker_classes))
+    return spec
 
 
-def say_unused_offload(
-    configs: Mapping[str, FSDPConfig], device: torch.device, say: Callable[[str], None]
-) -> None:
+def say_unused_offload(configs: Mapping[str, FSDPConfig], on_cpu: bool, say: Callable[[str], None]) -> None:
     """Tells the user of offload that there is nothing to gain from.
 
     Args:
@@ -108,19 +111,25 @@ def say_unused_offload(
         for part in ("param_offload", "optimizer_offload")
         if getattr(config, part)
     ]
-    if names and device.type == "cpu":
+    if names and on_cpu:
         say(f"{', '.join(names)}: no effect on a CPU, whose memory is the host's.")
 
 
-def _sharded(config: TrainConfig) -> dict[str, FSDPConfig]:
+def _sharded(config: TrainConfig, played: frozenset[str]) -> dict[str, FSDPConfig]:
     """The sections of the models that this run has."""
     policy = config.actor_rollout_ref
-    sections = {"actor_rollout_ref.actor.fsdp_config": policy.actor.fsdp_config}
-    if config.needs_reference:
-        sections["actor_rollout_ref.ref.fsdp_config"] = policy.ref.fsdp_config
-    if uses_critic(config):
-        sections["critic.fsdp_config"] = config.critic.fsdp_config
-    return sections
+    sections = {
+        "actor": ("actor_rollout_ref.actor", policy.actor.fsdp_config),
+        "ref": ("actor_rollout_ref.ref", policy.ref.fsdp_config),
+        "critic": ("critic", config.critic.fsdp_config),
+        "reward_model": ("reward_model", config.reward_model.fsdp_config),
+    }
+    return {f"{at}.fsdp_config": section for role, (at, section) in sections.items() if role in played}
+
+
+def _reward(config: TrainConfig) -> Reward | None:
+    custom = config.custom_reward_function
+    return None if custom.path is None else load_custom(custom.path, custom.name, custom.reward_kwargs)
 
 
 def _tokenizer(config: TrainConfig) -> PreTrainedTokenizerBase:
@@ -132,117 +141,38 @@ def _tokenizer(config: TrainConfig) -> PreTrainedTokenizerBase:
     )
 
 
-def _reward(config: TrainConfig) -> Reward | None:
-    custom = config.custom_reward_function
-    return None if custom.path is None else load_custom(custom.path, custom.name, custom.reward_kwargs)
-
-
-def _dataset(
-    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, files: tuple[str, ...], max_samples: int
-) -> PromptDataset:
-    data = config.data
-    return PromptDataset(
-        list(files),
-        tokenizer,
-        prompt_key=data.prompt_key,
-        reward_fn_key=data.reward_fn_key,
-        max_prompt_length=data.max_prompt_length,
-        truncation=data.truncation,
-        filter_overlong_prompts=data.filter_overlong_prompts,
-        max_samples=max_samples,
-        chat_template_kwargs=data.apply_chat_template_kwargs,
-    )
-
-
-def _roles(
-    config: TrainConfig,
-    plan: Plan,
-    run: RunFolder,
-    tokenizer: PreTrainedTokenizerBase,
-    reward: Reward | None,
-    device: torch.device,
-) -> Roles:
-    backend, pool = LocalBackend(), ResourcePool([1])
-    actor = WorkerGroup(
-        backend,
-        ActorWorker,
-        pool,
-        config,
-        tokenizer=tokenizer,
-        total_steps=max(1, plan.total_steps - config.trainer.critic_warmup),
-        updates_per_step=updates_per_step(plan.batch_samples, plan.actor),
-        device=device,
-        run=run,
-        recompute_old=plan.recompute_old,
-        with_reference=plan.use_reference,
-    )
-    critic = (
-        WorkerGroup(
-            backend,
-            CriticWorker,
-            pool,
-            config.critic,
-            norm_length=config.actor_rollout_ref.actor.loss_scale_factor,
-            total_steps=plan.total_steps,
-            updates_per_step=updates_per_step(plan.batch_samples, plan.critic),
-            device=device,
-            run=run,
-        )
-        if plan.use_critic
-        else None
-    )
-    return Roles(
-        actor=actor,
-        reference=actor if plan.use_reference else None,
-        critic=critic,
-        reward=WorkerGroup(backend, RewardWorker, pool, tokenizer, reward),
-        batch=WorkerGroup(backend, BatchWorker, pool, config.algorithm, run),
-    )
-
-
-def _evaluator(
-    config: TrainConfig,
-    roles: Roles,
-    session: Session,
-    dataset: PromptDataset,
-    stops: tuple[int, ...],
-) -> Evaluator:
+def _evaluator(config: TrainConfig, facts: DataFacts, stops: tuple[int, ...]) -> Evaluator | None:
+    if not facts.val_batches:
+        return None
     return Evaluator(
-        lambda: all_batches(dataset, config.data.val_batch_size),
-        actor=roles.actor,
-        reward=roles.reward,
-        batch=roles.batch,
+        facts.val_batches,
         n=config.actor_rollout_ref.rollout.val_kwargs.n,
-        params=_sampling(config, stops, validation=True),
+        params=sampling(config, stops, validation=True),
         writes_samples=config.trainer.samples_freq > 0,
     )
-
-
-def _sampling(config: TrainConfig, stops: tuple[int, ...], *, validation: bool) -> SamplingParams:
-    rollout = config.actor_rollout_ref.rollout
-    settings = rollout.val_kwargs if validation else rollout
-    greedy = validation and not rollout.val_kwargs.do_sample
-    return SamplingParams(
-        temperature=0.0 if greedy else settings.temperature,
-        top_k=settings.top_k,
-        top_p=settings.top_p,
-        max_tokens=config.data.max_response_length,
-        stop_token_ids=stops,
-        stop=tuple(rollout.stop),
-        seed=config.trainer.seed,
-    )
-
-
-def stop_token_ids(model_path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The tokenizer's end of sequence and those of the model's generation config."""
-    ids = {tokenizer.eos_token_id}
-    if (Path(model_path) / "generation_config.json").is_file():
-        declared = GenerationConfig.from_pretrained(model_path).eos_token_id
-        ids |= set(declared) if isinstance(declared, list) else {declared}
-    return tuple(sorted(token for token in ids if token is not None))
 
 
 def _kl_controller(config: KLControllerConfig) -> FixedKLController | AdaptiveKLController:
     if config.type == "fixed":
         return FixedKLController(config.kl_coef)
     return AdaptiveKLController(config.kl_coef, config.target_kl, config.horizon)
+
+
+def _session(
+    config: TrainConfig, run: OpenRun, roles: Roles, plan: Plan, say: Callable[[str], None]
+) -> Session:
+    trainer = config.trainer
+    return Session(
+        run,
+        trainer.logger,
+        RunInfo(
+            project=trainer.project_name,
+            experiment=trainer.experiment_name,
+            folder=run.folder.path,
+            total_steps=plan.total_steps,
+            config=to_dict(config),
+        ),
+        roles.members,
+        samples_freq=trainer.samples_freq,
+        say=say,
+    )

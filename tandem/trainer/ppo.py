@@ -3,42 +3,28 @@
 PPO: Schulman et al. 2017 (arXiv 1707.06347), for language models as in Ouyang et al. 2022
 (arXiv 2203.02155). GRPO, RLOO and REINFORCE++ are the same loop with another advantage estimator and
 no critic. The controller runs this file; each call on a role runs on that role's workers. What
-passes between the calls are futures: the data goes from worker to worker.
+passes between the calls are futures: the data goes from worker to worker, and calls that do not
+need each other's results run at the same time where their roles have processes of their own.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from tandem.algorithms.kl import AdaptiveKLController, FixedKLController
 from tandem.config.root import TrainConfig
-from tandem.data.loader import BatchLoader
 from tandem.observability.metrics import Metrics
-from tandem.protocol import DataProto, SamplingParams
-from tandem.runtime import BatchFuture, WorkerGroup
+from tandem.protocol import SamplingParams
+from tandem.runtime import BatchFuture, Future, Placement
 from tandem.trainer.evaluate import Evaluator
+from tandem.trainer.launch import Launcher
+from tandem.trainer.perf import throughput
+from tandem.trainer.prompts import Prompts
+from tandem.trainer.roles import Roles
 from tandem.trainer.session import Session, due
-from tandem.trainer.steps import Plan, minibatches, throughput
-
-
-@dataclass(frozen=True)
-class Roles:
-    """The worker groups of a run; a role that the algorithm does not need is None.
-
-    Attributes:
-        actor: trains, samples and recomputes log-probs.
-        reference: the frozen policy of the KL terms; may be the actor's group.
-        critic: values.
-        reward: scores of reward functions.
-        batch: advantages and sample files.
-    """
-
-    actor: WorkerGroup
-    reference: WorkerGroup | None
-    critic: WorkerGroup | None
-    reward: WorkerGroup
-    batch: WorkerGroup
+from tandem.trainer.steps import Plan, minibatches
 
 
 class PPOTrainer:
@@ -47,9 +33,10 @@ class PPOTrainer:
     Args:
         config: the resolved config.
         plan: what follows from it (total steps, what to compute).
+        launcher: made the roles, and ends or moves them.
         roles: the worker groups.
         sampling: how training responses are drawn.
-        loader: training prompts.
+        prompts: training prompts.
         evaluator: validation, or None without validation data.
         kl_controller: the coefficient of the KL in the reward.
         session: the run folder, its metrics and checkpoints.
@@ -59,47 +46,54 @@ class PPOTrainer:
         self,
         config: TrainConfig,
         plan: Plan,
+        launcher: Launcher,
         roles: Roles,
         sampling: SamplingParams,
-        loader: BatchLoader,
+        prompts: Prompts,
         evaluator: Evaluator | None,
         kl_controller: FixedKLController | AdaptiveKLController,
         session: Session,
     ) -> None:
         self.config = config
         self.plan = plan
+        self.launcher = launcher
         self.roles = roles
-        self.loader = loader
+        self.sampling = sampling
+        self.prompts = prompts
         self.evaluator = evaluator
         self.kl = kl_controller
         self.session = session
-        rollout = config.actor_rollout_ref.rollout
-        self.n = rollout.n
-        self.sampling = sampling
+        self.n = config.actor_rollout_ref.rollout.n
+        self._rollout_is_current = False
+        self._done: tuple[int, dict[str, float]] = (0, {})
 
     def fit(self) -> None:
         """Runs to the last step, or to an interrupt, whose step is finished and saved first."""
-        trainer, evaluator = self.config.trainer, self.evaluator
+        trainer = self.config.trainer
         with self.session as session:
             step = session.restore(self.load_state_dict, forget=not trainer.val_only)
-            if evaluator and (trainer.val_only or (trainer.val_before_train and step == 0)):
-                session.log(step, session.restored | evaluator.run(step) | session.timeline.take())
-            stop = trainer.val_only or session.interrupted
+            if self.evaluator and (trainer.val_only or (trainer.val_before_train and step == 0)):
+                session.log(step, session.restored | self.validate(step) | session.timeline.take())
+            self._forget_measures()
+            session.finishes_steps = True
+            stop = trainer.val_only
             while step < self.plan.total_steps and not stop:
                 step += 1
                 last = step == self.plan.total_steps
                 with session.phase("step"):
-                    metrics = self.step(step, self.loader.next())
-                metrics |= self._timings(metrics)
-                if evaluator and due(trainer.test_freq, step, last):
+                    metrics = self.step(step, self.prompts.next())
+                metrics |= self._performance(metrics)
+                if self.evaluator and due(trainer.test_freq, step, last):
                     with session.phase("testing"):  # after the step's own observations were taken
-                        metrics |= evaluator.run(step)
+                        metrics |= self.validate(step)
                 stop = session.interrupted  # read once: an interrupt after this is for the next step
                 if due(trainer.save_freq, step, last) or stop:
-                    session.save(step, self.state_dict(), metrics)
+                    self._save(step, metrics)
                 session.log(step, metrics | session.timeline.take())
+                self._done = step, metrics
+                self.at_step_boundary(step)
 
-    def step(self, step: int, prompts: DataProto) -> dict[str, float]:
+    def step(self, step: int, prompts: BatchFuture) -> dict[str, float]:
         """One iteration of the algorithm.
 
         Args:
@@ -111,27 +105,29 @@ class PPOTrainer:
         """
         roles, plan = self.roles, self.plan
 
-        batch: BatchFuture = roles.actor.generate_sequences(prompts, self.n, self.sampling)
-        with self.session.phase("reward"):
-            batch = batch.union(roles.reward.compute_rewards(batch))
+        self._update_rollout()
+        samples, scores = roles.generate(prompts, self.n, self.sampling)
+
+        columns = [scores]  # none of them needs another
         if plan.recompute_old:
-            batch = batch.union(roles.actor.compute_log_prob(batch))
+            columns.append(roles.actor.compute_log_prob(samples))
         if roles.reference:
-            batch = batch.union(roles.reference.compute_ref_log_prob(batch))
+            columns.append(roles.reference.compute_ref_log_prob(samples))
         if roles.critic:
-            batch = batch.union(roles.critic.compute_values(batch))
-        with self.session.phase("adv"):
-            batch = batch.union(roles.batch.compute_advantages(batch, self.kl_coef))
+            columns.append(roles.critic.compute_values(samples))
+        batch = samples.union(*columns)
+        batch = batch.union(roles.batch.compute_advantages(batch, self.kl_coef))
 
-        updates: list[Metrics] = []
+        updates: list[tuple[str, Future[Metrics]]] = []
         if roles.critic:
-            for mini in minibatches(batch, plan.critic, step):
-                updates.append(prefixed("critic", roles.critic.update_critic(mini)))
+            for mini in minibatches(batch, len(samples), plan.critic, step):
+                updates.append(("critic", roles.critic.update_critic(mini)))
         if step > self.config.trainer.critic_warmup:
-            for mini in minibatches(batch, plan.actor, step):
-                updates.append(prefixed("actor", roles.actor.update_actor(mini)))
+            for mini in minibatches(batch, len(samples), plan.actor, step):
+                updates.append(("actor", roles.actor.update_actor(mini)))
+            self._rollout_is_current = False
 
-        metrics = self._measure(step, batch, Metrics.merged(updates))
+        metrics = self._measure(step, batch, updates)
         if self.config.algorithm.use_kl_in_reward:
             metrics["actor/kl_coef"] = self.kl.value
             self.kl.update(metrics["actor/kl_in_reward"], n_steps=plan.batch_samples)
@@ -142,38 +138,92 @@ class PPOTrainer:
         """The weight of the KL penalty in the reward."""
         return self.kl.value if self.config.algorithm.use_kl_in_reward else 0.0
 
-    def _measure(self, step: int, batch: BatchFuture, updates: Metrics) -> dict[str, float]:
-        """What is reported of a step."""
+    def validate(self, step: int) -> dict[str, float]:
+        """The validation's metrics."""
+        assert self.evaluator is not None
+        self._update_rollout()
+        metrics = self.evaluator.run(step, self.roles)
+        self._forget_measures()
+        return metrics
+
+    def _save(self, step: int, metrics: dict[str, float]) -> Path:
+        """A checkpoint; its folder."""
+        path = self.session.save(step, self.state_dict(), metrics)
+        self._forget_measures()
+        return path
+
+    def _forget_measures(self) -> None:
+        """What workers counted and timed outside of steps, such as loading models, is charged to none."""
+        self.roles.take_observed()
+        self.roles.take_timings()
+        self.roles.take_usage(elapsed_s=1.0)
+        self.launcher.backend.take_traffic()
+
+    def _update_rollout(self) -> None:
+        if not self._rollout_is_current:
+            self.roles.sync_rollout()
+            self._rollout_is_current = True
+
+    def _measure(
+        self, step: int, batch: BatchFuture, updates: list[tuple[str, Future[Metrics]]]
+    ) -> dict[str, float]:
+        """What is reported of a step, once all of it has been done."""
         roles = self.roles
-        if self.session.writes_samples(step):
-            with self.session.phase("write_samples"):
-                roles.batch.write_samples(step, batch)
-        measured = roles.batch.measure(batch)
-        observed = [part for group in self._engines() for part in group.take_observed()]
-        metrics = Metrics.merged([measured, updates, *observed]).to_floats()
-        metrics["training/epoch"] = self.loader.epoch
+        written = roles.batch.write_samples(step, batch) if self.session.writes_samples(step) else None
+        measured: Future[Metrics] = roles.batch.measure(batch)
+        learnt = [prefixed(role, future.get()) for role, future in updates]
+        metrics = Metrics.merged([measured.get(), *learnt, roles.take_observed()]).to_floats()
+        if written is not None:
+            written.get()
+        metrics["training/epoch"] = self.prompts.epoch
         if "actor/kl_in_reward" in metrics:
             metrics.setdefault("actor/kl", metrics["actor/kl_in_reward"])
         return metrics
 
-    def _timings(self, metrics: dict[str, float]) -> dict[str, float]:
-        seconds = self.session.timeline.take()
-        for group in self._engines():
-            for taken in group.take_timings():  # of each rank; the slowest counts
-                seconds |= {name: max(value, seconds.get(name, 0.0)) for name, value in taken.items()}
-        return throughput(seconds, metrics, self.plan)
+    def _performance(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Seconds, rates, and how the step's time and bytes were spent, by role."""
+        roles = self.roles
+        seconds = self.session.timeline.take() | roles.take_timings()
+        devices = {"actor": roles.actor.world_size, "rollout": roles.rollout.world_size}
+        return (
+            throughput(seconds, metrics, self.plan, devices)
+            | roles.take_usage(seconds["timing/step"])
+            | self.launcher.backend.take_traffic()
+        )
 
-    def _engines(self) -> list[WorkerGroup]:
-        """The groups that hold engines, each once."""
-        groups = [self.roles.actor, self.roles.reference, self.roles.critic]
-        return list({id(group): group for group in groups if group}.values())
+    def at_step_boundary(self, step: int) -> None:
+        """Called after each step, when all of it has been done and reported; does nothing. A subclass may
+        call `reallocate` here."""
+
+    def reallocate(self, placement: Placement) -> None:
+        """Moves the roles to other processes, between two steps: what they have learnt goes through a
+        checkpoint of the step just done, and training goes on as if nothing had happened.
+
+        Args:
+            placement: where each role is from now on.
+
+        Raises:
+            ConfigError: there are no such processes. The run has ended then, and resumes from the
+                checkpoint.
+        """
+        step, metrics = self._done
+        path = self._save(step, metrics)
+        self.roles = self.launcher.move(self.roles, placement, self.plan)
+        self.session.members = self.roles.members
+        self.session.load_members(path)
+        self._forget_measures()
+        self._rollout_is_current = False
+
+    def shutdown(self) -> None:
+        """Ends all workers."""
+        self.launcher.shutdown()
 
     def state_dict(self) -> dict[str, Any]:
         """The controller's own state; the models' is their workers'."""
-        return {"loader": self.loader.state_dict(), "kl": self.kl.state_dict()}
+        return {"loader": self.prompts.state_dict(), "kl": self.kl.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.loader.load_state_dict(state["loader"])
+        self.prompts.load_state_dict(state["loader"])
         self.kl.load_state_dict(state["kl"])
 
 

@@ -17,6 +17,7 @@ from tandem.errors import CheckpointError
 from tandem.observability.run import RunFolder, read_metrics
 from tandem.observability.sinks.base import RunInfo
 from tandem.observability.sinks.registry import Sinks, require_sinks
+from tandem.observability.stacks import offer_stacks
 from tandem.observability.timers import Timeline
 
 
@@ -55,12 +56,12 @@ def open_run(config: RunConfig, config_yaml: str, say: Callable[[str], None]) ->
         CheckpointError: the checkpoint named in the config is missing or damaged.
     """
     require_sinks(config.logger)
-    folder = RunFolder(config.default_local_dir)
+    folder = RunFolder(Path(config.default_local_dir).absolute())  # workers may stand elsewhere
     checkpoints = CheckpointManager(folder.checkpoints, config.max_ckpt_to_keep, log=say)
     checkpoint = None
     if config.resume_mode == "resume_path":
         assert config.resume_from_path is not None, "the config refuses this mode without a path"
-        checkpoint = checkpoints.open(Path(config.resume_from_path))
+        checkpoint = checkpoints.open(Path(config.resume_from_path).absolute())
         _leave_branch(folder, checkpoints.later_than(checkpoint.step), say)
     elif config.resume_mode == "auto":
         checkpoint = checkpoints.latest()
@@ -68,6 +69,7 @@ def open_run(config: RunConfig, config_yaml: str, say: Callable[[str], None]) ->
         earlier = folder.set_aside()
         if earlier:
             say(f"what {folder.path} held of an earlier run is now in {earlier}")
+    offer_stacks(folder.logs)
     return OpenRun(folder, checkpoint, checkpoints, config_yaml, goes_on=config.resume_mode == "auto")
 
 
@@ -109,12 +111,16 @@ class Session:
         self.samples_freq = samples_freq
         self.timeline = Timeline(run.folder.timeline_file)
         self.interrupted = False
+        self.finishes_steps = False
+        """Whether an interrupt (Ctrl-C, SIGTERM) waits for the step's end; before the first, it does not."""
+        self.saved = False
+        """Whether a checkpoint was written."""
         self.restored: dict[str, float] = {}
         """The metrics of the step resumed from."""
         self._loggers = loggers
         self._sinks: Sinks | None = None
         self._print = say
-        self._previous_handler: Any = None
+        self._previous_handlers: dict[signal.Signals, Any] = {}
 
     def say(self, sentence: str) -> None:
         """To the user and to the run's log."""
@@ -128,24 +134,28 @@ class Session:
         return self.samples_freq > 0 and step % self.samples_freq == 0
 
     def __enter__(self) -> Session:
-        self._previous_handler = signal.signal(signal.SIGINT, self._on_interrupt)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._previous_handlers[number] = signal.signal(number, self._on_interrupt)
+        self.folder.log(f"started as process {os.getpid()}")
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        signal.signal(signal.SIGINT, self._previous_handler)
+        for number, handler in self._previous_handlers.items():
+            signal.signal(number, handler)
         if error is not None:
             self.folder.log(f"stopped by {kind.__name__ if kind else ''}: {error}")
         if self._sinks:
             self._sinks.close()
 
-    def _on_interrupt(self, _signal: int, _frame: FrameType | None) -> None:
-        if self.interrupted:
+    def _on_interrupt(self, number: int, _frame: FrameType | None) -> None:
+        if self.interrupted or not self.finishes_steps:
             raise KeyboardInterrupt
         self.interrupted = True
         # Not print: the handler may run in the middle of one.
-        os.write(2, b"interrupted: this step is finished and saved first; Ctrl-C again stops at once\n")
+        again = "Ctrl-C again" if number == signal.SIGINT else "a second signal"
+        os.write(2, f"interrupted: this step is finished and saved first; {again} stops at once\n".encode())
 
     def restore(self, load: Callable[[dict[str, Any]], None], *, forget: bool = True) -> int:
         """Loads the checkpoint to resume from, if any.
@@ -183,9 +193,13 @@ class Session:
                 expected=sorted(self.members),
                 remedy="resume with the config the checkpoint was made with, or trainer.resume_mode=disable",
             )
-        for name, group in self.members.items():
-            group.load_checkpoint(checkpoint.path / name)
+        self.load_members(checkpoint.path)
         load(checkpoint.state["trainer"])
+
+    def load_members(self, checkpoint: Path) -> None:
+        """The state of all members from a checkpoint's folder."""
+        for name, group in self.members.items():
+            group.load_checkpoint(checkpoint / name)
 
     def _restore_metrics(self, checkpoint: Checkpoint) -> None:
         """A crash between a checkpoint and its step's metrics leaves a gap, which the checkpoint fills."""
@@ -198,18 +212,24 @@ class Session:
             self.restored = checkpoint.state["metrics"]
             self.log(checkpoint.step, self.restored)
 
-    def save(self, step: int, state: dict[str, Any], metrics: Mapping[str, float]) -> None:
-        """A checkpoint of all members, the trainer's state and the step's metrics."""
+    def save(self, step: int, state: dict[str, Any], metrics: Mapping[str, float]) -> Path:
+        """A checkpoint of all members, the trainer's state and the step's metrics.
+
+        Returns:
+            its folder.
+        """
         with self.phase("save_checkpoint"):
             path = self.run.checkpoints.save(
                 step,
                 {name: group.save_checkpoint for name, group in self.members.items()},
                 {"trainer": state, "metrics": dict(metrics)},
             )
+        self.saved = True
         self.folder.log(f"saved {path}")
         if self.interrupted:
             how = "" if self.run.goes_on else " with trainer.resume_mode=auto"
             self.say(f"saved {path}; the same command{how} resumes from it")
+        return path
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """A step's metrics to metrics.jsonl and all loggers."""

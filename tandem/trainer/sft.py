@@ -4,6 +4,7 @@ run folder and checkpoints as reinforcement learning."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tandem.config.load import to_dict, to_yaml
 from tandem.config.sft import SFTConfig
-from tandem.data.loader import BatchLoader, all_batches
+from tandem.data.loader import BatchLoader, EveryRow
 from tandem.data.sft import SFTDataset
 from tandem.device import choose_device
 from tandem.engines.train.fsdp import FSDPEngine
@@ -21,7 +22,7 @@ from tandem.observability.metrics import Metrics
 from tandem.observability.run import RunFolder
 from tandem.observability.sinks.base import RunInfo
 from tandem.protocol import DataProto
-from tandem.runtime import Dispatch, LocalBackend, ResourcePool, WorkerGroup, register
+from tandem.runtime import Dispatch, LocalBackend, ResourcePool, Worker, WorkerGroup, register
 from tandem.trainer.session import Session, due, open_run
 from tandem.workers.base import EngineWorker, micro_batching
 from tandem.workers.losses import NextTokenLoss
@@ -33,12 +34,11 @@ class SFTWorker(EngineWorker):
     Args:
         config: the resolved config.
         total_steps: optimizer steps of the whole run, for the schedule.
-        device: where the model lives.
         run: the run folder.
     """
 
-    def __init__(self, config: SFTConfig, *, total_steps: int, device: torch.device, run: RunFolder) -> None:
-        super().__init__(run, "sft", device)
+    def __init__(self, config: SFTConfig, *, total_steps: int, run: RunFolder) -> None:
+        super().__init__(run, "sft", config.trainer.device)
         self.batching = config.train_batching
         self.engine = FSDPEngine(
             config.model.path,
@@ -47,7 +47,7 @@ class SFTWorker(EngineWorker):
             fsdp=config.fsdp_config,
             optim=config.optim,
             total_steps=total_steps,
-            device=device,
+            device=self.device,
         )
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, collect="first")
@@ -113,6 +113,7 @@ class SFTTrainer:
         trainer = self.config.trainer
         with self.session as session:
             step = session.restore(self.load_state_dict)
+            session.finishes_steps = True
             stop = False
             while step < self.total_steps and not stop and not until(step):
                 step += 1
@@ -132,8 +133,8 @@ class SFTTrainer:
 
     def validate(self) -> dict[str, float]:
         assert self.validation is not None
-        size = self.config.data.train_batch_size
-        parts = [self.worker.validate(batch) for batch in all_batches(self.validation, size)]
+        batches = EveryRow(self.validation, self.config.data.train_batch_size)
+        parts = [self.worker.validate(batch) for batch in batches]
         return Metrics.merged(parts).to_floats()
 
     def _timings(self, tokens: int) -> dict[str, float]:
@@ -163,7 +164,7 @@ def build_sft(config: SFTConfig, *, say: Callable[[str], None]) -> SFTTrainer:
     Raises:
         TandemError: the config asks for what is not there: a device, files, a logger.
     """
-    device = choose_device(config.trainer.device)
+    choose_device(config.trainer.device)
     tokenizer = load_tokenizer(
         config.model.tokenizer_path,
         custom_chat_template=config.model.custom_chat_template,
@@ -179,9 +180,9 @@ def build_sft(config: SFTConfig, *, say: Callable[[str], None]) -> SFTTrainer:
     validation = _dataset(config, tokenizer, data.val_files) if data.val_files else None
     steps = config.trainer.total_training_steps or config.trainer.total_epochs * loader.steps_per_epoch
     run = open_run(config.trainer, to_yaml(config), say)
-    worker = WorkerGroup(
-        LocalBackend(), SFTWorker, ResourcePool([1]), config, total_steps=steps, device=device, run=run.folder
-    )
+    policy: type[Worker] = SFTWorker
+    factory = partial(policy, config, total_steps=steps, run=run.folder)
+    worker = WorkerGroup(LocalBackend(), factory, ResourcePool([1]), role="sft")
     session = Session(
         run,
         config.trainer.logger,

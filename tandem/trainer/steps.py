@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,9 +37,6 @@ class Plan:
         total_steps: iterations of the loop.
         batch_samples: rows of a batch, train_batch_size · n.
         actor, critic: mini-batches of each.
-        devices: processes that compute.
-        use_reference: whether a KL term needs the reference policy.
-        use_critic: whether the estimator needs values.
         recompute_old: whether log-probs under the policy before the updates are computed. With one
             update per batch they equal the update's own, and nothing else reads them unless the
             reward is penalised by KL or the estimator asks for them.
@@ -49,15 +46,23 @@ class Plan:
     batch_samples: int
     actor: MiniBatching
     critic: MiniBatching
-    devices: int
-    use_reference: bool
-    use_critic: bool
     recompute_old: bool
 
 
 def updates_per_step(batch_samples: int, mini: MiniBatching) -> int:
     """Optimizer steps of a role in one training step."""
     return mini.epochs * -(-batch_samples // mini.samples)
+
+
+def played_roles(config: TrainConfig, spec: AdvantageSpec) -> frozenset[str]:
+    """The roles of a run besides its helpers: the reference if a KL term or the estimator needs it, the
+    critic if the estimator needs values, a reward model or reward functions."""
+    roles = {"actor", "rollout", "reward_model" if config.reward_model.enable else "reward"}
+    if config.needs_reference or "ref_log_probs" in spec.columns:
+        roles.add("ref")
+    if "values" in spec.columns:
+        roles.add("critic")
+    return frozenset(roles)
 
 
 def plan_run(config: TrainConfig, spec: AdvantageSpec, steps_per_epoch: int) -> Plan:
@@ -72,55 +77,23 @@ def plan_run(config: TrainConfig, spec: AdvantageSpec, steps_per_epoch: int) -> 
         batch_samples=batch_samples,
         actor=actor_mini,
         critic=MiniBatching(critic.ppo_mini_batch_size * n, critic.ppo_epochs, critic.shuffle, seed),
-        devices=config.trainer.world_size,
-        use_reference=in_reward or actor.use_kl_loss or "ref_log_probs" in spec.columns,
-        use_critic="values" in spec.columns,
         recompute_old=(
             updates_per_step(batch_samples, actor_mini) > 1 or in_reward or "old_log_probs" in spec.columns
         ),
     )
 
 
-def minibatches(batch: BatchFuture, mini: MiniBatching, step: int) -> Iterator[BatchFuture]:
+def minibatches(batch: BatchFuture, samples: int, mini: MiniBatching, step: int) -> Iterator[BatchFuture]:
     """The batch's mini-batches in the order of the updates. They are formed on row numbers, over the
-    whole batch, before any split over devices."""
-    for epoch in range(mini.epochs):
-        rows = np.arange(len(batch))
-        if mini.shuffle:
-            np.random.default_rng([mini.seed, step, epoch]).shuffle(rows)
-        for start in range(0, len(rows), mini.samples):
-            yield batch.rows(rows[start : start + mini.samples].tolist())
-
-
-def throughput(seconds: Mapping[str, float], metrics: Mapping[str, float], plan: Plan) -> dict[str, float]:
-    """Timings and rates under the field's names.
+    whole batch, before any split over devices; nothing of the batch needs to be there yet.
 
     Args:
-        seconds: `timing/PHASE` to seconds of one step.
-        metrics: of the same step; `tokens/total` and `tokens/response` are read.
-        plan: of the run.
+        samples: rows of the batch.
+        step: the training step, for the permutations.
     """
-    passes = {"update_actor": plan.actor.epochs, "update_critic": plan.critic.epochs}
-    counts = {"total": metrics["tokens/total"], "response": metrics["tokens/response"]}
-    out = dict(seconds)
-    for phase, kind in _TOKENS_OF_PHASE.items():
-        taken = seconds.get(f"timing/{phase}")
-        if taken:
-            tokens = counts[kind] * passes.get(phase, 1)
-            out[f"timing_per_token_ms/{phase}"] = 1000 * taken / max(tokens, 1)
-            if phase in _RATES:
-                out[f"perf/{_RATES[phase]}_tokens_per_s_per_device"] = tokens / taken / plan.devices
-    out["perf/step_tokens_per_s"] = counts["total"] / seconds["timing/step"]
-    return out
-
-
-_RATES = {"gen": "gen", "old_log_prob": "log_prob", "update_actor": "train"}
-_TOKENS_OF_PHASE = {
-    "gen": "response",
-    "old_log_prob": "total",
-    "ref": "total",
-    "values": "total",
-    "adv": "total",
-    "update_critic": "total",
-    "update_actor": "total",
-}
+    for epoch in range(mini.epochs):
+        rows = np.arange(samples)
+        if mini.shuffle:
+            np.random.default_rng([mini.seed, step, epoch]).shuffle(rows)
+        for start in range(0, samples, mini.samples):
+            yield batch.rows(rows[start : start + mini.samples])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from tests.support.runs import Lab
 
@@ -147,6 +149,32 @@ def test_numbers_of_a_reward_stand_apart_from_the_runs_own(lab: Lab) -> None:
     row = lab.run("many", f"custom_reward_function.path={lab.folder / 'many.py'}").rows[0]
     assert (row["reward/mean"], row["reward/max"]) == (0.0, 0.0)
     assert (row["reward/extra/mean"], row["reward/extra/max"]) == (7.0, 5.0)
+
+
+def test_a_reward_model_takes_the_place_of_functions(lab: Lab) -> None:
+    """Its scores, computed by transformers, are the samples'."""
+    config = AutoConfig.from_pretrained(lab.model, num_labels=1)
+    torch.manual_seed(5)
+    scorer = AutoModelForSequenceClassification.from_config(config)
+    scorer.save_pretrained(lab.folder / "scorer")
+    run = lab.run(
+        "scored",
+        "reward_model.enable=true",
+        f"reward_model.model.path={lab.folder / 'scorer'}",
+        "trainer.val_before_train=false",
+        "trainer.test_freq=2",
+        f"data.val_files={lab.val}",
+    )
+    samples = run.samples(1)
+    with torch.no_grad():
+        expected = [float(scorer(torch.tensor([row])).logits[0, 0]) for row in samples["tokens"]]
+    assert samples["scores"] == pytest.approx(expected, abs=1e-5)
+    assert np.std(expected) > 0
+    assert run.rows[0]["reward/mean"] == pytest.approx(np.mean(expected), abs=1e-5)
+    assert run.trainer.roles.reward is None
+    assert run.rows[0]["timing/reward"] > 0
+    assert "perf/busy_share/reward_model" in run.rows[0]
+    assert "val/reward" in run.rows[1]
 
 
 def test_the_schedule_counts_training_steps_whatever_the_mini_batches(lab: Lab) -> None:

@@ -7,11 +7,10 @@ import signal
 from typing import Any
 
 import pytest
-import torch
 
 from tandem.errors import CheckpointError, ConfigErrors
 from tandem.trainer.ppo import PPOTrainer
-from tests.support.runs import Finished, Lab
+from tests.support.runs import Finished, Lab, same_weights, without_times
 
 WORDS = (
     "algorithm.adv_estimator=gae",
@@ -29,18 +28,6 @@ WORDS = (
 
 class Stop(Exception):
     """Stands for whatever ends a process."""
-
-
-def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [
-        {name: value for name, value in row.items() if not name.startswith(("timing", "perf"))}
-        for row in rows
-    ]
-
-
-def same(a: Finished, b: Finished) -> bool:
-    first, second = a.weights(), b.weights()
-    return all(torch.equal(first[name], second[name]) for name in first)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +54,7 @@ def test_a_resumed_run_equals_the_whole_one(
         with pytest.raises(Stop):
             lab.run(name, *WORDS, f"data.val_files={lab.val}")
     resumed = lab.run(name, *WORDS, f"data.val_files={lab.val}")
-    assert same(resumed, whole)
+    assert same_weights(resumed, whole)
     assert without_times(resumed.rows) == without_times(whole.rows)
     assert resumed.samples(8)["tokens"] == whole.samples(8)["tokens"]
 
@@ -101,7 +88,24 @@ def test_ctrl_c_finishes_the_step_saves_and_the_same_command_goes_on(
     assert (first.folder / "checkpoints" / "step_000003").is_dir()
     assert any("resumes" in sentence for sentence in first.said)
     resumed = lab.run("ctrl_c", *WORDS, f"data.val_files={lab.val}")
-    assert same(resumed, whole)
+    assert same_weights(resumed, whole)
+
+
+def test_ctrl_c_before_the_first_step_stops_at_once_and_claims_no_save(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In the validation before training."""
+
+    def interrupted(self: PPOTrainer, step: int) -> dict[str, float]:
+        os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("it went on")
+
+    monkeypatch.setattr(PPOTrainer, "validate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        lab.run("ctrl_c_early", *WORDS, f"data.val_files={lab.val}")
+    assert "saved" not in capfd.readouterr().err
+    assert list((lab.folder / "ctrl_c_early" / "checkpoints").iterdir()) == []
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(lab: Lab, whole: Finished) -> None:
@@ -116,14 +120,14 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(lab: Lab, whole:
     assert any("step_000008" in sentence and "step_000006" in sentence for sentence in resumed.said) or any(
         "step_000008" in sentence for sentence in resumed.said
     )
-    assert same(resumed, whole)
+    assert same_weights(resumed, whole)
 
 
 def test_resume_path_takes_that_checkpoint_and_a_missing_one_is_an_error(lab: Lab, whole: Finished) -> None:
     words = (*WORDS, f"data.val_files={lab.val}", "trainer.resume_mode=resume_path")
     source = whole.folder / "checkpoints" / "step_000004"
     resumed = lab.run("branch", *words, f"trainer.resume_from_path={source}")
-    assert same(resumed, whole)
+    assert same_weights(resumed, whole)
     assert resumed.rows[0]["step"] == 4
     with pytest.raises(ConfigErrors, match="step_000099"):
         lab.run("nowhere", *words, f"trainer.resume_from_path={source.parent / 'step_000099'}")
@@ -142,7 +146,7 @@ def test_going_back_leaves_the_later_branch_aside(lab: Lab, whole: Finished) -> 
     aside = sorted(p.name for p in (again.folder / "earlier" / "000").iterdir())
     assert aside == ["step_000004", "step_000006", "step_000008"]
     resumed = lab.run("back", *words)
-    assert same(resumed, whole)
+    assert same_weights(resumed, whole)
     assert without_times(resumed.rows) == without_times(whole.rows)
 
 

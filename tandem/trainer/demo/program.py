@@ -16,7 +16,6 @@ import torch
 from tandem.config.load import load_sft_config, load_train_config
 from tandem.errors import ConfigError
 from tandem.observability.run import read_metrics, read_samples
-from tandem.trainer.build import build_ppo
 from tandem.trainer.demo.model import write_model
 from tandem.trainer.demo.problems import (
     LONGEST_PROMPT,
@@ -27,6 +26,8 @@ from tandem.trainer.demo.problems import (
     write_problems,
 )
 from tandem.trainer.export import export_checkpoint
+from tandem.trainer.launch import ray_backend
+from tandem.trainer.run import run_ppo
 from tandem.trainer.sft import build_sft
 
 TRAIN_PROBLEMS = 4000
@@ -95,7 +96,14 @@ class Outcome:
 
 
 def run_demo(
-    folder: Path, *, algorithm: str, seed: int, control: str, overrides: list[str], say: Callable[[str], None]
+    folder: Path,
+    *,
+    algorithm: str,
+    seed: int,
+    control: str,
+    ranks: int,
+    overrides: list[str],
+    say: Callable[[str], None],
 ) -> Outcome:
     """Makes the task, warms the model up, trains it, reports.
 
@@ -103,11 +111,14 @@ def run_demo(
         folder: where everything goes; an earlier demo of the same folder is replaced.
         algorithm: "grpo" or "ppo".
         control: a key of CONTROLS.
+        ranks: processes that share the reinforcement's work.
         overrides: further `key=value` words for `tandem train`.
         say: prints to the user.
     """
     _check("--algo", algorithm, ALGORITHMS)
     _check("--control", control, tuple(CONTROLS))
+    if ranks > 1:
+        ray_backend(asked=f"--ranks {ranks}")  # refuses now what it would refuse after the warm-up
     began = time.perf_counter()
     say(f"1/3  making a tokenizer, a model and problems in {folder}")
     make_task(folder, seed)
@@ -115,7 +126,9 @@ def run_demo(
     warm = warm_up(folder, seed, say)
     say(f"3/3  reinforcement: {algorithm.upper()}, rewarded for right answers alone")
     run = folder / ("run" if control == "none" else f"run_{control}")
-    _reinforce(folder, warm, run, [*SETTINGS[algorithm], *CONTROLS[control], *overrides], seed, say)
+    devices = f"trainer.n_gpus_per_node={ranks}"
+    words = [*SETTINGS[algorithm], *CONTROLS[control], devices, *overrides]
+    _reinforce(folder, warm, run, words, seed, say)
     curve = [
         (row["step"], row["val/accuracy"])
         for row in read_metrics(run / "metrics.jsonl")
@@ -183,7 +196,7 @@ def _reinforce(
         "trainer.logger=[console,tensorboard]",
         *settings,
     ]
-    build_ppo(load_train_config(None, words).config, say=say).fit()
+    run_ppo(load_train_config(None, words).config, say=say)
 
 
 def _report(outcome: Outcome, curve: list[tuple[int, float]], say: Callable[[str], None]) -> None:

@@ -1,0 +1,48 @@
+"""`tandem logs RUN [NAME] [-f]`"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tandem.errors import ConfigError
+
+POLL_S = 0.2
+
+
+def logs(arguments: list[str]) -> int:
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(_logs)
+    app(args=arguments, prog_name="tandem logs", standalone_mode=False)
+    return 0
+
+
+def _logs(
+    run: Annotated[Path, typer.Argument(help="the run folder")],
+    name: Annotated[
+        str, typer.Argument(help="run, or POOL_RANK such as global_pool_1; none lists them")
+    ] = "",
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="go on printing until Ctrl-C")] = False,
+) -> None:
+    """Prints what the run said, or what one of its processes printed."""
+    found = {path.stem: path for path in sorted((run / "log").glob("*.log"))}
+    if not found:
+        raise ConfigError("no logs there", field=str(run / "log"), remedy="name a run folder")
+    if name and name not in found:
+        raise ConfigError("no such log", field=str(run), got=name, expected=f"one of {', '.join(found)}")
+    if name:
+        _print(found[name], follow=follow)
+    else:
+        for log, path in found.items():
+            print(f"{log:<24} {path.stat().st_size:>10,} bytes")
+
+
+def _print(path: Path, *, follow: bool) -> None:
+    with path.open(errors="replace") as file:
+        while (text := file.read()) or follow:
+            print(text, end="", flush=True)
+            if not text:
+                time.sleep(POLL_S)

@@ -1,0 +1,257 @@
+"""`tandem node [options] [-- COMMAND …]`"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import secrets
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from tandem.cli.node_address import is_free, own_address
+from tandem.cli.node_file import Head, HeadFile, known_token
+from tandem.cli.node_processes import Processes
+from tandem.cli.node_ray import RayNode, environment
+from tandem.errors import ConfigError, TandemError
+
+DESCRIPTION = """Joins this machine to a Ray cluster. Run it on every machine with the same words.
+
+RANK (0 is the head) and MASTER_PORT (the head's port) come from the environment; the head's address is found
+through a file on a shared file system. Rank 0 runs COMMAND with RAY_ADDRESS set, ends with it and exits with
+its status; without COMMAND it stays until a signal. The others stay until the head is gone. Signals go on to
+COMMAND; after a first one the other ranks stay for --grace seconds, since schedulers signal all machines at
+once and the head may still have to save. Everything runs in the foreground, and ends with this command."""
+
+JOIN_S = 60.0  # for Ray to join a head that is up, at the least
+RETRY_S = 5.0  # between two tries
+LOOK_S = 1.0  # between two looks at the head's file
+PROBE_S = 3.0  # between two calls at the head's port
+SILENT_PROBES = 5  # unanswered in a row: the head is gone
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the command line and the environment ask for.
+
+    Attributes:
+        rank: of this machine; 0 is the head.
+        port: the head's.
+        job: the scheduler's job, None where unknown; the head files of other jobs are ignored.
+        file: through which the head is found.
+        timeout_s: until the head must be up.
+        grace_s: that a follower stays after a first signal, for the head to end first.
+        address: this machine's, None to find it.
+        interface: whose address to take, None for the one that routes outward.
+        words: further words for `ray start`.
+        command: what rank 0 runs.
+    """
+
+    rank: int
+    port: int
+    job: str | None
+    file: HeadFile
+    timeout_s: float
+    grace_s: float
+    address: str | None
+    interface: str | None
+    words: list[str]
+    command: list[str]
+
+    def say(self, sentence: str) -> None:
+        print(f"node {self.rank}: {sentence}", flush=True)
+
+
+def node(arguments: list[str]) -> int:
+    settings = _settings(arguments, os.environ)
+    with tempfile.TemporaryFile() as log, Processes() as processes:
+        ray = RayNode(processes, log, settings.words)
+        return (_lead if settings.rank == 0 else _follow)(settings, processes, ray)
+
+
+def _settings(arguments: list[str], variables: Mapping[str, str]) -> Settings:
+    cut = arguments.index("--") if "--" in arguments else len(arguments)
+    options = _parser(variables).parse_args(arguments[:cut])
+    amounts = {name: getattr(options, name) for name in ("num_cpus", "num_gpus", "temp_dir")}
+    words = [f"--{name.replace('_', '-')}={amount}" for name, amount in amounts.items() if amount is not None]
+    return Settings(
+        rank=_whole(variables, "RANK", 0, 1_000_000),
+        port=_whole(variables, "MASTER_PORT", 1, 65_535),
+        job=variables.get("TANDEM_JOB_ID") or variables.get("SLURM_JOB_ID") or None,
+        file=HeadFile(options.head_file),
+        timeout_s=options.timeout,
+        grace_s=options.grace,
+        address=options.address,
+        interface=options.interface,
+        words=[*words, *options.ray],
+        command=arguments[cut + 1 :],
+    )
+
+
+def _parser(variables: Mapping[str, str]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tandem node",
+        usage="tandem node [options] [-- COMMAND …]",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    default = Path(variables.get("TANDEM_HEAD_FILE") or "ray_head.json")
+    add = parser.add_argument
+    add("--head-file", type=Path, default=default, help="default: TANDEM_HEAD_FILE, or ./ray_head.json")
+    add("--timeout", type=float, default=360.0, help="seconds until the head must be up (default: 360)")
+    add("--grace", type=float, default=120.0, help="seconds after a first signal, see above (default: 120)")
+    add("--address", help="this machine's own address (default: the one that routes outward)")
+    add("--interface", help="the network interface whose address to take")
+    add("--num-cpus", type=int, help="CPUs to offer (default: all)")
+    add("--num-gpus", type=int, help="GPUs to offer (default: all)")
+    add("--temp-dir", type=Path, help="folder of Ray's session files (default: Ray's own)")
+    add(
+        "--ray",
+        action="append",
+        default=[],
+        metavar="WORD",
+        help="a further word for `ray start`; repeatable",
+    )
+    return parser
+
+
+def _whole(variables: Mapping[str, str], name: str, least: int, most: int) -> int:
+    text = variables.get(name)
+    if text is None:
+        raise ConfigError(f"the environment variable {name} is not set; it must be a whole number")
+    if not (text.isascii() and text.isdigit() and least <= int(text) <= most):
+        raise ConfigError(f"the environment variable {name} is {text!r}; it must be from {least} to {most}")
+    return int(text)
+
+
+def _lead(settings: Settings, processes: Processes, ray: RayNode) -> int:
+    """Rank 0."""
+    file = settings.file
+    file.claim()
+    address = settings.address or own_address(settings.interface)
+    if not is_free(settings.port):
+        raise TandemError(f"MASTER_PORT {settings.port} is in use on this machine; choose another")
+    locked = os.environ.get("RAY_AUTH_MODE", "token") == "token"
+    try:
+        if locked:
+            file.write_token(known_token(os.environ))
+        variables = environment(file, locked=locked)
+        variables["RAY_ADDRESS"] = f"{address}:{settings.port}"
+        head_words = ["--head", f"--port={settings.port}", f"--node-ip-address={address}"]
+        ray.start(head_words, {name: value for name, value in variables.items() if name != "RAY_ADDRESS"})
+        if not ray.is_up(time.monotonic() + settings.timeout_s):
+            if processes.stop_asked:
+                return _stopped(settings, processes)
+            raise TandemError(f"Ray's head did not start on {address}; its last lines:\n{ray.last_lines()}")
+        file.write(Head(address, settings.port, settings.job, secrets.token_hex(8)))
+        settings.say(f"the head is up at {address}:{settings.port}; {file.path} says so")
+        return _serve(settings, processes, ray, variables)
+    finally:
+        file.remove()  # before Ray ends: the others take it for an orderly end
+
+
+def _serve(settings: Settings, processes: Processes, ray: RayNode, variables: Mapping[str, str]) -> int:
+    """Runs the command, or waits for a signal; the exit status."""
+    if not settings.command:
+        names = [
+            name for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH") if name in variables
+        ]
+        exports = " ".join(f"{name}={variables[name]}" for name in names)
+        settings.say(f"other programs reach the cluster after: export {exports}")
+        while not processes.stop_asked:
+            _check_ray(ray)
+            processes.pause(LOOK_S)
+        return _stopped(settings, processes)
+    command = processes.start(settings.command, variables)
+    while command.poll() is None:
+        _check_ray(ray)
+        processes.pause(LOOK_S)
+        processes.pass_on(command)
+    status = command.returncode
+    settings.say(f"{settings.command[0]} ended with status {status}")
+    return status if status >= 0 else 128 - status
+
+
+def _check_ray(ray: RayNode) -> None:
+    if ray.ended:
+        raise TandemError(
+            f"Ray ended on this machine while it was needed; its last lines:\n{ray.last_lines()}"
+        )
+
+
+def _stopped(settings: Settings, processes: Processes) -> int:
+    """The exit status after a signal: with a command that never ran, the signal's."""
+    return 128 + processes.received[0] if settings.command else 0
+
+
+def _follow(settings: Settings, processes: Processes, ray: RayNode) -> int:
+    """Ranks above 0."""
+    deadline = time.monotonic() + settings.timeout_s
+    while True:
+        head = _await_head(settings, processes, deadline)
+        if head is None:
+            return 0
+        address = settings.address or own_address(settings.interface, towards=head.address)
+        words = [f"--address={head.address}:{head.port}", f"--node-ip-address={address}"]
+        ray.start(words, environment(settings.file, locked=settings.file.token_path.exists()))
+        if ray.is_up(max(deadline, time.monotonic() + JOIN_S), partial(settings.file.has_ended, head)):
+            settings.say(f"{address} has joined {head}")
+            return _stay(settings, processes, ray, head)
+        if processes.stop_asked or settings.file.has_ended(head):
+            return 0
+        settings.say(f"Ray could not join {head}; its last lines:\n{ray.last_lines()}")
+        if time.monotonic() > deadline:
+            raise TandemError(f"no head within {settings.timeout_s:g} s: this machine could not join {head}")
+        processes.end()
+        retry_at = time.monotonic() + RETRY_S
+        while time.monotonic() < retry_at and not processes.stop_asked:
+            processes.pause(LOOK_S)
+
+
+def _await_head(settings: Settings, processes: Processes, deadline: float) -> Head | None:
+    """The head to join; None where a signal came first.
+
+    Raises:
+        TandemError: there is none by the deadline.
+    """
+    while not processes.stop_asked:
+        head, reason = settings.file.living(settings.job)
+        if head is not None:
+            return head
+        if time.monotonic() > deadline:
+            raise TandemError(f"no head within {settings.timeout_s:g} s: {reason}")
+        processes.pause(LOOK_S)
+    return None
+
+
+def _stay(settings: Settings, processes: Processes, ray: RayNode, head: Head) -> int:
+    """Until the head is gone: 0 where it ended in order, or where signals ask to leave it.
+
+    Raises:
+        TandemError: the head, or Ray on this machine, ended out of order.
+    """
+    silent, probe_at, leave_at = 0, time.monotonic() + PROBE_S, math.inf
+    while time.monotonic() < leave_at:
+        if settings.file.has_ended(head):
+            settings.say(f"{head} has ended")
+            return 0
+        _check_ray(ray)
+        if time.monotonic() > probe_at:
+            silent = 0 if head.answers() else silent + 1
+            probe_at = time.monotonic() + PROBE_S
+        if silent == SILENT_PROBES:
+            raise TandemError(f"{head} stopped answering and did not end in order; this node ends")
+        processes.pause(LOOK_S)
+        if processes.stop_asked:
+            again = leave_at < math.inf
+            leave_at = time.monotonic() + (0 if again else settings.grace_s)
+            settings.say(
+                f"leaves {head} " + ("now" if again else f"once it ends, or in {settings.grace_s:g} s")
+            )
+        processes.received.clear()
+    return 0

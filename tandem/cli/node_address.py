@@ -1,0 +1,78 @@
+"""Which IPv4 address this machine has, and what answers at another. No cluster library is asked."""
+
+from __future__ import annotations
+
+import fcntl
+import socket
+import struct
+
+from tandem.errors import TandemError
+
+OUTSIDE = "192.0.2.1"  # an address kept for documentation: no packet is sent to it, only its route is asked
+ANSWER_S = 2.0
+SIOCGIFADDR = 0x8915
+
+
+def address_towards(target: str) -> str | None:
+    """The address this machine would talk from to reach `target`; None where no route leads there."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((target, 9))
+        except OSError:
+            return None
+        address: str = probe.getsockname()[0]
+        return address
+
+
+def address_of(interface: str) -> str | None:
+    """The IPv4 address of a network interface; None where it has none, or does not exist."""
+    request = struct.pack("256s", interface.encode()[:15])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe, SIOCGIFADDR, request)
+        except OSError:
+            return None
+    return socket.inet_ntoa(answer[20:24])
+
+
+def own_address(interface: str | None, towards: str = OUTSIDE) -> str:
+    """This machine's address: the interface's, else the one that routes to `towards`, else the only one.
+
+    Raises:
+        TandemError: the interface has no address, or the choice is not clear.
+    """
+    known = {name: found for _, name in socket.if_nameindex() if (found := address_of(name)) is not None}
+    listed = ", ".join(f"{name} ({address})" for name, address in known.items())
+    if interface is not None:
+        if interface not in known:
+            raise TandemError(
+                f"no interface {interface!r} has an IPv4 address here; those that have: {listed}"
+            )
+        return known[interface]
+    routed = address_towards(towards)
+    if routed is not None:
+        return routed
+    outer = [address for name, address in known.items() if name != "lo"]
+    if len(outer) != 1:
+        raise TandemError(f"no route leads out of this machine; choose an --interface of {listed}")
+    return outer[0]
+
+
+def answers(address: str, port: int) -> bool:
+    """Whether something accepts connections there."""
+    try:
+        with socket.create_connection((address, port), timeout=ANSWER_S):
+            return True
+    except OSError:
+        return False
+
+
+def is_free(port: int) -> bool:
+    """Whether this machine can listen on the port."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True

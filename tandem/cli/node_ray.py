@@ -1,0 +1,96 @@
+"""This machine's Ray node, run through Ray's own program as a child of the launcher. Ray is not imported."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sysconfig
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+from tandem.cli.node_file import HeadFile
+from tandem.cli.node_processes import Processes
+from tandem.errors import TandemError
+
+STARTED = "Ray runtime started"  # what `ray start` prints once its node is up
+LAST_LINES = 15
+
+
+class RayNode:
+    """One `ray start --block`.
+
+    Args:
+        processes: what starts and ends it.
+        log: takes what it prints.
+        words: those that `ray start` gets in any case.
+
+    Raises:
+        TandemError: Ray is not installed.
+    """
+
+    def __init__(self, processes: Processes, log: IO[bytes], words: Sequence[str]) -> None:
+        self._processes = processes
+        self._log = log
+        self._command = [_program(), "start", "--block", "--log-color=false", *words]
+
+    def start(self, words: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._log.truncate(0)
+        self._log.seek(0)
+        self._process = self._processes.start([*self._command, *words], environment, self._log)
+
+    @property
+    def ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def is_up(self, deadline: float, given_up: Callable[[], bool] = lambda: False) -> bool:
+        """Waits until it is.
+
+        Args:
+            deadline: as of time.monotonic.
+            given_up: whether to wait no longer.
+
+        Returns:
+            False where it ended, a stop was asked for, the deadline has passed or it was given up.
+        """
+        while STARTED not in self._printed():
+            late = time.monotonic() > deadline or self._processes.stop_asked
+            if late or self.ended or given_up():
+                return False
+            self._processes.pause(0.2)
+        return True
+
+    def last_lines(self) -> str:
+        lines = [line for line in self._printed().splitlines() if line.strip()]
+        return "\n".join(lines[-LAST_LINES:])
+
+    def _printed(self) -> str:
+        # read by position: the child writes at the offset that both processes share
+        return os.pread(self._log.fileno(), 1 << 20, 0).decode(errors="replace")
+
+
+def environment(file: HeadFile, *, locked: bool) -> dict[str, str]:
+    """The environment of what talks to the cluster.
+
+    Args:
+        file: of the cluster's head.
+        locked: the cluster asks for the token beside that file.
+    """
+    variables = dict(os.environ)
+    variables.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    variables.setdefault("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0")  # else 30 s where the head is gone
+    if locked:
+        variables.pop("RAY_AUTH_TOKEN", None)  # it would go before the file
+        variables |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(file.token_path)}
+    else:
+        variables.setdefault("RAY_AUTH_MODE", "disabled")
+    return variables
+
+
+def _program() -> str:
+    beside = Path(sysconfig.get_path("scripts")) / "ray"
+    found = str(beside) if beside.exists() else shutil.which("ray")
+    if found is None:
+        raise TandemError("Ray is not installed here; install it with `pip install 'tandem[ray]'`")
+    return found

@@ -1,0 +1,76 @@
+"""The controller's Python stack, for somebody outside: it is written when asked for by a signal, also
+while the interpreter is stuck in native code."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import TextIO
+
+from tandem.errors import DataError
+from tandem.observability.files import replace_file
+
+_PROCESS = "controller.json"
+_STACKS = "controller.stacks"
+_OPEN: dict[str, TextIO] = {}
+"""The file that the handler writes to, which must stay open."""
+_WAIT_S = 2.0
+"""How long the signalled process has to write."""
+
+
+def offer_stacks(log_dir: Path) -> None:
+    """From here on this process writes the stacks of all its threads there when `ask_stacks` asks."""
+    pid = os.getpid()
+    process = {"pid": pid, "started": _started(pid), "node": socket.gethostname()}
+    replace_file(log_dir / _PROCESS, json.dumps(process).encode())
+    before = _OPEN.pop("stacks", None)
+    _OPEN["stacks"] = (log_dir / _STACKS).open("w")
+    faulthandler.register(signal.SIGUSR1, _OPEN["stacks"], all_threads=True)
+    if before is not None:
+        before.close()
+
+
+def withdraw_stacks(log_dir: Path) -> None:
+    """Takes that back, as if it had not been offered."""
+    faulthandler.unregister(signal.SIGUSR1)
+    _OPEN.pop("stacks").close()
+    for name in (_PROCESS, _STACKS):
+        (log_dir / name).unlink(missing_ok=True)
+
+
+def ask_stacks(log_dir: Path) -> tuple[str, str]:
+    """Who the controller is, and its stacks.
+
+    Raises:
+        DataError: the run has no controller on this machine that could answer.
+    """
+    try:
+        process = json.loads((log_dir / _PROCESS).read_text())
+    except OSError as error:
+        raise DataError("no run has begun in this folder", field=str(log_dir.parent)) from error
+    name = f"controller (node {process['node']}, pid {process['pid']})"
+    if process["node"] != socket.gethostname():
+        return name, "runs on another machine; ask there"
+    if _started(process["pid"]) != process["started"]:
+        return name, "has ended"
+    stacks = log_dir / _STACKS
+    before = stacks.stat().st_size
+    os.kill(process["pid"], signal.SIGUSR1)
+    deadline = time.monotonic() + _WAIT_S
+    while stacks.stat().st_size == before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.05)  # the rest of the lines
+    return name, stacks.read_text()[before:] or f"no answer within {_WAIT_S:g} s"
+
+
+def _started(pid: int) -> str | None:
+    """When a living process began, in Linux's clock ticks; tells it from a later one of the same number."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return None

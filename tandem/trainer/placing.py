@@ -1,0 +1,153 @@
+"""Which class plays each role, in which processes, beside whom."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tandem.algorithms.loading import load_module
+from tandem.config.cluster import place
+from tandem.config.root import TrainConfig
+from tandem.errors import ConfigError
+from tandem.runtime import Placement, ResourcePool, Role, Worker
+from tandem.runtime.worker import registrations
+from tandem.trainer.roles import require_methods
+from tandem.workers.actor import ActorWorker
+from tandem.workers.critic import CriticWorker
+from tandem.workers.reward import RewardWorker
+from tandem.workers.reward_model import RewardModelWorker
+
+CONTROLLER_POOL = ResourcePool([1], "controller_pool", on_device=False, beside_controller=True)
+"""The process beside the controller that reads data and computes over whole batches."""
+REWARD_POOL = ResourcePool([1], "reward_pool", on_device=False, beside_controller=True)
+"""The process of reward functions, unless they are placed elsewhere."""
+
+PLACES = {
+    "actor": (Role.Actor, Role.ActorRollout, Role.ActorRolloutRef),
+    "rollout": (Role.Rollout, Role.ActorRollout, Role.ActorRolloutRef),
+    "ref": (Role.RefPolicy, Role.ActorRolloutRef),
+    "critic": (Role.Critic,),
+    "reward_model": (Role.RewardModel,),
+    "reward": (Role.Reward,),
+}
+"""The names in a placement by which each role may be placed, the most particular first."""
+
+
+@dataclass(frozen=True)
+class Tenant:
+    """One group of workers.
+
+    Attributes:
+        role: its name.
+        parts: the roles it plays.
+        pool: its processes.
+        worker: its class.
+    """
+
+    role: str
+    parts: frozenset[str]
+    pool: ResourcePool
+    worker: type[Worker]
+
+
+def configured_placement(config: TrainConfig) -> Placement:
+    """The placement that the config asks for."""
+    placed = {places[0]: config.trainer.placed(role) for role, places in PLACES.items()}
+    return Placement(config.trainer.pools, {role: pool for role, pool in placed.items() if pool is not None})
+
+
+def load_classes(references: Mapping[str, str]) -> dict[str, type[Worker]]:
+    """The user's own worker classes by role.
+
+    Args:
+        references: role to `file.py:Class` or `package.module:Class`.
+
+    Raises:
+        ConfigError: no such module or class, one that is no worker, or a helper that lacks a method.
+    """
+    classes = {role: _load_class(role, reference) for role, reference in references.items()}
+    for role in sorted({"batch", "data"} & set(classes)):
+        require_methods(classes[role], frozenset({role}), field=f"trainer.worker_classes.{role}")
+    return classes
+
+
+def _load_class(role: str, reference: str) -> type[Worker]:
+    field = f"trainer.worker_classes.{role}"
+    module, name = load_module(reference)
+    found = getattr(module, name, None)
+    if isinstance(found, type) and issubclass(found, Worker):
+        return found
+    workers = [
+        key for key, value in vars(module).items() if isinstance(value, type) and issubclass(value, Worker)
+    ]
+    near = difflib.get_close_matches(name, workers, n=1)
+    raise ConfigError(
+        "no such worker class" if found is None else "not a worker class",
+        field=field,
+        got=reference,
+        expected=f"a subclass of tandem.runtime.Worker; the module has {', '.join(workers) or 'none'}",
+        remedy=f"did you mean '{near[0]}'?" if near else None,
+    )
+
+
+def tenants(
+    placement: Placement, played: frozenset[str], classes: Mapping[str, type[Worker]]
+) -> dict[str, Tenant]:
+    """The groups of a run by role. Actor, rollout and reference on one pool are one group, so that they
+    share weights; a role with a class of the user's own is a group of its own.
+
+    Args:
+        placement: where the roles are.
+        played: the roles that this run has, of those of `PLACES`.
+        classes: the user's own.
+
+    Raises:
+        ConfigError: a role without a place, or a user's class that lacks a method.
+    """
+    pools = {role: _pool(placement, role) for role in played}
+    apart = pools["actor"] != pools["rollout"] or bool({"actor", "rollout"} & set(classes))
+    key = "actor" if apart else "actor_rollout"
+    policy = classes.get(key, ActorWorker)
+    parts = {"actor"} if apart else {"actor", "rollout"}
+    if "ref" in played and pools["ref"] == pools["actor"] and "ref" not in classes:
+        parts |= {"ref"} & _plays(policy)
+    out = {"actor": Tenant("actor", frozenset(parts), pools["actor"], policy)}
+    require_methods(policy, out["actor"].parts, field=f"trainer.worker_classes.{key}", apart=apart)
+    for role in sorted(played - parts):
+        worker = classes.get(role, _OURS[role])
+        out[role] = Tenant(role, frozenset({role}), pools[role], worker)
+        require_methods(worker, out[role].parts, field=f"trainer.worker_classes.{role}", apart=apart)
+    return out
+
+
+def _plays(policy: type[Worker]) -> set[str]:
+    return {"ref"} if "compute_ref_log_prob" in registrations(policy) else set()
+
+
+def _pool(placement: Placement, role: str) -> ResourcePool:
+    """Where a role is: at its own place, else where the config puts roles without one."""
+    placed = {
+        part: placement.mapping[name]
+        for part, names in PLACES.items()
+        for name in reversed(names)  # so that the most particular stays
+        if name in placement.mapping
+    }
+    if "actor" not in placed:
+        raise ConfigError(
+            "no resource pool is mapped to the actor",
+            field="placement",
+            got=", ".join(placed.name for placed in placement.mapping) or "no role",
+            expected="one of Actor, ActorRollout, ActorRolloutRef among the roles",
+        )
+    pool = place(role, placement.pools, placed)
+    return REWARD_POOL if pool is None else placement.pools[pool]
+
+
+_OURS: dict[str, type[Worker]] = {
+    "rollout": ActorWorker,
+    "ref": ActorWorker,
+    "critic": CriticWorker,
+    "reward_model": RewardModelWorker,
+    "reward": RewardWorker,
+}

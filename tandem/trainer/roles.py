@@ -1,0 +1,150 @@
+"""The worker groups of a run by the part they play, and what the loop asks of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tandem.errors import ConfigError
+from tandem.observability.metrics import Metrics
+from tandem.protocol import DataProto, SamplingParams
+from tandem.runtime import BatchFuture, BatchStream, Worker, WorkerGroup
+from tandem.runtime.worker import registrations
+
+METHODS = {
+    "actor": ("compute_log_prob", "update_actor", "save_checkpoint", "load_checkpoint"),
+    "rollout": ("generate_sequences",),
+    "ref": ("compute_ref_log_prob",),
+    "critic": ("compute_values", "update_critic", "save_checkpoint", "load_checkpoint"),
+    "reward_model": ("compute_rm_score",),
+    "reward": ("compute_scores",),
+    "batch": ("compute_advantages", "measure", "measure_validation", "write_samples"),
+    "data": ("describe", "train_batch", "val_batch"),
+}
+"""What the loop calls on each role. A rollout with `stream_sequences` too has its samples scored as they
+finish; take_observed and take_timings are called where they are offered."""
+
+APART = {"actor": ("export_weights",), "rollout": ("load_weights",)}
+"""What it calls besides where the rollout is no part of the actor."""
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The worker groups of a run; a role that the algorithm does not need is None.
+
+    Attributes:
+        data: prompts.
+        actor: trains and recomputes log-probs.
+        rollout: samples; the actor's own group unless it was placed apart.
+        reference: the frozen policy of the KL terms; may be the actor's group.
+        critic: values.
+        reward_model, reward: scores, of a model or of reward functions; one of the two is there.
+        batch: advantages, measures and sample files.
+        scores_parts: whether samples may be scored before all have finished.
+    """
+
+    data: WorkerGroup
+    actor: WorkerGroup
+    rollout: WorkerGroup
+    reference: WorkerGroup | None
+    critic: WorkerGroup | None
+    reward_model: WorkerGroup | None
+    reward: WorkerGroup | None
+    batch: WorkerGroup
+    scores_parts: bool
+
+    @property
+    def groups(self) -> list[WorkerGroup]:
+        """Every group once."""
+        found = (
+            self.data, self.actor, self.rollout, self.reference, self.critic, self.reward_model,
+            self.reward, self.batch,
+        )  # fmt: skip
+        return list({id(group): group for group in found if group is not None}.values())
+
+    @property
+    def members(self) -> dict[str, WorkerGroup]:
+        """The groups whose state goes into checkpoints."""
+        return {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
+
+    def generate(
+        self, prompts: DataProto | BatchFuture, n: int, params: SamplingParams
+    ) -> tuple[BatchFuture, BatchFuture]:
+        """n samples of each prompt, and their scores. Reward functions are called as samples finish,
+        unless one wants to see the batch as a whole."""
+        if not self.scores_parts:
+            samples: BatchFuture = self.rollout.generate_sequences(prompts, n, params)
+            return samples, self.score(samples)
+        stream: BatchStream = self.rollout.stream_sequences(prompts, n, params)
+        scores = stream.map(self.score)
+        return stream.all(), scores
+
+    def score(self, samples: BatchFuture) -> BatchFuture:
+        """`scores`, `token_level_scores`, `reward_extra`, `response_text` of samples."""
+        if self.reward_model:
+            scores: BatchFuture = self.reward_model.compute_rm_score(samples)
+        else:
+            assert self.reward is not None
+            scores = self.reward.compute_scores(samples)
+        return scores
+
+    def sync_rollout(self) -> None:
+        """Brings the actor's weights to a rollout of its own."""
+        if self.rollout is not self.actor:
+            self.rollout.load_weights(self.actor.export_weights())
+
+    def take_observed(self) -> Metrics:
+        """What workers observed besides their results since the last call."""
+        return Metrics.merged(part for group in self.groups for part in _offered(group, "take_observed"))
+
+    def take_timings(self) -> dict[str, float]:
+        """`timing/PHASE`, seconds since the last call; of several ranks the slowest's."""
+        seconds: dict[str, float] = {}
+        for group in self.groups:
+            for taken in _offered(group, "take_timings"):
+                seconds |= {name: max(value, seconds.get(name, 0.0)) for name, value in taken.items()}
+        return seconds
+
+    def take_usage(self, elapsed_s: float) -> dict[str, float]:
+        """Per role since the last call: the share of the elapsed time that its ranks were busy, their
+        seconds of waiting for inputs and of bringing them, all means over ranks, and the bytes brought."""
+        out: dict[str, float] = {}
+        for group in self.groups:
+            taken = group.take_usage()
+            ranks = len(taken)
+            out[f"perf/busy_share/{group.role}"] = sum(u.busy_s for u in taken) / ranks / elapsed_s
+            out[f"perf/wait_s/{group.role}"] = sum(u.wait_s for u in taken) / ranks
+            out[f"perf/transfer_s/{group.role}"] = sum(u.transfer_s for u in taken) / ranks
+            out[f"perf/transfer_bytes/{group.role}"] = float(sum(u.transfer_bytes for u in taken))
+        return out
+
+
+def _offered(group: WorkerGroup, method: str) -> list[Any]:
+    call: Callable[[], list[Any]] | None = getattr(group, method, None)
+    return [] if call is None else call()
+
+
+def require_methods(worker: type[Worker], parts: frozenset[str], *, field: str, apart: bool = False) -> None:
+    """Refuses a user's worker class that lacks what the loop calls.
+
+    Args:
+        parts: the roles it is to play.
+        field: the config key that named it.
+        apart: whether actor and rollout are groups of their own.
+
+    Raises:
+        ConfigError: names what is missing.
+    """
+    wanted = [
+        name for part in sorted(parts) for name in (*METHODS[part], *(APART.get(part, ()) if apart else ()))
+    ]
+    missing = [name for name in wanted if name not in registrations(worker)]
+    if missing:
+        raise ConfigError(
+            "the worker class lacks methods that the loop calls",
+            field=field,
+            got=f"{worker.__name__} without {', '.join(missing)}",
+            expected=f"methods with @register: {', '.join(wanted)}",
+            remedy="add them, or derive the class from the one it replaces",
+        )

@@ -1,0 +1,39 @@
+"""What is said of a config before anything is made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tandem.errors import ConfigError
+from tandem.trainer import build
+from tests.support.runs import Lab
+
+OFFLOAD = "actor_rollout_ref.actor.fsdp_config.param_offload"
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "told"),
+    [("local", "auto", True), ("local", "cpu", True), ("ray", "cpu", True), ("ray", "auto", False)],
+)
+def test_offload_without_effect(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, backend: str, device: str, told: bool
+) -> None:
+    """On Ray this machine's devices are not those of the workers."""
+
+    def none(*_: Any) -> None:
+        raise ConfigError("no backend here")
+
+    monkeypatch.setattr(build, "make_backend", none)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    said: list[str] = []
+    with pytest.raises(ConfigError, match="no backend here"):
+        lab.trainer(
+            lab.folder / "unmade",
+            f"{OFFLOAD}=true",
+            f"trainer.backend={backend}",
+            f"trainer.device={device}",
+            said=said,
+        )
+    assert said == [f"{OFFLOAD}: no effect on a CPU, whose memory is the host's."] * told

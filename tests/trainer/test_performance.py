@@ -1,0 +1,171 @@
+"""What a step says of its course: rates, the roles' time and bytes, and how the calls follow each other."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tandem.protocol import DataProto
+from tandem.runtime import BatchFuture
+from tandem.trainer.perf import throughput
+from tandem.trainer.prompts import Prompts
+from tandem.trainer.steps import MiniBatching, Plan, minibatches
+from tandem.workers.actor import ActorWorker
+from tests.support.runs import Lab
+
+SLOW = """
+import time
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    time.sleep(0.02)
+    return 1.0
+"""
+
+
+def test_roles_report_their_time(lab: Lab) -> None:
+    (lab.folder / "slow.py").write_text(SLOW)
+    run = lab.run(
+        "usage",
+        f"custom_reward_function.path={lab.folder / 'slow.py'}",
+        "algorithm.adv_estimator=gae",
+        "trainer.test_freq=1",
+        f"data.val_files={lab.val}",
+    )
+    for row in run.rows[1:]:
+        step_s = row["timing/step"]
+        assert row["timing/reward"] >= 12 * 0.02
+        assert row["perf/busy_share/reward"] == pytest.approx(row["timing/reward"] / step_s, rel=0.1)
+        shares = [row[f"perf/busy_share/{role}"] for role in ("actor", "critic", "reward", "batch", "data")]
+        assert all(0 < share < 1 for share in shares)
+        assert 0.5 < sum(shares) <= 1.01  # in one process they take turns
+        assert row["timing/update_actor"] / step_s < row["perf/busy_share/actor"]
+        for name in ("wait_s", "transfer_s", "transfer_bytes"):
+            assert row[f"perf/{name}/actor"] == 0
+        assert not any(name.startswith("controller/") for name in row)
+        assert row["timing/gen"] < step_s - row["timing/reward"]  # the clock stands while samples are scored
+        assert row["timing/adv"] > 0
+
+
+def test_steps_are_not_charged_with_loading_and_saving(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(method: Callable[[ActorWorker, Path], None]) -> Callable[[ActorWorker, Path], None]:
+        @functools.wraps(method)  # with its registration
+        def run(self: ActorWorker, path: Path) -> None:
+            with self.timeline.phase("slow"):
+                time.sleep(1.0)
+            self.observed.add_sum("actor/slow", 1.0)
+            method(self, path)
+
+        return run
+
+    for name in ("save_checkpoint", "load_checkpoint"):
+        monkeypatch.setattr(ActorWorker, name, slow(getattr(ActorWorker, name)))
+    lab.run("saves", "trainer.save_freq=1")
+    run = lab.run("saves", "trainer.save_freq=1", "trainer.total_training_steps=4")
+    assert [row["step"] for row in run.rows] == [1, 2, 3, 4]
+    for row in run.rows:
+        assert sum(value for name, value in row.items() if name.startswith("perf/busy_share/")) <= 1.01
+        assert not {"timing/slow", "actor/slow"} & set(row)
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(180)
+def test_two_ranks_say_what_one_says(lab: Lab, ray_cluster: None) -> None:
+    """Of what does not depend on the number of ranks; and no step is charged with making workers."""
+    one, two = lab.run("one_rank"), lab.run("two_ranks", "trainer.n_gpus_per_node=2", "trainer.save_freq=1")
+    assert two.trainer.roles.actor.world_size == 2
+    for alone, row in zip(one.rows, two.rows, strict=True):
+        for name in ("generated_tokens", "prefill_tokens", "decode_steps"):
+            assert row[f"rollout/{name}"] == alone[f"rollout/{name}"], name
+        assert row["rollout/peak_running"] == alone["rollout/peak_running"] / 2
+        assert row["perf/collective_bytes/actor"] > 0 == alone["perf/collective_bytes/actor"]
+        assert 0 < row["perf/collective_s/actor"] < row["timing/step"]
+        shares = {name: value for name, value in row.items() if name.startswith("perf/busy_share/")}
+        assert shares and all(0 <= share <= 1 for share in shares.values()), shares
+
+
+def test_rates_are_those_of_the_processes_that_do_the_work() -> None:
+    mini = MiniBatching(4, 2, False, 0)
+    plan = Plan(total_steps=1, batch_samples=8, actor=mini, critic=mini, recompute_old=True)
+    seconds = {"timing/gen": 2.0, "timing/update_actor": 4.0, "timing/old_log_prob": 1.0, "timing/step": 10.0}
+    tokens = {"tokens/total": 1000.0, "tokens/response": 600.0}
+    out = throughput(seconds, tokens, plan, {"actor": 5, "rollout": 2})
+    assert out["perf/gen_tokens_per_s_per_device"] == 600 / 2 / 2
+    assert out["perf/train_tokens_per_s_per_device"] == 2000 / 4 / 5
+    assert out["perf/log_prob_tokens_per_s_per_device"] == 1000 / 1 / 5
+    assert out["perf/step_tokens_per_s"] == 100
+    assert out["timing_per_token_ms/update_actor"] == 2.0
+
+
+class NeverThere:
+    """A result that nobody may wait for."""
+
+    borrowed = False
+
+    def get(self, timeout_s: float | None = None) -> Any:
+        raise AssertionError("waited for a value")
+
+    def index(self, timeout_s: float | None = None) -> Any:
+        raise AssertionError("waited for an index")
+
+    wait = get
+
+    def done(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_mini_batches_are_formed_before_the_batch_is_there(shuffle: bool) -> None:
+    mini = MiniBatching(samples=3, epochs=2, shuffle=shuffle, seed=1)
+    unseen = BatchFuture.collected([NeverThere()], "compute_advantages")
+    assert len(list(minibatches(unseen, 7, mini, step=1))) == 6
+
+    batch = BatchFuture.of(DataProto(non_tensor_batch={"row": list(range(7))}))
+    parts = [part.get().non_tensor_batch["row"].tolist() for part in minibatches(batch, 7, mini, step=1)]
+    assert [len(part) for part in parts] == [3, 3, 1] * 2
+    for epoch in (parts[:3], parts[3:]):
+        assert sorted(np.concatenate(epoch)) == list(range(7))
+    assert (parts[0] == [0, 1, 2]) != shuffle
+    assert (parts[:3] == parts[3:]) != shuffle
+
+
+class Asked:
+    """Data workers that note which batches they were asked for."""
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+
+    def train_batch(self, number: int) -> BatchFuture:
+        self.numbers.append(number)
+        return BatchFuture.of(DataProto(non_tensor_batch={"number": [number]}))
+
+
+def test_the_next_batch_is_asked_for_with_the_present_one() -> None:
+    data = Asked()
+    prompts = Prompts(data, rows=9, batch_size=2, shuffle=True, seed=3)  # type: ignore[arg-type]
+    assert data.numbers == []
+    assert prompts.next().get().non_tensor_batch["number"].tolist() == [0]
+    assert data.numbers == [0, 1]
+    assert prompts.next().get().non_tensor_batch["number"].tolist() == [1]
+    assert data.numbers == [0, 1, 2]
+    state = prompts.state_dict()
+    assert (state["epoch"], state["position"]) == (0, 4)
+
+    prompts.load_state_dict({**state, "position": 0})
+    assert prompts.next().get().non_tensor_batch["number"].tolist() == [0]
+    assert data.numbers == [0, 1, 2, 0, 1]
+
+
+def test_a_reward_function_for_whole_batches_sees_the_batch_as_a_whole(lab: Lab) -> None:
+    code = "def compute_score(data_sources, solution_strs, ground_truths, extra_infos):\n    return "
+    code += "[float(len(solution_strs))] * len(solution_strs)\ncompute_score.batched = True\n"
+    (lab.folder / "batched.py").write_text(code)
+    run = lab.run("batched", f"custom_reward_function.path={lab.folder / 'batched.py'}")
+    assert run.samples(1)["scores"] == [12.0] * 12
+    assert not run.trainer.roles.scores_parts
+    assert lab.run("single").trainer.roles.scores_parts

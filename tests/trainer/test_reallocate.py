@@ -1,0 +1,114 @@
+"""Roles that move to other processes between two steps, a rollout apart from its actor: the numbers stay."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from tandem.errors import ConfigError
+from tandem.runtime import Placement, Role
+from tandem.trainer.ppo import PPOTrainer
+from tandem.workers.actor import ActorWorker, ExportedWeights
+from tests.support.runs import Finished, Lab, same_weights, without_times
+
+WORDS = (
+    "algorithm.adv_estimator=gae",
+    "algorithm.use_kl_in_reward=true",
+    "algorithm.kl_ctrl.type=adaptive",
+    "algorithm.kl_ctrl.horizon=100",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
+    "trainer.total_training_steps=4",
+    "trainer.test_freq=2",
+)
+
+
+@pytest.fixture(scope="module")
+def whole(lab: Lab) -> Finished:
+    return lab.run("whole", *WORDS, f"data.val_files={lab.val}")
+
+
+FUSED = Placement({"another": [1]}, {Role.ActorRolloutRef: "another"})
+APART = Placement(
+    {"a": [1], "b": [1], "c": [1]},
+    {Role.Actor: "a", Role.Rollout: "b", Role.RefPolicy: "c", Role.Critic: "c", Role.Reward: "b"},
+)
+
+
+class Mover(PPOTrainer):
+    """Moves the roles after the second step, and apart after the third."""
+
+    def at_step_boundary(self, step: int) -> None:
+        if step in (2, 3):
+            self.reallocate(FUSED if step == 2 else APART)
+
+
+def test_losses_are_those_of_a_run_that_stayed(lab: Lab, whole: Finished) -> None:
+    moved = lab.run("moved", *WORDS, f"data.val_files={lab.val}", trainer=Mover)
+    assert without_times(moved.rows) == without_times(whole.rows)
+    assert same_weights(moved, whole)
+    roles = moved.trainer.roles
+    assert len({id(group) for group in (roles.actor, roles.rollout, roles.reference, roles.critic)}) == 4
+    assert roles.actor is not whole.trainer.roles.actor
+    assert [path.name for path in sorted((moved.folder / "checkpoints").iterdir())] == [
+        "step_000002",
+        "step_000003",
+    ]
+
+
+def test_a_run_that_moved_can_be_resumed(lab: Lab, whole: Finished) -> None:
+    """From the checkpoint of the move, with the metrics of its step."""
+
+    class MovesOnce(PPOTrainer):
+        def at_step_boundary(self, step: int) -> None:
+            if step == 2:
+                self.reallocate(APART)
+                raise Stop
+
+    words = (*WORDS, f"data.val_files={lab.val}")
+    with pytest.raises(Stop):
+        lab.run("left", *words, trainer=MovesOnce)
+    resumed = lab.run("left", *words)
+    assert without_times(resumed.rows) == without_times(whole.rows)
+    assert same_weights(resumed, whole)
+
+
+class Stop(Exception):
+    """Ends a run."""
+
+
+def test_moving_to_what_is_not_there_says_so_and_keeps_the_checkpoint(lab: Lab) -> None:
+    class Greedy(PPOTrainer):
+        def at_step_boundary(self, step: int) -> None:
+            self.reallocate(Placement({"wide": [2]}, {Role.ActorRollout: "wide"}))
+
+    with pytest.raises(ConfigError, match="resource pool 'wide' of 2 processes"):
+        lab.run("greedy", *WORDS, "trainer.test_freq=-1", trainer=Greedy)
+    assert (lab.folder / "greedy" / "checkpoints" / "step_000001").is_dir()
+
+
+def test_a_rollout_of_its_own_gets_the_actors_weights_when_it_has_old_ones(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two updates a step: six before the fourth, eight before the validation after it, and once each."""
+    exported: list[int] = []
+    original = ActorWorker.export_weights
+
+    @functools.wraps(original)
+    def counted(self: ActorWorker) -> ExportedWeights | None:
+        exported.append(self.actor.version)
+        return original(self)
+
+    monkeypatch.setattr(ActorWorker, "export_weights", counted)
+    moved = lab.run("synced", *WORDS, f"data.val_files={lab.val}", trainer=Mover)
+    assert exported == [6, 8]
+    versions = {
+        version
+        for row, mask in zip(
+            *(moved.samples(4)[name] for name in ("policy_version", "response_mask")), strict=True
+        )
+        for version, written in zip(row, mask, strict=True)
+        if written
+    }
+    assert versions == {6}

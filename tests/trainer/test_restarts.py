@@ -1,0 +1,218 @@
+"""A run that is started again after a worker's failure, and one that is not."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.cli.main import main
+from tandem.config.load import load_train_config
+from tandem.errors import WorkerFailure
+from tandem.observability.run import read_metrics
+from tandem.runtime import LocalBackend
+from tandem.trainer import launch
+from tandem.trainer.ppo import PPOTrainer
+from tandem.trainer.run import run_ppo
+from tests.support.runs import Finished, Lab, without_times
+
+WORDS = ("trainer.total_training_steps=4", "actor_rollout_ref.actor.ppo_mini_batch_size=2")
+
+
+class Fails:
+    """A loop that fails in some of its steps.
+
+    Args:
+        at: the steps, in the order in which the starts of the run meet them.
+    """
+
+    def __init__(self, *at: int, restartable: bool = True) -> None:
+        self.at = list(at)
+        self.restartable = restartable
+        self.starts = 0
+
+    def trainer(self) -> type[PPOTrainer]:
+        plan = self
+
+        class Failing(PPOTrainer):
+            def fit(self) -> None:
+                plan.starts += 1
+                super().fit()
+
+            def step(self, step: int, prompts: Any) -> dict[str, float]:
+                metrics = super().step(step, prompts)
+                if plan.at and step == plan.at[0]:
+                    plan.at.pop(0)
+                    raise WorkerFailure(f"actor rank 1 died in step {step}", restartable=plan.restartable)
+                return metrics
+
+        return Failing
+
+
+@pytest.fixture(scope="module")
+def whole(lab: Lab) -> Finished:
+    return lab.run("whole", *WORDS)
+
+
+@pytest.fixture
+def backends(monkeypatch: pytest.MonkeyPatch) -> list[LocalBackend]:
+    """Every backend that is made; `closed` is set at its shutdown."""
+    made: list[LocalBackend] = []
+
+    class Watched(LocalBackend):
+        closed = False
+
+        def __init__(self) -> None:
+            made.append(self)
+
+        def shutdown(self) -> None:
+            self.closed = True
+
+    monkeypatch.setattr(launch, "LocalBackend", Watched)
+    return made
+
+
+def attempt(lab: Lab, name: str, fails: Fails, *words: str) -> tuple[Path, list[str]]:
+    said: list[str] = []
+    config = load_train_config(None, [*lab.overrides(lab.folder / name), *WORDS, *words]).config
+    try:
+        run_ppo(config, say=said.append, trainer=fails.trainer())
+    finally:
+        folder = lab.folder / name
+    return folder, said
+
+
+@pytest.mark.parametrize(
+    ("mode", "save_freq", "at", "resumed"),
+    [("disable", 1, (3, 4), [2, 3]), ("auto", 2, (2, 4), [2]), ("disable", -1, (3,), [])],
+)
+def test_it_finishes_unattended_as_if_nothing_had_failed(
+    lab: Lab,
+    whole: Finished,
+    backends: list[Any],
+    mode: str,
+    save_freq: int,
+    at: tuple[int, ...],
+    resumed: list[int],
+) -> None:
+    """From its newest checkpoint, whatever the mode it was first started in, or from the beginning."""
+    fails = Fails(*at)
+    folder, said = attempt(
+        lab, f"again_{save_freq}_{mode}", fails, "trainer.max_restarts=2", f"trainer.save_freq={save_freq}",
+        f"trainer.resume_mode={mode}",
+    )  # fmt: skip
+    assert fails.starts == len(at) + 1
+    assert without_times(read_metrics(folder / "metrics.jsonl")) == without_times(whole.rows)
+    assert [f"after step {step}" for step in resumed] == [
+        sentence[sentence.index("after step") :] for sentence in said if "resumed from" in sentence
+    ]
+    for step in at:
+        assert any(f"actor rank 1 died in step {step}\n" in sentence for sentence in said)
+    assert len(backends) == len(at) + 1
+    assert all(backend.closed for backend in backends)
+    reports = "".join(path.read_text() for path in sorted(folder.rglob("failure.txt")))
+    assert [f"died in step {step}" in reports for step in at] == [True] * len(at)
+
+
+def test_one_failure_too_many_is_the_users(lab: Lab, backends: list[Any]) -> None:
+    fails = Fails(2, 2)
+    with pytest.raises(WorkerFailure, match="died in step 2"):
+        attempt(lab, "too_many", fails, "trainer.max_restarts=1", "trainer.save_freq=1")
+    assert fails.starts == 2
+    assert all(backend.closed for backend in backends)
+    text = (lab.folder / "too_many" / "log" / "failure.txt").read_text()
+    assert text.count("actor rank 1 died in step 2") == 2
+
+
+def test_what_the_user_must_mend_is_not_tried_again(lab: Lab) -> None:
+    fails = Fails(2, restartable=False)
+    with pytest.raises(WorkerFailure):
+        attempt(lab, "hopeless", fails, "trainer.max_restarts=5")
+    assert fails.starts == 1
+
+
+def test_a_failure_after_an_interrupt_ends_the_run(lab: Lab) -> None:
+    fails = Fails(2)
+
+    class Interrupted(fails.trainer()):  # type: ignore[misc]
+        def step(self, step: int, prompts: Any) -> dict[str, float]:
+            if step == 2:
+                os.kill(os.getpid(), signal.SIGINT)
+            return super().step(step, prompts)
+
+    config = load_train_config(
+        None, [*lab.overrides(lab.folder / "impatient"), *WORDS, "trainer.max_restarts=5"]
+    ).config
+    with pytest.raises(WorkerFailure):
+        run_ppo(config, say=lambda _: None, trainer=Interrupted)
+    assert fails.starts == 1
+
+
+def test_a_resumed_branch_goes_on_from_its_own_checkpoints(lab: Lab, whole: Finished) -> None:
+    """Before the first of them from the one it was told to; not from others that lie in the folder."""
+    source = lab.run("source", *WORDS, "trainer.save_freq=1")
+    checkpoint = source.folder / "checkpoints" / "step_000002"
+    for name, at, told in (("early", (3,), 2), ("later", (4,), 3)):
+        strange = lab.run(name, "trainer.seed=9", "trainer.total_training_steps=1", "trainer.save_freq=1")
+        assert (strange.folder / "checkpoints" / "step_000001").is_dir()
+        folder, said = attempt(
+            lab, name, Fails(*at), "trainer.max_restarts=1", "trainer.save_freq=1",
+            "trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}",
+        )  # fmt: skip
+        assert [f"after step {step}" for step in (2, told)] == [
+            sentence[sentence.index("after step") :] for sentence in said if "resumed from" in sentence
+        ]
+        assert without_times(read_metrics(folder / "metrics.jsonl"))[-1] == without_times(whole.rows)[-1]
+
+
+def test_the_command_line_says_the_report_and_fails(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], backends: list[Any]
+) -> None:
+    def dies(self: PPOTrainer, step: int, prompts: Any) -> dict[str, float]:
+        raise WorkerFailure("critic rank 0 died\n  in update_critic", restartable=True)
+
+    monkeypatch.setattr(PPOTrainer, "step", dies)
+    status = main(["train", *lab.overrides(lab.folder / "command")])
+    assert status == 1
+    printed = capsys.readouterr()
+    assert "tandem train: critic rank 0 died\n  in update_critic\n" in printed.err
+    report = lab.folder / "command" / "log" / "failure.txt"
+    assert f"the report is in {report}." in printed.out
+    assert "critic rank 0 died" in report.read_text()
+    assert [backend.closed for backend in backends] == [True]
+
+
+@pytest.mark.parametrize("where", ["launch_data", "launch"])
+def test_what_was_started_ends_when_building_fails(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, backends: list[Any], where: str
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launch.Launcher, where, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        lab.run(f"built_{where}")
+    assert [backend.closed for backend in backends] == [True]
+    assert not (lab.folder / f"built_{where}").exists()
+
+
+def test_a_workers_own_error_for_the_user_is_raised_as_it_is(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on the local backend; the report around it would hide what to do."""
+    from_worker = ValueError("unused")
+    for cause, expected in (
+        (launch.ConfigError("mend this"), launch.ConfigError),
+        (from_worker, WorkerFailure),
+    ):
+
+        def fails(self: Any, cause: Exception = cause) -> None:
+            raise WorkerFailure("data rank 0 raised", restartable=False) from cause
+
+        monkeypatch.setattr(launch.Launcher, "launch_data", fails)
+        with pytest.raises(expected) as caught:
+            lab.run("unmended")
+        assert type(caught.value) is expected

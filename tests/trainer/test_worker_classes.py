@@ -1,0 +1,178 @@
+"""Which class plays each role, where, and beside whom."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tandem.errors import ConfigError
+from tandem.runtime import Placement, Role
+from tandem.trainer.placing import REWARD_POOL, load_classes, tenants
+from tandem.workers.actor import ActorWorker
+from tandem.workers.critic import CriticWorker
+from tests.support.runs import Lab
+
+EVERYBODY = frozenset({"actor", "rollout", "ref", "critic", "reward"})
+OWN = '''
+import torch
+
+from tandem.protocol import DataProto
+from tandem.runtime import BaseWorker, Dispatch, register
+from tandem.workers.actor import ActorWorker
+from tandem.workers.critic import CriticWorker
+from tandem.workers.reward import at_last_token
+
+
+class OwnCritic(CriticWorker):
+    """Ours, with values of its own and a method more."""
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    def compute_values(self, batch):
+        out = super().compute_values(batch)
+        out.batch["values"] = out.ragged("values").with_values(out.ragged("values").values + 7)
+        return out
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def where(self):
+        return self.rank, self.world_size
+
+
+class Constant(BaseWorker):
+    """A reward from nothing, by the name a reward model has."""
+
+    def __init__(self, tokenizer, reward, run):
+        super().__init__()
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    def compute_scores(self, batch):
+        mask = batch.ragged("response_mask")
+        scores = torch.full((len(batch),), 0.25)
+        return DataProto(
+            {"scores": scores, "token_level_scores": at_last_token(scores, mask)},
+            {"reward_extra": [{} for _ in range(len(batch))], "response_text": [""] * len(batch)},
+        )
+
+
+class Plain(BaseWorker):
+    """A rollout from nothing, which gives all samples at once and measures nothing."""
+
+    def __init__(self, *args, **kwargs):
+        self.inner = ActorWorker(*args, **kwargs)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    def generate_sequences(self, prompts, n, params):
+        return self.inner.generate_sequences(prompts, n, params)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_weights(self, exported):
+        self.inner.load_weights(exported)
+
+
+class Incomplete(BaseWorker):
+    @register()
+    def compute_values(self, batch): ...
+
+    def update_critic(self, batch): ...
+
+
+class NoWorker: ...
+'''
+
+
+@pytest.fixture(scope="module")
+def own(lab: Lab) -> Path:
+    path = lab.folder / "own.py"
+    path.write_text(OWN)
+    return path
+
+
+def test_what_is_on_one_pool_shares_weights_and_what_is_apart_does_not() -> None:
+    pools = {"a": [1], "b": [2]}
+    together = tenants(Placement(pools, {Role.Actor: "a", Role.Rollout: "a"}), EVERYBODY, {})
+    assert {role: sorted(tenant.parts) for role, tenant in together.items()} == {
+        "actor": ["actor", "ref", "rollout"], "critic": ["critic"], "reward": ["reward"],
+    }  # fmt: skip
+    assert [tenant.pool.name for tenant in together.values()] == ["a", "a", REWARD_POOL.name]
+    assert not together["reward"].pool.on_device
+
+    apart = {Role.ActorRollout: "a", Role.RefPolicy: "b", Role.Critic: "b", Role.Reward: "b"}
+    split = tenants(Placement(pools, apart), EVERYBODY, {})
+    assert {role: (sorted(tenant.parts), tenant.pool.name) for role, tenant in split.items()} == {
+        "actor": (["actor", "rollout"], "a"), "critic": (["critic"], "b"), "ref": (["ref"], "b"),
+        "reward": (["reward"], "b"),
+    }  # fmt: skip
+
+    far = {Role.Actor: "a", Role.Rollout: "b"}
+    assert {
+        role: (sorted(tenant.parts), tenant.pool.name)
+        for role, tenant in tenants(Placement(pools, far), EVERYBODY - {"reward"}, {}).items()
+    } == {"actor": (["actor", "ref"], "a"), "critic": (["critic"], "a"), "rollout": (["rollout"], "b")}
+
+
+def test_a_placement_without_an_actor_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no resource pool is mapped to the actor"):
+        tenants(Placement({"a": [1]}, {Role.Critic: "a"}), EVERYBODY, {})
+
+
+def test_a_role_with_a_class_of_its_own_is_a_group_of_its_own() -> None:
+    class Mine(ActorWorker):
+        pass
+
+    placement = Placement({"a": [1]}, {Role.ActorRolloutRef: "a"})
+    for role, parts in (("ref", ["actor", "rollout"]), ("rollout", ["actor", "ref"])):
+        found = tenants(placement, EVERYBODY, {role: Mine})
+        assert found[role].worker is Mine
+        assert sorted(found["actor"].parts) == parts
+        assert found["actor"].worker is ActorWorker
+    fused = tenants(placement, EVERYBODY, {"actor_rollout": Mine})
+    assert fused["actor"].worker is Mine
+    assert sorted(fused["actor"].parts) == ["actor", "ref", "rollout"]
+    assert fused["critic"].worker is CriticWorker
+
+
+def test_a_users_own_workers_take_part_in_the_loop(lab: Lab, own: Path) -> None:
+    words = ("algorithm.adv_estimator=gae", "actor_rollout_ref.actor.use_kl_loss=true")
+    ours = lab.run("ours", *words)
+    run = lab.run(
+        "theirs",
+        *words,
+        f"trainer.worker_classes={{critic: '{own}:OwnCritic', reward: '{own}:Constant', "
+        f"rollout: '{own}:Plain'}}",
+    )
+    critic = run.trainer.roles.critic
+    assert critic is not None
+    assert critic.where() == [(0, 1)]
+    gap = run.rows[0]["critic/values/mean"] - ours.rows[0]["critic/values/mean"]
+    assert gap == pytest.approx(7, abs=1e-5)
+    assert run.rows[0]["reward/mean"] == 0.25
+    assert run.samples(1)["tokens"] == ours.samples(1)["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("role", "name", "telling"),
+    [
+        ("critic", "Incomplete", ("trainer.worker_classes.critic: the worker class lacks methods",
+                                  "Incomplete without update_critic, save_checkpoint, load_checkpoint",
+                                  "@register: compute_values, update_critic")),
+        ("rollout", "Constant", ("Constant without generate_sequences, load_weights",)),
+        ("data", "Incomplete", ("trainer.worker_classes.data", "describe, train_batch, val_batch")),
+        ("critic", "NoWorker", ("trainer.worker_classes.critic: not a worker class", "OwnCritic")),
+        ("critic", "OwnCritik", ("no such worker class", "did you mean 'OwnCritic'?")),
+    ],
+)  # fmt: skip
+def test_a_class_that_cannot_play_its_role_is_refused_before_anything_starts(
+    lab: Lab, own: Path, role: str, name: str, telling: tuple[str, ...]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        lab.run(
+            "refused", "algorithm.adv_estimator=gae", f"trainer.worker_classes={{{role}: '{own}:{name}'}}"
+        )
+    for text in telling:
+        assert text in str(caught.value)
+    assert not (lab.folder / "refused").exists()
+
+
+def test_a_module_that_cannot_be_imported_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.py:Worker: the module could not be imported"):
+        load_classes({"critic": "nowhere.py:Worker"})
