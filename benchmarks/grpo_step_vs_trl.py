@@ -92,7 +92,7 @@ def tandem_steps(folder: Path, mode: str, precision: str, tokens: int, count: in
     ]
     trainer = build_ppo(load_train_config(None, overrides).config, say=lambda _: None)
     # Lengths are part of the task here, not of the policy: no end token, an own limit for each request.
-    engine = trainer.roles.actor._workers._worker.rollout
+    engine = trainer.roles.actor._workers._worker._rollout
     submit = engine.submit
 
     def submit_with_lengths(requests: Any) -> None:
@@ -109,7 +109,7 @@ def tandem_steps(folder: Path, mode: str, precision: str, tokens: int, count: in
         session.restore(trainer.load_state_dict)
         for step in range(1, count + 3):
             began = time.perf_counter()
-            metrics = trainer.step(step, trainer.loader.next())
+            metrics = trainer.step(step, trainer.prompts.next())
             seconds.append(time.perf_counter() - began)
             phases.append(trainer.roles.actor.take_timings()[0])
     assert metrics["tokens/response"] == sum(LENGTHS[mode]), metrics["tokens/response"]

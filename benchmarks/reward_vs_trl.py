@@ -58,16 +58,14 @@ def tandem_run(folder: Path, seed: int) -> dict[str, Any]:
         "trainer.logger=[]",
     ]
     trainer = build_ppo(load_train_config(None, overrides).config, say=lambda _: None)
-    evaluator = trainer.evaluator
-    assert evaluator is not None
-    evaluate = evaluator.run
+    validate = trainer.validate
 
-    def evaluate_and_stop(step: int) -> dict[str, float]:
-        metrics = evaluate(step)
+    def validate_and_stop(step: int) -> dict[str, float]:
+        metrics = validate(step)
         trainer.session.interrupted = metrics["val/accuracy"] >= TARGET
         return metrics
 
-    evaluator.run = evaluate_and_stop  # type: ignore[method-assign]
+    trainer.validate = validate_and_stop  # type: ignore[method-assign]
     trainer.fit()
     rows = read_metrics(run / "metrics.jsonl")
     return {

@@ -1,11 +1,12 @@
 import itertools
 import random
+import time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.balance import partition, within_budget
+from tandem.balance import even, partition, within_budget
 from tandem.errors import ConfigError
 
 weights = st.lists(st.integers(0, 1000), max_size=40)
@@ -40,6 +41,29 @@ def test_sums_differ_little_where_items_are_many():
     items = [draw.randint(100, 2000) for _ in range(512)]
     totals = [sum(items[i] for i in rows) for rows in partition(items, 8)]
     assert max(totals) - min(totals) <= 4
+
+
+@pytest.mark.parametrize(("count", "parts"), [(4096, 8), (4096, 64), (32768, 32)])
+def test_many_items_are_divided_quickly_and_at_most_one_item_apart(count, parts):
+    draw = random.Random(count + parts)
+    items = [draw.randint(1, 2048) for _ in range(count)]
+    start = time.perf_counter()
+    sets = partition(items, parts)
+    assert time.perf_counter() - start < 0.5  # tens of milliseconds on an idle core
+    assert sorted(itertools.chain(*sets)) == list(range(count))
+    assert all(rows == sorted(rows) for rows in sets)
+    totals = [sum(items[i] for i in rows) for rows in sets]
+    assert totals == sorted(totals, reverse=True)
+    assert totals[0] - totals[-1] <= totals[0] / 1000  # the last items are light
+
+
+def test_many_equal_items_are_divided_by_number():
+    assert [len(rows) for rows in partition([7] * 4097, 8)] == [513, *[512] * 7]
+
+
+def test_even_slices():
+    assert even(7, 4) == [slice(0, 2), slice(2, 4), slice(4, 6), slice(6, 7)]
+    assert even(1, 3) == [slice(0, 1), slice(1, 1), slice(1, 1)]
 
 
 def test_fewer_items_than_parts_leaves_empty_sets():

@@ -1,4 +1,4 @@
-"""BatchLoader: what each epoch holds, and going on from a saved state."""
+"""The order of batches: what each epoch holds, and going on from a saved state."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tandem.data import BatchLoader, all_batches
+from tandem.data import BatchLoader, BatchOrder, EveryRow
 from tandem.errors import DataError
 from tandem.protocol import DataProto
 
@@ -93,6 +93,28 @@ def test_state_of_another_order_is_refused(rows: int, shuffle: bool, seed: int, 
     assert loader.state_dict()["rows"] == rows
 
 
+def test_a_batch_is_a_function_of_its_number() -> None:
+    loader = BatchLoader(Numbers(11), 3, shuffle=True, seed=7)
+    in_order = [loader.next().non_tensor_batch["uid"].tolist() for _ in range(8)]
+    asked = [7, 0, 3, 3, 5]
+    fresh = BatchLoader(Numbers(11), 3, shuffle=True, seed=7)
+    assert [fresh.batch(number).non_tensor_batch["uid"].tolist() for number in asked] == [
+        in_order[number] for number in asked
+    ]
+    assert fresh.used == 0
+
+
+@pytest.mark.parametrize(("epoch", "position", "size", "used"), [
+    (0, 0, 3, 0), (0, 4, 2, 2), (0, 4, 3, 2), (1, 6, 4, 4), (2, 8, 8, 3), (0, 8, 5, 1),
+])  # fmt: skip
+def test_another_batch_size_goes_on_at_the_next_batch_that_repeats_no_row(
+    epoch: int, position: int, size: int, used: int
+) -> None:
+    order = BatchOrder(8, size, shuffle=True, seed=1)
+    order.load_state_dict({"epoch": epoch, "position": position, "seed": 1, "shuffle": True, "rows": 8})
+    assert order.used == used
+
+
 def test_dataset_smaller_than_a_batch() -> None:
     with pytest.raises(DataError) as caught:
         BatchLoader(Numbers(3), 4, shuffle=True, seed=0)
@@ -106,6 +128,10 @@ def test_dataset_smaller_than_a_batch() -> None:
     ("size", "expected"), [(2, [[0, 1], [2, 3], [4]]), (None, [[0, 1, 2, 3, 4]]), (9, [[0, 1, 2, 3, 4]])]
 )
 def test_validation_batches_keep_the_last(size: int | None, expected: Any) -> None:
-    batches = list(all_batches(Numbers(5), size))
-    assert [batch.non_tensor_batch["row"].tolist() for batch in batches] == expected
+    batches = EveryRow(Numbers(5), size)
+    assert len(batches) == len(expected)
+    for _ in range(2):
+        assert [batch.non_tensor_batch["row"].tolist() for batch in batches] == expected
     assert batches[0].non_tensor_batch["uid"][0] == "val-0"
+    with pytest.raises(IndexError):
+        batches[len(expected)]

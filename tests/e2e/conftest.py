@@ -1,5 +1,6 @@
 from tests.e2e.keys import base
 from tests.e2e.shop import shop
 from tests.e2e.user import user
+from tests.support.runs import lab
 
-__all__ = ["base", "shop", "user"]
+__all__ = ["base", "lab", "shop", "user"]

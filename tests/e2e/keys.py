@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
-import torch
 
 from tandem.observability.run import read_samples
 from tests.e2e.shop import DOCUMENT, Shop
@@ -41,11 +40,6 @@ def responses(run: Finished, step: int = 1) -> list[list[int]]:
         [token for token, written in zip(tokens, mask, strict=True) if written]
         for tokens, mask in zip(samples["tokens"], samples["response_mask"], strict=True)
     ]
-
-
-def same_weights(a: Finished, b: Finished) -> bool:
-    first, second = a.weights(), b.weights()
-    return all(torch.equal(first[name], second[name]) for name in first)
 
 
 def flat(run: Finished, step: int, *columns: str) -> list[np.ndarray]:

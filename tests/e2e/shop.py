@@ -125,7 +125,10 @@ class Shop:
         """One step of the document's command line with `words`, in this process."""
         said: list[str] = []
         trainer = self.trainer(self.short(name, *words), said)
-        trainer.fit()
+        try:
+            trainer.fit()
+        finally:
+            trainer.shutdown()
         return Finished(trainer, self.folder / name, said)
 
 
@@ -137,20 +140,23 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Shop:
 SOURCES = Path(__file__).parents[2]
 
 
-def start(words: list[str], cwd: Path, *, program: str = "train") -> subprocess.Popen[str]:
+def start(
+    words: list[str], cwd: Path, *, program: str = "train", stdin: int | None = None
+) -> subprocess.Popen[str]:
     """`python -m tandem train …` as a process of its own, on one thread."""
     return subprocess.Popen(
         [sys.executable, "-m", "tandem", program, *words],
         cwd=cwd,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SOURCES)},
+        stdin=stdin,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
 
 
-def finish(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
-    out, err = process.communicate(timeout=120)
+def finish(process: subprocess.Popen[str], typed: str | None = None) -> subprocess.CompletedProcess[str]:
+    out, err = process.communicate(typed, timeout=120)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 

@@ -17,6 +17,7 @@ from tandem.checkpoint import open_checkpoint
 from tandem.observability.files import whole_lines
 from tandem.observability.run import read_metrics, read_samples
 from tests.e2e.shop import Shop, finish, start
+from tests.support.runs import without_times
 
 pytestmark = pytest.mark.e2e
 
@@ -170,11 +171,6 @@ def assert_identical(a: Any, b: Any, at: str = "") -> None:
         assert torch.equal(a, b), at
     else:
         assert a == b, at
-
-
-def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    timed = ("timing", "perf")
-    return [{name: value for name, value in row.items() if not name.startswith(timed)} for row in rows]
 
 
 def compare(killed: Path, whole: Path, steps: int, scratch: Path) -> None:

@@ -1,5 +1,5 @@
-"""What a user sees of trouble in the middle of a run: status 1 (130 after Ctrl-C), one error that names what
-happened and what to do, and a run folder from which the same command goes on."""
+"""What a user sees of trouble in the middle of a run: status 1 (130 after Ctrl-C or SIGTERM), one error
+that names what happened and what to do, and a run folder from which the same command goes on."""
 
 from __future__ import annotations
 
@@ -161,7 +161,10 @@ def test_a_full_disk(user: User, small_disk: Path) -> None:
 
 
 @pytest.mark.e2e
-def test_ctrl_c(shop: Shop, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("sent", "again"), [(signal.SIGINT, "Ctrl-C again"), (signal.SIGTERM, "a second signal")]
+)
+def test_interrupted(shop: Shop, tmp_path: Path, sent: signal.Signals, again: str) -> None:
     """A real signal to a real process, in the second step. It ends the step, saves and says how to go on."""
     folder = tmp_path / "run"
     words = shop.short("unused", f"trainer.default_local_dir={folder}", "trainer.total_training_steps=500")
@@ -169,10 +172,10 @@ def test_ctrl_c(shop: Shop, tmp_path: Path) -> None:
     while count_steps(folder / "timeline.json") < 2:
         assert process.poll() is None, process.communicate()
         time.sleep(0.005)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(sent)
     done = finish(process)
     assert done.returncode == 130, done.stderr
-    assert "interrupted: this step is finished and saved first; Ctrl-C again stops at once" in done.stderr
+    assert f"interrupted: this step is finished and saved first; {again} stops at once" in done.stderr
     (saved,) = (folder / "checkpoints").iterdir()
     assert f"saved {saved}; the same command resumes from it" in done.stdout
     steps = open_checkpoint(saved).step
@@ -183,6 +186,64 @@ def test_ctrl_c(shop: Shop, tmp_path: Path) -> None:
     assert resumed.returncode == 0, resumed.stderr
     assert f"resumed from {saved} after step {steps}" in resumed.stdout
     assert [row["step"] for row in read_metrics(folder / "metrics.jsonl")] == list(range(1, steps + 2))
+
+
+HANGS = """
+import time
+from pathlib import Path
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    Path(__file__).with_name("asked").touch()
+    time.sleep(1000)
+"""
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("signals", [1, 2])
+def test_sigterm_stops_at_once(shop: Shop, tmp_path: Path, signals: int) -> None:
+    """A first one before the first step, here in the validation; a second one in a step."""
+    (tmp_path / "hangs.py").write_text(HANGS)
+    validates = f"trainer.val_before_train={str(signals == 1).lower()}"
+    words = shop.short("unused", f"trainer.default_local_dir={tmp_path / 'run'}", validates)
+    process = start([*words, f"custom_reward_function.path={tmp_path / 'hangs.py'}"], tmp_path)
+    while not (tmp_path / "asked").exists():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.005)
+    for _ in range(signals):
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+    done = finish(process)
+    assert done.returncode == 130, done.stderr
+    assert "stopped; what was saved is whole" in done.stderr
+    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+
+
+STOPS = """
+from tandem.workers.actor import ActorWorker
+
+class Stops(ActorWorker):
+    def update_actor(self, batch):
+        breakpoint()
+        return super().update_actor(batch)
+"""
+
+
+@pytest.mark.e2e
+def test_a_breakpoint_in_a_worker(shop: Shop, tmp_path: Path) -> None:
+    """On the local backend it stops in the process that has the user's terminal, with the worker at hand."""
+    (tmp_path / "stops.py").write_text(STOPS)
+    words = (
+        "trainer.backend=local",
+        f"trainer.default_local_dir={tmp_path / 'run'}",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        f"trainer.worker_classes.actor_rollout={tmp_path / 'stops.py'}:Stops",
+    )
+    process = start(shop.short("unused", *words), tmp_path, stdin=subprocess.PIPE)
+    done = finish(process, typed="import os\np 'in', os.getpid(), self.rank, len(batch)\nc\n")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("(Pdb) ") == 3, done.stdout
+    assert f"('in', {process.pid}, 0, 12)" in done.stdout
+    assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1]
 
 
 def count_steps(timeline: Path) -> int:

@@ -15,12 +15,11 @@ from tests.e2e.keys import (
     UPDATES,
     flat,
     responses,
-    same_weights,
     tries,
 )
 from tests.e2e.shop import DOCUMENT, Shop
 from tests.e2e.watch import Watched, watch
-from tests.support.runs import Finished
+from tests.support.runs import Finished, same_weights
 from tests.support.tiny import make_model
 
 BY_SAMPLES = f"{ACTOR}.use_dynamic_bsz=false"
@@ -71,7 +70,7 @@ def test_the_kl_loss_asks_for_the_reference(shop: Shop, base: Finished) -> None:
     assert "ref_log_probs" in base.samples(1)
     run = shop.run("no_kl_loss", f"{ACTOR}.use_kl_loss=false", f"{ACTOR}.kl_loss_coef=0")
     assert {"actor/kl", "timing/ref"}.isdisjoint(run.rows[0])
-    assert run.actor.reference is None
+    assert "ref" not in run.actor.engines
 
 
 @tries(f"{ACTOR}.kl_loss_coef")
@@ -139,7 +138,7 @@ def test_the_model_is_the_one_in_the_folder(shop: Shop, base: Finished) -> None:
     other = make_model(shop.folder / "other_model", seed=1, num_hidden_layers=3)
     run = shop.run("other_model", f"actor_rollout_ref.model.path={other}")
     assert len(run.actor.actor.module.decoder.layers) == 3
-    assert len(run.actor.reference.module.decoder.layers) == 3
+    assert len(run.actor.engines["ref"].module.decoder.layers) == 3
     assert responses(run) != responses(base)
 
 

@@ -11,7 +11,8 @@ import pytest
 from tandem.engines.rollout.hf import HFEngine
 from tandem.engines.rollout.native import memory
 from tandem.engines.rollout.native.engine import NativeEngine
-from tandem.errors import ConfigErrors, DataError, EngineError
+from tandem.errors import ConfigError, ConfigErrors, DataError, EngineError
+from tandem.observability.timers import read_timeline
 from tests.e2e.keys import (
     ACTOR,
     ROLLOUT,
@@ -59,10 +60,10 @@ def test_a_step_takes_so_many_prompts(shop: Shop, size: int) -> None:
 @tries("data.filter_overlong_prompts", "data.max_prompt_length")
 def test_prompts_above_the_limit_are_left_out(shop: Shop, base: Finished) -> None:
     """3+2= and 7+2= have four tokens, 11+2= and all others five."""
-    assert base.trainer.loader.steps_per_epoch == 24 // 4
+    assert base.trainer.prompts.steps_per_epoch == 24 // 4
     words = ("data.max_prompt_length=4", f"data.val_files={shop.train}")
     run = shop.run("filtered", *words)
-    assert run.trainer.loader.steps_per_epoch == 14 // 4
+    assert run.trainer.prompts.steps_per_epoch == 14 // 4
     assert run.rows[0]["prompt_length/max"] == 4
     with pytest.raises(DataError, match=r"10 row\(s\) of 24 are over the length limit"):
         shop.run("unfiltered", *words, "data.filter_overlong_prompts=false")
@@ -100,8 +101,8 @@ def test_responses_end_at_their_greatest_length(shop: Shop, length: int) -> None
 def test_the_engine_is_the_one_named(shop: Shop, base: Finished) -> None:
     """Both draw the same tokens; native computes a prompt once for all its samples."""
     run = shop.run("hf", f"{ROLLOUT}.name=hf")
-    assert isinstance(base.actor.rollout, NativeEngine)
-    assert isinstance(run.actor.rollout, HFEngine)
+    assert isinstance(base.actor._rollout, NativeEngine)
+    assert isinstance(run.actor._rollout, HFEngine)
     assert responses(run) == responses(base)
     n = DOCUMENT[f"{ROLLOUT}.n"]
     assert run.rows[0]["rollout/prefill_tokens"] == n * base.rows[0]["rollout/prefill_tokens"]
@@ -157,24 +158,38 @@ def test_truncated_sampling(shop: Shop, base: Finished) -> None:
         assert (flat(run, 1, "rollout_log_probs_untruncated")[0] < -0.1).any()
 
 
-PARALLEL = {
-    f"{ACTOR}.ulysses_sequence_parallel_size": f"{ACTOR}.ulysses_sequence_parallel_size",
-    f"{ROLLOUT}.tensor_model_parallel_size": f"{ROLLOUT}.tensor_model_parallel_size",
-    "trainer.n_gpus_per_node": "trainer.n_gpus_per_node",
-    "trainer.nnodes": "trainer.nnodes",
-}
+PARALLEL = (f"{ACTOR}.ulysses_sequence_parallel_size", f"{ROLLOUT}.tensor_model_parallel_size")
 
 
 @tries(*PARALLEL)
-@pytest.mark.parametrize("name", list(PARALLEL))
-def test_devices_that_are_not_there_are_refused(shop: Shop, name: str) -> None:
+@pytest.mark.parametrize("name", PARALLEL)
+def test_parallel_sizes_that_are_not_there_are_refused(shop: Shop, name: str) -> None:
     with pytest.raises(ConfigErrors) as caught:
         shop.run("parallel", f"{name}=2")
     (error,) = caught.value.errors
     assert error.field == name
-    assert "one process" in str(error.expected)
     assert f"{name}=1" in str(error.remedy)
     assert not (shop.folder / "parallel").exists()
+
+
+@tries("trainer.nnodes")
+def test_more_machines_than_there_are_is_refused(shop: Shop) -> None:
+    with pytest.raises(ConfigError, match=r"1 \+ 1 process\(es\) on 2 node\(s\)"):
+        shop.run("machines", "trainer.nnodes=2")
+    assert not (shop.folder / "machines").exists()
+
+
+@tries("trainer.n_gpus_per_node")
+def test_there_is_a_process_per_device(shop: Shop, base: Finished) -> None:
+    """The same numbers come of it, from two shares of each batch."""
+    run = shop.run("devices", "trainer.n_gpus_per_node=2")
+    tracks = [
+        event["args"]["name"] for event in read_timeline(run.folder / "timeline.json") if event["ph"] == "M"
+    ]
+    assert {"actor rank 0", "actor rank 1"} <= set(tracks)
+    assert responses(run) == responses(base)
+    for name in ("reward/mean", "actor/loss", "actor/grad_norm", "actor/kl"):
+        assert run.rows[0][name] == pytest.approx(base.rows[0][name], rel=1e-4, abs=1e-5), name
 
 
 # The run.

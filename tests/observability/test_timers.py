@@ -58,7 +58,7 @@ def test_after_a_crash_the_trace_reads_and_goes_on_in_its_own_track(tmp_path: Pa
     interrupted.__enter__()
     with path.open("a") as file:
         file.write('{"name": "torn", "ph"')
-    assert [event["name"] for event in read_timeline(path)] == ["process_name", "gen"]
+    assert [event["name"] for event in read_timeline(path)] == ["thread_name", "gen"]
     time.sleep(0.005)
     with Timeline(path).phase("gen"):
         pass

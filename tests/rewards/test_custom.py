@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -99,3 +100,19 @@ def test_unknown_keyword(good: str) -> None:
     text = str(raised(good, "compute_score", {"bonsu": 1}))
     assert "got an unexpected keyword argument 'bonsu'" in text
     assert "reward_kwargs" in text
+
+
+def test_in_another_process_it_is_loaded_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its module made on import, such as a lock, cannot travel; a relative path means the same file."""
+    (tmp_path / "locked.py").write_text(
+        "import threading\nlock = threading.Lock()\nmade = []\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonus=0.0):\n"
+        "    with lock:\n        made.append(1)\n        return len(made) + bonus\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    reward = load_custom("locked.py", kwargs={"bonus": 0.5})
+    item = Item("any", "text", "truth")
+    assert [score([item], reward)[0].score for _ in range(2)] == [1.5, 2.5]
+    sent = pickle.dumps(reward)
+    monkeypatch.chdir("/")
+    assert score([item], pickle.loads(sent))[0].score == 1.5

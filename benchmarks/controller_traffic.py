@@ -1,0 +1,266 @@
+"""What the controller sees of the batches, and what memory a long run takes.
+
+A chain as in training runs on two pools of 2 processes on Ray: one group makes samples of about 2,048 tokens,
+the other computes log-probs from them, the controller puts the columns side by side, forms balanced
+mini-batches and hands them to the first group, which reads them. Its own numbers are futures.
+
+traffic  For one step at 64, 512 and 4,096 samples: bytes of indices and of values that came to the controller
+         as the backend counts them; all bytes that the controller's thread got from Ray, counted apart; bytes
+         that it sent. Fails if values came, or more than 64 bytes per sample and 8 for each of its lengths.
+memory   200 steps at 512 samples: the private memory of the controller and of the workers, and the use of the
+         object store. Fails if one of them grows after the warm-up.
+
+    python benchmarks/controller_traffic.py [--steps N] [--out FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pickle
+import platform
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from ray._private.worker import global_worker
+
+from tandem.protocol import DataProto, Ragged
+from tandem.runtime import BatchFuture, Dispatch, Future, ResourcePool, Worker, WorkerGroup, register
+from tandem.runtime.dispatch import Call
+from tandem.runtime.ray_backend import RayBackend
+
+LENGTH, N, MINI_BATCHES = 2048, 8, 4
+INDEX_BOUND, LENGTHS_BOUND = 64, 8  # bytes per sample; per sample and family of columns of equal lengths
+GROWTH_BOUND = {"controller": 8 * 1024, "workers": 64 * 1024, "store": 64 * 1024}  # bytes per step
+
+
+class SampleWorker(Worker):
+    """Makes samples, computes a column from them, reads mini-batches."""
+
+    def __init__(self) -> None:
+        self.read = (0, 0)
+
+    @register(blocking=False)
+    def generate(self, samples: int, step: int) -> DataProto:
+        """This worker's share of the samples, N of each prompt."""
+        rows = torch.arange(samples).tensor_split(self.world_size)[self.rank]
+        torch.manual_seed(step * self.world_size + self.rank)
+        lengths = torch.randint(LENGTH // 2, LENGTH * 3 // 2, (len(rows),))
+        tokens = Ragged.from_lengths(torch.randint(1, 150_000, (int(lengths.sum()),)), lengths)
+        mask = tokens.with_values(tokens.positions() > LENGTH // 4)
+        log_probs = tokens.with_values(-torch.rand(len(tokens.values)))
+        return DataProto(
+            {"tokens": tokens, "response_mask": mask, "rollout_log_probs": log_probs},
+            {"uid": [f"{step}-{row // N}" for row in rows.tolist()]},
+        )
+
+    @register(blocking=False, balance="tokens")
+    def compute_log_prob(self, batch: DataProto) -> DataProto:
+        tokens = batch.ragged("tokens")
+        return DataProto({"old_log_probs": tokens.with_values(-tokens.values.float())})
+
+    @register(blocking=False, balance="tokens", collect="first")
+    def update(self, batch: DataProto) -> None:
+        tokens, computed = batch.ragged("tokens").values, batch.ragged("old_log_probs").values
+        rows, matching = self.read
+        self.read = rows + len(batch), matching + int((computed == -tokens.float()).sum())
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def take_read(self) -> tuple[int, int]:
+        """Rows read since the last call, and tokens whose log-prob was the one computed from it."""
+        taken, self.read = self.read, (0, 0)
+        return taken
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def private_memory(self) -> int:
+        return private_memory()
+
+
+class Sent:
+    """Workers whose calls are weighed, as Ray serialises them."""
+
+    bytes = 0
+
+    def __init__(self, workers: Any) -> None:
+        self._workers = workers
+        self.world_size: int = workers.world_size
+
+    def call(self, method: str, calls: Sequence[Call | None], *, keeps: bool) -> Any:
+        context = global_worker.get_serialization_context()
+        Sent.bytes += sum(context.serialize(call).total_bytes for call in calls if call is not None)
+        return self._workers.call(method, calls, keeps=keeps)
+
+
+class WeighingBackend(RayBackend):
+    """Weighs what the controller sends."""
+
+    def launch(self, *placed: Any) -> Any:
+        return Sent(super().launch(*placed))
+
+
+@contextmanager
+def weighed_gets() -> Iterator[list[int]]:
+    """The sizes of all that this thread gets from Ray meanwhile."""
+    sizes: list[int] = []
+    get, thread = ray.get, threading.get_ident()
+
+    def weighing(refs: Any, **options: Any) -> Any:
+        value = get(refs, **options)
+        if threading.get_ident() == thread:
+            sizes.append(len(pickle.dumps(value, protocol=5)))
+        return value
+
+    ray.get = weighing
+    try:
+        yield sizes
+    finally:
+        ray.get = get
+
+
+def groups(backend: RayBackend) -> tuple[WorkerGroup, WorkerGroup]:
+    pools = [ResourcePool([2], name) for name in ("actor_pool", "reference_pool")]
+    backend.reserve(pools)
+    actor, reference = (
+        WorkerGroup(backend, SampleWorker, pool, role=pool.name, balance=True) for pool in pools
+    )
+    return actor, reference
+
+
+def run_step(actor: WorkerGroup, reference: WorkerGroup, samples: int, step: int) -> tuple[int, int]:
+    """One step of the chain: the tokens in the batch, and the families of lengths in the two indices read."""
+    made: BatchFuture = actor.generate(samples, step)
+    computed: BatchFuture = reference.compute_log_prob(made)
+    batch = made.union(computed)
+    updates: list[Future[None]] = [actor.update(mini) for mini in batch.chunk(MINI_BATCHES, balance="tokens")]
+    for update in updates:
+        update.get()
+    assert len(batch) == samples
+    families = sum(len({id(lengths) for lengths in part.index.lengths.values()}) for part in (made, computed))
+    return int(batch.index.lengths["tokens"].sum()), families
+
+
+def measure_traffic(
+    samples: int, actor: WorkerGroup, reference: WorkerGroup, backend: RayBackend
+) -> dict[str, Any]:
+    run_step(actor, reference, samples, step=1)
+    actor.take_read()
+    backend.take_traffic()
+    Sent.bytes = 0
+    with weighed_gets() as sizes:
+        tokens, families = run_step(actor, reference, samples, step=2)
+    sent, came = Sent.bytes, backend.take_traffic()
+    rows, matching = map(sum, zip(*actor.take_read(), strict=True))
+    assert (rows, matching) == (samples, tokens), "a mini-batch lost samples, or mixed them up"
+    row = {
+        "samples": samples,
+        "batch_bytes": tokens * 17,  # int64 tokens, bool mask, two float32
+        "value_bytes": came["controller/value_bytes"],
+        "index_bytes_per_sample": came["controller/index_bytes"] / samples,
+        "all_bytes_got_per_sample": sum(sizes) / samples,
+        "bytes_sent_per_sample": sent / samples,
+        "bound": INDEX_BOUND + LENGTHS_BOUND * families,
+    }
+    print(
+        "{samples:>8} {batch_bytes:>12,} {value_bytes:>12,.0f} {index_bytes_per_sample:>16.1f}"
+        " {all_bytes_got_per_sample:>16.1f} {bytes_sent_per_sample:>16.1f}".format(**row),
+        flush=True,
+    )
+    return row
+
+
+def private_memory() -> int:
+    """Bytes of this process that no other shares: without what it maps of the object store."""
+    with open("/proc/self/status") as file:
+        (line,) = (line for line in file if line.startswith("RssAnon:"))
+    return int(line.split()[1]) * 1024
+
+
+def measure_memory(steps: int, samples: int, actor: WorkerGroup, reference: WorkerGroup) -> dict[str, Any]:
+    capacity = ray.cluster_resources()["object_store_memory"]
+    seen: dict[str, list[float]] = {"controller": [], "workers": [], "store": []}
+    began = time.perf_counter()
+    for step in range(steps):
+        run_step(actor, reference, samples, step)
+        seen["controller"].append(private_memory())
+        seen["workers"].append(max(*actor.private_memory(), *reference.private_memory()))
+        seen["store"].append(capacity - ray.available_resources()["object_store_memory"])
+    took = time.perf_counter() - began
+    slopes = {what: growth(values) for what, values in seen.items()}
+    for what, values in seen.items():
+        early, late = values[steps // 3] / 2**20, values[-1] / 2**20
+        print(f"{what:>12} {early:>12.1f} {late:>12.1f} {slopes[what]:>16,.0f}")
+    return {
+        "steps": steps,
+        "samples": samples,
+        "seconds_per_step": took / steps,
+        "growth_bytes_per_step": slopes,
+        "bytes_at_each_tenth": {what: values[:: max(1, steps // 10)] for what, values in seen.items()},
+    }
+
+
+def growth(values: Sequence[float]) -> float:
+    """Bytes per step after the warm-up, the first third: between the medians of the other two."""
+    third = len(values) // 3
+    return (statistics.median(values[-third:]) - statistics.median(values[-2 * third : -third])) / third
+
+
+def complaints(traffic: list[dict[str, Any]], memory: dict[str, Any]) -> Iterator[str]:
+    for row in traffic:
+        for what in ("index_bytes_per_sample", "all_bytes_got_per_sample"):
+            if row["value_bytes"] or row[what] > row["bound"]:
+                yield f"too much came to the controller: {row}"
+    for what, slope in memory["growth_bytes_per_step"].items():
+        if slope > GROWTH_BOUND[what]:
+            yield f"{what}: {slope:,.0f} bytes more each step; the bound is {GROWTH_BOUND[what]:,}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=200, help="for the memory; the first third warms up")
+    parser.add_argument("--out", type=Path, help="also write the results here, as JSON")
+    args = parser.parse_args()
+    backend = WeighingBackend("traffic", device="cpu")
+    try:
+        actor, reference = groups(backend)
+        print(
+            f"{'samples':>8} {'batch bytes':>12} {'value bytes':>12} {'index B/sample':>16}"
+            f" {'got B/sample':>16} {'sent B/sample':>16}"
+        )
+        traffic = [measure_traffic(samples, actor, reference, backend) for samples in (64, 512, 4096)]
+        print(f"{'':>12} {'MiB at 1/3':>12} {'at the end':>12} {'bytes a step':>16}")
+        memory = measure_memory(args.steps, 512, actor, reference)
+    finally:
+        backend.shutdown()
+    failures = list(complaints(traffic, memory))
+    if args.out:
+        report = {
+            "command": " ".join(["python", *sys.argv]),
+            "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
+            "versions": {
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "ray": ray.__version__,
+            },
+            "traffic": traffic,
+            "memory": memory,
+            "failures": failures,
+        }
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
+    if failures:
+        sys.exit("\n".join(failures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,341 @@
+"""`tandem node`: what it says when it cannot, and what it starts, passes on and ends. Ray is a stand-in
+here."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.cli.node_address import address_of, own_address
+from tandem.cli.node_file import Head, HeadFile, known_token
+from tandem.errors import TandemError
+from tests.cli.launching import ROOT, free_port, launch, wait_for
+
+# "up", a child in a session of its own, and patience.
+STAND_IN = """#!/bin/sh
+echo "$@" > "$(dirname "$0")/words"
+echo "$RAY_AUTH_MODE $(cat "$RAY_AUTH_TOKEN_PATH")" > "$(dirname "$0")/auth"
+setsid sleep 1000 &
+echo "Ray runtime started."
+exec sleep 1000
+"""
+
+
+@pytest.fixture(autouse=True)
+def _bare_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("SLURM_JOB_ID", "TANDEM_JOB_ID", "TANDEM_HEAD_FILE", "RAY_ADDRESS", "RAY_AUTH_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A port of this machine that something listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> HeadFile:
+    return HeadFile(tmp_path / "shared" / "head.json")
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path) -> Path:
+    path = tmp_path / "bin" / "ray"
+    path.parent.mkdir()
+    path.write_text(STAND_IN)
+    path.chmod(0o755)
+    return path
+
+
+def _sentence(rank: int | None, *words: str, ray: str = "ray", **environment: str) -> str:
+    """What the command says on its way out with status 1."""
+    command = launch(ray, rank, *words, **environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("tandem node: ")
+    assert done.stderr.count("\n") == 1
+    return done.stderr.removeprefix("tandem node: ").strip()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        ("RANK", None, "the environment variable RANK is not set; it must be a whole number"),
+        ("RANK", "-1", "the environment variable RANK is '-1'; it must be from 0 to 1000000"),
+        ("MASTER_PORT", "ssh", "the environment variable MASTER_PORT is 'ssh'; it must be from 1 to 65535"),
+        (
+            "MASTER_PORT",
+            "65536",
+            "the environment variable MASTER_PORT is '65536'; it must be from 1 to 65535",
+        ),
+    ],
+)
+def test_what_the_environment_must_say(
+    name: str, value: str | None, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(name) if value is None else monkeypatch.setenv(name, value)
+    assert _sentence(None) == sentence
+
+
+def test_without_ray(tmp_path: Path) -> None:
+    python = Path(sys.executable)
+    (tmp_path / "python").symlink_to(python)
+    said = _sentence(1, ray="none", PATH=str(tmp_path))
+    assert said == "Ray is not installed here; install it with `pip install 'tandem[ray]'`"
+
+
+def test_a_port_in_use(port: int, file: HeadFile) -> None:
+    words = ["--head-file", str(file.path), "--address", "127.0.0.1"]
+    said = _sentence(0, *words, MASTER_PORT=str(port))
+    assert said == f"MASTER_PORT {port} is in use on this machine; choose another"
+    assert not file.token_path.exists()
+
+
+def test_the_head_does_not_take_a_living_heads_file(port: int, file: HeadFile) -> None:
+    other = Head("127.0.0.1", port, None, "a")
+    file.write(other)
+    said = _sentence(0, "--head-file", str(file.path))
+    assert said.startswith(f"{file.path} names the head 127.0.0.1:{port}, which answers; choose another")
+    assert file.read() == other
+
+
+def test_the_head_does_not_overwrite_another_kind_of_file(file: HeadFile) -> None:
+    file.path.parent.mkdir()
+    file.path.write_text("my notes")
+    said = _sentence(0, "--head-file", str(file.path))
+    assert said == f"{file.path} holds 'my notes', which is no head's address"
+    assert file.path.read_text() == "my notes"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (None, "does not exist"),
+        ("10.0.0.1\n", "holds '10.0.0.1\\n', which is no head's address"),
+        ({"job": "41"}, "names the head 127.0.0.1:{port} of job 41, but this is job 42"),
+        ({"job": "42", "port": 1}, "names the head 127.0.0.1:1 of job 42, but nothing answers there"),
+    ],
+)
+def test_after_the_timeout_it_says_why(text: Any, reason: str, port: int, file: HeadFile) -> None:
+    if isinstance(text, dict):
+        file.write(Head(**{"address": "127.0.0.1", "port": port, "start": "a", **text}))
+    elif text is not None:
+        file.path.parent.mkdir()
+        file.path.write_text(text)
+    began = time.monotonic()
+    said = _sentence(1, "--timeout", "2", SLURM_JOB_ID="42", TANDEM_HEAD_FILE=str(file.path))
+    assert said == f"no head within 2 s: {file.path} {reason.format(port=port)}"
+    assert 2 <= time.monotonic() - began < 8
+
+
+def test_a_job_of_ones_own_name_comes_before_slurms(port: int, file: HeadFile) -> None:
+    file.write(Head("127.0.0.1", port, "42", "a"))
+    words = ["--timeout", "0", "--head-file", str(file.path)]
+    said = _sentence(1, *words, SLURM_JOB_ID="42", TANDEM_JOB_ID="mine")
+    assert said.endswith("of job 42, but this is job mine")
+
+
+def test_where_job_names_are_unknown_a_living_head_will_do(port: int, file: HeadFile) -> None:
+    for written, asked in ((None, "42"), ("42", None)):
+        head = Head("127.0.0.1", port, written, "a")
+        file.write(head)
+        assert file.living(asked) == (head, "")
+
+
+def test_nobody_else_may_read_the_token(file: HeadFile) -> None:
+    file.write_token("secret")
+    assert stat.S_IMODE(file.token_path.stat().st_mode) == 0o600
+    assert [path.name for path in file.path.parent.iterdir()] == ["head.json.token"]
+    file.remove()
+    assert list(file.path.parent.iterdir()) == []
+
+
+def test_the_users_own_token_is_taken_from_where_ray_looks(tmp_path: Path) -> None:
+    default = Path.home() / ".ray" / "auth_token"
+    assert len(known_token({})) == 64
+    assert known_token({}) != known_token({})
+    default.parent.mkdir(parents=True)
+    default.write_text("default\n")
+    assert known_token({}) == "default"
+    (tmp_path / "token").write_text("named")
+    assert known_token({"RAY_AUTH_TOKEN_PATH": str(tmp_path / "token")}) == "named"
+    assert known_token({"RAY_AUTH_TOKEN_PATH": str(tmp_path / "token"), "RAY_AUTH_TOKEN": "given"}) == "given"
+
+
+def test_addresses() -> None:
+    assert address_of("lo") == "127.0.0.1"
+    assert own_address("lo") == "127.0.0.1"
+    assert own_address(None, towards="127.0.0.1") == "127.0.0.1"
+    with pytest.raises(
+        TandemError, match=r"no interface 'eth77' has an IPv4 address here; those .* lo \(127"
+    ):
+        own_address("eth77")
+
+
+STRAY = """
+import os, sys
+from tandem.cli.node_processes import Processes
+folder = sys.argv[1]
+deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); time.sleep(99)"
+with Processes() as processes:
+    script = f"setsid {sys.executable} -c '{deaf}' > {folder}/up & echo $! > {folder}/pid"
+    child = processes.start(["sh", "-c", script], os.environ)
+    assert child.wait(timeout=10) == 0
+    while not os.path.exists(f"{folder}/up") or open(f"{folder}/up").read() != "1\\n":
+        processes.pause(0.1)
+    os.kill(int(open(f"{folder}/pid").read()), 0)
+"""
+
+
+def test_the_end_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Not even what has left its parent, its group and its session, and hears no signal."""
+    subprocess.run([sys.executable, "-c", STRAY, str(tmp_path)], cwd=ROOT, check=True, timeout=60)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+def test_a_command_that_does_not_exist(stand_in: Path, file: HeadFile) -> None:
+    words = ["--head-file", str(file.path), "--address", "127.0.0.1", "--", "no-such"]
+    said = _sentence(0, *words, ray=str(stand_in), MASTER_PORT=free_port())
+    assert said == "'no-such' cannot be run (No such file or directory)"
+    assert list(file.path.parent.iterdir()) == []
+
+
+def test_the_head_runs_a_command_and_ends_with_its_status(stand_in: Path, file: HeadFile) -> None:
+    port = free_port()
+    told = 'cat "$0"; echo; stat -c %a "$0.token"; echo "$RAY_ADDRESS"; cat "$RAY_AUTH_TOKEN_PATH"; exit 7'
+    words = ["--head-file", str(file.path), "--address", "127.0.0.1", "--num-cpus", "3", "--ray=--memory=9"]
+    done = subprocess.run(
+        launch(
+            stand_in, 0, *words, "--", "sh", "-c", told, str(file.path), MASTER_PORT=port, SLURM_JOB_ID="5"
+        ),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 7, done.stderr
+    first, *_, mode, address, last = done.stdout.splitlines()
+    token, _, _ = last.partition("node 0:")
+    assert first == f"node 0: the head is up at 127.0.0.1:{port}; {file.path} says so"
+    written = json.loads(done.stdout[done.stdout.index("{") : done.stdout.index("}") + 1])
+    assert (written["address"], written["port"], written["job"]) == ("127.0.0.1", int(port), "5")
+    assert (mode, address, len(token)) == ("600", f"127.0.0.1:{port}", 64)
+    assert (stand_in.parent / "auth").read_text() == f"token {token}\n"
+    ray = "start --block --log-color=false --num-cpus=3 --memory=9 --head"
+    words_of_ray = (stand_in.parent / "words").read_text()
+    assert words_of_ray == f"{ray} --port={port} --node-ip-address=127.0.0.1\n"
+    assert list(file.path.parent.iterdir()) == []
+
+
+def test_signals_reach_the_command_once(stand_in: Path, file: HeadFile, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: print('usr1', flush=True))\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (print('term', flush=True), sys.exit(5)))\n"
+        "print('ready', flush=True)\n"
+        "while True: time.sleep(1)\n"
+    )
+    words = ["--head-file", str(file.path), "--address", "127.0.0.1", "--", sys.executable, str(program)]
+    command = launch(stand_in, 0, *words, MASTER_PORT=free_port())
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        said = [next(line for line in launcher.stdout if line == "ready\n")]
+        launcher.send_signal(signal.SIGUSR1)
+        said.append(launcher.stdout.readline())
+        launcher.send_signal(signal.SIGTERM)
+        said += launcher.stdout.readlines()
+        assert launcher.wait(timeout=30) == 5
+    assert said == ["ready\n", "usr1\n", "term\n", f"node 0: {sys.executable} ended with status 5\n"]
+
+
+def test_without_a_command_the_head_stays_until_a_signal(stand_in: Path, file: HeadFile) -> None:
+    port = free_port()
+    words = ["--head-file", str(file.path), "--address", "127.0.0.1"]
+    command = launch(stand_in, 0, *words, MASTER_PORT=port)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        launcher.stdout.readline()
+        assert launcher.stdout.readline() == (
+            f"node 0: other programs reach the cluster after: export RAY_ADDRESS=127.0.0.1:{port} "
+            f"RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH={file.token_path}\n"
+        )
+        launcher.send_signal(signal.SIGINT)
+        assert launcher.wait(timeout=30) == 0
+    assert not file.path.exists()
+
+
+def test_a_follower_leaves_the_head_time_to_end_first(stand_in: Path, file: HeadFile, port: int) -> None:
+    head = Head("127.0.0.1", port, None, "a")
+    file.write(head)
+    command = launch(stand_in, 1, "--head-file", str(file.path), "--grace", "3")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        assert launcher.stdout.readline() == f"node 1: 127.0.0.1 has joined {head}\n"
+        launcher.send_signal(signal.SIGUSR1)
+        launcher.send_signal(signal.SIGTERM)
+        began = time.monotonic()
+        assert launcher.stdout.readline() == f"node 1: leaves {head} once it ends, or in 3 s\n"
+        assert launcher.wait(timeout=30) == 0
+        assert 2.9 < time.monotonic() - began < 10
+
+
+def test_a_second_signal_ends_a_follower_at_once(stand_in: Path, file: HeadFile, port: int) -> None:
+    head = Head("127.0.0.1", port, None, "a")
+    file.write(head)
+    with subprocess.Popen(
+        launch(stand_in, 1, "--head-file", str(file.path)), stdout=subprocess.PIPE, text=True
+    ) as launcher:
+        assert launcher.stdout is not None
+        launcher.stdout.readline()
+        for word in ("once it ends, or in 120 s", "now"):
+            launcher.send_signal(signal.SIGINT)
+            assert launcher.stdout.readline() == f"node 1: leaves {head} {word}\n"
+        assert launcher.wait(timeout=30) == 0
+
+
+def test_a_follower_tries_again_until_the_time_is_over(stand_in: Path, file: HeadFile, port: int) -> None:
+    stand_in.write_text("#!/bin/sh\necho no room\nexit 1\n")
+    head = Head("127.0.0.1", port, None, "a")
+    file.write(head)
+    command = launch(stand_in, 1, "--head-file", str(file.path), "--timeout", "2")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert done.stdout == f"node 1: Ray could not join {head}; its last lines:\nno room\n" * 2
+    assert done.stderr == f"tandem node: no head within 2 s: this machine could not join {head}\n"
+
+
+def test_a_head_that_ends_before_a_follower_has_joined(stand_in: Path, file: HeadFile) -> None:
+    stand_in.write_text(f"#!/bin/sh\ntouch {stand_in}.up\nexec sleep 1000\n")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        file.write(Head("127.0.0.1", server.getsockname()[1], None, "a"))
+        follower = subprocess.Popen(launch(stand_in, 1, "--head-file", str(file.path)))
+        wait_for(Path(f"{stand_in}.up").exists)
+        file.remove()
+    assert follower.wait(timeout=30) == 0
+
+
+def test_a_ray_that_ends_too_early(stand_in: Path, file: HeadFile) -> None:
+    stand_in.write_text("#!/bin/sh\necho one\necho two\nexit 3\n")
+    words = ["--head-file", str(file.path), "--address", "127.0.0.1"]
+    command = launch(stand_in, 0, *words, MASTER_PORT=free_port())
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    expected = "tandem node: Ray's head did not start on 127.0.0.1; its last lines:\none\ntwo\n"
+    assert done.stderr == expected

@@ -1,0 +1,195 @@
+"""A run on Ray as a process of its own, what it is made of, and ways to harm it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tandem.observability.files import whole_lines
+from tests.e2e.shop import SOURCES, Shop
+
+ESTIMATOR = """
+import time
+from tandem.algorithms.advantages.gae import gae
+
+def slow_gae(token_level_rewards, values, response_mask, offsets, *, gamma=1.0, lam=1.0):
+    time.sleep(0.05)
+    return gae(token_level_rewards, values, response_mask, offsets, gamma=gamma, lam=lam)
+"""
+REWARD = """
+import time
+from pathlib import Path
+
+ORDER = Path(__file__).with_name("order")
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    if ORDER.exists():
+        order = ORDER.read_text()
+        if order == "sleep":
+            time.sleep(1000)
+        if order == "raise":
+            raise OSError("the judge cannot be reached")
+        if order == "memory":
+            bytearray(2**50)
+    time.sleep(0.005)
+    return len(set(solution_str)) / 6
+"""
+"""They wait a moment, so that their phases last long enough to be met. The reward does what a file says."""
+
+POOLS = {"policy": 2, "value": 1, "reward_pool": 1, "controller_pool": 1}
+
+
+def command(shop: Shop, name: str, steps: int, *more: str) -> list[str]:
+    """PPO with a reference and a critic on a pool of its own, in which every phase occurs."""
+    estimator, reward = shop.folder / "ray_estimator.py", shop.folder / "ray_reward.py"
+    estimator.write_text(ESTIMATOR)
+    reward.write_text(REWARD)
+    return shop.document(
+        f"algorithm.adv_estimator={estimator}:slow_gae",
+        f"custom_reward_function.path={reward}",
+        "algorithm.use_kl_in_reward=true",
+        "actor_rollout_ref.actor.optim.lr=0.003",
+        "trainer.logger=[]",
+        "trainer.test_freq=1",
+        "trainer.save_freq=1",
+        "trainer.max_ckpt_to_keep=2",
+        "trainer.timeouts.answer=10",
+        "trainer.timeouts.call=20",
+        "trainer.timeouts.stop=5",
+        "trainer.resource_pools={policy: [2], value: [1]}",
+        "trainer.placement={actor_rollout: policy, critic: value}",
+        f"trainer.total_training_steps={steps}",
+        f"trainer.default_local_dir={shop.folder / name}",
+        *more,
+    )
+
+
+@dataclass
+class RayRun:
+    """A `tandem train` on Ray.
+
+    Attributes:
+        process: the controller, or what started it.
+        folder: the run folder.
+        controller_is_leader: whether it is the controller.
+    """
+
+    process: subprocess.Popen[str]
+    folder: Path
+    controller_is_leader: bool = True
+
+    @classmethod
+    def start(cls, words: list[str], folder: Path, **environment: str) -> RayRun:
+        processes = folder / "log" / "processes.json"
+        processes.unlink(missing_ok=True)
+        own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SOURCES), **environment}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tandem", "train", *words],
+            cwd=folder.parent,
+            env=os.environ | own,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        return cls(process, folder)
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process ids by POOL_RANK; nothing before they are up."""
+        return {name: pid for name, (_, pid) in self.places.items()}
+
+    @property
+    def places(self) -> dict[str, tuple[str, int]]:
+        """Node address and process id by POOL_RANK; nothing before they are up."""
+        file = self.folder / "log" / "processes.json"
+        if not file.exists():
+            return {}
+        content = json.loads(file.read_text() or "{}")
+        if self.controller_is_leader and content.get("controller") != self.process.pid:
+            return {}
+        found = content.get("processes", ())
+        return {process["name"]: (process["node"], process["pid"]) for process in found}
+
+    def await_phase(self, phase: str, *, after_step: int, limit_s: float = 180) -> None:
+        """Until this run is in, or was just in, that phase of a step later than `after_step`.
+
+        Raises:
+            AssertionError: it ended by itself, or took too long.
+        """
+        deadline = time.monotonic() + limit_s
+        while not self._in(phase, after_step):
+            assert time.monotonic() < deadline, f"{phase} never came:\n{self.end()}"
+            assert self.process.poll() is None, self.end()
+            time.sleep(0.01)
+
+    @property
+    def _controller(self) -> int:
+        content = json.loads((self.folder / "log" / "processes.json").read_text())
+        return int(content["controller"])
+
+    def _in(self, phase: str, after_step: int) -> bool:
+        timeline = self.folder / "timeline.json"
+        if not self.pids or not timeline.exists():
+            return False
+        own = {self._controller, *self.pids.values()}
+        steps = 0
+        for line in whole_lines(timeline)[1:]:
+            event: dict[str, Any] = json.loads(line.rstrip(","))
+            if event["pid"] not in own or event["ph"] != "B":
+                continue
+            steps += event["name"] == "step"
+            if event["name"] == phase and steps > after_step:
+                return True
+        return False
+
+    def harm(self, name: str, sent: signal.Signals) -> int:
+        """Sends a signal to a process of the run.
+
+        Returns:
+            its process id.
+        """
+        pid = self.pids[name]
+        os.kill(pid, sent)
+        return pid
+
+    def end(self, limit_s: float = 60) -> str:
+        """What it printed until it ended by itself.
+
+        Raises:
+            AssertionError: it did not end within the limit; it is killed then.
+        """
+        try:
+            printed, _ = self.process.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            printed, _ = self.process.communicate()
+            raise AssertionError(f"still there after {limit_s} s:\n{printed}") from None
+        return printed
+
+    def survivors(self, limit_s: float = 10) -> list[str]:
+        """Processes of this run, Ray's own among them, that are still there after a moment."""
+        deadline = time.monotonic() + limit_s
+        while (left := _session(self.process.pid)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return left
+
+
+def _session(leader: int) -> list[str]:
+    """Command lines of the living processes of a session."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, _, session = stat.read_text().rpartition(")")[2].split()[:4]
+            if int(session) == leader and state != "Z":
+                found.append(stat.with_name("cmdline").read_bytes().replace(b"\0", b" ").decode()[:150])
+        except OSError:  # it has ended meanwhile
+            continue
+    return found

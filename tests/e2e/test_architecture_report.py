@@ -1,0 +1,340 @@
+"""The code samples of the architecture report that describes this design, with the imports and `ray.get`
+changed and nothing else, on workers that compute by hand what models would."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+
+from tandem.errors import ConfigError
+from tandem.protocol import DataProto, Ragged
+from tandem.runtime import (
+    Backend,
+    BaseWorker,
+    BatchFuture,
+    Dispatch,
+    LocalBackend,
+    Placement,
+    Role,
+    Worker,
+    WorkerGroup,
+    register,
+)
+from tests.runtime.multi_worker import ThreadBackend
+
+PROMPTS = [[[3, 1], [4], [1, 5, 9, 2], [6, 5], [3]], [[5, 8], [9, 7, 9], [3]], [[2], [3, 8, 4]]]
+"""Three batches of 5, 3 and 2 prompts; two workers never get the same number of tokens."""
+
+
+class ActorRolloutRef(Worker):
+    """A policy that says the prompt backwards; each update halves its log-probs."""
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+        self.learnt = 0.0
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        rows = [torch.cat([row, row.flip(0)]) for row in prompts.ragged("prompts")]
+        return DataProto({"tokens": Ragged.from_list(rows, torch.int64)}, prompts.non_tensor_batch)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    def compute_log_prob(self, batch: DataProto) -> DataProto:
+        return DataProto({"old_log_probs": self._log_prob(batch, self.scale)})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
+        return DataProto({"ref_log_probs": self._log_prob(batch, 1.0)})
+
+    def _log_prob(self, batch: DataProto, scale: float) -> Ragged:
+        tokens = batch.ragged("tokens")
+        return tokens.with_values(-scale * tokens.values.double())
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, collect="first")
+    def update_actor(self, batch: DataProto, advantages: DataProto) -> dict[str, float]:
+        firsts = batch.ragged("tokens").values[batch.ragged("tokens").offsets[:-1]]
+        self.learnt += float((firsts * advantages.dense("advantages")).sum())
+        self.scale /= 2
+        return {"scale": self.scale}
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def state(self) -> tuple[float, float]:
+        return self.scale, self.learnt
+
+
+class Critic(Worker):
+    """Values a sample by its tokens' sum; each update adds one to the factor."""
+
+    def __init__(self) -> None:
+        self.factor = 1
+        self.learnt = 0.0
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    def compute_values(self, batch: DataProto) -> DataProto:
+        sums = [float(row.sum()) for row in batch.ragged("tokens")]
+        return DataProto({"values": self.factor * torch.tensor(sums, dtype=torch.float64)})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, collect="first")
+    def update_critic(self, batch: DataProto, advantages: DataProto) -> None:
+        self.learnt += float((batch.ragged("tokens").lengths * advantages.dense("advantages")).sum())
+        self.factor += 1
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def state(self) -> tuple[int, float]:
+        return self.factor, self.learnt
+
+
+class RewardModel(Worker):
+    """Likes long samples."""
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    def compute_scores(self, batch: DataProto) -> DataProto:
+        return DataProto({"scores": batch.ragged("tokens").lengths.double()})
+
+
+def compute_advantages(values: BatchFuture, rewards: BatchFuture) -> DataProto:
+    return DataProto({"advantages": rewards.get().dense("scores") - values.get().dense("values")})
+
+
+Groups = tuple[WorkerGroup, WorkerGroup, WorkerGroup]
+
+
+@pytest.fixture
+def groups(request: pytest.FixtureRequest) -> Iterator[Groups]:
+    """Actor, critic and reward: in this process; in threads of two, one and three workers; and in two
+    processes that actor and critic share, beside one for the reward."""
+    sizes = {"local": (1, 1, 1), "threads": (2, 1, 3), "ray": (2, 2, 1)}[request.param]
+    spec = {"actor_pool": [sizes[0]], "critic_pool": [sizes[1]], "reward_pool": [sizes[2]]}
+    on_ray = request.param == "ray"
+    roles = {
+        Role.ActorRolloutRef: "actor_pool",
+        Role.Critic: "actor_pool" if on_ray else "critic_pool",
+        Role.RewardModel: "reward_pool",
+    }
+    placement = Placement(spec, roles)
+    backend: Backend
+    if on_ray:
+        pytest.importorskip("ray")
+        request.getfixturevalue("ray_cluster")
+        backend = import_module("tandem.runtime.ray_backend").RayBackend("report", device="cpu")
+    else:
+        backend = LocalBackend() if request.param == "local" else ThreadBackend()
+    actor, critic, reward = (
+        WorkerGroup(backend, worker, placement.pool(role), role=role.name)
+        for worker, role in zip((ActorRolloutRef, Critic, RewardModel), roles, strict=True)
+    )
+    yield actor, critic, reward
+    backend.shutdown()
+
+
+@pytest.fixture
+def dataloader() -> list[DataProto]:
+    return [
+        DataProto({"prompts": Ragged.from_list(rows)}, {"uid": [f"{b}-{i}" for i in range(len(rows))]})
+        for b, rows in enumerate(PROMPTS)
+    ]
+
+
+def tokens_of(rows: list[list[int]]) -> list[list[int]]:
+    return [row + row[::-1] for row in rows]
+
+
+def lists(column: Ragged) -> list[list[Any]]:
+    return [row.tolist() for row in column]
+
+
+@pytest.mark.parametrize("groups", ["local", "threads"], indirect=True)
+def test_driver_process_synchronization_pattern(groups: Groups, dataloader: list[DataProto]) -> None:
+    """Section 6.1."""
+    actor_rollout_ref_wg, critic_wg, _ = groups
+    seen = []
+
+    for prompt in dataloader:
+        # All operations return futures immediately
+        output_future = actor_rollout_ref_wg.generate_sequences(prompt)
+
+        # Can start other operations while generation runs
+        old_log_prob_future = actor_rollout_ref_wg.compute_log_prob(output_future)
+        values_future = critic_wg.compute_values(output_future)
+
+        # Synchronization happens only when needed
+        output = output_future.get()
+        old_log_prob = old_log_prob_future.get()
+        values = values_future.get()
+
+        assert all(isinstance(f, BatchFuture) for f in (output_future, old_log_prob_future, values_future))
+        seen.append((output, old_log_prob, values))
+
+    assert len(seen) == len(PROMPTS)
+    for b, (rows, (output, old_log_prob, values)) in enumerate(zip(PROMPTS, seen, strict=True)):
+        expected = tokens_of(rows)
+        assert lists(output.ragged("tokens")) == expected
+        assert list(output.non_tensor_batch["uid"]) == [f"{b}-{i}" for i in range(len(rows))]
+        assert lists(old_log_prob.ragged("old_log_probs")) == [[-float(t) for t in row] for row in expected]
+        assert values.dense("values").tolist() == [float(sum(row)) for row in expected]
+
+
+@pytest.mark.parametrize("groups", ["local", "threads", "ray"], indirect=True)
+def test_simple_ppo_loop(groups: Groups, dataloader: list[DataProto]) -> None:
+    """Section 8.1."""
+    actor_rollout_ref_wg, critic_wg, reward_wg = groups
+    num_epochs = 2
+    seen = []
+
+    # Simple PPO loop with distributed execution
+    for epoch in range(num_epochs):  # noqa: B007
+        for prompt_batch in dataloader:
+            # Rollout phase
+            trajectories = actor_rollout_ref_wg.generate_sequences(prompt_batch)
+
+            # Compute required values
+            old_log_probs = actor_rollout_ref_wg.compute_log_prob(trajectories)
+            ref_log_probs = actor_rollout_ref_wg.compute_ref_log_prob(trajectories)
+            values = critic_wg.compute_values(trajectories)
+            rewards = reward_wg.compute_scores(trajectories)
+
+            # Advantage computation (on controller)
+            advantages = compute_advantages(values, rewards)
+
+            # Update phase
+            actor_rollout_ref_wg.update_actor(trajectories, advantages)
+            critic_wg.update_critic(trajectories, advantages)
+
+            seen.append((old_log_probs.get(), ref_log_probs.get(), advantages))
+
+    actor_learnt, critic_learnt = 0.0, 0.0
+    for step, (old, ref, advantages) in enumerate(seen):
+        expected = tokens_of(PROMPTS[step % len(PROMPTS)])
+        assert lists(old.ragged("old_log_probs")) == [[-t * 0.5**step for t in row] for row in expected]
+        assert lists(ref.ragged("ref_log_probs")) == [[-float(t) for t in row] for row in expected]
+        by_hand = [len(row) - (1 + step) * sum(row) for row in expected]
+        assert advantages.dense("advantages").tolist() == by_hand
+        actor_learnt += sum(row[0] * a for row, a in zip(expected, by_hand, strict=True))
+        critic_learnt += sum(len(row) * a for row, a in zip(expected, by_hand, strict=True))
+    assert len(seen) == num_epochs * len(PROMPTS)
+    for group, reached, learnt in (
+        (actor_rollout_ref_wg, 0.5 ** len(seen), actor_learnt),
+        (critic_wg, 1 + len(seen), critic_learnt),
+    ):
+        states = group.state()
+        assert [state[0] for state in states] == [reached] * group.world_size  # every worker, every update
+        assert sum(state[1] for state in states) == learnt  # all samples with their own advantages
+
+
+# fmt: off
+class CustomActorWorker(BaseWorker):
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def custom_operation(self, data: DataProto) -> DataProto:
+        # Your custom implementation
+        # Automatic handling of:
+        # - Data distribution
+        # - Remote execution
+        # - Result collection
+        pass
+# fmt: on
+
+
+class Shares(CustomActorWorker):
+    """The same with something in it; an overriding method need not be registered again."""
+
+    def custom_operation(self, data: DataProto) -> DataProto:
+        place = torch.tensor([self.rank, len(data)]).expand(len(data), 2)
+        return DataProto({"place": place, "score": data.dense("score") * 2})
+
+
+def threads_of(worker: type[Worker], processes: int) -> WorkerGroup:
+    placement = Placement({"pool": [processes]}, {Role.ActorRollout: "pool"})
+    return WorkerGroup(ThreadBackend(), worker, placement.pool(Role.ActorRollout))
+
+
+def test_custom_worker() -> None:
+    """Section 10.1."""
+    data = DataProto({"score": torch.tensor([1.0, 2.0, 3.0])})
+    empty, full = threads_of(CustomActorWorker, 2), threads_of(Shares, 2)
+    assert empty.custom_operation(data) is None
+    out = full.custom_operation(data)
+    assert out.dense("score").tolist() == [2.0, 4.0, 6.0]
+    assert out.dense("place").tolist() == [[0, 2], [0, 2], [1, 1]]
+    empty.shutdown()
+    full.shutdown()
+
+
+def test_register_sample_blocks_and_collects() -> None:
+    """Section 5.2."""
+
+    class RolloutWorker(Worker):
+        @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+        def generate_sequences(self, prompts: DataProto) -> DataProto:
+            # Automatically handles:
+            # 1. Data splitting across DP dimension
+            # 2. Remote dispatch to workers
+            # 3. Result collection and concatenation
+            return DataProto(
+                {"prompts": prompts.ragged("prompts"), "rank": torch.full((len(prompts),), self.rank)}
+            )
+
+    group = threads_of(RolloutWorker, 4)
+    out = group.generate_sequences(DataProto({"prompts": Ragged.from_list(PROMPTS[0])}))
+    assert isinstance(out, DataProto)
+    assert lists(out.ragged("prompts")) == PROMPTS[0]
+    assert out.dense("rank").tolist() == [0, 0, 1, 2, 3]
+    group.shutdown()
+
+
+# fmt: off
+def resource_pools() -> Placement:
+    """Section 4.1."""
+    n_gpus_per_node, nnodes = 8, 4
+
+    resource_pool_spec = {
+        'global_pool': [n_gpus_per_node] * nnodes,
+        'actor_pool': [8] * 4,  # 32 GPUs for actor
+        'critic_pool': [4] * 4,  # 16 GPUs for critic
+    }
+
+    mapping = {
+        Role.ActorRollout: 'actor_pool',
+        Role.Critic: 'critic_pool',
+        Role.RefPolicy: 'actor_pool',  # Colocated with actor
+    }
+
+    return Placement(resource_pool_spec, mapping)
+
+
+def pools_for_different_model_sizes(mapping: dict[Role, str]) -> Placement:
+    """Section 10.2."""
+    # Example: Separate pools for different model sizes
+    resource_pool_spec = {
+        'large_model_pool': [8] * 8,   # 64 GPUs for 70B model
+        'small_model_pool': [4] * 4,   # 16 GPUs for 7B model
+        'reward_pool': [2] * 2,        # 4 GPUs for reward model
+    }
+
+    return Placement(resource_pool_spec, mapping)
+# fmt: on
+
+
+def test_resource_pools_and_role_mapping() -> None:
+    placement = resource_pools()
+    sizes = {name: (pool.nnodes, pool.world_size) for name, pool in placement.pools.items()}
+    assert sizes == {"global_pool": (4, 32), "actor_pool": (4, 32), "critic_pool": (4, 16)}
+    assert placement.pool(Role.RefPolicy) is placement.pool(Role.ActorRollout)
+    assert placement.pool(Role.Critic).process_on_nodes == (4, 4, 4, 4)
+
+
+def test_pools_for_different_model_sizes() -> None:
+    placement = pools_for_different_model_sizes(
+        {
+            Role.ActorRollout: "large_model_pool",
+            Role.Critic: "small_model_pool",
+            Role.RewardModel: "reward_pool",
+        }
+    )
+    roles = (Role.ActorRollout, Role.Critic, Role.RewardModel)
+    assert [placement.pool(role).world_size for role in roles] == [64, 16, 4]
+    with pytest.raises(ConfigError, match="did you mean 'reward_pool'"):
+        pools_for_different_model_sizes({Role.RewardModel: "rewards_pool"})

@@ -1,0 +1,170 @@
+"""Roles on pools of their own work at the same time; roles move to other pools between steps and runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, Qwen2Config
+
+from tandem.observability.timers import read_timeline
+from tandem.runtime import Placement, Role
+from tandem.trainer.ppo import PPOTrainer
+from tests.support.runs import Lab
+
+pytestmark = pytest.mark.e2e
+
+SLOW = """
+import time
+from tandem.runtime import Dispatch, register
+from tandem.workers.actor import ActorWorker
+from tandem.workers.critic import CriticWorker
+from tandem.workers.reward_model import RewardModelWorker
+
+WORK_S = 1.0
+
+class SlowReference(ActorWorker):
+    def compute_ref_log_prob(self, batch):
+        with self.timeline.phase("work on ref"):
+            time.sleep(WORK_S)
+        return super().compute_ref_log_prob(batch)
+
+class SlowCritic(CriticWorker):
+    def compute_values(self, batch):
+        with self.timeline.phase("work on values"):
+            time.sleep(WORK_S)
+        return super().compute_values(batch)
+
+class SlowScorer(RewardModelWorker):
+    def compute_rm_score(self, batch):
+        with self.timeline.phase("work on scores"):
+            time.sleep(WORK_S)
+        return super().compute_rm_score(batch)
+"""
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return len(set(solution_str)) / 6
+"""
+
+
+def spans(timeline: Path, phase: str) -> list[tuple[float, float]]:
+    """Begin and end of each occurrence, seconds."""
+    found: list[tuple[float, float]] = []
+    begun: dict[tuple[int, int], float] = {}
+    for event in read_timeline(timeline):
+        if event.get("name") == phase and event["ph"] == "B":
+            begun[event["pid"], event["tid"]] = event["ts"] / 1e6
+        elif event.get("name") == phase and event["ph"] == "E":
+            found.append((begun[event["pid"], event["tid"]], event["ts"] / 1e6))
+    return found
+
+
+@pytest.mark.timeout(480)
+def test_reference_critic_and_reward_model_overlap(lab: Lab, ray_cluster: None) -> None:
+    file = lab.folder / "slow_workers.py"
+    file.write_text(SLOW)
+    scorer = lab.folder / "scorer"
+    tokenizer = AutoTokenizer.from_pretrained(lab.model)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_labels=1,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(scorer)
+    finished = lab.run(
+        "overlap",
+        "algorithm.adv_estimator=gae",
+        "actor_rollout_ref.actor.use_kl_loss=true",
+        "reward_model.enable=true",
+        f"reward_model.model.path={scorer}",
+        "trainer.resource_pools={policy: [1], frozen: [1], value: [1], scores: [1]}",
+        "trainer.placement={actor_rollout: policy, ref: frozen, critic: value, reward_model: scores}",
+        f"trainer.worker_classes.ref={file}:SlowReference",
+        f"trainer.worker_classes.critic={file}:SlowCritic",
+        f"trainer.worker_classes.reward_model={file}:SlowScorer",
+        "trainer.total_training_steps=3",
+    )
+    timeline = finished.folder / "timeline.json"
+    steps = [spans(timeline, f"work on {phase}") for phase in ("ref", "values", "scores")]
+    assert [len(occurrences) for occurrences in steps] == [3, 3, 3]
+    for together in zip(*steps, strict=True):
+        lengths = [end - begin for begin, end in together]
+        elapsed = max(end for _, end in together) - min(begin for begin, _ in together)
+        hidden = (sum(lengths) - elapsed) / (sum(lengths) - max(lengths))
+        assert hidden >= 0.8, together
+    for role in ("ref", "critic", "reward_model"):
+        assert finished.rows[-1][f"perf/busy_share/{role}"] > 0.3
+
+
+def learnt(rows: list[dict[str, Any]]) -> list[list[float]]:
+    return [[row["reward/mean"], row["actor/loss"], row["critic/loss"]] for row in rows]
+
+
+@pytest.fixture(scope="module")
+def words(lab: Lab) -> tuple[str, ...]:
+    reward = lab.folder / "varied_reward.py"
+    reward.write_text(REWARD)
+    return (
+        "algorithm.adv_estimator=gae",
+        f"custom_reward_function.path={reward}",
+        "actor_rollout_ref.actor.fsdp_config.model_dtype=fp64",
+        "critic.fsdp_config.model_dtype=fp64",
+        "trainer.total_training_steps=4",
+        "trainer.save_freq=2",
+    )
+
+
+@pytest.fixture(scope="module")
+def undisturbed(lab: Lab, words: tuple[str, ...]) -> list[list[float]]:
+    return learnt(lab.run("undisturbed", *words).rows)
+
+
+@pytest.mark.timeout(480)
+def test_reallocated_in_mid_run(
+    lab: Lab,
+    words: tuple[str, ...],
+    undisturbed: list[list[float]],
+    ray_cluster: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From two colocated ranks to an actor on one and a critic on another, after the second step."""
+    apart = Placement({"policy": [1], "value": [1]}, {Role.ActorRollout: "policy", Role.Critic: "value"})
+    moved: list[int] = []
+
+    def at_step_boundary(trainer: PPOTrainer, step: int) -> None:
+        if step == 2:
+            assert trainer.roles.actor.world_size == 2
+            trainer.reallocate(apart)
+            moved.append(trainer.roles.actor.world_size)
+
+    monkeypatch.setattr(PPOTrainer, "at_step_boundary", at_step_boundary)
+    finished = lab.run("moved", *words, "trainer.n_gpus_per_node=2")
+    assert moved == [1]
+    for got, expected in zip(learnt(finished.rows), undisturbed, strict=True):
+        assert got == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.timeout(480)
+def test_resumed_with_other_pools(
+    lab: Lab,
+    words: tuple[str, ...],
+    undisturbed: list[list[float]],
+    ray_cluster: None,
+) -> None:
+    """Two steps on two colocated ranks, then two with the roles apart, from the same run folder."""
+    lab.run("resized", *words, "trainer.n_gpus_per_node=2", "trainer.total_training_steps=2")
+    finished = lab.run(
+        "resized",
+        *words,
+        "trainer.resource_pools={policy: [1], value: [2]}",
+        "trainer.placement={actor_rollout: policy, critic: value}",
+    )
+    assert any("resumed from" in sentence for sentence in finished.said)
+    for got, expected in zip(learnt(finished.rows), undisturbed, strict=True):
+        assert got == pytest.approx(expected, rel=1e-9, abs=1e-9)

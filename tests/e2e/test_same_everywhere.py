@@ -1,0 +1,100 @@
+"""The same config in one process, on two and four ranks, and with the roles apart gives the same numbers:
+real Ray, real FSDP2 over gloo. Seven prompts, so that no number of ranks divides the batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.runs import Lab
+
+pytestmark = pytest.mark.e2e
+
+STEPS = 5
+PPO = (
+    "algorithm.adv_estimator=gae",
+    "algorithm.lam=0.95",
+    "data.train_batch_size=7",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=7",
+    "actor_rollout_ref.actor.ppo_epochs=2",
+    "actor_rollout_ref.actor.use_kl_loss=true",
+    "actor_rollout_ref.actor.kl_loss_coef=0.1",
+    "actor_rollout_ref.actor.entropy_coeff=0.01",
+    "actor_rollout_ref.rollout.n=1",
+    "critic.ppo_mini_batch_size=7",
+    "critic.optim.lr=0.01",
+    f"trainer.total_training_steps={STEPS}",
+)
+FP64 = tuple(
+    f"{model}.fsdp_config.model_dtype=fp64"
+    for model in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")
+)
+LAYOUTS = {
+    "two colocated": ("trainer.n_gpus_per_node=2",),
+    "four colocated": ("trainer.n_gpus_per_node=4",),
+    "apart": (
+        "trainer.resource_pools={policy: [2], value: [1], scores: [1]}",
+        "trainer.placement={actor_rollout: policy, critic: value, reward: scores}",
+    ),
+    "rollout apart": (
+        "trainer.resource_pools={trains: [2], samples: [2]}",
+        "trainer.placement={actor: trains, rollout: samples}",
+    ),
+}
+LEARNT = ("reward/mean", "actor/loss", "actor/kl", "actor/entropy", "actor/grad_norm", "critic/loss")
+
+
+def learnt(rows: list[dict[str, Any]]) -> list[list[float]]:
+    return [[row[name] for name in LEARNT] for row in rows]
+
+
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return len(set(solution_str)) / 6
+"""
+"""Differs between samples even for a model that knows nothing."""
+
+
+def run(lab: Lab, name: str, *words: str) -> list[dict[str, Any]]:
+    reward = lab.folder / "reward.py"
+    reward.write_text(REWARD)
+    rows = lab.run(name, *PPO, f"custom_reward_function.path={reward}", *words).rows
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    return rows
+
+
+@pytest.fixture(scope="module")
+def alone(lab: Lab) -> dict[str, list[list[float]]]:
+    """The run in one process, in each precision."""
+    return {
+        "fp64": learnt(run(lab, "alone64", *FP64)),
+        "fp32": learnt(run(lab, "alone32")),
+    }
+
+
+@pytest.mark.timeout(480)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_float64_agrees_to_1e_9(
+    lab: Lab,
+    alone: dict[str, list[list[float]]],
+    ray_cluster: None,
+    layout: str,
+) -> None:
+    rows = run(lab, f"fp64 {layout}", *FP64, *LAYOUTS[layout])
+    for got, expected in zip(learnt(rows), alone["fp64"], strict=True):
+        assert got == pytest.approx(expected, rel=1e-9, abs=1e-9)
+    assert rows[-1]["controller/value_bytes"] == 0
+
+
+@pytest.mark.timeout(480)
+@pytest.mark.parametrize("layout", ["two colocated", pytest.param("four colocated", marks=pytest.mark.slow)])
+def test_float32_agrees_to_1e_5(
+    lab: Lab,
+    alone: dict[str, list[list[float]]],
+    ray_cluster: None,
+    layout: str,
+) -> None:
+    rows = run(lab, f"fp32 {layout}", *LAYOUTS[layout])
+    for got, expected in zip(learnt(rows), alone["fp32"], strict=True):
+        assert got == pytest.approx(expected, rel=1e-5, abs=1e-5)

@@ -1,0 +1,48 @@
+"""Where Ray is not installed, one process needs none, and several are refused before any work is done."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.shop import SOURCES, Shop
+
+pytestmark = pytest.mark.e2e
+
+PROGRAM = """
+import sys
+sys.modules["ray"] = None  # what an import of it finds where it is not installed
+from tandem.cli.main import main
+sys.exit(main())
+"""
+
+
+def tandem(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM, *words],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+def test_training(shop: Shop) -> None:
+    assert tandem(shop.folder, "train", *shop.short("alone")).returncode == 0
+    done = tandem(shop.folder, "train", *shop.short("together", "trainer.n_gpus_per_node=2"))
+    assert done.returncode == 1
+    assert "Ray is not installed, and several processes need it" in done.stderr
+    assert "pip install 'tandem[ray]'" in done.stderr
+
+
+def test_the_demo(tmp_path: Path) -> None:
+    done = tandem(tmp_path, "demo", "--ranks", "2")
+    assert done.returncode == 1
+    assert "  got:      --ranks 2\n" in done.stderr
+    assert list(tmp_path.iterdir()) == []

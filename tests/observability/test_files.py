@@ -1,0 +1,62 @@
+"""Files that several processes append to at once."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tandem.observability.files import append_line, whole_lines
+from tandem.observability.timers import Timeline, read_timeline
+
+WRITER = """
+import sys
+from pathlib import Path
+from tandem.observability.files import append_line
+for i in range(200):
+    append_line(Path(sys.argv[1]), f"{sys.argv[2]} {i} " + "x" * (37 * i % 500), header="[")
+"""
+
+
+def test_lines_of_many_processes_stay_whole(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(path), str(n)]) for n in range(4)]
+    assert [writer.wait(60) for writer in writers] == [0] * 4
+    first, *lines = whole_lines(path)
+    assert first == "["
+    assert len(lines) == 800
+    for n in range(4):
+        mine = [line.split(" ") for line in lines if line.startswith(f"{n} ")]
+        assert [(int(i), len(x)) for _, i, x in mine] == [(i, 37 * i % 500) for i in range(200)]
+
+
+def test_a_torn_line_is_cut_off_once(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    path.write_text("whole\ntor")
+    append_line(path, "next", header="[")
+    append_line(path, "last")
+    assert path.read_text() == "whole\nnext\nlast\n"
+    path.write_text("torn from the start")
+    append_line(path, "first", header="[")
+    assert path.read_text() == "[\nfirst\n"
+
+
+def test_a_line_costs_little(tmp_path: Path) -> None:
+    start = time.perf_counter()
+    for i in range(500):
+        append_line(tmp_path / "lines", str(i))
+    assert time.perf_counter() - start < 2
+
+
+def test_timelines_of_one_process_have_tracks_of_their_own(tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+    actor, critic = (Timeline(path, process=name) for name in ("actor rank 0", "critic rank 0"))
+    with actor.phase("gen"), critic.phase("values"):
+        pass
+    events = read_timeline(path)
+    names = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert [(names[event["tid"]], event["ph"], event["name"]) for event in events if event["ph"] != "M"] == [
+        ("actor rank 0", "B", "gen"),
+        ("critic rank 0", "B", "values"),
+        ("critic rank 0", "E", "values"),
+        ("actor rank 0", "E", "gen"),
+    ]

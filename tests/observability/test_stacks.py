@@ -1,0 +1,51 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tandem.errors import DataError
+from tandem.observability.stacks import ask_stacks, offer_stacks
+
+SLEEPER = """
+import sys, time
+from pathlib import Path
+from tandem.observability.stacks import offer_stacks
+
+def waits_for_a_long_time():
+    print("ready", flush=True)
+    time.sleep(1000)
+
+offer_stacks(Path(sys.argv[1]))
+waits_for_a_long_time()
+"""
+
+
+def test_another_process_shows_where_it_is_and_goes_on(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", SLEEPER, str(tmp_path)], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        for _ in range(2):
+            name, stacks = ask_stacks(tmp_path)
+            assert f"pid {process.pid}" in name
+            assert "in waits_for_a_long_time" in stacks
+            assert stacks.count("most recent call first") == 1
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.communicate()
+    assert ask_stacks(tmp_path)[1] == "has ended"
+
+
+def test_no_run(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no run has begun"):
+        ask_stacks(tmp_path / "log")
+
+
+def test_offering_anew_writes_to_the_new_folder(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        offer_stacks(tmp_path / name)
+    assert "test_offering_anew" in ask_stacks(tmp_path / "b")[1]
+    assert (tmp_path / "a" / "controller.stacks").read_text() == ""

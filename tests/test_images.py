@@ -1,0 +1,45 @@
+"""docker/: the images are pinned as the project is, run as a user, and are made of files that are sent."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PINS = dict(
+    line.split("==")
+    for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    if not line.startswith("#")
+)
+DOCKERFILES = sorted((ROOT / "docker").glob("Dockerfile.*"))
+parse = runpy.run_path(str(ROOT / "docker" / "try_install.py"))["instructions"]
+
+
+def test_there_is_one_image_for_each_kind_of_machine_and_of_rollout_engine() -> None:
+    assert {path.suffix for path in DOCKERFILES} == {".cpu", ".cuda", ".sglang", ".vllm"}
+
+
+def test_lines_are_joined_and_comments_left_out() -> None:
+    text = "# head\nARG A=1\nRUN one \\\n    # between\n    && two\n\ncopy a b\n"
+    assert list(parse(text)) == [("ARG", "A=1"), ("RUN", "one && two"), ("COPY", "a b")]
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.suffix[1:])
+def test_an_image(path: Path) -> None:
+    steps = list(parse(path.read_text(encoding="utf-8")))
+    words = [word for word, _ in steps]
+    installs = " ".join(rest for word, rest in steps if word == "RUN" and "pip install" in rest)
+    for name in ("torch", "transformers"):
+        assert set(re.findall(rf"\b{name}==([\d.]+)", installs)) <= {PINS[name]}
+    assert re.search(r"\btorch==", installs)
+    assert steps[words.index("USER")] == ("USER", "tandem")
+    *_, smoke = (place for place, word in enumerate(words) if word == "RUN")
+    assert smoke > words.index("USER")
+    assert "tandem config show" in steps[smoke][1]
+    sent = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    for _, rest in (step for step in steps if step[0] == "COPY"):
+        *sources, _target = rest.split()
+        assert all((ROOT / source).exists() and f"!{source}" in sent for source in sources)
