@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
-from torch import nn
+from torch import Tensor, nn
 
+from tandem.engines.weight_sync import Digest
 from tandem.errors import EngineError
 from tandem.protocol import Request, Sample
+
+SleepTag = Literal["weights", "kv_cache"]
+SLEEP_TAGS: tuple[SleepTag, ...] = ("weights", "kv_cache")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +28,29 @@ class SharedModule:
     module: nn.Module
 
 
-WeightSource = SharedModule
+@dataclass(frozen=True, slots=True)
+class WeightStream:
+    """Weights that arrive one after the other.
+
+    Attributes:
+        tensors: whole tensors by Hugging Face name, in compute dtype, on any device; read once, and each
+            only valid until the next is asked for.
+    """
+
+    tensors: Iterator[tuple[str, Tensor]]
+
+
+WeightSource = SharedModule | WeightStream
 
 
 @runtime_checkable
 class RolloutEngine(Protocol):
     """Writes responses. In-process engines do their work inside `poll`."""
+
+    @property
+    def takes(self) -> frozenset[type[SharedModule] | type[WeightStream]]:
+        """The kinds of `WeightSource` it accepts; none for an engine whose weights cannot be changed."""
+        ...
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queues requests; returns at once.
@@ -52,16 +73,32 @@ class RolloutEngine(Protocol):
         """Drops requests; their partial samples with finish_reason "abort" if asked for."""
         ...
 
-    def update_weights(self, source: WeightSource, version: int) -> None:
-        """The weights to sample from until the next call; drops any cached prefix."""
+    def update_weights(self, source: WeightSource, version: int) -> Digest:
+        """The weights to sample from until the next call; drops any cached prefix.
+
+        Returns:
+            the digest of the weights as the engine holds them now.
+
+        Raises:
+            EngineError: weights of another model, or of a kind that it does not take.
+        """
         ...
 
-    def sleep(self) -> None:
-        """Gives the KV cache back.
+    def sleep(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
+        """Gives memory back: the KV cache, the weights. An engine that sleeps is woken by `wake`, or by
+        `update_weights` and the next `poll`.
 
         Raises:
             EngineError: requests are pending.
         """
+        ...
+
+    def wake(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
+        """Takes the memory again. Weights that were dropped come back with the next `update_weights`."""
+        ...
+
+    def close(self) -> None:
+        """Ends what the engine started: processes, connections; idempotent."""
         ...
 
     def progress(self) -> int:

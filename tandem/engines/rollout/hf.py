@@ -8,7 +8,7 @@ a single token possible; `generate` then takes it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,12 +23,13 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from tandem.engines.rollout.base import WeightSource
+from tandem.engines.rollout.base import SLEEP_TAGS, SharedModule, SleepTag, WeightSource
 from tandem.engines.rollout.borrowed import borrowed
-from tandem.engines.rollout.checks import check_fits_model, check_new
+from tandem.engines.rollout.checks import check_fits_model, check_new, shared_module
 from tandem.engines.rollout.counters import Counters
 from tandem.engines.rollout.rows import Rows, empty_sample
 from tandem.engines.rollout.stops import Decode
+from tandem.engines.weight_sync import Digest, digest
 from tandem.errors import EngineError
 from tandem.protocol import Request, Sample
 
@@ -45,6 +46,8 @@ class HFEngine:
         decode: token ids to text, for stop strings.
         log: receives a line about every two seconds of work, between batches; None for none.
     """
+
+    takes = frozenset({SharedModule})
 
     def __init__(
         self,
@@ -63,7 +66,7 @@ class HFEngine:
         self._decode = decode
         self._counters = Counters(log)
         self._waiting: deque[Request] = deque()
-        self._source: WeightSource | None = None
+        self._source: SharedModule | None = None
         self._version = 0
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -83,11 +86,19 @@ class HFEngine:
         self._waiting = deque(request for request in self._waiting if request.id not in wanted)
         return [empty_sample(request) for request in dropped] if keep_partial else []
 
-    def update_weights(self, source: WeightSource, version: int) -> None:
+    def update_weights(self, source: WeightSource, version: int) -> Digest:
+        source = shared_module(source)
         check_fits_model(list(self._waiting), source.module)
         self._source, self._version = source, version
+        return digest(source.module.named_parameters())
 
-    def sleep(self) -> None:
+    def wake(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
+        """`generate` makes its cache anew for each batch."""
+
+    def close(self) -> None:
+        """It lives in this process and has nothing to end."""
+
+    def sleep(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
         if self._waiting:
             raise EngineError(
                 "requests are pending", got=f"{len(self._waiting)} requests", remedy="poll or abort them"

@@ -8,14 +8,14 @@ the order of submission; no clock decides it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.engines.rollout.base import WeightSource
-from tandem.engines.rollout.checks import check_fits_model, check_new
+from tandem.engines.rollout.base import SLEEP_TAGS, SharedModule, SleepTag, WeightSource
+from tandem.engines.rollout.checks import check_fits_model, check_new, shared_module
 from tandem.engines.rollout.counters import Counters
 from tandem.engines.rollout.native.cache import (
     COLUMN_STEP,
@@ -33,6 +33,7 @@ from tandem.engines.rollout.native.waiting import Admission, Waiting, rectangles
 from tandem.engines.rollout.rows import Rows, empty_sample
 from tandem.engines.rollout.sampler import RowParams
 from tandem.engines.rollout.stops import Decode
+from tandem.engines.weight_sync import Digest, digest
 from tandem.errors import EngineError
 from tandem.protocol import Request, Sample
 
@@ -54,6 +55,8 @@ class NativeEngine:
         decode: token ids to text, for stop strings.
         log: receives a line about every two seconds of work; None for none.
     """
+
+    takes = frozenset({SharedModule})
 
     def __init__(
         self,
@@ -79,7 +82,7 @@ class NativeEngine:
         self._rows = Rows(max_num_seqs)
         self._finished: list[Sample] = []
         self._known: set[tuple[str, int]] = set()
-        self._source: WeightSource | None = None
+        self._source: SharedModule | None = None
         self._runner: Runner | None = None
         self._cache: KVCache | None = None
         self._version = 0
@@ -100,8 +103,9 @@ class NativeEngine:
     def pending(self) -> int:
         return len(self._known)
 
-    def update_weights(self, source: WeightSource, version: int) -> None:
+    def update_weights(self, source: WeightSource, version: int) -> Digest:
         """Sequences that are running go on under the new weights, over the keys and values they have."""
+        source = shared_module(source)
         check_fits_model(list(self._waiting), source.module)
         self._runner = make_runner(self._runner_name, source.module, self._max_length)
         self._source = source
@@ -115,8 +119,9 @@ class NativeEngine:
             if self._rows.count:
                 raise EngineError("the new weights are of another model while sequences are running")
             self._cache = None
+        return digest(source.module.named_parameters())
 
-    def sleep(self) -> None:
+    def sleep(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
         """Gives back the cache and every reference to the weights."""
         if self._known:
             raise EngineError(
@@ -124,6 +129,12 @@ class NativeEngine:
             )
         self._cache = self._runner = self._source = self._params = self._budget = None
         self._longest = self._steps_since_sort = 0  # each phase starts alike, whatever ran before it
+
+    def wake(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
+        """The cache is made by the first step."""
+
+    def close(self) -> None:
+        """It lives in this process and has nothing to end."""
 
     def stats(self) -> dict[str, float]:
         return self._counters.take()

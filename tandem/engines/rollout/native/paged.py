@@ -1,0 +1,103 @@
+"""The paged KV cache, and what one step of the native engine runs on.
+
+The cache is cut into blocks of `block_size` tokens that any sequence may hold; a sequence's block table
+lists its blocks in order, so that token t is in slot `table[t // block_size] * block_size + t % block_size`.
+Blocks with the same content are shared. A step mixes sequences that decode one token with chunks of
+prompts; the tokens of all stand one after the other.
+
+Keys are stored transposed within a block, (blocks, kv_heads, key_dim, block_size), so that one vector
+register holds one key coordinate of neighbouring tokens; values are (blocks, kv_heads, block_size,
+value_dim).
+
+Shape suffixes: T tokens of a step, S sequences of a step, B blocks of the widest table, L tokens whose
+logits are wanted, N query heads, H key heads, D head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What one layer keeps per token."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """The tokens of one step, sequence by sequence, on the engine's device.
+
+    Attributes:
+        ids_T: int64.
+        positions_T: int64, each token's position in its sequence.
+        slots_T: int64, where its key and value go; -1 for a token that only fills up a fixed shape.
+        starts_S1: int32 (S+1), where each sequence's tokens start among the T.
+        lengths_S: int32, tokens of the sequence that are in the cache once this step's are written.
+        tables_SB: int32, block tables; entries beyond a sequence's length are any valid block.
+        logits_L: int64, the tokens (indices into T) whose next-token logits are wanted.
+        max_query: tokens of the longest share of a sequence; 1 for a step that only decodes.
+        max_length: the largest of `lengths_S`.
+    """
+
+    ids_T: Tensor
+    positions_T: Tensor
+    slots_T: Tensor
+    starts_S1: Tensor
+    lengths_S: Tensor
+    tables_SB: Tensor
+    logits_L: Tensor
+    max_query: int
+    max_length: int
+
+
+class PagedCache:
+    """Keys and values of all running sequences, by block.
+
+    Args:
+        layers: one shape per attention layer.
+        blocks: how many; block numbers are 0..blocks-1.
+        block_size: tokens per block.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerShape],
+        blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.layers = tuple(layers)
+        self.blocks = blocks
+        self.block_size = block_size
+        self.dtype = dtype
+        self.device = device
+        self.keys = [
+            torch.zeros(blocks, layer.kv_heads, layer.key_dim, block_size, dtype=dtype, device=device)
+            for layer in layers
+        ]
+        self.values = [
+            torch.zeros(blocks, layer.kv_heads, block_size, layer.value_dim, dtype=dtype, device=device)
+            for layer in layers
+        ]
+
+    @property
+    def bytes(self) -> int:
+        return self.blocks * self.block_size * bytes_per_token(self.layers, self.dtype)
+
+    def copy_blocks(self, source: Tensor, target: Tensor) -> None:
+        """Copies whole blocks, int64 numbers, in every layer; the targets are distinct and no sources."""
+        for part in (*self.keys, *self.values):
+            part[target] = part[source]
+
+
+def bytes_per_token(layers: Sequence[LayerShape], dtype: torch.dtype) -> int:
+    return sum(layer.kv_heads * (layer.key_dim + layer.value_dim) for layer in layers) * dtype.itemsize
