@@ -18,7 +18,7 @@ demo: $(CORE) ## a policy learns arithmetic on this machine, in a few minutes
 	$(BIN)/tandem demo $(ARGS)
 
 test: lint ## lint, types, import contracts, tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadgroup $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 $(ARGS)
 
 lint: $(DEV) ## lint, types, import contracts
 	$(BIN)/ruff check .
@@ -31,7 +31,7 @@ format: $(DEV) ## sort imports and lay the code out
 	$(BIN)/ruff format .
 
 test-slow: $(DEV) ## the long tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "slow and not gpu" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "slow and not gpu" $(ARGS)
 
 bench: $(DEV) .peers/trl/.installed ## the performance claims, each against its peer
 	$(BIN)/python benchmarks/rollout_vs_hf.py
