@@ -6,6 +6,7 @@ from pathlib import Path
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from tandem.config.rollout import EngineConfig, SamplingSection
 from tandem.config.root import TrainConfig
 from tandem.protocol import SamplingParams
 
@@ -19,14 +20,45 @@ def sampling(config: TrainConfig, stops: tuple[int, ...], *, validation: bool = 
     rollout = config.actor_rollout_ref.rollout
     settings = rollout.val_kwargs if validation else rollout
     greedy = validation and not rollout.val_kwargs.do_sample
-    return SamplingParams(
+    return sampling_params(
+        settings,
+        rollout,
+        stops,
         temperature=0.0 if greedy else settings.temperature,
+        max_tokens=config.data.max_response_length,
+        seed=config.trainer.seed,
+    )
+
+
+def sampling_params(
+    settings: SamplingSection,
+    rollout: EngineConfig,
+    stops: tuple[int, ...],
+    *,
+    temperature: float,
+    max_tokens: int,
+    seed: int,
+) -> SamplingParams:
+    """From sections of a config.
+
+    Args:
+        settings: what shapes the distribution.
+        rollout: what ends a response.
+        stops: end-of-sequence tokens, see `stop_token_ids`.
+    """
+    return SamplingParams(
+        temperature=temperature,
         top_k=settings.top_k,
         top_p=settings.top_p,
-        max_tokens=config.data.max_response_length,
-        stop_token_ids=stops,
+        min_p=settings.min_p,
+        repetition_penalty=settings.repetition_penalty,
+        presence_penalty=settings.presence_penalty,
+        frequency_penalty=settings.frequency_penalty,
+        min_tokens=settings.min_tokens,
+        max_tokens=max_tokens,
+        stop_token_ids=() if rollout.ignore_eos else stops,
         stop=tuple(rollout.stop),
-        seed=config.trainer.seed,
+        seed=seed,
     )
 
 

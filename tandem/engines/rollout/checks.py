@@ -71,7 +71,8 @@ def check_fits_model(requests: Sequence[Request], module: nn.Module) -> None:
     """Refuses requests the model cannot take.
 
     Raises:
-        EngineError: a sequence beyond the model's positions, a token outside its vocabulary.
+        EngineError: a sequence beyond the model's positions, a token of the prompt or a biased one outside
+            its vocabulary.
     """
     config: Any = module.config.get_text_config()  # type: ignore[union-attr, operator]
     positions = getattr(config, "max_position_embeddings", None)
@@ -85,15 +86,28 @@ def check_fits_model(requests: Sequence[Request], module: nn.Module) -> None:
                 expected=f"<= max_position_embeddings = {positions}",
                 remedy="lower data.max_prompt_length or data.max_response_length",
             )
-        low, high = int(np.min(request.prompt_ids)), int(np.max(request.prompt_ids))
-        if low < 0 or high >= config.vocab_size:
-            raise EngineError(
-                f"request {request.id} has a token outside the model's vocabulary",
-                field="prompt_ids",
-                got=low if low < 0 else high,
-                expected=f"0 to {config.vocab_size - 1}",
-                remedy="use the tokenizer that belongs to the model",
-            )
+    check_vocabulary(requests, config.vocab_size)
+
+
+def check_vocabulary(requests: Sequence[Request], vocabulary: int) -> None:
+    """Refuses tokens that do not exist.
+
+    Raises:
+        EngineError: a token of the prompt or a biased one that is not among the first `vocabulary`.
+    """
+    for request in requests:
+        biased = np.array([token for token, _ in request.params.logit_bias], dtype=np.int64)
+        named = {"prompt_ids": request.prompt_ids, "logit_bias": biased}
+        for field, ids in named.items():
+            low, high = (int(np.min(ids)), int(np.max(ids))) if len(ids) else (0, 0)
+            if low < 0 or high >= vocabulary:
+                raise EngineError(
+                    f"request {request.id} has a token outside the model's vocabulary",
+                    field=field,
+                    got=low if low < 0 else high,
+                    expected=f"0 to {vocabulary - 1}",
+                    remedy="use the tokenizer that belongs to the model",
+                )
 
 
 def check_finite(log_probs_R: np.ndarray, requests: Sequence[Request], positions_R: np.ndarray) -> None:

@@ -32,6 +32,7 @@ from tandem.engines.rollout.stops import Decode
 from tandem.engines.weight_sync import Digest, digest
 from tandem.errors import EngineError
 from tandem.protocol import Request, Sample
+from tandem.protocol.rollout import LogprobsMode
 
 _ATTENTION = "sdpa"
 
@@ -43,6 +44,7 @@ class HFEngine:
         max_length: tokens of prompt and response together, at most.
         max_num_seqs: sequences of one batch.
         max_num_batched_tokens: prompt tokens of one batch, padding included; a longer prompt runs alone.
+        logprobs_mode: what samples carry as `log_probs`.
         decode: token ids to text, for stop strings.
         log: receives a line about every two seconds of work, between batches; None for none.
     """
@@ -56,6 +58,7 @@ class HFEngine:
         max_length: int,
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 8192,
+        logprobs_mode: LogprobsMode = "processed_logprobs",
         decode: Decode | None = None,
         log: Callable[[str], None] | None = None,
     ) -> None:
@@ -63,6 +66,7 @@ class HFEngine:
         self._max_length = max_length
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
+        self._logprobs_mode: LogprobsMode = logprobs_mode
         self._decode = decode
         self._counters = Counters(log)
         self._waiting: deque[Request] = deque()
@@ -103,7 +107,8 @@ class HFEngine:
             raise EngineError(
                 "requests are pending", got=f"{len(self._waiting)} requests", remedy="poll or abort them"
             )
-        self._source = None
+        if "weights" in tags:
+            self._source = None
 
     def stats(self) -> dict[str, float]:
         return self._counters.take()
@@ -143,7 +148,9 @@ class HFEngine:
         for row, request in enumerate(batch):
             ids[row, width - lengths[row] :] = request.prompt_ids
             mask[row, width - lengths[row] :] = 1
-        writer = _Writer(batch, self._version, self._decode)
+        rows = Rows(len(batch), self._logprobs_mode)
+        rows.add(batch)
+        writer = _Writer(rows, self._version, self._decode)
         module: Any = self._source.module
         with (
             torch.no_grad(),
@@ -155,6 +162,7 @@ class HFEngine:
                 input_ids=torch.from_numpy(ids).to(self._device),
                 attention_mask=torch.from_numpy(mask).to(self._device),
                 do_sample=False,
+                synced_gpus=False,  # weights are whole here; other ranks have other prompts
                 max_new_tokens=int(writer.rows.max_tokens.max()),
                 pad_token_id=0,
                 logits_processor=LogitsProcessorList([writer]),
@@ -185,10 +193,9 @@ class _Writer(LogitsProcessor):
     """Samples the next token of each unfinished row and leaves it as the only possible one. It reads the
     logits where the model gives them, for what `generate` hands on is always float32."""
 
-    def __init__(self, batch: Sequence[Request], version: int, decode: Decode | None) -> None:
-        self.rows = Rows(len(batch))
-        self.rows.add(batch)
-        self.done, self.stopped = np.zeros(len(batch), dtype=bool), np.zeros(len(batch), dtype=bool)
+    def __init__(self, rows: Rows, version: int, decode: Decode | None) -> None:
+        self.rows = rows
+        self.done, self.stopped = np.zeros(rows.count, dtype=bool), np.zeros(rows.count, dtype=bool)
         self.steps = 0
         self._version = version
         self._decode = decode

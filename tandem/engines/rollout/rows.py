@@ -6,6 +6,7 @@ All per-token bookkeeping, from logits to finished samples, is a vectorised oper
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,12 @@ import torch
 from torch import Tensor
 
 from tandem.engines.rollout.checks import check_finite
+from tandem.engines.rollout.edits import Barred, Biases, Edits, History, Penalties
 from tandem.engines.rollout.keyed import first_position, row_key, uniforms
-from tandem.engines.rollout.sampler import RowParams, sample
+from tandem.engines.rollout.sampler import Drawn, RowParams, sample
 from tandem.engines.rollout.stops import Decode, ends_with_stop
-from tandem.protocol import Request, Sample
+from tandem.protocol import Request, Sample, SamplingParams
+from tandem.protocol.rollout import LogprobsMode
 
 _COLUMNS = (
     "request",
@@ -25,6 +28,11 @@ _COLUMNS = (
     "temperature",
     "top_k",
     "top_p",
+    "min_p",
+    "min_tokens",
+    "edited",
+    "slot",
+    "counted",
     "context",
     "last_token",
     "produced",
@@ -38,10 +46,16 @@ _OUTPUTS = ("tokens", "log_probs", "untruncated", "versions")
 class Rows:
     """Columns of `capacity` rows, of which the first `count` are running.
 
+    Args:
+        logprobs_mode: what samples carry as `log_probs`.
+
     Attributes:
         request: the requests.
         key, first_position: of the random numbers.
-        temperature, top_k, top_p: as in SamplingParams.
+        temperature, top_k, top_p, min_p, min_tokens: as in SamplingParams.
+        edited: whether logits are biased or penalised.
+        slot: where the history is that penalties look at; -1 before the first draw and without penalties.
+        counted: tokens of the response in that history.
         context: tokens in the cache.
         last_token: sampled, not yet in the cache.
         produced: tokens sampled.
@@ -50,22 +64,27 @@ class Rows:
         precision: of the log-probs in samples: float32, or float64 where the logits are.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, logprobs_mode: LogprobsMode = "processed_logprobs") -> None:
         self.count = 0
         self.capacity = capacity
         self.request = np.empty(capacity, dtype=object)
         self.key = np.zeros(capacity, dtype=np.uint64)
-        self.temperature, self.top_p = (np.zeros(capacity, dtype=np.float64) for _ in range(2))
+        self.temperature, self.top_p, self.min_p = (np.zeros(capacity, dtype=np.float64) for _ in range(3))
         self.top_k = np.zeros(capacity, dtype=np.int64)
-        self.first_position, self.context, self.last_token, self.produced, self.max_tokens = (
-            np.zeros(capacity, dtype=np.int64) for _ in range(5)
+        self.first_position, self.context, self.last_token, self.produced = (
+            np.zeros(capacity, dtype=np.int64) for _ in range(4)
         )
-        self.has_stop_text = np.zeros(capacity, dtype=bool)
+        self.min_tokens, self.max_tokens = (np.zeros(capacity, dtype=np.int64) for _ in range(2))
+        self.has_stop_text, self.edited = (np.zeros(capacity, dtype=bool) for _ in range(2))
+        self.slot = np.full(capacity, -1, dtype=np.int64)
+        self.counted = np.zeros(capacity, dtype=np.int64)
         self.stop_ids = np.full((capacity, 1), -1, dtype=np.int64)
         self.tokens = np.zeros((capacity, 0), dtype=np.int64)
         self.log_probs, self.untruncated = (np.zeros((capacity, 0), dtype=np.float64) for _ in range(2))
         self.precision: type[np.floating[Any]] = np.float32
         self.versions = np.zeros((capacity, 0), dtype=np.int32)
+        self._mode = logprobs_mode
+        self._history: History | None = None
 
     def add(self, requests: Sequence[Request]) -> np.ndarray:
         """Puts requests whose prompts are in the cache into the next rows; their row numbers."""
@@ -76,15 +95,20 @@ class Rows:
             self.key[row] = row_key(request)
             self.first_position[row] = first_position(request)
             self.context[row] = len(request.prompt_ids)
-            self.max_tokens[row] = request.params.max_tokens
-            self.temperature[row] = request.params.temperature
-            self.top_k[row], self.top_p[row] = request.params.top_k, request.params.top_p
-            self.has_stop_text[row] = bool(request.params.stop)
-            self.stop_ids[row] = -1
-            self.stop_ids[row, : len(request.params.stop_token_ids)] = request.params.stop_token_ids
+            self._set(int(row), request.params)
         self.produced[rows] = 0
+        self.slot[rows] = -1
         self.count += len(requests)
         return rows
+
+    def _set(self, row: int, params: SamplingParams) -> None:
+        self.min_tokens[row], self.max_tokens[row] = params.min_tokens, params.max_tokens
+        self.temperature[row], self.min_p[row] = params.temperature, params.min_p
+        self.top_k[row], self.top_p[row] = params.top_k, params.top_p
+        self.edited[row] = params.penalised or bool(params.logit_bias)
+        self.has_stop_text[row] = bool(params.stop)
+        self.stop_ids[row] = -1
+        self.stop_ids[row, : len(params.stop_token_ids)] = params.stop_token_ids
 
     def _widen(self, requests: Sequence[Request]) -> None:
         stops = max(len(request.params.stop_token_ids) for request in requests)
@@ -95,39 +119,148 @@ class Rows:
 
     def params(self, rows: np.ndarray, vocabulary: int, device: torch.device) -> RowParams:
         """How to sample the next token of each of `rows`."""
-        return RowParams.of(self.temperature[rows], self.top_k[rows], self.top_p[rows], vocabulary, device)
+        edits = None
+        if self.edited[rows].any():
+            edits = Edits(
+                rows_E=torch.from_numpy(np.flatnonzero(self.edited[rows])).to(device),
+                biases=self._biases(rows, device),
+                penalties=self._penalties(rows, vocabulary, device),
+            )
+        return RowParams.of(
+            self.temperature[rows],
+            self.top_k[rows],
+            self.top_p[rows],
+            self.min_p[rows],
+            vocabulary,
+            device,
+            edits,
+        )
 
-    def take(
-        self, rows: np.ndarray, logits_RV: Tensor, params: RowParams, version: int, decode: Decode | None
+    def _biases(self, rows: np.ndarray, device: torch.device) -> Biases | None:
+        entries = [
+            (index, token, bias)
+            for index in np.flatnonzero(self.edited[rows]).tolist()
+            for token, bias in self.request[rows[index]].params.logit_bias
+        ]
+        if not entries:
+            return None
+        at, tokens, values = (torch.tensor(column, device=device) for column in zip(*entries, strict=True))
+        return Biases(at, tokens, values.double())
+
+    def _penalties(self, rows: np.ndarray, vocabulary: int, device: torch.device) -> Penalties | None:
+        at = [i for i in np.flatnonzero(self.edited[rows]) if self.request[rows[i]].params.penalised]
+        if not at:
+            return None
+        if self._history is None:
+            self._history = History(vocabulary, device)
+        for row in rows[at]:
+            if self.slot[row] < 0:
+                self.slot[row], self.counted[row] = self._history.open(), -1
+        asked = [self.request[row].params for row in rows[at]]
+
+        def column(name: str) -> Tensor:
+            return torch.tensor([getattr(p, name) for p in asked], dtype=torch.float64, device=device)
+
+        return Penalties(
+            history=self._history,
+            rows_P=torch.tensor(at, device=device),
+            slots_P=torch.from_numpy(self.slot[rows[at]]).to(device),
+            repetition_P=column("repetition_penalty"),
+            frequency_P=column("frequency_penalty"),
+            presence_P=column("presence_penalty"),
+            lengths_P=torch.empty(0),
+            longest=0,
+        )
+
+    def _step_edits(
+        self, rows: np.ndarray, params: RowParams, ahead: int | np.ndarray, logits_RV: Tensor
+    ) -> Edits | None:
+        """Those of `params` as of this step, and the stop tokens of rows still short of `min_tokens`."""
+        edits = params.edits
+        if edits is not None and edits.penalties is not None:
+            edits = replace(edits, penalties=self._current(rows, edits.penalties, ahead))
+        short = self.produced[rows] + ahead < self.min_tokens[rows]
+        if not short.any():
+            return edits
+        ids = self.stop_ids[rows]
+        at, column = np.nonzero(short[:, None] & (ids >= 0) & (ids < logits_RV.shape[1]))
+        edited = np.flatnonzero(short | self.edited[rows])
+        tokens = np.stack((at, ids[at, column]))
+        edited_E, barred_2N = (torch.from_numpy(part).to(logits_RV.device) for part in (edited, tokens))
+        barred = Barred(barred_2N[0], barred_2N[1])
+        if edits is None:
+            return Edits(edited_E, barred)
+        return replace(edits, rows_E=edited_E, barred=barred)
+
+    def _current(self, rows: np.ndarray, penalties: Penalties, ahead: int | np.ndarray) -> Penalties:
+        """With the history as long as it is at this step: set anew for rows new to penalties, and for those
+        whose drawn tokens were never accepted."""
+        history = penalties.history
+        penalised = self.slot[rows] >= 0
+        written = (self.produced[rows] + ahead)[penalised]
+        mine = rows[penalised]
+        for row in mine[self.counted[mine] != written]:
+            tokens = self.tokens[row, : self.produced[row]]
+            history.set(int(self.slot[row]), self.request[row].prompt_ids, tokens)
+        self.counted[mine] = written + 1
+        lengths = written + [len(request.prompt_ids) for request in self.request[mine]]
+        longest = int(lengths.max())
+        history.widen(longest + 1)
+        lengths_P = torch.from_numpy(lengths).to(penalties.rows_P.device, non_blocking=True)
+        return penalties._replace(lengths_P=lengths_P, longest=longest)
+
+    def draw(
+        self, rows: np.ndarray, logits_RV: Tensor, params: RowParams, ahead: int | np.ndarray = 0
+    ) -> Drawn:
+        """Samples one token for each of `rows` on the device; nothing is appended. The host does not wait for
+        the device (but see `sample`).
+
+        Args:
+            params: of `rows`, in their order.
+            ahead: tokens drawn for these rows, or for each, and not yet accepted.
+        """
+        numbers = uniforms(self.key[rows], self.first_position[rows] + self.produced[rows] + ahead)
+        uniforms_R = torch.from_numpy(numbers).to(logits_RV.device, non_blocking=True)
+        edits = self._step_edits(rows, params, ahead, logits_RV)
+        return sample(logits_RV, uniforms_R, params, edits, self._mode)
+
+    def accept(
+        self, rows: np.ndarray, drawn: Drawn, version: int, decode: Decode | None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Samples one token for each of `rows` and appends it.
+        """Waits for the tokens drawn for `rows` and appends them.
 
         Returns:
             done, stopped: (R) bool, which have finished, and which of those by a stop token or string.
 
         Raises:
-            EngineError: logits that are not finite; nothing is appended then.
+            EngineError: logits that were not finite; nothing is appended then.
         """
-        numbers = uniforms(self.key[rows], self.first_position[rows] + self.produced[rows])
-        drawn = sample(logits_RV, torch.from_numpy(numbers).to(logits_RV.device), params)
         fetched = torch.stack([part.double() for part in drawn]).cpu().numpy()  # one transfer
-        self.precision = np.float64 if logits_RV.dtype == torch.float64 else np.float32
+        self.precision = np.float64 if drawn.log_probs_R.dtype == torch.float64 else np.float32
         tokens = fetched[0].astype(np.int64)
         column = self.produced[rows]
-        check_finite(fetched[1], self.request[rows], column)
+        check_finite(fetched[1] + fetched[2], self.request[rows], column)
         self.tokens[rows, column] = tokens
-        self.log_probs[rows, column] = fetched[1]
+        self.log_probs[rows, column] = fetched[3]
         self.untruncated[rows, column] = fetched[2]
         self.versions[rows, column] = version
         self.last_token[rows] = tokens
         self.produced[rows] = column + 1
-        stopped = (self.stop_ids[rows] == tokens[:, None]).any(1)
+        may_stop = self.produced[rows] > self.min_tokens[rows]
+        stopped = (self.stop_ids[rows] == tokens[:, None]).any(1) & may_stop
         if decode is not None:
-            for index in np.flatnonzero(self.has_stop_text[rows] & ~stopped):
+            for index in np.flatnonzero(self.has_stop_text[rows] & may_stop & ~stopped):
                 row = int(rows[index])
                 written = self.tokens[row, : self.produced[row]]
-                stopped[index] = ends_with_stop(written, self.request[row].params.stop, decode)
+                params = self.request[row].params
+                stopped[index] = ends_with_stop(written, params.stop, decode, params.min_tokens)
         return stopped | (self.produced[rows] >= self.max_tokens[rows]), stopped
+
+    def take(
+        self, rows: np.ndarray, logits_RV: Tensor, params: RowParams, version: int, decode: Decode | None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """`draw` and `accept` in one."""
+        return self.accept(rows, self.draw(rows, logits_RV, params), version, decode)
 
     def sample(self, row: int, finish_reason: str) -> Sample:
         """What the row has written, copied out."""
@@ -149,12 +282,18 @@ class Rows:
         Returns:
             (source, target): the rows moved, for the cache to do the same.
         """
+        slots = self.slot[: self.count][gone]
+        if self._history is not None:
+            self._history.close(slots[slots >= 0])
         left = self.count - int(gone.sum())
         target = np.flatnonzero(gone[:left])
         source = left + np.flatnonzero(~gone[left:])
         self.move(source, target)
         self.request[left : self.count] = None
+        self.slot[left : self.count] = -1
         self.count = left
+        if not (self.slot[:left] >= 0).any():
+            self._history = None
         return source, target
 
     def move(self, source: np.ndarray, target: np.ndarray) -> None:

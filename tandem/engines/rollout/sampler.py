@@ -1,11 +1,14 @@
 """Draws tokens from logits by inverting the cumulative distribution at one given uniform number per row.
 
-Shape suffixes: R rows, V vocabulary, C candidates (the likeliest tokens, in falling order).
+Shape suffixes: R rows, V vocabulary, N blocks of it, C rows that cut tokens off, K candidates (the likeliest
+tokens, in falling order), E rows with edited logits.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +17,10 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tandem.engines.rollout.edits import Edits
+from tandem.protocol.rollout import LogprobsMode
+
+_TRITON = find_spec("triton") is not None
 _BLOCK = 128  # tokens per block of the two-level search
 _FIRST_CANDIDATES = 256
 _BELOW_ONE = 1 - 2.0**-53
@@ -24,13 +31,37 @@ class Drawn(NamedTuple):
 
     Attributes:
         tokens_R: int64.
-        log_probs_R: nats under the distribution drawn from; a greedy token's under the untempered one.
-        untruncated_R: nats after temperature, before top-k and top-p.
+        log_probs_R: nats under the distribution drawn from; a greedy token's under the untempered,
+            untruncated one.
+        untruncated_R: nats under softmax(logits / temperature) of the logits given, temperature 1 for greedy.
+        asked_R: what `logprobs_mode` asks for.
     """
 
     tokens_R: Tensor
     log_probs_R: Tensor
     untruncated_R: Tensor
+    asked_R: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """The rows that cut tokens off, C of R, and where.
+
+    Attributes:
+        rows_C: int64.
+        min_p_C: float64; None where no row has one.
+        top_k_C: int64, the vocabulary's size where there is none; None where no row has one.
+        top_p_C: float64; None where no row has one.
+        widest: the largest top-k of a row, 0 where no row has one.
+        unbounded: whether a row has top-p and no top-k.
+    """
+
+    rows_C: Tensor
+    min_p_C: Tensor | None
+    top_k_C: Tensor | None
+    top_p_C: Tensor | None
+    widest: int
+    unbounded: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,20 +71,18 @@ class RowParams:
     Attributes:
         temperature_R: float64; 1 for greedy rows.
         greedy_R: bool.
-        top_k_R: int64; the vocabulary's size where there is none.
-        top_p_R: float64.
         greedy: (none, some, all) greedy rows as 0, 1, 2.
         tempered: whether any temperature differs from 1.
-        truncated_rows: indices of rows with top-k or top-p, or None.
+        cuts: the rows with min-p, top-k or top-p, or None.
+        edits: the rows with biases or penalties, or None.
     """
 
     temperature_R: Tensor
     greedy_R: Tensor
-    top_k_R: Tensor
-    top_p_R: Tensor
     greedy: int
     tempered: bool
-    truncated_rows: Tensor | None
+    cuts: Cuts | None
+    edits: Edits | None = None
 
     @classmethod
     def of(
@@ -61,82 +90,125 @@ class RowParams:
         temperature_R: NDArray[np.float64],
         top_k_R: NDArray[np.int64],
         top_p_R: NDArray[np.float64],
+        min_p_R: NDArray[np.float64],
         vocabulary: int,
         device: torch.device,
+        edits: Edits | None = None,
     ) -> RowParams:
         """From columns as in `SamplingParams`, for logits over `vocabulary` tokens; a top-k that leaves
         them all is none."""
         greedy_R = temperature_R == 0
         top_k_R = np.where((top_k_R > 0) & (top_k_R < vocabulary), top_k_R, vocabulary)
-        truncated_R = ~greedy_R & ((top_k_R < vocabulary) | (top_p_R < 1))
+        cut_R = ~greedy_R & ((top_k_R < vocabulary) | (top_p_R < 1) | (min_p_R > 0))
         divisor_R = np.where(greedy_R, 1.0, temperature_R)
 
         def column(values: NDArray[Any]) -> Tensor:
-            return torch.from_numpy(values.copy()).to(device)
+            return torch.from_numpy(values.copy()).to(device, non_blocking=True)
 
+        cuts = None
+        if cut_R.any():
+            k, p, low = top_k_R[cut_R], top_p_R[cut_R], min_p_R[cut_R]
+            bounded = k < vocabulary
+            cuts = Cuts(
+                rows_C=column(np.flatnonzero(cut_R)),
+                min_p_C=column(low) if low.any() else None,
+                top_k_C=column(k) if bounded.any() else None,
+                top_p_C=column(p) if (p < 1).any() else None,
+                widest=int(k[bounded].max(initial=0)),
+                unbounded=bool(((p < 1) & ~bounded).any()),
+            )
         return cls(
             temperature_R=column(divisor_R),
             greedy_R=column(greedy_R),
-            top_k_R=column(top_k_R),
-            top_p_R=column(top_p_R),
             greedy=2 if greedy_R.all() else int(greedy_R.any()),
             tempered=bool((divisor_R != 1).any()),
-            truncated_rows=column(np.flatnonzero(truncated_R)) if truncated_R.any() else None,
+            cuts=cuts,
+            edits=edits,
         )
 
 
-def sample(logits_RV: Tensor, uniforms_R: Tensor, params: RowParams) -> Drawn:
-    """One token per row. Half-precision logits are widened to float32, float64 stays.
+def sample(
+    logits_RV: Tensor,
+    uniforms_R: Tensor,
+    params: RowParams,
+    edits: Edits | None = None,
+    mode: LogprobsMode = "processed_logprobs",
+) -> Drawn:
+    """One token per row, by the parameters in the order that `SamplingParams` states (vLLM's). Half-precision
+    logits are widened to float32, float64 stays.
 
-    NaN in a row's logits, or nothing but -inf, gives that row a NaN log-prob.
+    The host waits for the device only where a row has top-p and no top-k, for then the device alone knows
+    how many tokens to look at. NaN in a row's logits, or nothing but -inf, gives that row a NaN log-prob.
 
     Args:
         logits_RV: any floating dtype; not changed.
         uniforms_R: float64 in [0, 1).
+        edits: of this step, instead of those of `params`.
+        mode: what to give in `asked_R`.
     """
     assert logits_RV.shape[0] == len(uniforms_R) == len(params.greedy_R)
-    scores_RV = logits_RV if logits_RV.dtype == torch.float64 else logits_RV.float()
+    edits = edits or params.edits
+    plain = edits is None and params.cuts is None and mode == "processed_logprobs"
+    if plain and logits_RV.is_cuda and logits_RV.dtype != torch.float64 and _TRITON:
+        # One pass over the logits instead of about ten; loaded by name, for it imports Triton.
+        one_pass = import_module("tandem.engines.rollout.sampler_triton").sample_uncut
+        tokens_R, log_probs_R = one_pass(logits_RV, uniforms_R, params.temperature_R, params.greedy_R)
+        return Drawn(tokens_R, log_probs_R, log_probs_R, log_probs_R)
+    raw_RV = logits_RV if logits_RV.dtype == torch.float64 else logits_RV.float()
+    scores_RV = raw_RV if edits is None else edits.applied(raw_RV)
     if params.tempered:
         scores_RV = scores_RV / params.temperature_R.to(scores_RV.dtype)[:, None]
     peak_R = scores_RV.amax(-1)
     weights_RV, ends_RN = _weights(scores_RV, peak_R)
-    log_total_R = peak_R + ends_RN[:, -1].log().to(peak_R.dtype)
+    log_total_R = _log_total(peak_R, ends_RN)
+    whole_R = log_total_R
+    if params.cuts is not None:
+        weights_RV, ends_RN = _cut(params.cuts, scores_RV, peak_R, weights_RV, ends_RN)
+        log_total_R = _log_total(peak_R, ends_RN)
     if params.greedy == 2:
         tokens_R = scores_RV.argmax(-1)
     else:
         tokens_R = _draw(weights_RV, ends_RN, uniforms_R).clamp_(max=scores_RV.shape[1] - 1)  # if NaN
         if params.greedy == 1:
             tokens_R = torch.where(params.greedy_R, scores_RV.argmax(-1), tokens_R)
-    untruncated_R = _picked(scores_RV, tokens_R) - log_total_R
-    if params.truncated_rows is None:
-        return Drawn(tokens_R, untruncated_R, untruncated_R)
-    rows = params.truncated_rows
-    cut_tokens, cut_log_probs = _draw_truncated(
-        scores_RV[rows],
-        peak_R[rows],
-        ends_RN[rows, -1],
-        uniforms_R[rows],
-        params.top_k_R[rows],
-        params.top_p_R[rows],
-    )
-    tokens_R = tokens_R.index_copy(0, rows, cut_tokens)
-    log_probs_R = untruncated_R.index_copy(0, rows, cut_log_probs.to(untruncated_R.dtype))
-    return Drawn(tokens_R, log_probs_R, _picked(scores_RV, tokens_R) - log_total_R)
+    picked_R = _picked(scores_RV, tokens_R)
+    log_probs_R = picked_R - log_total_R
+    untruncated_R = picked_R - whole_R
+    if edits is not None:
+        own_E = _own_log_probs(raw_RV, tokens_R, params, edits.rows_E)
+        untruncated_R = untruncated_R.index_copy(0, edits.rows_E, own_E)
+        if edits.penalties is not None:
+            edits.penalties.note(tokens_R)
+    asked_R = log_probs_R if mode == "processed_logprobs" else picked_R
+    if mode.startswith("raw"):
+        asked_R = _picked(raw_RV if mode == "raw_logits" else raw_RV.log_softmax(-1), tokens_R)
+    return Drawn(tokens_R, log_probs_R, untruncated_R, asked_R)
 
 
 def _picked(values_RV: Tensor, index_R: Tensor) -> Tensor:
     return values_RV.gather(-1, index_R[:, None]).squeeze(-1)
 
 
+def _own_log_probs(raw_RV: Tensor, tokens_R: Tensor, params: RowParams, rows_E: Tensor) -> Tensor:
+    """Nats under softmax(logits / temperature), for rows whose logits were edited."""
+    tokens_E, own_EV = tokens_R[rows_E], raw_RV if len(rows_E) == len(raw_RV) else raw_RV[rows_E]
+    if params.tempered:
+        own_EV = own_EV / params.temperature_R[rows_E].to(raw_RV.dtype)[:, None]
+    return _picked(own_EV, tokens_E) - own_EV.logsumexp(-1)
+
+
 def _weights(scores_RV: Tensor, peak_R: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights exp(score - peak), padded with zeros to whole blocks of `_BLOCK` tokens, and their
-    cumulative sums at the blocks' ends (R, N), float64."""
+    """Weights exp(score - peak), padded with zeros to whole blocks of `_BLOCK` tokens, and their `_ends`."""
     weights_RV = (scores_RV - peak_R[:, None]).exp_()
     missing = -weights_RV.shape[1] % _BLOCK
     if missing:
         weights_RV = F.pad(weights_RV, (0, missing))
-    blocks_RN = weights_RV.view(len(weights_RV), -1, _BLOCK).sum(-1)
-    return weights_RV, blocks_RN.cumsum(-1, dtype=torch.float64)
+    return weights_RV, _ends(weights_RV)
+
+
+def _ends(weights_RV: Tensor) -> Tensor:
+    """Cumulative sums at the blocks' ends (R, N), float64."""
+    return weights_RV.view(len(weights_RV), -1, _BLOCK).sum(-1).cumsum(-1, dtype=torch.float64)
 
 
 def _draw(weights_RV: Tensor, ends_RN: Tensor, uniforms_R: Tensor) -> Tensor:
@@ -160,27 +232,63 @@ def _first_above(ends: Tensor, target_R: Tensor) -> Tensor:
     return found.clamp_(max=ends.shape[1] - 1)
 
 
-def _draw_truncated(
-    scores_RV: Tensor, peak_R: Tensor, total_R: Tensor, uniforms_R: Tensor, top_k_R: Tensor, top_p_R: Tensor
+def _log_total(peak_R: Tensor, ends_RN: Tensor) -> Tensor:
+    return peak_R + ends_RN[:, -1].log().to(peak_R.dtype)
+
+
+def _cut(
+    cuts: Cuts, scores_RV: Tensor, peak_R: Tensor, weights_RV: Tensor, ends_RN: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Tokens and log-probs after top-k, then top-p of what top-k left: the smallest set of likeliest
-    tokens whose share reaches top_p, the token that reaches it included."""
-    vocabulary = scores_RV.shape[1]
-    candidates = min(_FIRST_CANDIDATES, vocabulary)
+    """What `_weights` gave, with weight zero for the tokens cut off, in place. A row keeps all tokens at or
+    above one score, so that neither the order of equal scores nor the other rows matter."""
+    whole = len(cuts.rows_C) == len(scores_RV)
+    scores_CV, peak_C, weights_CV, ends_CN = (
+        part if whole else part[cuts.rows_C] for part in (scores_RV, peak_R, weights_RV, ends_RN)
+    )
+    vocabulary = scores_CV.shape[1]
+    floor_C = torch.full_like(peak_C, -torch.inf)
+    best_CK = scores_CV[:, :0]
+    if cuts.top_k_C is not None or cuts.top_p_C is not None:
+        count = max(cuts.widest, 1 if cuts.top_p_C is None else _FIRST_CANDIDATES)
+        best_CK = scores_CV.topk(min(count, vocabulary), -1).values
+    if cuts.top_k_C is not None:
+        kth_C = _picked(best_CK, (cuts.top_k_C - 1).clamp(max=best_CK.shape[1] - 1))
+        floor_C = torch.where(cuts.top_k_C < vocabulary, kth_C, floor_C)
+    if cuts.min_p_C is not None:
+        floor_C = torch.maximum(floor_C, peak_C + cuts.min_p_C.log().to(peak_C.dtype))
+    if cuts.top_k_C is not None or cuts.min_p_C is not None:
+        ends_CN = _keep(weights_CV, scores_CV, floor_C)
+    if cuts.top_p_C is not None:
+        limited_C = cuts.top_p_C < 1
+        goal_C = torch.where(limited_C, cuts.top_p_C * ends_CN[:, -1], 0.0)
+        nucleus_C = _nucleus_floor(best_CK, scores_CV, peak_C, floor_C, goal_C, cuts.unbounded)
+        ends_CN = _keep(weights_CV, scores_CV, torch.where(limited_C, nucleus_C, floor_C))
+    if whole:
+        return weights_CV, ends_CN
+    return weights_RV.index_copy_(0, cuts.rows_C, weights_CV), ends_RN.index_copy_(0, cuts.rows_C, ends_CN)
+
+
+def _keep(weights_CV: Tensor, scores_CV: Tensor, floor_C: Tensor) -> Tensor:
+    """Leaves weights at or above the floor, in place; their `_ends`."""
+    weights_CV[:, : scores_CV.shape[1]].masked_fill_(scores_CV < floor_C[:, None], 0.0)
+    return _ends(weights_CV)
+
+
+def _nucleus_floor(
+    best_CK: Tensor, scores_CV: Tensor, peak_C: Tensor, floor_C: Tensor, goal_C: Tensor, unbounded: bool
+) -> Tensor:
+    """The score of the token with which the likeliest ones' weight reaches the goal.
+
+    Args:
+        best_CK: the highest scores; more are looked up while they do not reach it, if `unbounded`.
+        floor_C: of what counts.
+    """
     while True:
-        scores_RC, tokens_RC = scores_RV.topk(candidates, -1)
-        weights_RC = (scores_RC - peak_R[:, None]).exp().double()
-        rank_C = torch.arange(candidates, device=scores_RV.device)
-        weights_RC = weights_RC * (rank_C < top_k_R[:, None])
-        ends_RC = weights_RC.cumsum(-1)
-        allowed_R = torch.where(top_k_R < vocabulary, ends_RC[:, -1], total_R)
-        enough_R = (top_k_R <= candidates) | ((top_k_R >= vocabulary) & (ends_RC[:, -1] >= top_p_R * total_R))
-        if candidates == vocabulary or bool((enough_R | total_R.isnan()).all()):
-            break
-        candidates = min(candidates * 8, vocabulary)
-    kept_RC = (ends_RC - weights_RC) < (top_p_R * allowed_R)[:, None]
-    weights_RC = weights_RC * kept_RC
-    ends_RC = weights_RC.cumsum(-1)
-    pick_R = _first_above(ends_RC, uniforms_R * ends_RC[:, -1])
-    log_total_R = peak_R + ends_RC[:, -1].log()
-    return _picked(tokens_RC, pick_R), _picked(scores_RC, pick_R) - log_total_R
+        weights_CK = (best_CK - peak_C[:, None]).exp().masked_fill(best_CK < floor_C[:, None], 0.0)
+        ends_CK = weights_CK.cumsum(-1, dtype=torch.float64)
+        candidates = best_CK.shape[1]
+        reached_C = (ends_CK[:, -1] >= goal_C) | goal_C.isnan()
+        if candidates == scores_CV.shape[1] or not unbounded or bool(reached_C.all()):
+            below_C = (ends_CK < goal_C[:, None]).sum(-1)
+            return _picked(best_CK, below_C.clamp_(max=candidates - 1))
+        best_CK = scores_CV.topk(min(candidates * 8, scores_CV.shape[1]), -1).values

@@ -1,36 +1,30 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy import stats
 
 from tandem.engines.rollout.keyed import uniforms
 from tandem.engines.rollout.sampler import RowParams, sample
 from tandem.protocol import SamplingParams
+from tests.contract.reference import distribution
 
 CPU = torch.device("cpu")
 ALMOST_ONE = 1 - 2.0**-53
 
 
 def reference(logits, params):
-    """Probabilities of one row, float64, by definition: temperature, then top-k, then top-p."""
-    scaled = np.asarray(logits, dtype=np.float64) / (params.temperature or 1.0)
-    weights = np.exp(scaled - scaled.max())
-    probabilities = weights / weights.sum()
-    order = np.argsort(-probabilities, kind="stable")
-    kept = list(order[: params.top_k] if params.top_k > 0 else order)
-    share = probabilities[kept] / probabilities[kept].sum()
-    size = 1
-    while size < len(kept) and share[:size].sum() < params.top_p:
-        size += 1
-    out = np.zeros_like(probabilities)
-    out[kept[:size]] = probabilities[kept[:size]]
-    return out / out.sum(), probabilities
+    """Probabilities of one row, float64, sampled from and before anything is cut."""
+    expected = distribution(np.asarray(logits, dtype=np.float64), params)
+    return expected.probabilities, expected.whole
 
 
 def row_params(params, vocabulary):
-    columns = zip(*((p.temperature, p.top_k, p.top_p) for p in params), strict=True)
-    temperature, top_k, top_p = (np.array(column) for column in columns)
-    return RowParams.of(temperature, top_k, top_p, vocabulary, CPU)
+    columns = zip(*((p.temperature, p.top_k, p.top_p, p.min_p) for p in params), strict=True)
+    return RowParams.of(*(np.array(column) for column in columns), vocabulary, CPU)
 
 
 def draw(logits, params, numbers):
@@ -58,27 +52,93 @@ CASES = {
     "tempered": SamplingParams(temperature=0.7),
     "top_k": SamplingParams(top_k=40),
     "top_p": SamplingParams(top_p=0.9),
-    "both": SamplingParams(temperature=1.3, top_k=60, top_p=0.95),
+    "min_p": SamplingParams(min_p=0.1),
+    "all": SamplingParams(temperature=1.3, min_p=0.02, top_k=60, top_p=0.95),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_draws_follow_the_distribution_and_two_percent_bias_is_seen(case):
+def test_draws_follow_the_distribution_and_four_percent_bias_is_seen(case):
     rng = np.random.default_rng(17)
-    logits = rng.normal(size=140).astype(np.float32)
-    draws = 120_000 if CASES[case].truncated else 300_000
-    expected, _ = reference(logits, CASES[case])
+    logits = rng.normal(size=24).astype(np.float32)
+    params = replace(CASES[case], top_k=min(CASES[case].top_k, 14))
+    expected, _ = reference(logits, params)
     kept = expected > 0
+    assert kept.all() != params.truncated
 
     def p_value(counts):
         assert counts[~kept].sum() == 0
         return stats.chisquare(counts[kept], expected[kept] * counts.sum()).pvalue
 
-    assert p_value(count_draws(logits, CASES[case], draws)) > 1e-3
-    tilt = np.log1p(0.02 * (-1.0) ** np.arange(140)) * (CASES[case].temperature)
+    assert p_value(count_draws(logits, params, 200_000)) > 1e-3
+    tilt = np.log1p(0.04 * (-1.0) ** np.arange(24)) * params.temperature
     biased = np.where(kept, logits + tilt, -np.inf).astype(np.float32)
-    untruncated = SamplingParams(temperature=CASES[case].temperature)
-    assert p_value(count_draws(biased, untruncated, draws)) < 1e-3
+    assert p_value(count_draws(biased, SamplingParams(temperature=params.temperature), 200_000)) < 1e-3
+
+
+LOGITS = st.one_of(
+    st.floats(-12, 12, width=32),
+    st.sampled_from([-torch.inf, -1.0, 0.0, 0.5, 0.5, 2.0]),  # ties, and tokens that cannot be drawn
+)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    logits=st.lists(LOGITS, min_size=1, max_size=140).filter(lambda row: max(row) > -torch.inf),
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 1.7]),
+    min_p=st.sampled_from([0.0, 0.0, 0.003, 0.21, 1.0]),
+    top_k=st.sampled_from([-1, 0, 1, 2, 7, 100, 1000]),
+    top_p=st.sampled_from([1.0, 1.0, 0.999, 0.63, 0.1, 1e-6]),
+)
+def test_whatever_the_cuts_tokens_and_log_probs_are_the_references(logits, temperature, min_p, top_k, top_p):
+    params = SamplingParams(temperature=temperature, min_p=min_p, top_k=top_k, top_p=top_p)
+    expected, whole = reference(logits, params)
+    numbers = np.append(np.linspace(0, ALMOST_ONE, 40), 0.37)
+    drawn = draw(torch.tensor(logits, dtype=torch.float64), params, numbers)
+    tokens = drawn.tokens_R.numpy()
+    if temperature == 0:
+        assert set(tokens) == {int(np.argmax(logits))}
+    else:
+        low = expected.cumsum()[tokens] - expected[tokens]
+        assert (low - 1e-9 <= numbers).all()
+        assert (numbers <= low + expected[tokens] + 1e-9).all()
+    np.testing.assert_allclose(drawn.log_probs_R, np.log(expected[tokens]), atol=1e-9)
+    np.testing.assert_allclose(drawn.untruncated_R, np.log(whole[tokens]), atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("params", "kept"),
+    [
+        (SamplingParams(top_k=1), {1, 3, 6}),
+        (SamplingParams(top_k=4), {1, 2, 3, 5, 6}),
+        (SamplingParams(top_p=0.1), {1, 3, 6}),
+        (SamplingParams(min_p=1.0), {1, 3, 6}),
+    ],
+)
+def test_tokens_as_likely_as_the_last_one_kept_are_kept(params, kept):
+    logits = torch.tensor([0.0, 3.0, 1.0, 3.0, 0.0, 1.0, 3.0])
+    numbers = np.linspace(0, ALMOST_ONE, 200)
+    assert set(draw(logits, params, numbers).tokens_R.tolist()) == kept
+    flat = draw(torch.zeros(50), params, numbers)
+    assert flat.tokens_R.unique().tolist() == list(range(50))
+    np.testing.assert_allclose(flat.log_probs_R, -np.log(50), atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["processed_logprobs", "raw_logprobs", "processed_logits", "raw_logits"])
+def test_other_modes_only_change_what_is_given(mode):
+    logits = torch.from_numpy(np.random.default_rng(2).normal(size=(30, 200)))
+    numbers = torch.linspace(0, 0.999, 30, dtype=torch.float64)
+    params = row_params([SamplingParams(temperature=0.5, top_k=9)] * 30, 200)
+    plain, drawn = sample(logits, numbers, params), sample(logits, numbers, params, mode=mode)
+    assert all(torch.equal(a, b) for a, b in zip(plain[:3], drawn[:3], strict=True))
+    tokens = drawn.tokens_R[:, None]
+    expected = {
+        "processed_logprobs": plain.log_probs_R,
+        "raw_logprobs": logits.log_softmax(-1).gather(1, tokens)[:, 0],
+        "processed_logits": logits.gather(1, tokens)[:, 0] / 0.5,
+        "raw_logits": logits.gather(1, tokens)[:, 0],
+    }
+    torch.testing.assert_close(drawn.asked_R, expected[mode])
 
 
 @pytest.mark.parametrize("vocabulary", [1, 5, 128, 129, 1000])
@@ -121,9 +181,9 @@ def test_top_p_beyond_the_first_candidates():
     logits = (rng.normal(size=5000) * 0.05).astype(np.float32)
     params = SamplingParams(top_p=0.9)
     expected, _ = reference(logits, params)
-    drawn = draw(logits, params, np.linspace(0, ALMOST_ONE, 3000))
+    drawn = draw(logits, params, np.linspace(0, ALMOST_ONE, 1000))
     assert (expected[drawn.tokens_R] > 0).all()
-    assert drawn.tokens_R.unique().numel() > 2000
+    assert drawn.tokens_R.unique().numel() > 700
     np.testing.assert_allclose(drawn.log_probs_R, np.log(expected[drawn.tokens_R]), atol=1e-3)
 
 
@@ -132,7 +192,7 @@ def test_top_k_of_any_size(top_k):
     logits = (np.random.default_rng(8).normal(size=1000)).astype(np.float32)
     params = SamplingParams(top_k=top_k)
     expected, _ = reference(logits, params)
-    drawn = draw(logits, params, np.linspace(0, ALMOST_ONE, 3000))
+    drawn = draw(logits, params, np.linspace(0, ALMOST_ONE, 1000))
     assert (expected[drawn.tokens_R] > 0).all()
     np.testing.assert_allclose(drawn.log_probs_R, np.log(expected[drawn.tokens_R]), atol=2e-5)
 
@@ -156,8 +216,9 @@ def test_rows_do_not_influence_each_other():
         SamplingParams(temperature=0.0),
         SamplingParams(temperature=0.5, top_k=3),
         SamplingParams(top_p=0.99),
+        SamplingParams(min_p=0.05, temperature=1.4),
     ]
-    params = [kinds[row % 4] for row in range(40)]
+    params = [kinds[row % 5] for row in range(40)]
     numbers = torch.from_numpy(rng.random(40))
     together = sample(logits, numbers, row_params(params, 900))
     for row in range(40):

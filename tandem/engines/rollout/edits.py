@@ -1,0 +1,143 @@
+"""What changes raw logits before the temperature, in the rows that ask for it: tokens barred by min_tokens,
+biases, penalties on tokens that were there.
+
+Shape suffixes: R rows, V vocabulary, E edited rows, P penalised rows, S slots, L tokens of the longest
+prompt and response, N entries of (row, token).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_FIRST_SLOTS = 8
+
+
+class History:
+    """What stands in the prompts and responses of the penalised sequences, one slot each, held on the
+    logits' device.
+
+    Attributes:
+        counts_SV: int32, how often each token is in the response.
+        ids_SL: int64, prompt and response; entries beyond them are of no meaning.
+    """
+
+    def __init__(self, vocabulary: int, device: torch.device) -> None:
+        self.counts_SV = torch.zeros(_FIRST_SLOTS, vocabulary, dtype=torch.int32, device=device)
+        self.ids_SL = torch.zeros(_FIRST_SLOTS, 1, dtype=torch.int64, device=device)
+        self._free = list(range(_FIRST_SLOTS))
+
+    def open(self) -> int:
+        """A slot of whatever content."""
+        if not self._free:
+            slots = len(self.counts_SV)
+            self.counts_SV = torch.cat((self.counts_SV, torch.zeros_like(self.counts_SV)))
+            self.ids_SL = torch.cat((self.ids_SL, torch.zeros_like(self.ids_SL)))
+            self._free = list(range(slots, 2 * slots))
+        return self._free.pop()
+
+    def close(self, slots: np.ndarray) -> None:
+        self._free += [int(slot) for slot in slots]
+
+    def set(self, slot: int, prompt_ids: np.ndarray, token_ids: np.ndarray) -> None:
+        """Takes over a prompt and what was written of its response."""
+        ids_T = torch.from_numpy(np.concatenate((prompt_ids, token_ids)).astype(np.int64)).to(
+            self.ids_SL.device
+        )
+        self.widen(len(ids_T))
+        self.ids_SL[slot, : len(ids_T)] = ids_T
+        written_T = ids_T[len(prompt_ids) :]
+        self.counts_SV[slot] = 0
+        self.counts_SV[slot].index_add_(0, written_T, torch.ones_like(written_T, dtype=torch.int32))
+
+    def widen(self, length: int) -> None:
+        """Makes room for sequences of this length."""
+        if length > self.ids_SL.shape[1]:
+            self.ids_SL = F.pad(self.ids_SL, (0, 2 * length - self.ids_SL.shape[1]))
+
+
+class Penalties(NamedTuple):
+    """Of P rows; see `SamplingParams`. Only the logits of tokens in a row's history are touched.
+
+    Attributes:
+        rows_P: int64, the rows.
+        slots_P: int64, their slots in `history`.
+        repetition_P, frequency_P, presence_P: float64.
+        lengths_P: int64, tokens of prompt and response at this step.
+        longest: the largest of them.
+    """
+
+    history: History
+    rows_P: Tensor
+    slots_P: Tensor
+    repetition_P: Tensor
+    frequency_P: Tensor
+    presence_P: Tensor
+    lengths_P: Tensor
+    longest: int
+
+    def apply(self, logits_RV: Tensor) -> None:
+        """In place. A token that is there twice is looked up twice and gets the same value twice."""
+        ids_PL = self.history.ids_SL[self.slots_P, : self.longest]
+        there_PL = torch.arange(self.longest, device=ids_PL.device) < self.lengths_P[:, None]
+        ids_PL = torch.where(there_PL, ids_PL, ids_PL[:, :1])
+        rows_P1, dtype = self.rows_P[:, None], logits_RV.dtype
+        repetition, frequency, presence = (
+            column_P.to(dtype)[:, None] for column_P in (self.repetition_P, self.frequency_P, self.presence_P)
+        )
+        before_PL = logits_RV[rows_P1, ids_PL]
+        counts_PL = self.history.counts_SV[self.slots_P[:, None], ids_PL].to(dtype)
+        after_PL = torch.where(before_PL > 0, before_PL / repetition, before_PL * repetition)
+        logits_RV[rows_P1, ids_PL] = after_PL - frequency * counts_PL - presence * (counts_PL > 0)
+
+    def note(self, tokens_R: Tensor) -> None:
+        """Takes the tokens drawn for all rows into account."""
+        tokens_P = tokens_R[self.rows_P]
+        self.history.counts_SV[self.slots_P, tokens_P] += 1
+        self.history.ids_SL[self.slots_P, self.lengths_P] = tokens_P
+
+
+class Biases(NamedTuple):
+    """Additions to single logits, each (row, token) at most once."""
+
+    rows_N: Tensor
+    tokens_N: Tensor
+    values_N: Tensor
+
+
+class Barred(NamedTuple):
+    """Single tokens that cannot be drawn."""
+
+    rows_N: Tensor
+    tokens_N: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Edits:
+    """All changes to the logits of one step.
+
+    Attributes:
+        rows_E: int64, the rows that differ from the model's own logits, in rising order.
+    """
+
+    rows_E: Tensor
+    barred: Barred | None = None
+    biases: Biases | None = None
+    penalties: Penalties | None = None
+
+    def applied(self, logits_RV: Tensor) -> Tensor:
+        """Changed logits; those given stay as they are."""
+        logits_RV = logits_RV.clone()
+        if self.barred is not None:
+            logits_RV[self.barred.rows_N, self.barred.tokens_N] = -torch.inf
+        if self.biases is not None:
+            rows_N, tokens_N, values_N = self.biases
+            logits_RV[rows_N, tokens_N] += values_N.to(logits_RV.dtype)
+        if self.penalties is not None:
+            self.penalties.apply(logits_RV)
+        return logits_RV
