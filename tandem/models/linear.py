@@ -7,6 +7,7 @@ latter only as an operator without a gradient; here is the gradient. bf16 goes t
 
 from __future__ import annotations
 
+import platform
 from types import MethodType
 from typing import Any
 
@@ -41,13 +42,30 @@ def product(left: Tensor, right: Tensor) -> Tensor:
     return _product(left, right, None) if _fast(left) else left @ right.T
 
 
-def added_linear(residual: Tensor, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """residual + inputs weightᵀ + bias in one pass over the result, without gradient; (M, N)."""
-    if _fast(inputs):
-        out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(inputs, residual, weight, bias, "add")
-        return out
-    out = torch.addmm(residual, inputs, weight.t())
-    return out if bias is None else out.add_(bias)
+def can_pack(weight: Tensor) -> bool:
+    """Whether `pack` takes such a weight: float32, and bf16 where the processor multiplies it, on x86."""
+    return (
+        _ONEDNN
+        and platform.machine() in ("x86_64", "AMD64")
+        and weight.device.type == "cpu"
+        and (weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and _bf16_products()))
+    )
+
+
+def pack(weight: Tensor) -> Tensor:
+    """A copy of a weight (N, K) in the layout that oneDNN's kernels read, for `packed_linear`.
+
+    Products of few rows otherwise spend most of their time on bringing the weight into that layout: weight
+    (4608, 768) in bf16 on one core of an EPYC (Zen 5), 8 rows in 301 us plain and 170 packed, 64 rows in
+    1,410 and 1,080.
+    """
+    out: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
+    return out
+
+
+def packed_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`linear` with a weight from `pack`, without gradient; (M, K) to (M, N)."""
+    return _product(inputs, weight, bias)
 
 
 def speed_up_linears(model: nn.Module) -> None:
@@ -70,8 +88,12 @@ def _fast(inputs: Tensor) -> bool:
     )
 
 
+def _bf16_products() -> bool:
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def _product(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    out: Tensor = torch.ops.mkldnn._linear_pointwise(inputs, weight, bias, "none", [], "")
+    out: Tensor = torch.ops.mkldnn._linear_pointwise.default(inputs, weight, bias, "none", [], "")
     return out
 
 

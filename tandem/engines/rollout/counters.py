@@ -6,6 +6,16 @@ import time
 from collections.abc import Callable
 
 _LOG_EVERY_S = 2.0
+_NAMES = (
+    "generated_tokens",
+    "prefill_tokens",
+    "cached_prefix_tokens",
+    "decode_steps",
+    "peak_running",
+    "cache_bytes",
+    "cache_use",
+    "preemptions",
+)
 
 
 class Counters:
@@ -27,18 +37,14 @@ class Counters:
         self.prefill_tokens = 0
         self.decode_steps = 0
         self.peak_running = 0
+        self.cached_prefix_tokens = 0
         self.cache_bytes = 0
+        self.cache_use = 0.0
+        self.preemptions = 0
 
     def take(self) -> dict[str, float]:
         """The counters by the protocol's names; all zero afterwards."""
-        out = {
-            "generated_tokens": float(self.generated_tokens),
-            "prefill_tokens": float(self.prefill_tokens),
-            "decode_steps": float(self.decode_steps),
-            "peak_running": float(self.peak_running),
-            "cache_bytes": float(self.cache_bytes),
-            "preemptions": 0.0,
-        }
+        out = {name: float(getattr(self, name)) for name in _NAMES}
         self._logged_tokens -= self.generated_tokens
         self._reset()
         return out
@@ -50,6 +56,10 @@ class Counters:
     def running(self, rows: int) -> None:
         self.peak_running = max(self.peak_running, rows)
 
+    def cache(self, size: int, use: float) -> None:
+        """Bytes of the cache, and the share of its blocks that sequences hold."""
+        self.cache_bytes, self.cache_use = max(self.cache_bytes, size), max(self.cache_use, use)
+
     def line(self, running: int, waiting: int, cache_use: float) -> None:
         """Logs the state of affairs if two seconds have passed since the last line."""
         elapsed = time.monotonic() - self._logged_at
@@ -58,7 +68,7 @@ class Counters:
         rate = (self.generated_tokens - self._logged_tokens) / elapsed
         self._log(
             f"rollout: {running} running, {waiting} waiting, "
-            f"cache {100 * cache_use:.0f}% used, {rate:,.0f} tokens/s"
+            f"cache {100 * cache_use:.0f}% used, {self.preemptions} preemptions, {rate:,.0f} tokens/s"
         )
         self._logged_at += elapsed
         self._logged_tokens = self.generated_tokens

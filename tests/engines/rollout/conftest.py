@@ -9,6 +9,12 @@ import numpy as np
 import pytest
 import torch
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GemmaForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -56,6 +62,22 @@ def _build(name: str) -> PreTrainedModel:
         return MistralForCausalLM(MistralConfig(**_SHAPE, sliding_window=None))
     if name == "mistral_window":
         return MistralForCausalLM(MistralConfig(**_SHAPE, sliding_window=8))
+    if name == "qwen3_window":
+        types = ["sliding_attention", "full_attention"]
+        config = Qwen3Config(
+            **_SHAPE, head_dim=16, use_sliding_window=True, sliding_window=6, layer_types=types
+        )
+        return Qwen3ForCausalLM(config)
+    if name == "gemma":
+        return GemmaForCausalLM(GemmaConfig(**_SHAPE, head_dim=16))
+    if name == "gemma2":
+        softcap = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}
+        return Gemma2ForCausalLM(
+            Gemma2Config(**_SHAPE, head_dim=16, sliding_window=6, query_pre_attn_scalar=9, **softcap)
+        )
+    if name == "gemma3_text":
+        types = ["sliding_attention", "full_attention"]
+        return Gemma3ForCausalLM(Gemma3TextConfig(**_SHAPE, head_dim=16, sliding_window=6, layer_types=types))
     raise AssertionError(name)
 
 

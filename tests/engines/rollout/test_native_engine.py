@@ -3,17 +3,15 @@
 import numpy as np
 import pytest
 import torch
-from torch.distributed.fsdp import fully_shard
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from tandem.engines.rollout.base import SharedModule, generate
 from tandem.engines.rollout.native import engine as native
 from tandem.engines.rollout.native.engine import NativeEngine
 from tandem.errors import EngineError
-from tandem.models.parallel import init_distributed
 from tandem.protocol import Request, SamplingParams
 
 CPU = torch.device("cpu")
+PER_TOKEN = 256  # bytes of tiny qwen2 in float32: 2 layers * 2 heads * (8 + 8) * 4
 
 
 def make(model, **options):
@@ -22,21 +20,136 @@ def make(model, **options):
     return engine
 
 
-@pytest.mark.parametrize("max_num_seqs", [256, 3])
-def test_samples_share_their_prompts_prefill(tiny, make_requests, max_num_seqs):
-    """Also when the samples of one prompt are admitted at different times."""
+def drain(engine):
+    samples = []
+    while engine.pending():
+        samples += engine.poll(10.0)
+    engine._scheduler.check()
+    assert engine._scheduler.blocks.free == engine._scheduler.blocks.blocks
+    return {sample.id: sample for sample in samples}
+
+
+def mixed_load(rng):
+    """30 requests with common beginnings, 1 to 4 samples each, of all ways to sample and to end."""
+    roots = [rng.integers(1, 97, size=40) for _ in range(3)]
+    requests = []
+    while len(requests) < 30:
+        prompt = np.concatenate((roots[rng.integers(3)][: rng.integers(40)], rng.integers(1, 97, size=3)))
+        params = SamplingParams(
+            temperature=float(rng.choice([0.0, 0.7, 1.0])),
+            top_k=int(rng.choice([-1, 5])),
+            top_p=float(rng.choice([0.8, 1.0])),
+            max_tokens=int(rng.integers(1, 30)),
+            stop_token_ids=tuple(rng.integers(0, 97, size=rng.integers(4)).tolist()),
+            stop=(chr(0x100 + int(rng.integers(97))),) if rng.random() < 0.3 else (),
+            repetition_penalty=float(rng.choice([1.0, 1.3])),
+            min_tokens=int(rng.choice([0, 1])),
+        )
+        uid = str(len(requests))
+        requests += [Request(uid, sample, prompt, params) for sample in range(rng.integers(1, 5))]
+    return requests
+
+
+def decode(token_ids):
+    return "".join(chr(0x100 + token) for token in token_ids)
+
+
+@pytest.fixture(scope="module")
+def crowd(tiny):
+    """A model, requests, and what each writes alone, by id."""
+    model = tiny(dtype=torch.float64)
+    requests = mixed_load(np.random.default_rng(7))
+    alone = make(model, decode=decode)
+    return model, requests, {request.id: generate(alone, [request])[0] for request in requests}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"run_ahead": True},
+        {"num_gpu_blocks_override": 20, "block_size": 4, "run_ahead": True},
+        {"num_gpu_blocks_override": 20, "block_size": 4, "enable_prefix_caching": False},
+        {"max_num_batched_tokens": 7, "run_ahead": True},
+        {"max_num_batched_tokens": 7, "enable_chunked_prefill": False, "max_num_seqs": 5},
+        {"max_num_seqs": 3, "block_size": 8, "runner": "module"},
+    ],
+    ids=lambda options: ",".join(f"{k}={v}" for k, v in options.items()) or "default",
+)
+def test_no_company_changes_a_sample(crowd, options):
+    """Each request in a crowd, with arrivals and aborts in between, writes what it writes alone."""
+    model, requests, expected = crowd
+    engine = make(model, decode=decode, **options)
+    written, aborted = {}, {}
+    for start in range(0, len(requests), 6):
+        engine.submit(requests[start : start + 6])
+        written.update((sample.id, sample) for sample in engine.poll(0.0))
+        if start % 4 == 0:
+            ids = [requests[start].id, requests[start + 3].id]
+            aborted.update((sample.id, sample) for sample in engine.abort(ids, keep_partial=True))
+        engine._scheduler.check()
+    written.update(drain(engine))
+    assert set(written) | set(aborted) == set(expected)
+    for id, sample in (written | aborted).items():
+        count = len(sample.token_ids)
+        assert sample.token_ids.tolist() == expected[id].token_ids[:count].tolist()
+        np.testing.assert_allclose(sample.log_probs, expected[id].log_probs[:count], atol=1e-9, rtol=0)
+        assert id in aborted or sample.finish_reason == expected[id].finish_reason
+    assert (engine.stats()["preemptions"] > 0) == ("num_gpu_blocks_override" in options)
+
+
+@pytest.mark.parametrize(("n", "max_num_seqs"), [(16, 256), (8, 3)])
+def test_samples_share_their_prompts_prefill(tiny, n, max_num_seqs):
+    """Those admitted later find the prompt's full blocks, and compute the rest again."""
+    prompts = [np.full(length, length) for length in (32, 35, 41, 48)]
+    requests = [
+        Request(str(p), sample, prompt, SamplingParams(max_tokens=9))
+        for p, prompt in enumerate(prompts)
+        for sample in range(n)
+    ]
     engine = make(tiny(), max_num_seqs=max_num_seqs)
-    requests = make_requests(6, 8)
     generate(engine, requests)
     stats = engine.stats()
-    assert stats["prefill_tokens"] == sum(len(r.prompt_ids) for r in requests if r.sample == 0)
-    assert stats["peak_running"] == min(48, max_num_seqs)
+    once = sum(len(prompt) for prompt in prompts)
+    assert stats["peak_running"] == min(4 * n, max_num_seqs)
+    if max_num_seqs == 256:
+        assert stats["prefill_tokens"] == once
+    else:
+        assert once < stats["prefill_tokens"] < once + 4 * n * 16
+        assert stats["cached_prefix_tokens"] > once
+
+
+def test_the_next_turn_computes_only_what_is_new(tiny):
+    model = tiny(dtype=torch.float64)
+    engine = make(model)
+    first = Request("turn 1", 0, np.arange(1, 21), SamplingParams(max_tokens=30))
+    [answer] = generate(engine, [first])
+    assert engine.stats()["prefill_tokens"] == 20
+    longer = np.concatenate((first.prompt_ids, answer.token_ids, [1, 2, 3]))
+    second = Request("turn 2", 0, longer, SamplingParams(max_tokens=10))
+    [reply] = generate(engine, [second])
+    stats = engine.stats()
+    assert (stats["cached_prefix_tokens"], stats["prefill_tokens"]) == (48, 5)
+    [fresh] = generate(make(model), [second])
+    assert reply.token_ids.tolist() == fresh.token_ids.tolist()
+    engine.update_weights(SharedModule(model), 1)
+    generate(engine, [second])
+    assert engine.stats()["prefill_tokens"] == 53
+
+
+def test_without_prefix_caching_nothing_is_found(tiny):
+    engine = make(tiny(), enable_prefix_caching=False)
+    request = Request("a", 0, np.arange(1, 41), SamplingParams(max_tokens=3))
+    generate(engine, [request])
+    generate(engine, [request])
+    stats = engine.stats()
+    assert (stats["prefill_tokens"], stats["cached_prefix_tokens"]) == (80, 0)
 
 
 def test_finished_sequences_make_room_at_once(tiny):
     """Two rows, one long sequence and many short ones: the short ones pass by the long one."""
     engine = make(tiny(), max_num_seqs=2)
-    lengths = [40] + [4] * 10
+    lengths = [45] + [4] * 10
     requests = [
         Request(f"p{i}", 0, np.array([1, 2]), SamplingParams(max_tokens=n)) for i, n in enumerate(lengths)
     ]
@@ -45,181 +158,144 @@ def test_finished_sequences_make_room_at_once(tiny):
     while engine.pending():
         order += [sample.uid for sample in engine.poll(10.0)]
     assert order == [f"p{i}" for i in range(1, 11)] + ["p0"]
-    assert engine.stats()["decode_steps"] <= 40
+    assert engine.stats()["decode_steps"] <= 45
 
 
-def test_prefill_budget_bounds_a_step(tiny, monkeypatch):
+def test_the_budget_bounds_the_tokens_of_a_step(tiny):
     engine = make(tiny(), max_num_batched_tokens=20)
-    widths = []
-    prefill = native.NativeEngine._prefill
-
-    def spy(self, runner, batch):
-        widths.append(sum(len(admission.prompt.prompt_ids) for admission in batch))
-        return prefill(self, runner, batch)
-
-    monkeypatch.setattr(native.NativeEngine, "_prefill", spy)
-    lengths = [8, 8, 8, 50, 4, 4]
-    generate(
-        engine,
-        [
-            Request(f"p{i}", 0, np.ones(n, dtype=np.int64), SamplingParams(max_tokens=6))
-            for i, n in enumerate(lengths)
-        ],
-    )
-    assert sum(widths) == sum(lengths)
-    assert [width for width in widths if width > 20] == [50]
-
-
-def test_rows_of_mixed_length_are_sorted(tiny, monkeypatch):
-    """Short sequences admitted before long ones: sorting must shrink the spans and change no token."""
-    model = tiny(dtype=torch.float64)
-    prompts = [np.full(3 if i < 8 else 80, 1 + i) for i in range(16)]
-    requests = [Request(f"p{i}", 0, p, SamplingParams(max_tokens=40)) for i, p in enumerate(prompts)]
-    sorted_run = make(model)
-    first = [sample.token_ids.tolist() for sample in generate(sorted_run, requests[:8] + requests[8:])]
-    moves = []
-    move = native.Rows.move
-    monkeypatch.setattr(native.Rows, "move", lambda self, s, t: (moves.append(len(s)), move(self, s, t)))
-    engine = make(model)
-    engine.submit(requests[:8])
-    engine.poll(0.0)
-    engine.submit(requests[8:])
-    late = {}
-    while engine.pending():
-        late.update((sample.uid, sample.token_ids.tolist()) for sample in engine.poll(10.0))
-    assert max(moves) == 16
-    assert [late[request.uid] for request in requests] == first
+    tokens = []
+    forward = engine._runner.forward
+    engine._runner.forward = lambda step, attention: (
+        tokens.append(len(step.ids_T)),
+        forward(step, attention),
+    )[1]
+    prompts = [np.full(n, i) for i, n in enumerate([8, 8, 8, 50, 4, 4])]
+    generate(engine, [Request(f"p{i}", 0, p, SamplingParams(max_tokens=6)) for i, p in enumerate(prompts)])
+    assert max(tokens) == 20
+    assert sum(tokens) == sum(map(len, prompts)) + 6 * 5
 
 
 def test_weights_updated_in_flight_are_marked_token_by_token(tiny):
     model = tiny()
-    engine = make(model)
-    engine.submit([Request("a", 0, np.array([1, 2, 3]), SamplingParams(max_tokens=20))])
-    engine.poll(0.0)
-    engine.update_weights(SharedModule(model), 5)
-    [sample] = engine.poll(10.0)
-    versions = sample.versions.tolist()
-    assert versions == sorted(versions)
-    assert set(versions) == {0, 5}
+    for run_ahead in (False, True):
+        engine = make(model, run_ahead=run_ahead)
+        engine.submit([Request("a", 0, np.array([1, 2, 3]), SamplingParams(max_tokens=20))])
+        engine.poll(0.0)
+        engine.poll(0.0)
+        engine.update_weights(SharedModule(model), 5)
+        [sample] = engine.poll(10.0)
+        assert sample.versions.tolist() == [0] * 2 + [5] * 18
 
 
-def test_new_weights_drop_a_kept_prefill(tiny):
-    """A prompt half of whose samples wait is prefilled anew for them after an update."""
+def test_a_prompt_is_computed_anew_under_new_weights(tiny):
+    """A prompt half of whose samples wait, and one that is half computed."""
     engine = make(tiny(), max_num_seqs=2)
-    requests = [Request("a", s, np.arange(1, 11), SamplingParams(max_tokens=3)) for s in range(4)]
+    requests = [Request("a", s, np.arange(1, 41), SamplingParams(max_tokens=3)) for s in range(4)]
     engine.submit(requests)
     engine.poll(0.0)
     engine.update_weights(SharedModule(tiny()), 1)
-    done = 0
-    while done < 4:
-        done += len(engine.poll(1.0))
-    assert engine.stats()["prefill_tokens"] == 20
+    drain(engine)
+    assert engine.stats()["prefill_tokens"] == 80
+    engine = make(tiny(), max_num_batched_tokens=16)
+    engine.submit(requests[:1])
+    engine.poll(0.0)
+    engine.update_weights(SharedModule(tiny()), 1)
+    assert drain(engine)["a", 0].versions.tolist() == [1, 1, 1]
+    assert engine.stats()["prefill_tokens"] == 16 + 40
 
 
-def test_memory_bounds_the_rows(tiny, make_requests, monkeypatch):
-    # tiny qwen2: 2 layers * 2 heads * (8 + 8) * 4 bytes = 256 bytes per token; 64 columns per row
-    monkeypatch.setattr(native, "cache_budget", lambda device, share: int(share * 10 * 64 * 256))
+def test_memory_bounds_what_runs(tiny, make_requests, monkeypatch):
+    budget = 64 * 16 * PER_TOKEN
+    monkeypatch.setattr(native, "cache_budget", lambda device, share: int(share * budget))
     model = tiny()
-    engine = make(model, gpu_memory_utilization=0.5)
-    requests = make_requests(20, max_tokens=12)
-    assert max(len(r.prompt_ids) for r in requests) + 12 <= 64
-    written = generate(engine, requests)
-    stats = engine.stats()
-    assert stats["peak_running"] == 5
-    assert stats["cache_bytes"] <= 5 * 64 * 256
+    requests = make_requests(30, max_tokens=20)
+    runs = {}
+    for share in (1.0, 0.25):
+        engine = make(model, gpu_memory_utilization=share)
+        runs[share] = generate(engine, requests)
+        stats = engine.stats()
+        assert stats["cache_bytes"] == share * budget
+        assert stats["peak_running"] <= share * 64
+        assert 0.8 < stats["cache_use"] <= 1
     free = generate(make(model), requests)
-    assert [s.token_ids.tolist() for s in written] == [s.token_ids.tolist() for s in free]
+    for samples in runs.values():
+        assert [s.token_ids.tolist() for s in samples] == [s.token_ids.tolist() for s in free]
+
+
+def test_the_cache_is_no_larger_than_what_is_asked_for(tiny):
+    engine = make(tiny(), max_num_seqs=3)
+    short = [Request(f"a{i}", 0, np.array([1 + i]), SamplingParams(max_tokens=20)) for i in range(2)]
+    engine.submit(short)
+    engine.poll(0.0)
+    assert engine._cache.blocks == 2 * 2
+    long = [Request(f"b{i}", 0, np.arange(1, 60), SamplingParams(max_tokens=9)) for i in range(9)]
+    engine.submit(long)  # in the middle of the first two, which go on in the larger cache
+    samples = drain(engine)
+    assert engine._cache.blocks == 3 * 5
+    for request, sample in zip(short, generate(make(tiny()), short), strict=True):
+        assert samples[request.id].token_ids.tolist() == sample.token_ids.tolist()
 
 
 def test_cache_too_small_for_one_sequence_says_what_fits(tiny, monkeypatch):
-    monkeypatch.setattr(native, "cache_budget", lambda device, share: 100 * 256)
-    engine = make(tiny())
-    engine.submit([Request("a", 0, np.ones(90, dtype=np.int64), SamplingParams(max_tokens=38))])
-    with pytest.raises(EngineError, match="96 tokens would fit"):
-        engine.poll(1.0)
-
-
-def test_a_longer_request_waits_until_fewer_rows_run(tiny, monkeypatch):
-    """Room for 8 rows of 32 columns or 2 of 128: the long request needs the running ones to end first."""
-    monkeypatch.setattr(native, "cache_budget", lambda device, share: 8 * 32 * 256)
-    engine = make(tiny())
-    short = [Request(f"s{i}", 0, np.array([1 + i]), SamplingParams(max_tokens=10 + i)) for i in range(8)]
-    engine.submit(short)
-    engine.poll(0.0)
-    engine.submit([Request("long", 0, np.ones(100, dtype=np.int64), SamplingParams(max_tokens=10))])
-    order = []
-    while engine.pending():
-        order += [sample.uid for sample in engine.poll(10.0)]
-    assert order[-1] == "long"
-    assert engine.stats()["cache_bytes"] <= 8 * 32 * 256
+    request = Request("a", 0, np.ones(90, dtype=np.int64), SamplingParams(max_tokens=38))
+    monkeypatch.setattr(native, "cache_budget", lambda device, share: 100 * PER_TOKEN)
+    for options, key in (
+        ({}, "gpu_memory_utilization"),
+        ({"num_gpu_blocks_override": 6}, "num_gpu_blocks_override"),
+    ):
+        engine = make(tiny(), **options)
+        engine.submit([request])
+        with pytest.raises(EngineError, match=f"(?s){key}.*8 blocks.*96 tokens would fit"):
+            engine.poll(1.0)
+        engine.abort([request.id])
+        engine.sleep()
 
 
 def test_abort_of_a_running_sequence_keeps_its_tokens(tiny):
     model = tiny(dtype=torch.float64)
     requests = [Request(f"p{i}", 0, np.array([3 + i, 4]), SamplingParams(max_tokens=9)) for i in range(3)]
     whole = generate(make(model), requests)
-    engine = make(model)
-    engine.submit(requests)
+    for run_ahead in (False, True):
+        engine = make(model, run_ahead=run_ahead)
+        engine.submit(requests)
+        engine.poll(0.0)
+        [partial] = engine.abort([requests[0].id], keep_partial=True)
+        assert partial.finish_reason == "abort"
+        assert partial.token_ids.tolist() == whole[0].token_ids[:1].tolist()
+        rest = {id: sample.token_ids.tolist() for id, sample in drain(engine).items()}
+        assert rest == {s.id: s.token_ids.tolist() for s in whole[1:]}
+
+
+def test_abort_loses_nothing_that_has_finished_meanwhile(tiny):
+    """The last token is drawn and not yet accepted when the abort comes."""
+    engine = make(tiny(), run_ahead=True)
+    request = Request("a", 0, np.array([3, 4]), SamplingParams(max_tokens=1))
+    engine.submit([request])
     engine.poll(0.0)
-    [partial] = engine.abort([requests[0].id], keep_partial=True)
-    assert partial.finish_reason == "abort"
-    assert 0 < len(partial.token_ids) < 9
-    assert partial.token_ids.tolist() == whole[0].token_ids[: len(partial.token_ids)].tolist()
-    rest = {}
-    while engine.pending():
-        rest.update((sample.uid, sample.token_ids.tolist()) for sample in engine.poll(10.0))
-    assert rest == {s.uid: s.token_ids.tolist() for s in whole[1:]}
+    [sample] = engine.abort([request.id], keep_partial=True)
+    assert (len(sample.token_ids), sample.finish_reason) == (1, "length")
+    assert engine.pending() == 0 and engine.poll(0.0) == []
 
 
-def test_sleep_frees_the_cache_and_the_weights(tiny, make_requests):
-    engine = make(tiny())
-    generate(engine, make_requests(3))
-    assert engine._cache is not None
-    engine.sleep()
-    assert engine._cache is None
-    assert engine._runner is None
-    assert engine._source is None
+@pytest.mark.parametrize("run_ahead", [False, True])
+def test_a_step_that_failed_is_taken_back(tiny, make_requests, run_ahead):
+    """Penalties count tokens on the device, where those of the lost step must not stay counted."""
+    model = tiny(dtype=torch.float64)
+    requests = make_requests(12, 2, max_tokens=12, repetition_penalty=1.2)
+    engine = make(model, run_ahead=run_ahead)
+    forward, calls = engine._runner.forward, []
 
+    def failing(step, attention):
+        calls.append(len(step.ids_T))
+        if len(calls) in (1, 5):
+            raise MemoryError
+        return forward(step, attention)
 
-@pytest.mark.parametrize("runner", ["fused", "module"])
-def test_module_under_fsdp(tiny, make_requests, runner):
-    """Generation inside an unsharded FSDP2 module equals that of the plain one."""
-    requests = make_requests(5, max_tokens=10)
-    expected = [s.token_ids.tolist() for s in generate(make(tiny(), runner=runner), requests)]
-    mesh = init_distributed(CPU)
-    model = tiny()
-    for part in (*model.model.layers, model):
-        fully_shard(part, mesh=mesh, reshard_after_forward=False)
-        part.unshard()
-    written = [s.token_ids.tolist() for s in generate(make(model, runner=runner), requests)]
-    assert written == expected
-
-
-def test_a_phase_is_the_same_whatever_ran_before_it():
-    """Bitwise: when rows are put in order must not depend on an earlier phase."""
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 2}
-    model = Qwen2ForCausalLM(Qwen2Config(**sizes, num_attention_heads=8, num_key_value_heads=2)).eval()
-    rng = np.random.default_rng(0)
-
-    def requests(count, tokens):
-        prompts, responses = rng.integers(2, 60, size=count), rng.integers(1, tokens + 1, size=count)
-        return [
-            Request(f"p{i}", 0, rng.integers(0, 64, size=n), SamplingParams(max_tokens=int(m)))
-            for i, (n, m) in enumerate(zip(prompts, responses, strict=True))
-        ]
-
-    wanted, other = requests(48, 60), requests(1, 9)
-
-    def phase(engine, todo):
-        engine.update_weights(SharedModule(model), 0)
-        samples = generate(engine, todo)
-        engine.sleep()
-        return samples
-
-    fresh, used = make(model), make(model)
-    phase(used, other)
-    assert used._steps_since_sort == 0
-    for a, b in zip(phase(fresh, wanted), phase(used, wanted), strict=True):
-        assert np.array_equal(a.token_ids, b.token_ids)
-        assert np.array_equal(a.log_probs, b.log_probs)
+    engine._runner.forward = failing
+    engine.submit(requests)
+    for _ in range(2):
+        with pytest.raises(MemoryError):
+            drain(engine)
+    samples = drain(engine)
+    for request, sample in zip(requests, generate(make(model), requests), strict=True):
+        assert samples[request.id].token_ids.tolist() == sample.token_ids.tolist()

@@ -1,24 +1,131 @@
+"""What only a GPU can show: the engines there, CUDA graphs, and the kernels in bfloat16 at real sizes."""
+
+import numpy as np
 import pytest
 import torch
 
 from tandem.engines.rollout.base import SharedModule, generate
 from tandem.engines.rollout.hf import HFEngine
+from tandem.engines.rollout.native.attention import make_attention
 from tandem.engines.rollout.native.engine import NativeEngine
+from tandem.engines.rollout.native.graphs import CudaCapture, GraphedRunner
+from tandem.engines.rollout.native.paged import LayerShape, PagedCache, StepInput
+from tandem.engines.rollout.native.runner import make_runner
+from tandem.engines.rollout.sampler import RowParams, sample
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
+CUDA = torch.device("cuda", 0)
+BLOCK = 16
+
+
+def written(engine, module, requests):
+    engine.update_weights(SharedModule(module), 0)
+    samples = sorted(generate(engine, requests), key=lambda sample: sample.id)
+    engine.sleep()
+    return samples
 
 
 @pytest.mark.parametrize("name", ["fused", "module", "hf"])
 def test_cuda_writes_what_the_cpu_writes(name, tiny, make_requests):
     requests = make_requests(20, 2, temperature=0.8, top_p=0.9)
-    written = []
-    for device in (torch.device("cpu"), torch.device("cuda", 0)):
+    tokens = []
+    for device in (torch.device("cpu"), CUDA):
         options = {"device": device, "max_length": 96, "max_num_seqs": 16}
-        engine = HFEngine(**options) if name == "hf" else NativeEngine(runner=name, **options)
-        engine.update_weights(SharedModule(tiny(dtype=torch.float64).to(device)), 0)
-        written.append([sample.token_ids.tolist() for sample in generate(engine, requests)])
-        engine.sleep()
-    assert written[0] == written[1]
+        engine = (
+            HFEngine(**options) if name == "hf" else NativeEngine(runner=name, attention="torch", **options)
+        )
+        samples = written(engine, tiny(dtype=torch.float64).to(device), requests)
+        tokens.append([sample.token_ids.tolist() for sample in samples])
+    assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize("runner", ["fused", "module"])
+@pytest.mark.parametrize("model", ["qwen2", "qwen3", "mistral_window"])
+def test_triton_attention_gives_the_log_probs_of_torch(runner, model, tiny, make_requests):
+    requests = make_requests(20, 2, temperature=0.0)
+    module = tiny(model).to(CUDA)
+    options = {"device": CUDA, "max_length": 96, "max_num_seqs": 16, "runner": runner}
+    ours, plain = (
+        written(NativeEngine(attention=name, **options), module, requests) for name in ("triton", "torch")
+    )
+    for left, right in zip(ours, plain, strict=True):
+        assert left.token_ids.tolist() == right.token_ids.tolist()
+        np.testing.assert_allclose(left.log_probs, right.log_probs, atol=2e-5)
+
+
+def test_running_ahead_changes_nothing(tiny, make_requests):
+    requests = make_requests(20, 2, temperature=1.0)
+    module = tiny().to(CUDA)
+    options = {"device": CUDA, "max_length": 96, "max_num_seqs": 16}
+    ahead, behind = (
+        written(NativeEngine(run_ahead=run_ahead, **options), module, requests) for run_ahead in (True, False)
+    )
+    assert [sample.token_ids.tolist() for sample in ahead] == [sample.token_ids.tolist() for sample in behind]
+
+
+def decode_step(lengths, vocabulary, generator):
+    """One token each of sequences that will have these lengths, every block taken by one of them."""
+    rows, width = len(lengths), -(-max(lengths) // BLOCK)
+    tables_SB = torch.randperm(rows * width, generator=generator).view(rows, width)
+    positions_T = torch.tensor(lengths) - 1
+    block = tables_SB[torch.arange(rows), positions_T // BLOCK]
+    return StepInput(
+        ids_T=torch.randint(vocabulary, (rows,), generator=generator).to(CUDA),
+        positions_T=positions_T.to(CUDA),
+        slots_T=(block * BLOCK + positions_T % BLOCK).to(CUDA),
+        starts_S1=torch.arange(rows + 1, dtype=torch.int32, device=CUDA),
+        lengths_S=torch.tensor(lengths, dtype=torch.int32, device=CUDA),
+        tables_SB=tables_SB.int().to(CUDA),
+        logits_L=torch.arange(rows, device=CUDA),
+        max_query=1,
+        max_length=max(lengths),
+    )
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", ["fused", "module"])
+def test_replayed_graphs_compute_what_plain_steps_do(name, tiny):
+    module = tiny("qwen3").to(CUDA)
+    runner = make_runner(name, module, 96)
+    caches = [PagedCache(runner.layers, 20 * 6, BLOCK, runner.dtype, CUDA) for _ in range(2)]
+    attention, plain = (make_attention(cache, "triton") for cache in caches)
+    graphed = GraphedRunner(runner, attention, 20, 6, CudaCapture())
+    generator = torch.Generator().manual_seed(0)
+    for rows in (20, 3, 17, 1, 20):
+        lengths = torch.randint(1, 97, (rows,), generator=generator).tolist()
+        step = decode_step(lengths, 97, generator)
+        with torch.inference_mode():
+            expected = runner.forward(step, plain)
+        torch.testing.assert_close(graphed.forward(step, attention), expected, rtol=1e-4, atol=1e-4)
+    for left, right in zip(caches[0].keys, caches[1].keys, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("lengths", [[4000, 1, 777], [300] * 40])
+@pytest.mark.parametrize(("group", "dim"), [(7, 64), (7, 128), (4, 128), (2, 256)])
+def test_bfloat16_decoding_at_real_sizes(group, dim, lengths):
+    generator = torch.Generator().manual_seed(1)
+    step = decode_step(lengths, 97, generator)
+    cache = PagedCache([LayerShape(2, dim, dim)], step.tables_SB.numel(), BLOCK, torch.bfloat16, CUDA)
+    for part in (cache.keys[0], cache.values[0]):
+        part.normal_()
+    query_TND = torch.randn(len(lengths), 2 * group, dim, device=CUDA, dtype=torch.bfloat16) * dim**-0.5
+    out = make_attention(cache, "triton").attend(0, step, query_TND)
+    expected = make_attention(cache, "torch").attend(0, step, query_TND)
+    assert (out.float() - expected.float()).norm() < 1e-2 * expected.float().norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_sampling_at_a_real_vocabulary(dtype):
+    rows, vocabulary = 64, 151_936
+    logits = 2 * torch.randn(rows, vocabulary, device=CUDA, dtype=dtype)
+    temperature = np.where(np.arange(rows) % 4, 0.8, 0.0)
+    nothing = np.zeros(rows)
+    params = RowParams.of(temperature, nothing.astype(np.int64), np.ones(rows), nothing, vocabulary, CUDA)
+    uniforms = torch.rand(rows, dtype=torch.float64, device=CUDA)
+    drawn, expected = sample(logits, uniforms, params), sample(logits.double(), uniforms, params)
+    assert drawn.tokens_R.tolist() == expected.tokens_R.tolist()
+    torch.testing.assert_close(drawn.log_probs_R.double(), expected.log_probs_R, rtol=1e-6, atol=1e-5)

@@ -1,14 +1,17 @@
 """The native rollout engine: continuous batching over the very module that is trained.
 
-A step admits waiting prompts (prefill once per prompt, copied to the rows of its samples), then decodes
-one token for every running row. Finished rows leave at once. The order of everything follows from
-the order of submission; no clock decides it.
+A step is planned by the scheduler, run by the runner over the paged cache, and sampled; what finishes
+leaves at once. Where the device computes beside the host, a step is launched before the tokens of the
+one before it have been fetched: it reads them where they are, and what it draws for a sequence that
+turns out to have ended is dropped.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,30 +20,39 @@ from torch import Tensor
 from tandem.engines.rollout.base import SLEEP_TAGS, SharedModule, SleepTag, WeightSource
 from tandem.engines.rollout.checks import check_fits_model, check_new, shared_module
 from tandem.engines.rollout.counters import Counters
-from tandem.engines.rollout.native.cache import (
-    COLUMN_STEP,
-    KVCache,
-    Prefill,
-    area,
-    bytes_per_token,
-    decode_rows,
-    round_up,
-    spans,
-)
-from tandem.engines.rollout.native.memory import cache_budget, check_free
+from tandem.engines.rollout.native.attention import Attention, AttentionName, make_attention
+from tandem.engines.rollout.native.blocks import BlockManager
+from tandem.engines.rollout.native.graphs import GraphedRunner
+from tandem.engines.rollout.native.inputs import step_input, to_device
+from tandem.engines.rollout.native.memory import cache_budget, check_free, grown
+from tandem.engines.rollout.native.paged import PagedCache, bytes_per_token
 from tandem.engines.rollout.native.runner import Runner, RunnerName, make_runner
-from tandem.engines.rollout.native.waiting import Admission, Waiting, rectangles
+from tandem.engines.rollout.native.scheduler import Index, Plan, Scheduler
 from tandem.engines.rollout.rows import Rows, empty_sample
-from tandem.engines.rollout.sampler import RowParams
+from tandem.engines.rollout.sampler import Drawn, RowParams
 from tandem.engines.rollout.stops import Decode
 from tandem.engines.weight_sync import Digest, digest
 from tandem.errors import EngineError
 from tandem.protocol import Request, Sample
+from tandem.protocol.rollout import LogprobsMode
 
-# Rows are put in falling order of length again once their spans are this much wider than need be,
-# and not before so many steps have passed.
-_SORT_GAIN = 1.25
-_SORT_EVERY = 16
+
+@dataclass(slots=True)
+class _Flight:
+    """Tokens drawn and not yet accepted.
+
+    Attributes:
+        rows: whose; -1 for a sequence that has ended meanwhile.
+        tokens_R: on the device.
+        fetched: all that was drawn, on the host once `arrived`.
+        version: of the weights that gave the logits.
+    """
+
+    rows: Index
+    tokens_R: Tensor
+    fetched: Drawn
+    arrived: torch.cuda.Event | None
+    version: int
 
 
 class NativeEngine:
@@ -49,9 +61,17 @@ class NativeEngine:
     Args:
         max_length: tokens of prompt and response together, at most.
         max_num_seqs: sequences that run at the same time, at most; fewer if the cache's memory binds.
-        max_num_batched_tokens: prompt tokens of one step; a longer prompt runs alone.
-        gpu_memory_utilization: share of the device's memory (on a host: of what is available).
+        max_num_batched_tokens: tokens of one step; sequences that decode come first.
+        gpu_memory_utilization: share of the device's memory (on a host: of all there is).
+        block_size: tokens per block of the cache.
+        num_gpu_blocks_override: blocks of the cache, instead of what memory and requests ask for.
+        enable_prefix_caching: whether a prompt that begins like an earlier sequence reuses its blocks.
+        enable_chunked_prefill: whether a prompt may be computed in several steps.
         runner: "fused", "module", or "auto".
+        attention: the kernels; "auto" for the fastest there are.
+        enforce_eager: on CUDA, launch the kernels of every step one by one instead of replaying graphs.
+        run_ahead: whether a step is launched before the last one's tokens are fetched; None: on CUDA.
+        logprobs_mode: what samples carry as `log_probs`.
         decode: token ids to text, for stop strings.
         log: receives a line about every two seconds of work; None for none.
     """
@@ -66,39 +86,62 @@ class NativeEngine:
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 8192,
         gpu_memory_utilization: float = 0.5,
+        block_size: int = 16,
+        num_gpu_blocks_override: int | None = None,
+        enable_prefix_caching: bool = True,
+        enable_chunked_prefill: bool = True,
         runner: RunnerName = "auto",
+        attention: AttentionName = "auto",
+        enforce_eager: bool = False,
+        run_ahead: bool | None = None,
+        logprobs_mode: LogprobsMode = "processed_logprobs",
         decode: Decode | None = None,
         log: Callable[[str], None] | None = None,
     ) -> None:
         self._device = device
         self._max_length = max_length
-        self._max_num_seqs = max_num_seqs
-        self._max_num_batched_tokens = max_num_batched_tokens
         self._utilization = gpu_memory_utilization
+        self._block_size = block_size
+        self._fixed_blocks = num_gpu_blocks_override
         self._runner_name: RunnerName = runner
+        self._attention_name: AttentionName = attention
+        self._graphs = device.type == "cuda" and not enforce_eager
+        self._run_ahead = device.type == "cuda" if run_ahead is None else run_ahead
         self._decode = decode
         self._counters = Counters(log)
-        self._waiting = Waiting()
-        self._rows = Rows(max_num_seqs)
+        self._rows = Rows(max_num_seqs, logprobs_mode)
+        self._scheduler = Scheduler(
+            self._rows,
+            self._counters,
+            max_length=max_length,
+            block_size=block_size,
+            max_num_batched_tokens=max_num_batched_tokens,
+            chunked=enable_chunked_prefill,
+            caching=enable_prefix_caching,
+        )
         self._finished: list[Sample] = []
-        self._known: set[tuple[str, int]] = set()
+        self._known: dict[tuple[str, int], int] = {}  # blocks that each pending request can fill
+        self._demand_changed = False
         self._source: SharedModule | None = None
         self._runner: Runner | None = None
-        self._cache: KVCache | None = None
+        self._cache: PagedCache | None = None
+        self._attention: Attention | None = None
+        self._graphed: GraphedRunner | None = None  # of this runner and attention
         self._version = 0
-        self._longest = 0
         self._budget: int | None = None
-        self._params: RowParams | None = None
-        self._steps_since_sort = 0
+        self._flight: _Flight | None = None
+        self._params: RowParams | None = None  # of the rows in `_params_of`
+        self._params_of = np.zeros(0, dtype=np.int64)
 
     def submit(self, requests: Sequence[Request]) -> None:
         check_new(requests, self._known, self._max_length, self._decode is not None)
         if self._source is not None:
             check_fits_model(requests, self._source.module)
-        self._waiting.add(requests)
-        self._known.update(request.id for request in requests)
-        lengths = (len(request.prompt_ids) + request.params.max_tokens for request in requests)
-        self._longest = max(self._longest, max(lengths, default=0))
+        self._scheduler.waiting.extend(requests)
+        for request in requests:
+            length = len(request.prompt_ids) + request.params.max_tokens
+            self._known[request.id] = self._scheduler.blocks_for(length)
+        self._demand_changed = True
 
     def pending(self) -> int:
         return len(self._known)
@@ -106,32 +149,36 @@ class NativeEngine:
     def update_weights(self, source: WeightSource, version: int) -> Digest:
         """Sequences that are running go on under the new weights, over the keys and values they have."""
         source = shared_module(source)
-        check_fits_model(list(self._waiting), source.module)
-        self._runner = make_runner(self._runner_name, source.module, self._max_length)
-        self._source = source
-        self._version = version
-        self._waiting.forget_prefills()
+        self._settle()
+        running = list(self._rows.request[: self._rows.count])
+        check_fits_model([*running, *self._scheduler.waiting], source.module)
+        runner = make_runner(self._runner_name, source.module, self._max_length)
         cache = self._cache
-        if cache is not None and (cache.layers, cache.mask.dtype) != (
-            self._runner.layers,
-            self._runner.dtype,
-        ):
+        if cache is not None and (cache.layers, cache.dtype) != (runner.layers, runner.dtype):
             if self._rows.count:
                 raise EngineError("the new weights are of another model while sequences are running")
-            self._cache = None
+            self._drop_cache()
+        weights = (*source.module.parameters(), *source.module.buffers())
+        if self._graphed is not None and not self._graphed.adopt(runner, weights):
+            self._graphed = None
+        self._runner, self._source, self._version = runner, source, version
+        self._scheduler.forget()
         return digest(source.module.named_parameters())
 
     def sleep(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
-        """Gives back the cache and every reference to the weights."""
+        """Gives back the cache, and every reference to the weights."""
         if self._known:
             raise EngineError(
                 "requests are pending", got=f"{len(self._known)} requests", remedy="poll or abort them"
             )
-        self._cache = self._runner = self._source = self._params = self._budget = None
-        self._longest = self._steps_since_sort = 0  # each phase starts alike, whatever ran before it
+        self._flight = self._params = None
+        if "kv_cache" in tags:
+            self._drop_cache()
+        if "weights" in tags:
+            self._runner = self._source = self._graphed = None
 
     def wake(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
-        """The cache is made by the first step."""
+        """The cache is made by the first step, which knows how much of it is needed."""
 
     def close(self) -> None:
         """It lives in this process and has nothing to end."""
@@ -143,136 +190,171 @@ class NativeEngine:
         return self._counters.written
 
     def abort(self, ids: Sequence[tuple[str, int]], *, keep_partial: bool = False) -> list[Sample]:
+        self._settle()
         wanted = set(ids)
         gone = np.array(
             [request.id in wanted for request in self._rows.request[: self._rows.count]], dtype=bool
         )
-        partial = [self._rows.sample(int(row), "abort") for row in np.flatnonzero(gone)]
-        dropped = self._waiting.drop(wanted)
-        partial += [empty_sample(request) for request in dropped]
+        partial = [sample for sample in self._finished if sample.id in wanted]  # whole, in fact
+        partial += [self._rows.sample(int(row), "abort") for row in np.flatnonzero(gone)]
+        partial += [empty_sample(request) for request in self._scheduler.drop_waiting(wanted)]
+        self._remove(gone)
         self._finished = [sample for sample in self._finished if sample.id not in wanted]
-        self._known -= wanted
-        if gone.any():
-            with torch.inference_mode():
-                self._remove(gone)
+        for id in wanted & self._known.keys():
+            del self._known[id]
         return partial if keep_partial else []
 
     def poll(self, timeout_s: float) -> list[Sample]:
         """Returns as soon as at least one sequence has finished."""
         deadline = time.monotonic() + timeout_s
-        with torch.inference_mode():
-            while not self._finished and (self._rows.count or len(self._waiting)):
-                self._step()
-                if time.monotonic() >= deadline:
-                    break
+        while not self._finished and (self._rows.count or self._scheduler.waiting):
+            self._step()
+            if time.monotonic() >= deadline:
+                break
         finished, self._finished = self._finished, []
-        self._known -= {sample.id for sample in finished}
+        for sample in finished:
+            del self._known[sample.id]
         return finished
 
+    @torch.inference_mode()
     def _step(self) -> None:
-        runner = self._runner
-        if runner is None:
+        if self._runner is None:
             raise EngineError("the engine has no weights", remedy="call update_weights before poll")
-        if len(self._waiting):
-            self._admit(runner)
-        if self._rows.count:
-            self._decode_step(runner)
+        if self._demand_changed or self._cache is None:
+            self._fit_cache(self._runner)
+        with self._taken_back_if_it_fails():
+            plan = self._scheduler.schedule()
+            assert plan is not None or self._flight is not None, "nothing can run"
+            earlier = self._flight
+            self._flight = None if plan is None else self._launch(self._runner, plan, earlier)
+            self._accept(earlier)
+        if not self._run_ahead:
+            self._settle()
         self._log_line()
 
-    def _admit(self, runner: Runner) -> None:
-        """Fills free rows with waiting requests. While others run, it waits until a sixteenth of the rows
-        is free: prefills made one by one would cost more than the idle rows."""
-        cache = self._room(runner)
-        free = 0 if cache is None else cache.rows - self._rows.count
-        if cache is None or (self._rows.count and free < min(-(-cache.rows // 16), len(self._waiting))):
+    @contextmanager
+    def _taken_back_if_it_fails(self) -> Iterator[None]:
+        """Of what a failed step has scheduled, computed or drawn nothing can be relied on."""
+        try:
+            yield
+        except BaseException:
+            self._flight = self._params = None
+            self._scheduler.restart()
+            raise
+
+    # The cache.
+
+    def _fit_cache(self, runner: Runner) -> None:
+        """Makes the cache, or a larger one with its content: as many blocks as all pending requests can
+        fill at the same time, if there is memory for them."""
+        per_block = self._block_size * bytes_per_token(runner.layers, runner.dtype)
+        most, longest = self._most_blocks(runner, per_block), max(self._known.values())
+        if most < longest:
+            raise self._too_small(most, longest, per_block)
+        blocks = min(sum(self._known.values()), self._rows.capacity * longest, most)
+        if self._fixed_blocks is not None:
+            blocks = self._fixed_blocks
+        if self._cache is None:
+            check_free(runner.device, blocks * per_block)
+            self._cache = PagedCache(runner.layers, blocks, self._block_size, runner.dtype, runner.device)
+            self._scheduler.blocks = BlockManager(blocks)
+        elif blocks > self._cache.blocks:
+            blocks = min(most, max(blocks, 2 * self._cache.blocks))
+            check_free(runner.device, blocks * per_block)
+            self._cache = grown(self._cache, blocks)
+            self._scheduler.blocks.grow(blocks)
+        else:
+            self._demand_changed = False
             return
-        admissions = self._waiting.admit(free, self._max_num_batched_tokens)
-        for admission in admissions:
-            if admission.prompt.prefill is not None:
-                self._start([admission], admission.prompt.prefill, cache)
-        for batch in rectangles([a for a in admissions if a.prompt.prefill is None]):
-            self._start(batch, self._prefill(runner, batch), cache)
+        self._attention = make_attention(self._cache, self._attention_name)
+        self._graphed = None
+        self._demand_changed = False
 
-    def _room(self, runner: Runner) -> KVCache | None:
-        """The cache, with as many rows as running and waiting requests want and memory and max_num_seqs
-        allow. None while more sequences run than fit once the longest request is among them."""
-        cache, wanted = self._cache, self._rows.count + len(self._waiting)
-        most = min(self._max_num_seqs, self._rows_that_fit(runner))
-        if self._rows.count > most:
-            return None
-        if cache is None:
-            self._cache = KVCache(runner.layers, min(decode_rows(wanted), most), runner.dtype, runner.device)
-        elif cache.rows > most or cache.rows < min(wanted, most):
-            self._cache = cache.resized(min(max(decode_rows(wanted), 2 * cache.rows), most))
-        return self._cache
-
-    def _rows_that_fit(self, runner: Runner) -> int:
-        """Sequences of the longest request's length that the memory allowed to the cache can hold."""
-        columns = round_up(self._longest, COLUMN_STEP)
+    def _most_blocks(self, runner: Runner, per_block: int) -> int:
+        if self._fixed_blocks is not None:
+            return self._fixed_blocks
         if self._budget is None:
             self._budget = cache_budget(runner.device, self._utilization)
-        per_token = bytes_per_token(runner.layers, runner.dtype)
-        rows = self._budget // (per_token * columns)
-        wanted = min(rows, self._max_num_seqs, self._rows.count + len(self._waiting))
-        if self._cache is None:
-            check_free(runner.device, wanted * per_token * columns)
-        if rows == 0:
-            fits = self._budget // per_token // COLUMN_STEP * COLUMN_STEP
-            raise EngineError(
-                "the cache is too small for one sequence",
-                field="actor_rollout_ref.rollout.gpu_memory_utilization",
-                got=f"{self._utilization}: {self._budget / 2**20:,.1f} MiB",
-                expected=f"{per_token * columns / 2**20:,.1f} MiB for {columns} tokens",
-                remedy=f"a sequence of {fits} tokens would fit; or raise the share of memory",
+        return self._budget // per_block
+
+    def _too_small(self, most: int, longest: int, per_block: int) -> EngineError:
+        fixed = self._fixed_blocks is not None
+        name = "num_gpu_blocks_override" if fixed else "gpu_memory_utilization"
+        return EngineError(
+            "the cache is too small for one sequence",
+            field=f"actor_rollout_ref.rollout.{name}",
+            got=f"{most} blocks" if fixed else f"{self._utilization}: {most * per_block / 2**20:,.1f} MiB",
+            expected=f"{longest} blocks, {longest * per_block / 2**20:,.1f} MiB, "
+            f"for {longest * self._block_size} tokens",
+            remedy=f"a sequence of {most * self._block_size} tokens would fit; or raise it",
+        )
+
+    def _drop_cache(self) -> None:
+        self._cache = self._attention = self._graphed = self._budget = None
+        self._scheduler.blocks = BlockManager(0)
+
+    # One step.
+
+    def _launch(self, runner: Runner, plan: Plan, earlier: _Flight | None) -> _Flight | None:
+        """Runs the step and draws its tokens; on CUDA, only asks for it."""
+        assert self._cache is not None and self._attention is not None
+        self._count(plan)
+        step, logits_of = step_input(plan, self._scheduler, self._rows, self._block_size, self._device)
+        place = np.full(self._rows.capacity, -1)  # of each row among the tokens in flight
+        if earlier is not None:
+            alive = np.flatnonzero(earlier.rows >= 0)
+            place[earlier.rows[alive]] = alive
+            self._insert(step.ids_T, place[plan.rows[: plan.decoding]], earlier.tokens_R)
+        if self._graphs and self._graphed is None:
+            self._graphed = GraphedRunner(
+                runner, self._attention, self._rows.capacity, self._scheduler.tables.shape[1]
             )
-        return rows
+        logits = (self._graphed or runner).forward(step, self._attention)
+        if plan.copies[0]:
+            source, target = (to_device(np.array(part), self._device) for part in plan.copies)
+            self._cache.copy_blocks(source, target)
+        if not len(plan.sampled):
+            return None
+        if len(logits) != len(logits_of):
+            logits = logits[to_device(logits_of, self._device)]
+        ahead = (place[plan.sampled] >= 0).astype(np.int64)
+        params = self._row_params(plan.sampled, logits.shape[1])
+        drawn = self._rows.draw(plan.sampled, logits, params, ahead)
+        return _Flight(plan.sampled, drawn.tokens_R, *self._fetch(drawn), self._version)
 
-    def _prefill(self, runner: Runner, batch: Sequence[Admission]) -> Prefill:
-        prompts = [admission.prompt.prompt_ids for admission in batch]
-        lengths = np.array([len(prompt) for prompt in prompts], dtype=np.int64)
-        ids = np.zeros((len(prompts), lengths.max()), dtype=np.int64)
-        for row, prompt in zip(ids, prompts, strict=True):
-            row[: len(prompt)] = prompt
-        self._counters.prefill_tokens += int(lengths.sum())
-        return runner.prefill(self._to_device(ids), self._to_device(lengths))
+    def _fetch(self, drawn: Drawn) -> tuple[Drawn, torch.cuda.Event | None]:
+        """Asks for the tokens now, so that they do not wait for what is launched after them."""
+        if self._device.type != "cuda":
+            return drawn, None
+        fetched = Drawn(*(part.to("cpu", non_blocking=True) for part in drawn))
+        return fetched, torch.cuda.current_stream(self._device).record_event()
 
-    def _start(self, batch: Sequence[Admission], prefill: Prefill, cache: KVCache) -> None:
-        """Gives rows to admitted requests, copies their prompts there and samples their first tokens. What
-        samples left behind will need of the prefill is kept with their prompt."""
-        source, requests = [], []
-        for index, admission in enumerate(batch):
-            source += [index] * len(admission.requests)
-            requests += admission.requests
-            if admission.prompt.requests and admission.prompt.prefill is None:
-                admission.prompt.prefill = prefill.prompt(index)
-        rows = self._rows.add(requests)
-        self._params = None
-        self._counters.running(self._rows.count)
-        source_S = self._to_device(np.array(source, dtype=np.int64))
-        cache.store(prefill, source_S, self._to_device(rows), self._to_device(self._rows.context[rows]))
-        logits_SV = prefill.logits_BV[source_S]
-        self._take(rows, logits_SV, self._rows.params(rows, logits_SV.shape[1], self._device))
+    def _insert(self, ids_T: Tensor, place: Index, tokens_R: Tensor) -> None:
+        """Puts tokens in flight where they are this step's input; place[t] is -1 where ids_T[t] is known."""
+        if len(place) == len(tokens_R) and (place == np.arange(len(place))).all():
+            ids_T[: len(place)] = tokens_R
+            return
+        at = np.flatnonzero(place >= 0)
+        at_N, place_N = (to_device(part, self._device) for part in (at, place[at]))
+        ids_T[at_N] = tokens_R[place_N]
 
-    def _decode_step(self, runner: Runner) -> None:
-        """One token for every running row. Rows that only round up the count hold nothing."""
-        cache, table = self._cache, self._rows
-        assert cache is not None
-        self._sort(cache)
-        count = table.count
-        inputs = np.zeros((2, min(decode_rows(count), cache.rows)), dtype=np.int64)
-        inputs[0, :count], inputs[1, :count] = table.last_token[:count], table.context[:count]
-        inputs[1, count:] = table.context[count - 1]  # so that they do not widen a span
-        logits_RV = runner.decode(self._to_device(inputs[0]), cache.plan(inputs[1]), cache)
-        table.context[:count] += 1
-        if self._params is None:
-            self._params = table.params(np.arange(count), logits_RV.shape[1], self._device)
-        self._counters.decode_steps += 1
-        self._counters.cache_bytes = max(self._counters.cache_bytes, cache.bytes)
-        self._take(np.arange(count), logits_RV[:count], self._params)
+    def _row_params(self, rows: Index, vocabulary: int) -> RowParams:
+        if self._params is None or not np.array_equal(rows, self._params_of):
+            self._params, self._params_of = self._rows.params(rows, vocabulary, self._device), rows
+        return self._params
 
-    def _take(self, rows: np.ndarray, logits_RV: Tensor, params: RowParams) -> None:
-        """Samples a token for each of `rows` and lets those leave that it finishes."""
-        done, stopped = self._rows.take(rows, logits_RV, params, self._version, self._decode)
+    def _accept(self, flight: _Flight | None) -> None:
+        """Fetches drawn tokens and lets the sequences leave that they finish."""
+        if flight is None:
+            return
+        if flight.arrived is not None:
+            flight.arrived.synchronize()
+        rows, drawn = flight.rows, flight.fetched
+        alive = rows >= 0
+        if not alive.all():
+            kept = torch.from_numpy(alive)
+            rows, drawn = rows[alive], Drawn(*(part[kept] for part in drawn))
+        done, stopped = self._rows.accept(rows, drawn, flight.version, self._decode)
         self._counters.wrote(len(rows))
         if done.any():
             reasons = np.where(stopped, "stop", "length")
@@ -281,42 +363,34 @@ class NativeEngine:
             gone[rows[done]] = True
             self._remove(gone)
 
+    @torch.inference_mode()
+    def _settle(self) -> None:
+        """Accepts what is in flight."""
+        flight, self._flight = self._flight, None
+        with self._taken_back_if_it_fails():
+            self._accept(flight)
+
     def _remove(self, gone: np.ndarray) -> None:
-        source, target = self._rows.remove(gone)
+        if not gone.any():
+            return
+        moved = self._scheduler.remove(gone)
         self._params = None
-        if len(source):
-            self._move(source, target)
+        flight = self._flight
+        if flight is not None:
+            flight.rows = np.where(flight.rows >= 0, moved[flight.rows], -1)
+            if (flight.rows < 0).all():
+                self._flight = None
 
-    def _move(self, source: np.ndarray, target: np.ndarray) -> None:
-        """Repeats in the cache a move of rows already made in the table."""
+    # Counts.
+
+    def _count(self, plan: Plan) -> None:
         assert self._cache is not None
-        columns = int(self._rows.context[target].max())
-        self._cache.move(self._to_device(source), self._to_device(target), columns)
-
-    def _sort(self, cache: KVCache) -> None:
-        """Every few steps, puts rows in falling order of length if their attention spans would shrink."""
-        self._steps_since_sort += 1
-        count = self._rows.count
-        if self._steps_since_sort < _SORT_EVERY:
-            return
-        self._steps_since_sort = 0
-        needed = self._rows.context[:count] + 1
-        order = np.argsort(-needed, kind="stable")
-        if area(spans(needed)) < _SORT_GAIN * area(spans(needed[order])):
-            return
-        target = np.flatnonzero(order != np.arange(count))
-        self._rows.move(order[target], target)
-        self._params = None
-        self._move(order[target], target)
+        self._counters.decode_steps += plan.decoding > 0
+        self._counters.prefill_tokens += int(plan.counts[plan.decoding :].sum())
+        self._counters.running(self._scheduler.running)
+        self._counters.cache(self._cache.bytes, self._scheduler.use)
 
     def _log_line(self) -> None:
-        cache = self._cache
-        used = (
-            0.0
-            if cache is None
-            else self._rows.context[: self._rows.count].sum() / (cache.rows * cache.columns)
-        )
-        self._counters.line(self._rows.count, len(self._waiting), used)
-
-    def _to_device(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self._device)
+        running = self._scheduler.running
+        waiting = self._rows.count - running + len(self._scheduler.waiting)
+        self._counters.line(running, waiting, self._scheduler.use)

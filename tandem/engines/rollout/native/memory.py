@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from tandem.engines.rollout.native.paged import PagedCache
 from tandem.errors import EngineError
 
 _MEMINFO = Path("/proc/meminfo")
@@ -41,6 +42,14 @@ def check_free(device: torch.device, needed: int) -> None:
             expected=f"{needed / 2**20:,.0f} MiB",
             remedy="lower it or actor_rollout_ref.rollout.max_num_seqs, or end what else uses the memory",
         )
+
+
+def grown(cache: PagedCache, blocks: int) -> PagedCache:
+    """A cache of more blocks that begins with this one's content."""
+    out = PagedCache(cache.layers, blocks, cache.block_size, cache.dtype, cache.device)
+    for new, old in zip((*out.keys, *out.values), (*cache.keys, *cache.values), strict=True):
+        new[: cache.blocks] = old
+    return out
 
 
 def _host_total() -> int:

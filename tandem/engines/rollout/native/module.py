@@ -1,7 +1,11 @@
 """The runner for any causal LM whose attention goes through transformers' attention interface: the
-model's own forward, with an attention function that reads and writes the engine's cache.
+model's own forward on the step's tokens as one row, with an attention function that reads and writes
+the paged cache.
 
-Shape suffixes: B prompts, T prompt columns, R rows, N query heads, H key heads, D head size, V vocabulary.
+transformers builds no mask for an attention it has no mask function for, and looks for packed sequences
+only where it builds one, so nothing but that function decides what a token sees.
+
+Shape suffixes as in `paged`; a leading 1 is the row.
 """
 
 from __future__ import annotations
@@ -10,27 +14,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from tandem.engines.rollout.borrowed import borrowed
-from tandem.engines.rollout.native.cache import DecodePlan, KVCache, LayerShape, Prefill
+from tandem.engines.rollout.native.attention import Attention
+from tandem.engines.rollout.native.paged import LayerShape, StepInput
 from tandem.errors import EngineError
 
 _ATTENTION = "tandem_rollout"
-_UNSUPPORTED = ("softcap", "s_aux", "position_bias")
-
-
-@dataclass(slots=True)
-class _Call:
-    """What one forward hands to its attention layers: a cache to decode over, or none for a prefill,
-    which leaves its keys and values here by layer."""
-
-    plan: DecodePlan | None = None
-    cache: KVCache | None = None
-    keys: dict[int, Tensor] = field(default_factory=dict)
-    values: dict[int, Tensor] = field(default_factory=dict)
+_UNSUPPORTED = ("s_aux", "position_bias")
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_ROPE_BY_LENGTH = ("dynamic", "longrope")  # angles that depend on the longest sequence of the batch
 
 
 class ModuleRunner:
@@ -38,65 +33,102 @@ class ModuleRunner:
 
     Raises:
         EngineError: attention that does not pass through the interface in every layer, or of a kind
-            that plain keys and values cannot express.
+            that plain keys and values cannot express; rotations that depend on other sequences' lengths.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, max_length: int) -> None:
         self._module = module
+        config = module.config.get_text_config()  # type: ignore[union-attr, operator]
+        _check_layers(config)
+        _check_rope(config, max_length)
         embedding = module.get_input_embeddings().weight  # type: ignore[operator]
         self.dtype, self.device = embedding.dtype, embedding.device
+        probe = _Probe()
+        zero = torch.zeros(1, dtype=torch.int64, device=self.device)
         with torch.no_grad():
-            one_token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-            probe = self.prefill(one_token, torch.ones(1, dtype=torch.int64, device=self.device))
-        self.layers = tuple(
-            LayerShape(k.shape[1], k.shape[3], v.shape[3])
-            for k, v in zip(probe.keys, probe.values, strict=True)
-        )
-
-    def prefill(self, ids_BT: Tensor, lengths_B: Tensor) -> Prefill:
-        call = _Call()
-        positions_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
-        keep, place_B = torch.unique(lengths_B - 1, return_inverse=True)
-        logits_BUV = self._forward(ids_BT, positions_BT, call, keep)
-        layers = range(self._module.config.get_text_config().num_hidden_layers)  # type: ignore[union-attr, operator]
-        if set(call.keys) != set(layers):
+            self._forward(zero, zero, zero, probe)
+        layers = range(config.num_hidden_layers)
+        if set(probe.layers) != set(layers):
             raise EngineError(
                 "not every layer's attention goes through transformers' attention interface",
                 field="actor_rollout_ref.rollout.name",
-                got=f"{type(self._module).__name__}: {len(call.keys)} of {len(layers)} layers",
+                got=f"{type(module).__name__}: {len(probe.layers)} of {len(layers)} layers",
                 remedy="use rollout.name=hf for this model",
             )
-        rows_B = torch.arange(len(ids_BT), device=ids_BT.device)
-        return Prefill(
-            [call.keys[i] for i in layers], [call.values[i] for i in layers], logits_BUV[rows_B, place_B]
-        )
+        self.layers = tuple(probe.layers[i] for i in layers)
 
-    def decode(self, ids_R: Tensor, plan: DecodePlan, cache: KVCache) -> Tensor:
-        call = _Call(plan, cache)
-        return self._forward(ids_R[:, None], plan.positions_R[:, None], call, 1)[:, 0]
+    def forward(self, step: StepInput, attention: Attention) -> Tensor:
+        return self._forward(step.ids_T, step.positions_T, step.logits_L, _Paged(step, attention))
 
-    def _forward(self, ids: Tensor, positions: Tensor, call: _Call, keep: Tensor | int) -> Tensor:
+    def _forward(self, ids_T: Tensor, positions_T: Tensor, logits_L: Tensor, call: _Call) -> Tensor:
         with borrowed(self._module, _ATTENTION):
             out = self._module(
-                input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=keep, rollout_call=call
+                input_ids=ids_T[None],
+                position_ids=positions_T[None],
+                use_cache=False,
+                logits_to_keep=logits_L,
+                rollout_call=call,
             )
-        logits: Tensor = out.logits
+        logits: Tensor = out.logits[0]
         return logits
+
+
+@dataclass(frozen=True, slots=True)
+class _Paged:
+    """A forward's attention over the cache."""
+
+    step: StepInput
+    attention: Attention
+
+    def __call__(
+        self,
+        layer: int,
+        query_TND: Tensor,
+        keys_THD: Tensor,
+        values_THD: Tensor,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        self.attention.write(layer, self.step, keys_THD, values_THD)
+        return self.attention.attend(layer, self.step, query_TND, window=window, softcap=softcap)
+
+
+@dataclass(slots=True)
+class _Probe:
+    """Notes each layer's shape in a forward of one token, whose attention is its value."""
+
+    layers: dict[int, LayerShape] = field(default_factory=dict)
+
+    def __call__(
+        self,
+        layer: int,
+        query_TND: Tensor,
+        keys_THD: Tensor,
+        values_THD: Tensor,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        self.layers[layer] = LayerShape(keys_THD.shape[1], keys_THD.shape[2], values_THD.shape[2])
+        return values_THD.repeat_interleave(query_TND.shape[1] // values_THD.shape[1], 1)
+
+
+_Call = _Paged | _Probe
 
 
 def _attention(
     layer: Any,
-    query_BNTD: Tensor,
-    key_BHTD: Tensor,
-    value_BHTD: Tensor,
+    query_1NTD: Tensor,
+    key_1HTD: Tensor,
+    value_1HTD: Tensor,
     attention_mask: Tensor | None,
     *,
     rollout_call: _Call,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention in transformers' calling convention; (B, T, N, value_dim) and no weights."""
+    """Attention in transformers' calling convention; (1, T, N, value_dim) and no weights."""
     unsupported = [name for name in _UNSUPPORTED if options.get(name) is not None]
     if unsupported:
         raise EngineError(
@@ -105,36 +137,36 @@ def _attention(
             got=type(layer).__name__,
             remedy="use rollout.name=hf for this model",
         )
-    index = layer.layer_idx
-    scale = query_BNTD.shape[-1] ** -0.5 if scaling is None else scaling
-    plan, cache = rollout_call.plan, rollout_call.cache
-    if plan is None or cache is None:
-        rollout_call.keys[index], rollout_call.values[index] = key_BHTD, value_BHTD
-        return _causal(query_BNTD, key_BHTD, value_BHTD, scale, sliding_window).transpose(1, 2), None
-    cache.write(index, plan, key_BHTD[:, :, 0], value_BHTD[:, :, 0])
-    query_RHGD = (query_BNTD[:, :, 0] * scale).reshape(
-        len(query_BNTD), key_BHTD.shape[1], -1, query_BNTD.shape[-1]
-    )
-    return cache.attend(index, plan, query_RHGD, sliding_window).flatten(1, 2).unsqueeze(1), None
+    query_TND, keys_THD, values_THD = (part[0].transpose(0, 1) for part in (query_1NTD, key_1HTD, value_1HTD))
+    query_TND = query_TND * (query_TND.shape[-1] ** -0.5 if scaling is None else scaling)
+    out_TND = rollout_call(layer.layer_idx, query_TND, keys_THD, values_THD, sliding_window, softcap)
+    return out_TND[None], None
 
 
-def _causal(
-    query_BNTD: Tensor, key_BHTD: Tensor, value_BHTD: Tensor, scale: float, window: int | None
-) -> Tensor:
-    grouped = query_BNTD.shape[1] != key_BHTD.shape[1]
-    width = query_BNTD.shape[2]
-    mask = None
-    if window is not None and window < width:
-        mask = torch.ones(width, width, dtype=torch.bool, device=query_BNTD.device).tril_().triu_(1 - window)
-    return F.scaled_dot_product_attention(
-        query_BNTD,
-        key_BHTD,
-        value_BHTD,
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scale,
-        enable_gqa=grouped,
-    )
+def _check_layers(config: Any) -> None:
+    unknown = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
+    if unknown:
+        raise EngineError(
+            "the model has layers other than full and sliding-window attention",
+            field="actor_rollout_ref.rollout.name",
+            got=", ".join(sorted(unknown)),
+            remedy="use rollout.name=hf for this model",
+        )
+
+
+def _check_rope(config: Any, max_length: int) -> None:
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") not in _ROPE_BY_LENGTH:
+        return
+    limit = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+    if max_length > limit:
+        raise EngineError(
+            "the model's rotary angles change with the longest sequence of a batch",
+            field="actor_rollout_ref.rollout.name",
+            got=f"rope type {rope['rope_type']} and sequences of up to {max_length} tokens",
+            expected=f"at most {limit} tokens",
+            remedy="use rollout.name=hf for this model, or shorter sequences",
+        )
 
 
 AttentionInterface.register(_ATTENTION, _attention)

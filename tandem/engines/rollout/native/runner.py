@@ -6,27 +6,33 @@ from typing import Literal, Protocol
 
 from torch import Tensor, device, dtype, nn
 
-from tandem.engines.rollout.native.cache import DecodePlan, KVCache, LayerShape, Prefill
+from tandem.engines.rollout.native.attention import Attention
 from tandem.engines.rollout.native.fused import FusedRunner, why_not_fused
 from tandem.engines.rollout.native.module import ModuleRunner
+from tandem.engines.rollout.native.paged import LayerShape, StepInput
 from tandem.errors import EngineError
 
 RunnerName = Literal["auto", "fused", "module"]
 
 
 class Runner(Protocol):
-    """The forward of one model over a cache. Holds references to its weights; drop it to free them."""
+    """The forward of one model over a paged cache. Holds references to its weights; drop it to free them.
+
+    Attributes:
+        layers: what each attention layer keeps per token.
+        dtype, device: of the weights, and of the cache it can run over.
+    """
 
     layers: tuple[LayerShape, ...]
     dtype: dtype
     device: device
 
-    def prefill(self, ids_BT: Tensor, lengths_B: Tensor) -> Prefill:
-        """Whole prompts, padded at the right."""
-        ...
+    def forward(self, step: StepInput, attention: Attention) -> Tensor:
+        """Runs the step's tokens, leaving their keys and values in the attention's cache.
 
-    def decode(self, ids_R: Tensor, plan: DecodePlan, cache: KVCache) -> Tensor:
-        """One token per row: writes its keys and values, returns the next token's logits (R, V)."""
+        Returns:
+            The next token's logits after each of `step.logits_L`, (L, V).
+        """
         ...
 
 
@@ -41,8 +47,8 @@ def make_runner(name: RunnerName, module: nn.Module, max_length: int) -> Runner:
         EngineError: "fused" for a model it does not know; a model neither can run.
     """
     if name == "module":
-        return ModuleRunner(module)
-    reason = why_not_fused(module, max_length)
+        return ModuleRunner(module, max_length)
+    reason = why_not_fused(module)
     if reason is None:
         return FusedRunner(module, max_length)
     if name == "fused":
@@ -52,4 +58,4 @@ def make_runner(name: RunnerName, module: nn.Module, max_length: int) -> Runner:
             got="fused",
             remedy="use runner=auto or runner=module",
         )
-    return ModuleRunner(module)
+    return ModuleRunner(module, max_length)

@@ -1,0 +1,67 @@
+"""Attention over the paged cache: the protocol, and the choice of kernel."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from tandem.engines.rollout.native.attention.cpu import why_not_cpu
+from tandem.engines.rollout.native.paged import PagedCache, StepInput
+
+AttentionName = Literal["auto", "torch", "cpu", "triton"]
+
+
+class Attention(Protocol):
+    """Reads and writes one `PagedCache`."""
+
+    cache: PagedCache
+
+    def write(self, layer: int, step: StepInput, keys_THD: Tensor, values_THD: Tensor) -> None:
+        """Puts the step's keys and values into their slots; those of tokens with slot -1 go nowhere."""
+        ...
+
+    def attend(
+        self,
+        layer: int,
+        step: StepInput,
+        query_TND: Tensor,
+        *,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """(T, N, value_dim), contiguous, in the cache's dtype. Token t of a sequence sees that sequence's
+        columns 0..position.
+
+        Args:
+            query_TND: already scaled, in the cache's dtype or float32; the query heads of one key head stand
+                side by side. Rows beyond the step's tokens are left out: the result's are not set.
+            window: only the last `window` of these columns are seen.
+            softcap: scores x pass through softcap * tanh(x / softcap).
+        """
+        ...
+
+
+_KERNELS = {  # loaded by name: Triton is not installed everywhere
+    "torch": "torch:TorchAttention",
+    "cpu": "cpu:CPUAttention",
+    "triton": "triton:TritonAttention",
+}
+
+
+def make_attention(cache: PagedCache, name: AttentionName = "auto") -> Attention:
+    """The attention of that name over a cache; "auto" is the fastest that can run there."""
+    if name == "auto":
+        name = _fastest(cache)
+    module, attribute = _KERNELS[name].split(":")
+    made: Attention = getattr(import_module(f"{__name__}.{module}"), attribute)(cache)
+    return made
+
+
+def _fastest(cache: PagedCache) -> AttentionName:
+    if cache.device.type == "cuda" and cache.dtype != torch.float64 and find_spec("triton"):
+        return "triton"
+    return "cpu" if why_not_cpu(cache) is None else "torch"

@@ -1,0 +1,98 @@
+"""Attention over the paged cache on a CPU, by the kernels of `kernels.cpp`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tandem.engines.rollout.native.kernels import load_kernels
+from tandem.engines.rollout.native.paged import PagedCache, StepInput
+from tandem.errors import EngineError
+
+
+def why_not_cpu(cache: PagedCache) -> str | None:
+    """Why `CPUAttention` cannot run over a cache, or None if it can."""
+    if cache.device.type != "cpu":
+        return f"the cache is on {cache.device}"
+    kernels = load_kernels(cache.dtype)
+    if kernels is None:
+        return f"there are no kernels for {cache.dtype} on this machine"
+    if cache.block_size % kernels.lanes():
+        return f"blocks of {cache.block_size} tokens, not of a multiple of {kernels.lanes()}"
+    widest = max(layer.value_dim for layer in cache.layers)
+    if widest > kernels.max_value_dim():
+        return f"value heads of {widest} numbers, more than {kernels.max_value_dim()}"
+    return None
+
+
+class CPUAttention:
+    """See `Attention`. Queries are best given in float32: they need no rounding then.
+
+    Raises:
+        EngineError: a cache it cannot run over.
+    """
+
+    def __init__(self, cache: PagedCache) -> None:
+        reason, kernels = why_not_cpu(cache), load_kernels(cache.dtype)
+        if reason is not None or kernels is None:
+            raise EngineError(f"the CPU attention cannot run: {reason}", remedy="use attention torch or auto")
+        self._kernels = kernels
+        self.cache = cache
+
+    def write(self, layer: int, step: StepInput, keys_THD: Tensor, values_THD: Tensor) -> None:
+        keys_THD, values_THD = _rows(keys_THD, self.cache.dtype), _rows(values_THD, self.cache.dtype)
+        shape = self.cache.layers[layer]
+        self._kernels.write(
+            keys_THD.data_ptr(),
+            *keys_THD.stride()[:2],
+            values_THD.data_ptr(),
+            *values_THD.stride()[:2],
+            step.slots_T.data_ptr(),
+            self.cache.keys[layer].data_ptr(),
+            self.cache.values[layer].data_ptr(),
+            len(step.slots_T),
+            shape.kv_heads,
+            shape.key_dim,
+            shape.value_dim,
+            self.cache.block_size,
+            torch.get_num_threads(),
+        )
+
+    def attend(
+        self,
+        layer: int,
+        step: StepInput,
+        query_TND: Tensor,
+        *,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        query_TND = query_TND.to(torch.float32).contiguous()
+        tokens, heads, _ = query_TND.shape
+        shape = self.cache.layers[layer]
+        out_TND = torch.empty(tokens, heads, shape.value_dim, dtype=self.cache.dtype)
+        self._kernels.attend(
+            out_TND.data_ptr(),
+            query_TND.data_ptr(),
+            self.cache.keys[layer].data_ptr(),
+            self.cache.values[layer].data_ptr(),
+            step.starts_S1.data_ptr(),
+            step.tables_SB.data_ptr(),
+            step.tables_SB.stride(0),
+            step.positions_T.data_ptr(),
+            step.lengths_S.shape[0],
+            heads,
+            shape.kv_heads,
+            shape.key_dim,
+            shape.value_dim,
+            self.cache.block_size,
+            window or 0,
+            softcap or 0.0,
+            torch.get_num_threads(),
+        )
+        return out_TND
+
+
+def _rows(part_THD: Tensor, dtype: torch.dtype) -> Tensor:
+    assert part_THD.dtype == dtype
+    return part_THD if part_THD.stride(2) == 1 else part_THD.contiguous()

@@ -1,0 +1,102 @@
+"""Attention over the paged cache in plain PyTorch, on any device and in any dtype: gathers each
+sequence's blocks into rectangles. The reference for the kernels, and what runs where none does.
+
+Shape suffixes as in `paged`, and: R sequences of a rectangle, Q query tokens of each, G query heads per
+key head, C columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from tandem.engines.rollout.native.paged import PagedCache, StepInput
+
+_MAX_SCORES = 2**24  # of one product, so that long prompts need no gigabytes
+
+
+class TorchAttention:
+    """See `Attention`. Computes in float32 at least."""
+
+    def __init__(self, cache: PagedCache) -> None:
+        self.cache = cache
+
+    def write(self, layer: int, step: StepInput, keys_THD: Tensor, values_THD: Tensor) -> None:
+        real = step.slots_T >= 0
+        slots = step.slots_T[real]
+        block, offset = slots // self.cache.block_size, slots % self.cache.block_size
+        self.cache.keys[layer][block, :, :, offset] = keys_THD[: len(real)][real]
+        self.cache.values[layer][block, :, offset] = values_THD[: len(real)][real]
+
+    def attend(
+        self,
+        layer: int,
+        step: StepInput,
+        query_TND: Tensor,
+        *,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        tokens, heads, _ = query_TND.shape
+        width = self.cache.layers[layer].value_dim
+        out_TND = query_TND.new_empty(tokens, heads, width, dtype=self.cache.dtype)
+        blocks = -(-step.max_length // self.cache.block_size)
+        for tables_RB, tokens_RQ in _rectangles(step):
+            keys_RHDC, values_RHCD = self._gather(layer, tables_RB[:, :blocks])
+            per_token = keys_RHDC.shape[3] * heads * len(tokens_RQ)
+            for part_RQ in torch.split(tokens_RQ, max(1, _MAX_SCORES // per_token), dim=1):
+                out = _attend(
+                    query_TND[part_RQ], keys_RHDC, values_RHCD, step.positions_T[part_RQ], window, softcap
+                )
+                out_TND[part_RQ] = out.to(out_TND.dtype)
+        return out_TND
+
+    def _gather(self, layer: int, tables_RB: Tensor) -> tuple[Tensor, Tensor]:
+        precision = torch.promote_types(self.cache.dtype, torch.float32)
+        keys = self.cache.keys[layer][tables_RB].permute(0, 2, 3, 1, 4).flatten(3)
+        values = self.cache.values[layer][tables_RB].transpose(1, 2).flatten(2, 3)
+        return keys.to(precision), values.to(precision)
+
+
+def _rectangles(step: StepInput) -> Iterator[tuple[Tensor, Tensor]]:
+    """Block tables (R, B) and token indices (R, Q) of the sequences that have equally many tokens."""
+    if step.max_query == 1:  # known without a look at the device
+        yield step.tables_SB, step.starts_S1[:-1, None].long()
+        return
+    counts_S = step.starts_S1.diff()
+    for count in sorted(set(counts_S.tolist())):
+        rows = (counts_S == count).nonzero().squeeze(1)
+        columns = torch.arange(count, device=rows.device)
+        yield step.tables_SB[rows], step.starts_S1[rows, None].long() + columns
+
+
+def _attend(
+    query_RQND: Tensor,
+    keys_RHDC: Tensor,
+    values_RHCD: Tensor,
+    positions_RQ: Tensor,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """(R, Q, N, value_dim)."""
+    sequences, queries, heads, _ = query_RQND.shape
+    kv_heads, columns = keys_RHDC.shape[1], keys_RHDC.shape[3]
+    group = heads // kv_heads
+    # The query heads of one key head are rows of one product.
+    query = (
+        query_RQND.to(keys_RHDC.dtype)
+        .view(sequences, queries, kv_heads, group, -1)
+        .permute(0, 2, 3, 1, 4)
+        .flatten(2, 3)
+    )
+    scores = (query @ keys_RHDC).view(sequences, kv_heads, group, queries, columns)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    age = positions_RQ[:, :, None] - torch.arange(columns, device=positions_RQ.device)
+    hidden = (age < 0) if window is None else (age < 0) | (age >= window)
+    weights = scores.masked_fill_(hidden[:, None, None], -torch.inf).softmax(-1)
+    out = (weights.flatten(2, 3) @ values_RHCD).view(sequences, kv_heads, group, queries, -1)
+    joined: Tensor = out.permute(0, 3, 1, 2, 4).flatten(2, 3)
+    return joined

@@ -1,0 +1,187 @@
+"""Attention over the paged cache by Triton kernels, for CUDA devices.
+
+A step in which every sequence has one token is decoding. It reads every key once, so it runs at the speed of
+memory if all of the device's processors read; where sequences × key heads are too few for that, several
+programs share a sequence's columns and a second kernel adds up what they found (FlashDecoding). How many
+follows from shapes alone, so that a CUDA graph can hold the launch. Any other step runs in tiles of a
+few tokens' query heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton import next_power_of_2
+
+from tandem.engines.rollout.native.attention.triton_kernels import (
+    attend_kernel,
+    combine_kernel,
+    write_kernel,
+)
+from tandem.engines.rollout.native.paged import LayerShape, PagedCache, StepInput
+from tandem.errors import EngineError
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_PROGRAMS_PER_PROCESSOR = 4  # in flight together, so that loads of one hide behind another's
+_LEAST_COLUMNS = 256  # of a split: below, launching it costs more than it saves
+_MAX_SPLITS = 64
+
+
+class TritonAttention:
+    """See `Attention`. Products of bfloat16 and float16 are summed in float32; a product of float32 is
+    three of TF32, which leaves an error of about 1e-6.
+
+    Args:
+        cache: on a CUDA device, or anywhere under Triton's interpreter.
+        splits: programs that share a sequence's columns while decoding, a power of two; None chooses by
+            shapes. With 1 the order of a sequence's sums does not depend on the batch it is in.
+
+    Raises:
+        EngineError: a cache of another type, float64 above all.
+    """
+
+    def __init__(self, cache: PagedCache, splits: int | None = None) -> None:
+        if cache.dtype not in _DTYPES:
+            raise EngineError(
+                "the Triton attention has no kernel for this type",
+                field="actor_rollout_ref.rollout.attention",
+                got=str(cache.dtype).removeprefix("torch."),
+                expected="bfloat16, float16 or float32",
+                remedy="use rollout.attention=torch",
+            )
+        self.cache = cache
+        self._splits = splits
+        self._processors = 1
+        if cache.device.type == "cuda":
+            self._processors = torch.cuda.get_device_properties(cache.device).multi_processor_count
+
+    def write(self, layer: int, step: StepInput, keys_THD: Tensor, values_THD: Tensor) -> None:
+        keys_THD, values_THD = _dense_rows(keys_THD), _dense_rows(values_THD)
+        write_kernel[(len(step.slots_T),)](
+            self.cache.keys[layer],
+            self.cache.values[layer],
+            keys_THD,
+            values_THD,
+            step.slots_T,
+            *keys_THD.stride()[:2],
+            *values_THD.stride()[:2],
+            **_shape(self.cache.layers[layer]),
+            H_PAD=next_power_of_2(self.cache.layers[layer].kv_heads),
+            BLOCK=self.cache.block_size,
+        )
+
+    def attend(
+        self,
+        layer: int,
+        step: StepInput,
+        query_TND: Tensor,
+        *,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        shape = self.cache.layers[layer]
+        query_TND = _dense_rows(query_TND.to(self.cache.dtype))
+        tokens, heads, _ = query_TND.shape
+        sequences = len(step.lengths_S)
+        decode = step.max_query == 1
+        group = heads // shape.kv_heads
+        tiles = Tiles.of(shape, group, self.cache.dtype, decode)
+        splits = 1
+        if decode:
+            columns = step.tables_SB.shape[1] * self.cache.block_size
+            splits = self._splits or split_count(sequences * shape.kv_heads, columns, self._processors)
+        out_TNE = query_TND.new_empty(tokens, heads, shape.value_dim)
+        parts = totals = peaks = out_TNE
+        if splits > 1:
+            parts = out_TNE.new_empty(tokens, heads, splits, shape.value_dim, dtype=torch.float32)
+            totals, peaks = out_TNE.new_empty(2, tokens, heads, splits, dtype=torch.float32)
+        chunks = sequences if decode else tokens // (tiles.rows // group) + sequences
+        attend_kernel[(chunks, shape.kv_heads, splits)](
+            *(parts, totals, peaks, query_TND),
+            self.cache.keys[layer],
+            self.cache.values[layer],
+            step.tables_SB,
+            step.starts_S1,
+            step.lengths_S,
+            *(sequences, step.tables_SB.stride(0), *query_TND.stride()[:2]),
+            DECODE=decode,
+            SPLITS=splits,
+            LEAST_TILES=_LEAST_COLUMNS // tiles.columns,
+            WINDOW=window or 0,
+            SOFTCAP=softcap or 0.0,
+            GROUP=group,
+            ROWS=tiles.rows,
+            **_shape(shape),
+            BLOCK=self.cache.block_size,
+            TILE=tiles.columns,
+            RUN=gcd(self.cache.block_size, tiles.columns),
+            num_warps=tiles.warps,
+            num_stages=tiles.stages,
+        )
+        if splits > 1:
+            combine_kernel[(tokens * heads,)](
+                out_TNE,
+                parts,
+                totals,
+                peaks,
+                SPLITS=splits,
+                E=shape.value_dim,
+                E_PAD=max(16, next_power_of_2(shape.value_dim)),
+            )
+        return out_TNE
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Query rows and columns of one tile, and how the kernel is compiled."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+    @classmethod
+    def of(cls, shape: LayerShape, group: int, dtype: torch.dtype, decode: bool) -> Tiles:
+        """Sizes at which registers and shared memory suffice: for 16-bit types the 99 KB that consumer
+        devices have too. Tensor cores want at least 16 rows."""
+        large = max(shape.key_dim, shape.value_dim) > 128
+        single = dtype == torch.float32
+        least = max(16, next_power_of_2(group))
+        if decode:
+            return cls(least, 32 if large or single else 64, warps=4, stages=2 if large or single else 3)
+        rows = 32 if single else 64 if large else 128
+        columns = 64 >> (large + single)
+        return cls(
+            max(rows, least), columns, 8 if large or not single else 4, stages=2 if large or single else 3
+        )
+
+
+def split_count(programs: int, columns: int, processors: int) -> int:
+    """Into how many parts, a power of two, to cut each sequence's columns, so that `programs` (sequences ×
+    key heads) times the parts fill the processors and no part is short.
+
+    Args:
+        columns: of the widest block table.
+    """
+    wanted = -(-processors * _PROGRAMS_PER_PROCESSOR // programs)
+    most = min(wanted, columns // _LEAST_COLUMNS, _MAX_SPLITS)
+    return 1 << max(0, most.bit_length() - 1)
+
+
+def _dense_rows(tensor: Tensor) -> Tensor:
+    """The tensor with neighbouring elements of its last dimension side by side, as the kernels read it."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _shape(shape: LayerShape) -> dict[str, Any]:
+    return {
+        "H": shape.kv_heads,
+        "D": shape.key_dim,
+        "D_PAD": max(16, next_power_of_2(shape.key_dim)),
+        "E": shape.value_dim,
+        "E_PAD": max(16, next_power_of_2(shape.value_dim)),
+    }

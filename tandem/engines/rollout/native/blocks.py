@@ -1,0 +1,124 @@
+"""Who holds which block of the paged cache, and which blocks hold a known prefix.
+
+A full block is known by a digest of its tokens, chained over the block before it, so that equal digests
+mean equal prefixes. A block that nobody holds stays known until it is needed: those released longest ago
+are given out first, and of one sequence the last ones, so that what remains is a prefix.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from hashlib import blake2b
+
+import numpy as np
+from numpy.typing import NDArray
+
+Blocks = NDArray[np.int32]
+
+
+class BlockManager:
+    """Reference counts and digests of `blocks` blocks.
+
+    Attributes:
+        blocks: how many there are.
+    """
+
+    def __init__(self, blocks: int) -> None:
+        self.blocks = 0
+        self._holders = np.zeros(0, dtype=np.int32)
+        self._unknown: list[int] = []  # held by nobody, without a digest
+        self._idle: OrderedDict[int, None] = OrderedDict()  # held by nobody, known; oldest release first
+        self._block_of: dict[bytes, int] = {}
+        self._digest_of: dict[int, bytes] = {}
+        self.grow(blocks)
+
+    def grow(self, blocks: int) -> None:
+        """Adds blocks, up to that many in all."""
+        self._holders = np.pad(self._holders, (0, blocks - self.blocks))
+        self._unknown[:0] = range(blocks - 1, self.blocks - 1, -1)
+        self.blocks = blocks
+
+    @property
+    def free(self) -> int:
+        """Blocks that nobody holds."""
+        return len(self._unknown) + len(self._idle)
+
+    def allocate(self, count: int) -> Blocks:
+        """Blocks with one holder, their content of no meaning; `count` is at most `free`."""
+        fresh = min(count, len(self._unknown))
+        out = [self._unknown.pop() for _ in range(fresh)]
+        for _ in range(count - fresh):
+            block, _ = self._idle.popitem(last=False)
+            del self._block_of[self._digest_of.pop(block)]
+            out.append(block)
+        self._holders[out] = 1
+        return np.array(out, dtype=np.int32)
+
+    def share(self, blocks: Blocks) -> None:
+        """One more holder of each."""
+        for block in blocks[self._holders[blocks] == 0].tolist():
+            del self._idle[block]
+        self._holders[blocks] += 1
+
+    def release(self, blocks: Blocks) -> None:
+        """One holder fewer of each of a sequence's blocks."""
+        self._holders[blocks] -= 1
+        for block in blocks[self._holders[blocks] == 0][::-1].tolist():
+            if block in self._digest_of:
+                self._idle[block] = None
+            else:
+                self._unknown.append(block)
+
+    def remember(self, blocks: Blocks, digests: Sequence[bytes]) -> None:
+        """Makes full blocks, held by their sequence, known. Of two with the same content the first stays."""
+        for block, digest in zip(blocks.tolist(), digests, strict=True):
+            if digest not in self._block_of:
+                self._block_of[digest] = block
+                self._digest_of[block] = digest
+
+    def find(self, digests: Sequence[bytes]) -> Blocks:
+        """The blocks of the longest known prefix. They may be held by nobody: `share` before `allocate`."""
+        found: list[int] = []
+        for digest in digests:
+            block = self._block_of.get(digest)
+            if block is None:
+                break
+            found.append(block)
+        return np.array(found, dtype=np.int32)
+
+    def idle(self, blocks: Blocks) -> int:
+        """How many of these nobody holds."""
+        return int((self._holders[blocks] == 0).sum())
+
+    def forget(self) -> None:
+        """No block is known any more."""
+        self._unknown += reversed(self._idle)
+        self._idle.clear()
+        self._block_of.clear()
+        self._digest_of.clear()
+
+    def check(self, tables: Sequence[Blocks]) -> None:
+        """Asserts that these sequences' blocks are all that is held, and that no block is lost or in two
+        places."""
+        holders = np.zeros(self.blocks, dtype=np.int32)
+        for table in tables:
+            holders[table] += 1
+        assert (holders == self._holders).all(), "holders do not match the tables"
+        free = [*self._unknown, *self._idle]
+        assert sorted(free) == np.flatnonzero(holders == 0).tolist(), "free blocks are lost or held"
+        assert not set(self._unknown) & set(self._digest_of), "a block without content is known"
+        assert set(self._idle) <= set(self._digest_of), "an idle block is unknown"
+        assert {block: digest for digest, block in self._block_of.items()} == self._digest_of
+
+
+def chain(root: bytes, known: list[bytes], ids: NDArray[np.int64], block_size: int) -> None:
+    """Extends `known`, the digests of the first full blocks of `ids` (T), to all its full blocks.
+
+    Args:
+        root: stands for the block before the first.
+    """
+    for block in range(len(known), len(ids) // block_size):
+        parent = known[-1] if known else root
+        tokens = np.ascontiguousarray(ids[block * block_size : (block + 1) * block_size], dtype=np.int64)
+        known.append(blake2b(tokens.tobytes(), digest_size=16, key=parent).digest())

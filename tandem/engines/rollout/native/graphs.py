@@ -1,0 +1,227 @@
+"""Decode steps as CUDA graphs.
+
+A decode step of a small batch is hundreds of short kernels, and launching them takes the host longer than
+running them takes the device. A graph launches all of them at once, but always at the same addresses
+and shapes. So a step's input is copied into fixed buffers and padded with rows that write nowhere
+(slot -1) and whose logits are dropped, up to the next of a few sizes; one graph per size is replayed.
+"""
+
+from __future__ import annotations
+
+import warnings
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tandem.engines.rollout.native.attention import Attention
+from tandem.engines.rollout.native.paged import StepInput
+from tandem.engines.rollout.native.runner import Runner
+
+Work = Callable[[], None]
+Capture = Callable[[Work], Work]
+"""Takes work on fixed buffers, which it may run, and returns what does it again."""
+
+_MOST_ROWS = 512  # beyond, the device is busy for longer than the launches take
+
+
+class CudaCapture:
+    """Captures work as CUDA graphs of one memory pool: they may run only one at a time, and each overwrites
+    what another left there."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def __call__(self, work: Work) -> Work:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            work()  # compiles kernels and makes workspaces, which a capture must not
+        torch.cuda.current_stream().wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+            work()
+        return graph.replay
+
+
+@dataclass(slots=True)
+class _Buffers:
+    """A `StepInput` of the largest size, of sequences of length 1 in block 0 that write nowhere."""
+
+    ids_T: Tensor
+    positions_T: Tensor
+    slots_T: Tensor
+    starts_S1: Tensor
+    lengths_S: Tensor
+    tables_SB: Tensor
+    logits_L: Tensor
+
+    @classmethod
+    def of(cls, rows: int, max_blocks: int, device: torch.device) -> _Buffers:
+        index = torch.arange(rows + 1, device=device)
+        return cls(
+            ids_T=torch.zeros_like(index[1:]),
+            positions_T=torch.zeros_like(index[1:]),
+            slots_T=torch.full_like(index[1:], -1),
+            starts_S1=index.int(),
+            lengths_S=torch.ones_like(index[1:], dtype=torch.int32),
+            tables_SB=torch.zeros(rows, max_blocks, dtype=torch.int32, device=device),
+            logits_L=index[:-1],
+        )
+
+    def view(self, rows: int, max_length: int) -> StepInput:
+        """The first rows as the input of a step."""
+        starts_S1 = self.starts_S1[: rows + 1]
+        parts = (self.ids_T, self.positions_T, self.slots_T, self.lengths_S, self.tables_SB, self.logits_L)
+        ids_T, positions_T, slots_T, lengths_S, tables_SB, logits_L = (part[:rows] for part in parts)
+        return StepInput(
+            ids_T, positions_T, slots_T, starts_S1, lengths_S, tables_SB, logits_L, 1, max_length
+        )
+
+    def fill(self, step: StepInput, size: int) -> None:
+        """Puts the step into the first rows, and what writes nowhere into the others up to the size. Their
+        ids, positions and tables stay those of an earlier step, which are as good as any."""
+        rows, blocks = step.tables_SB.shape
+        self.ids_T[:rows].copy_(step.ids_T)
+        self.positions_T[:rows].copy_(step.positions_T)
+        self.slots_T[:rows].copy_(step.slots_T)
+        self.lengths_S[:rows].copy_(step.lengths_S)
+        self.tables_SB[:rows, :blocks].copy_(step.tables_SB)
+        if rows < size:
+            self.slots_T[rows:size].fill_(-1)
+            self.lengths_S[rows:size].fill_(1)
+
+
+class GraphedRunner:
+    """A `Runner` that replays decode steps and runs all others as they come.
+
+    A graph is captured when its size is first needed, after one of the largest size, whose memory the
+    others then share. Where a capture fails, everything is run as it comes from then on, after a warning.
+
+    Args:
+        runner: does not wait for the device in a decode step, nor does the attention.
+        attention: the one it is called with; its cache stays where it is.
+        max_num_seqs: sequences of a step, at most; steps of more than 512 are not captured.
+        max_blocks: of the longest sequence.
+        capture: how work is captured; None for CUDA graphs.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        attention: Attention,
+        max_num_seqs: int,
+        max_blocks: int,
+        capture: Capture | None = None,
+    ) -> None:
+        self.layers, self.dtype, self.device = runner.layers, runner.dtype, runner.device
+        self.sizes = graph_sizes(max_num_seqs)
+        self._runner = runner
+        self._attention = attention
+        self._max_length = max_blocks * attention.cache.block_size
+        self._buffers = _Buffers.of(self.sizes[-1], max_blocks, runner.device)
+        self._capture = capture or CudaCapture()
+        self._replays: dict[int, Work] = {}
+        self._logits_LV: Tensor | None = None
+
+    @torch.inference_mode()
+    def forward(self, step: StepInput, attention: Attention) -> Tensor:
+        """See `Runner`. The logits of a decode step are good until the next. If its `logits_L` are as many as
+        its tokens, they are all of them in order."""
+        assert attention is self._attention
+        rows = len(step.ids_T)
+        if step.max_query > 1 or not self.sizes or rows > self.sizes[-1]:
+            return self._runner.forward(step, attention)
+        size = self.sizes[bisect_left(self.sizes, rows)]
+        replay = self._replay(size)
+        if replay is None:
+            return self._runner.forward(step, attention)
+        self._buffers.fill(step, size)
+        replay()
+        assert self._logits_LV is not None
+        logits_LV = self._logits_LV[:rows]
+        return logits_LV if len(step.logits_L) == rows else logits_LV[step.logits_L]
+
+    def adopt(self, runner: Runner, weights: Iterable[Tensor]) -> bool:
+        """Goes on under new weights with the graphs there are, if these weights lie where the old ones did.
+        What a runner computes from weights and config beforehand, like rotary tables, is copied to
+        where the graphs read it.
+
+        Args:
+            runner: made for the new weights.
+            weights: all that the runner refers to.
+
+        Returns:
+            Whether it could; if not, nothing has changed, and a new `GraphedRunner` is needed.
+        """
+        held, new = list(_tensors(self._runner)), list(_tensors(runner))
+        if [(part.shape, part.dtype) for part in held] != [(part.shape, part.dtype) for part in new]:
+            return False
+        shared = {weight.data_ptr() for weight in weights}
+        moved = [
+            (old, part) for old, part in zip(held, new, strict=True) if old.data_ptr() != part.data_ptr()
+        ]
+        if any(part.data_ptr() in shared for _, part in moved):
+            return False
+        with torch.inference_mode():
+            for old, part in moved:
+                old.copy_(part)
+        return True
+
+    def _replay(self, size: int) -> Work | None:
+        """What runs a step of that size on the buffers; None where it cannot be captured."""
+        for needed in (self.sizes[-1], size):
+            if needed in self._replays:
+                continue
+            # Nothing of a step stands in the buffers yet that running it twice could spoil.
+            self._buffers.slots_T.fill_(-1)
+            try:
+                self._replays[needed] = self._capture(self._work(needed))
+            except RuntimeError as error:
+                reason = (str(error).splitlines() or [type(error).__name__])[0]
+                warnings.warn(
+                    f"decoding is slower than it could be, because its steps cannot be captured: {reason}",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+                self.sizes = ()
+                self._replays.clear()
+                return None
+        return self._replays[size]
+
+    def _work(self, size: int) -> Work:
+        step = self._buffers.view(size, self._max_length)
+
+        def work() -> None:
+            logits_LV = self._runner.forward(step, self._attention)
+            if self._logits_LV is None:  # in the first run, which is no capture
+                self._logits_LV = logits_LV.new_empty(len(self._buffers.ids_T), logits_LV.shape[1])
+            # Copied, for the graphs' outputs would otherwise be held side by side: gigabytes.
+            self._logits_LV[:size].copy_(logits_LV)
+
+        return work
+
+
+def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
+    """Rising: 1, 2, 4, 8 and every 16 up to the most, itself included, or 512."""
+    most = min(max_num_seqs, _MOST_ROWS)
+    return (*(size for size in (1, 2, 4, 8, *range(16, most, 16)) if size < most), most)
+
+
+def _tensors(part: Any) -> Iterator[Tensor]:
+    """All tensors that a runner holds, itself or in objects of Tandem's, in an order that depends on its
+    make alone."""
+    if isinstance(part, Tensor):
+        yield part
+    elif isinstance(part, nn.Module):
+        yield from part.parameters()
+        yield from part.buffers()
+    elif isinstance(part, list | tuple):
+        for element in part:
+            yield from _tensors(element)
+    elif type(part).__module__.startswith("tandem."):
+        names = (*getattr(part, "__slots__", ()), *getattr(part, "__dict__", ()))
+        yield from _tensors([getattr(part, name) for name in names])

@@ -1,0 +1,116 @@
+"""Compiles `kernels.cpp` at first use and loads it.
+
+The libraries lie in a cache folder of the user, one per element type, processor and compiler; processes
+that start at the same time each build their own and the last rename wins. They run on PyTorch's own
+OpenMP threads: linked against another OpenMP library, they would bring a second pool.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import warnings
+from functools import cache
+from pathlib import Path
+
+import torch
+
+_SOURCE = Path(__file__).with_name("kernels.cpp")
+_COMPILE = (
+    *("-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp"),
+    *("-fno-exceptions", "-fno-math-errno", "-fno-trapping-math"),
+)
+_LINK = ("-shared", "-Wl,-z,defs")
+_DTYPES = {torch.float32: (), torch.bfloat16: ("-DBF16",)}
+_COMPILE_SECONDS = 120.0
+
+_POINTER, _SIZE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+_SIGNATURES = {
+    "write": (_POINTER, _SIZE, _SIZE) * 2 + (_POINTER,) * 3 + (_SIZE,) * 5 + (_INT,),
+    "attend": (_POINTER,) * 6 + (_SIZE, _POINTER) + (_SIZE,) * 7 + (_FLOAT, _INT),
+    "norm": (_POINTER,) * 4 + (_SIZE,) * 2 + (_FLOAT, _INT),
+    "rotate": (_POINTER,) * 6 + (_FLOAT,) * 2 + (_SIZE,) * 4 + (_INT,),
+    "gate": (_POINTER,) * 2 + (_SIZE,) * 2 + (_INT,),
+}
+
+
+@cache
+def load_kernels(dtype: torch.dtype) -> ctypes.CDLL | None:
+    """The functions of `kernels.cpp` for that element type. None for a type they are not written for, and,
+    after a warning that says why, where they cannot be built."""
+    if dtype not in _DTYPES:
+        return None
+    try:
+        library = ctypes.CDLL(str(_build(_DTYPES[dtype])))
+    except (OSError, subprocess.SubprocessError) as error:
+        detail = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
+        warnings.warn(
+            "generation on this CPU is slower than it could be, because its kernels could not be compiled: "
+            f"{detail.strip()[-500:]}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+    for name, types in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = types, None
+    library.max_value_dim.restype = ctypes.c_int64
+    return library
+
+
+def _build(defines: tuple[str, ...]) -> Path:
+    """The library's file, made if it is not there.
+
+    Raises:
+        OSError: no compiler, no OpenMP library, a folder that cannot be written.
+        subprocess.SubprocessError: a compiler that fails or takes too long.
+    """
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+    if compiler is None:
+        raise FileNotFoundError("no C++ compiler (g++) is on the PATH")
+    openmp = _loaded_openmp()
+    flags = (*_COMPILE, *defines)
+    version = _run((compiler, "--version"), 10.0)
+    identity = (_SOURCE.read_text(), flags, _LINK, openmp.name, compiler, version, _processor())
+    target = _folder() / f"kernels-{hashlib.sha256(repr(identity).encode()).hexdigest()[:24]}.so"
+    if target.exists():
+        return target
+    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        part, made = f"{folder}/kernels.o", f"{folder}/kernels.so"
+        _run((compiler, *flags, "-c", str(_SOURCE), "-o", part), _COMPILE_SECONDS)
+        _run((compiler, *_LINK, part, str(openmp), "-o", made), _COMPILE_SECONDS)
+        Path(made).replace(target)
+    return target
+
+
+def _run(command: tuple[str, ...], timeout_s: float) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=timeout_s).stdout
+
+
+def _folder() -> Path:
+    given = os.environ.get("TANDEM_CACHE_DIR")
+    if given:
+        return Path(given)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem"
+
+
+def _loaded_openmp() -> Path:
+    """The GNU OpenMP library that PyTorch has loaded into this process."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    loaded = {line.split(maxsplit=5)[-1] for line in lines if "/libgomp" in line}
+    if not loaded:
+        raise FileNotFoundError("this PyTorch does not run on GNU OpenMP")
+    return Path(max(loaded, key=lambda path: "torch" in path))
+
+
+def _processor() -> str:
+    """What -march=native looks at: a cache folder may be shared by unlike machines."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    keys = ("model name", "flags", "Features", "CPU part")
+    return platform.machine() + "".join(sorted({line for line in lines if line.startswith(keys)}))

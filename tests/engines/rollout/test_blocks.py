@@ -1,0 +1,129 @@
+import numpy as np
+import pytest
+
+from tandem.engines.rollout.native.blocks import BlockManager, chain
+
+
+def digests(*names):
+    return [name.encode() for name in names]
+
+
+def test_blocks_have_one_holder_until_they_are_shared():
+    manager = BlockManager(4)
+    table = manager.allocate(3)
+    assert sorted(table.tolist()) == [0, 1, 2]
+    assert manager.free == 1
+    manager.share(table[:2])
+    manager.check([table, table[:2]])
+    manager.release(table)
+    assert manager.free == 2
+    manager.release(table[:2])
+    assert manager.free == 4
+    manager.check([])
+
+
+def test_a_leak_is_noticed():
+    manager = BlockManager(4)
+    table = manager.allocate(3)
+    with pytest.raises(AssertionError, match="holders"):
+        manager.check([table[:2]])
+
+
+def test_released_blocks_are_found_until_they_are_needed():
+    """The block released longest ago goes first, and of a sequence its end."""
+    manager = BlockManager(5)
+    old, young = manager.allocate(2), manager.allocate(2)
+    manager.remember(old, digests("a", "ab"))
+    manager.remember(young, digests("x", "xy"))
+    manager.release(old)
+    manager.release(young)
+    assert manager.find(digests("a", "ab", "abc")).tolist() == old.tolist()
+    assert manager.allocate(1).tolist() == [4]  # never used, so nothing is lost
+    assert manager.allocate(1).tolist() == [old[1]]
+    assert manager.find(digests("a", "ab")).tolist() == [old[0]]
+    manager.share(old[:1])
+    assert manager.allocate(2).tolist() == [young[1], young[0]]
+    assert manager.find(digests("x")).tolist() == []
+    assert manager.find(digests("a")).tolist() == [old[0]]
+
+
+def test_a_prefix_ends_at_the_first_unknown_block():
+    manager = BlockManager(3)
+    table = manager.allocate(3)
+    manager.remember(table[[0, 2]], digests("a", "abc"))
+    assert manager.find(digests("a", "ab", "abc")).tolist() == [table[0]]
+
+
+def test_of_equal_blocks_the_first_is_found():
+    manager = BlockManager(4)
+    first, second = manager.allocate(1), manager.allocate(1)
+    manager.remember(first, digests("a"))
+    manager.remember(second, digests("a"))
+    manager.release(second)
+    assert manager.find(digests("a")).tolist() == first.tolist()
+    manager.check([first])
+
+
+def test_forgotten_blocks_are_free_and_not_found():
+    manager = BlockManager(3)
+    idle, held = manager.allocate(1), manager.allocate(1)
+    manager.remember(idle, digests("a"))
+    manager.remember(held, digests("b"))
+    manager.release(idle)
+    manager.forget()
+    assert len(manager.find(digests("a"))) == len(manager.find(digests("b"))) == 0
+    manager.check([held])
+    manager.release(held)
+    assert manager.free == 3
+
+
+def test_growth_adds_free_blocks():
+    manager = BlockManager(2)
+    table = manager.allocate(2)
+    manager.grow(5)
+    assert manager.free == 3
+    assert sorted([*table, *manager.allocate(3)]) == [0, 1, 2, 3, 4]
+
+
+def test_any_order_of_operations_keeps_the_books():
+    """Against a plain model: lists of who holds what, and the content of every block."""
+    rng = np.random.default_rng(0)
+    manager = BlockManager(24)
+    tables, content = [], {}  # sequences; block -> what was last written there
+    for step in range(2000):
+        action = rng.integers(4)
+        if action == 0 and manager.free >= 4:
+            names = digests(*(f"{rng.integers(6)}:{i}" for i in range(rng.integers(1, 5))))
+            found = manager.find(names)
+            assert all(content[block] == name for block, name in zip(found.tolist(), names, strict=False))
+            manager.share(found)
+            table = np.concatenate((found, manager.allocate(len(names) - len(found))))
+            content.update(zip(table.tolist(), names, strict=True))
+            manager.remember(table, names)
+            tables.append(table)
+        elif action == 1 and tables:
+            table = tables[rng.integers(len(tables))][: rng.integers(1, 4)]
+            manager.share(table)
+            tables.append(table)
+        elif action >= 2 and tables:
+            manager.release(tables.pop(rng.integers(len(tables))))
+        if step % 500 == 499:
+            manager.forget()
+        manager.check(tables)
+    for table in tables:
+        manager.release(table)
+    assert manager.free == 24
+
+
+def test_a_digest_stands_for_the_whole_prefix():
+    ids = np.arange(10)
+    known = []
+    chain(b"root", known, ids, 4)
+    assert len(known) == 2
+    before = list(known)
+    chain(b"root", known, np.arange(13), 4)  # goes on where it ended
+    assert known[:2] == before and len(known) == 3
+    for root, other in ((b"other", ids), (b"root", np.concatenate(([9], ids[1:])))):
+        changed = []
+        chain(root, changed, other, 4)
+        assert not set(changed) & set(known)

@@ -1,0 +1,134 @@
+"""All Triton kernels compile for GPUs that are not here, in a process that does not interpret them, and at
+the sizes in use threads do not run out of registers.
+
+The interpreter takes Python that the compiler does not; this is what can be known of it without a GPU.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+pytestmark = [pytest.mark.triton, pytest.mark.slow]
+
+SCRIPT = """
+import re
+import sys
+import tempfile
+from math import gcd
+from pathlib import Path
+from subprocess import run
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from tandem.engines.rollout import sampler_triton
+from tandem.engines.rollout.native import ops_triton
+from tandem.engines.rollout.native.attention import triton_kernels
+from tandem.engines.rollout.native.attention.triton import Tiles, _shape
+from tandem.engines.rollout.native.paged import LayerShape
+
+TARGET = GPUTarget("cuda", int(sys.argv[1]), 32)
+FLOATS = ("eps", "scale")
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+def check(kernel, kinds, constants, warps=4, stages=3):
+    signature = {
+        name: "constexpr" if name in constants else kinds.get(name, "fp32" if name in FLOATS else "i32")
+        for name in kernel.arg_names
+    }
+    aligned = {
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(kernel.arg_names)
+        if name in kinds or "stride" in name
+    }
+    source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=aligned)
+    made = triton.compile(source, target=TARGET, options={"num_warps": warps, "num_stages": stages})
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        usage = run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    spilled = int(re.search(r"STACK:(\\d+)", usage)[1])  # bytes per thread
+    assert spilled <= 64, (kernel.fn.__name__, constants, usage)
+    assert made.metadata.shared <= 99 * 1024, (kernel.fn.__name__, constants, made.metadata.shared)
+
+
+def pointers(kind, *names):
+    return dict.fromkeys(names, "*" + kind)
+
+
+def attend(dim, group, dtype, kind, decode, splits=1, window=0, softcap=0.0):
+    shape = LayerShape(4, dim, dim)
+    tiles = Tiles.of(shape, group, dtype, decode)
+    out = pointers("fp32" if splits > 1 else kind, "out", "totals", "peaks")
+    kinds = {
+        **out,
+        **pointers(kind, "queries", "keys", "values"),
+        **pointers("i32", "tables", "starts", "lengths"),
+    }
+    constants = dict(
+        DECODE=decode, SPLITS=splits, LEAST_TILES=4, WINDOW=window, SOFTCAP=softcap, GROUP=group,
+        ROWS=tiles.rows, BLOCK=16, TILE=tiles.columns, RUN=gcd(16, tiles.columns), **_shape(shape),
+    )
+    check(triton_kernels.attend_kernel, kinds, constants, tiles.warps, tiles.stages)
+
+
+for decode in (True, False):
+    attend(64, 7, torch.bfloat16, "bf16", decode)
+    attend(128, 7, torch.bfloat16, "bf16", decode, splits=4 if decode else 1, window=4096)
+    attend(80, 4, torch.float16, "fp16", decode)
+    attend(128, 4, torch.float32, "fp32", decode)
+    attend(256, 2, torch.bfloat16, "bf16", decode, softcap=50.0)
+check(
+    triton_kernels.combine_kernel,
+    {**pointers("bf16", "out"), **pointers("fp32", "parts", "totals", "peaks")},
+    dict(SPLITS=64, E=128, E_PAD=128),
+)
+check(
+    triton_kernels.write_kernel,
+    {**pointers("bf16", "keys", "values", "new_keys", "new_values"), **pointers("i64", "slots")},
+    dict(H_PAD=4, BLOCK=16, **_shape(LayerShape(4, 128, 128))),
+)
+kinds = {
+    **pointers("fp32", "peaks", "totals", "temperatures", "log_probs"),
+    **pointers("bf16", "logits"),
+    **pointers("i32", "best"),
+    **pointers("i64", "tokens"),
+    **pointers("fp64", "uniforms"),
+    **pointers("i1", "greedy"),
+}
+check(sampler_triton.weigh_kernel, kinds, dict(CHUNK=4096), 8)
+check(sampler_triton.draw_kernel, kinds, dict(CHUNKS=38, CHUNKS_PAD=64, CHUNK=4096), 8)
+check(
+    ops_triton.norm_kernel,
+    pointers("bf16", "out", "x", "added", "weights"),
+    dict(ADDED=True, E=3584, E_PAD=4096),
+    16,
+)
+check(
+    ops_triton.rotate_kernel,
+    {**pointers("bf16", "queries", "qkv", "cosines", "sines", "norms"), **pointers("i64", "positions")},
+    dict(NORMED=True, N=28, H=4, D=128, HALF_PAD=64),
+    1,
+)
+check(ops_triton.gate_kernel, pointers("bf16", "out", "gate_up"), dict(I=18944, TILE=1024))
+"""
+
+
+@pytest.mark.parametrize("capability", [90])
+def test_kernels_compile(capability):
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(capability)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
