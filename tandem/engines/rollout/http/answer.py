@@ -1,0 +1,149 @@
+"""What a server has written for one request, and whether that is what was asked for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+
+from tandem.engines.rollout.keyed import first_position, row_key
+from tandem.errors import EngineError
+from tandem.protocol import Request, Sample, SamplingParams
+
+_ROUNDING = 1e-6  # of a log-prob that should be 0
+
+
+@dataclass(slots=True, eq=False)
+class Answer:
+    """The tokens so far.
+
+    Attributes:
+        url: where the request goes.
+        name: what the server is to call it.
+        untruncated: stays empty where the server does not give them.
+    """
+
+    request: Request
+    url: str
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    untruncated: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    name: str = field(default_factory=lambda: f"tandem-{uuid4().hex}")
+
+    def add(self, token_ids: Sequence[int], log_probs: Sequence[float | None], version: int) -> None:
+        """Appends tokens.
+
+        Raises:
+            EngineError: not one log-prob for each.
+        """
+        if len(token_ids) != len(log_probs):
+            raise self.failure(
+                "not one log-prob for each token", f"{len(token_ids)} tokens, {len(log_probs)} log-probs"
+            )
+        for token_id, log_prob in zip(token_ids, log_probs, strict=True):
+            if log_prob is None or not math.isfinite(log_prob) or log_prob > _ROUNDING:
+                raise self.failure("not a log-prob", f"{log_prob} for token {token_id}")
+            self.token_ids.append(token_id)
+            self.log_probs.append(log_prob)
+            self.versions.append(version)
+
+    def check_prompt(self, read: Sequence[int]) -> None:
+        """Compares the prompt's tokens as the server read them with those of the request.
+
+        Raises:
+            EngineError: names the first that differs.
+        """
+        sent = self.request.prompt_ids.tolist()
+        if list(read) == sent:
+            return
+        differ = (at for at, (ours, theirs) in enumerate(zip(sent, read, strict=False)) if ours != theirs)
+        at = next(differ, min(len(sent), len(read)))
+        theirs, ours = (f"{tokens[at]}" if at < len(tokens) else "no token" for tokens in (read, sent))
+        raise self.failure(
+            f"the server read another prompt: token {at} differs",
+            f"{theirs}, {len(read)} tokens in all",
+            expected=f"{ours}, {len(sent)} tokens in all",
+            remedy="give the server the tokenizer that the prompts were made with",
+        )
+
+    def whole(self, reason: str) -> Sample:
+        """The finished sample.
+
+        Raises:
+            EngineError: an end that was not asked for.
+        """
+        params, count = self.request.params, len(self.token_ids)
+        if reason not in ("stop", "length"):
+            raise self.failure("the server ended the request unasked", f"finish reason {reason!r}")
+        least = max(1, params.min_tokens)
+        if not least <= count <= params.max_tokens:
+            raise self.failure("another number of tokens", count, expected=f"{least} to {params.max_tokens}")
+        stop = next((at for at, token in enumerate(self.token_ids) if token in params.stop_token_ids), None)
+        if stop not in (None, count - 1) or (reason == "stop" and stop is None and not params.stop):
+            raise self.failure(
+                "the server stops at other tokens than asked for",
+                f"finish reason {reason!r}, last token {self.token_ids[-1]}, first stop token at {stop}",
+                expected=f"an end at the first of the tokens {list(params.stop_token_ids)}",
+                remedy="set stop_token_ids to the end tokens of the model that the server has loaded",
+            )
+        return self.sample("length" if stop is None and reason == "length" else "stop")
+
+    def sample(self, finish_reason: str) -> Sample:
+        log_probs = np.array(self.log_probs, dtype=np.float32)
+        untruncated = np.array(self.untruncated, dtype=np.float32)
+        if not self.request.params.reshapes:
+            untruncated = log_probs.copy()
+        return Sample(
+            uid=self.request.uid,
+            sample=self.request.sample,
+            token_ids=np.array(self.token_ids, dtype=np.int64),
+            log_probs=log_probs,
+            versions=np.array(self.versions, dtype=np.int32),
+            finish_reason=finish_reason,
+            untruncated_log_probs=untruncated if len(untruncated) == len(log_probs) else None,
+        )
+
+    def failure(self, message: str, got: object = None, **parts: Any) -> EngineError:
+        """An error that names the server and the request."""
+        return EngineError(
+            message,
+            field=f"request {self.request.id}",
+            got=self.url if got is None else f"{self.url}: {got}",
+            **parts,
+        )
+
+
+def asked(params: SamplingParams) -> dict[str, Any]:
+    """The parameters that change something, by name, in JSON's types."""
+    values = {part.name: getattr(params, part.name) for part in fields(params)}
+    wanted = {part.name: values[part.name] for part in fields(params) if values[part.name] != part.default}
+    if params.top_k == 0:
+        del wanted["top_k"]  # keeps all, as the default does
+    if params.logit_bias:
+        wanted["logit_bias"] = {str(token): bias for token, bias in params.logit_bias}
+    return wanted
+
+
+def refuse_unknown(wanted: dict[str, Any], known: frozenset[str], whose: str) -> None:
+    """Raises:
+    EngineError: a sampling parameter that is set and that the server does not know.
+    """
+    for name in wanted.keys() - known:
+        raise EngineError(
+            "the server does not know that sampling parameter",
+            field=name,
+            got=wanted[name],
+            expected=f"parameters of {whose}",
+            remedy="leave it at its default, or use another engine",
+        )
+
+
+def seed_of(request: Request) -> int:
+    """A 63-bit seed for a server whose random numbers are its own; as those of the engines in this
+    process, it depends on (seed, uid, sample, position) alone."""
+    return (row_key(request) + 0x9E3779B97F4A7C15 * first_position(request)) % (1 << 63)

@@ -1,0 +1,166 @@
+"""The HTTP side of an engine on a server: one background thread with an event loop and a client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import httpx2
+
+from tandem.errors import EngineError
+
+T = TypeVar("T")
+
+_PAUSES_S = (0.25, 0.5, 1.0, 2.0, 4.0)  # before each further try of a request that has not begun
+_BUSY = (429, 503)
+_CLOSING_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """Where a server is and how long it may take.
+
+    Attributes:
+        url: scheme, host and port: `http://host:8000`.
+        connect_timeout_s: until a connection stands.
+        request_timeout_s: from the start of one request to the end of its answer.
+        model: the name it serves the model under; None: its only one.
+        api_key: sent as a bearer token.
+    """
+
+    url: str
+    connect_timeout_s: float = 10.0
+    request_timeout_s: float = 1800.0
+    model: str | None = None
+    api_key: str | None = None
+
+
+class ServerLost(EngineError):
+    """The server cannot be reached, does not answer in time, or breaks off."""
+
+
+class Connection:
+    """All requests to one server.
+
+    Args:
+        kept: connections that stay open between requests, at most.
+    """
+
+    def __init__(self, server: Server, *, kept: int) -> None:
+        self.server = server
+        self.loop = asyncio.new_event_loop()
+        self._client = httpx2.AsyncClient(
+            base_url=server.url,
+            headers={"Authorization": f"Bearer {server.api_key}"} if server.api_key else None,
+            timeout=httpx2.Timeout(None, connect=server.connect_timeout_s),
+            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=kept),
+        )
+        self._thread = threading.Thread(
+            target=self.loop.run_forever, name=f"rollout {server.url}", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def closed(self) -> bool:
+        return self.loop.is_closed()
+
+    def close(self) -> None:
+        """Ends the thread; idempotent."""
+        if self.closed:
+            return
+        self.wait(self._client.aclose(), _CLOSING_S)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(_CLOSING_S)
+        self.loop.close()
+
+    def wait(self, work: Coroutine[Any, Any, T], limit_s: float | None = None) -> T:
+        """The result of `work`, done in the background thread.
+
+        Raises:
+            ServerLost: not done within `limit_s`; None: the server's `request_timeout_s`.
+        """
+        limit_s = self.server.request_timeout_s if limit_s is None else limit_s
+        future = asyncio.run_coroutine_threadsafe(asyncio.wait_for(work, limit_s), self.loop)
+        try:
+            return future.result(limit_s + 1.0)
+        except TimeoutError:
+            raise ServerLost(f"no answer in {limit_s:g} s", got=self.server.url) from None
+
+    async def ask(self, method: str, path: str, **options: Any) -> Any:
+        """What the server says to one request: its JSON, or its text.
+
+        Args:
+            options: those of `httpx2.AsyncClient.request`, such as json and params.
+
+        Raises:
+            ServerLost: no connection.
+            EngineError: a status other than 2xx.
+        """
+        try:
+            response = await self._client.request(method, path, **options)
+        except httpx2.TransportError as error:
+            raise ServerLost("no connection", got=f"{self.server.url}{path}: {_said(error)}") from error
+        if not response.is_success:
+            raise self._refused(path, response)
+        is_json = response.headers.get("content-type", "").startswith("application/json")
+        return response.json() if is_json and response.content else response.text
+
+    async def events(
+        self, path: str, body: dict[str, Any], *, streams: bool
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """The parts of the answer to a POST.
+
+        A request whose connection fails, or which the server is too busy for (429, 503), is tried again
+        with growing pauses as long as no answer has begun.
+
+        Args:
+            streams: whether the answer is a stream of events; else it is one JSON object.
+
+        Raises:
+            ServerLost: no connection, or one that broke during the answer.
+            EngineError: another status than 2xx, or something else than JSON.
+        """
+        for pause in (*_PAUSES_S, None):
+            began = False
+            try:
+                async with self._client.stream("POST", path, json=body) as response:
+                    began = response.is_success
+                    if began:
+                        async with aclosing(self._parts(response, streams)) as parts:
+                            async for part in parts:
+                                yield part
+                        return
+                    await response.aread()
+                if response.status_code not in _BUSY or pause is None:
+                    raise self._refused(path, response)
+            except httpx2.TransportError as error:
+                if began or pause is None:
+                    what = "the connection broke during the answer" if began else "no connection"
+                    raise ServerLost(what, got=f"{self.server.url}{path}: {_said(error)}") from error
+            await asyncio.sleep(pause)
+
+    async def _parts(self, response: httpx2.Response, streams: bool) -> AsyncGenerator[dict[str, Any], None]:
+        try:
+            if not streams:
+                yield json.loads(await response.aread())
+                return
+            async for event in httpx2.EventSource(response, max_event_size=None):
+                if event.data != "[DONE]":
+                    yield json.loads(event.data)
+        except json.JSONDecodeError as error:
+            raise EngineError("the answer is no JSON", got=f"{response.url}: {error.doc[:300]}") from error
+
+    def _refused(self, path: str, response: httpx2.Response) -> EngineError:
+        lines = response.text.strip().splitlines()
+        said = lines[0][:300] if lines else response.reason_phrase
+        kind = ServerLost if response.is_server_error or response.status_code in _BUSY else EngineError
+        return kind("the server refused", got=f"{self.server.url}{path}: {response.status_code} {said}")
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -1,0 +1,128 @@
+"""A server with OpenAI's completions API that takes and gives token ids: vLLM's, and those like it.
+
+Token ids are no part of OpenAI's own API. Here they are those of vLLM 0.32: `prompt` may be a list of ids;
+with `return_token_ids`, each part of the stream carries `token_ids` and the first `prompt_token_ids`; with
+`logprobs=0`, `logprobs.token_logprobs` are those of the sampled tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tandem.engines.rollout.http.answer import Answer, asked, refuse_unknown, seed_of
+from tandem.engines.rollout.http.client import STREAM_INTERVAL, HTTPEngine
+from tandem.errors import EngineError
+from tandem.protocol import Request
+
+_STANDARD = frozenset(
+    (
+        *("model", "prompt", "max_tokens", "temperature", "top_p", "seed", "stop", "stream", "logprobs"),
+        *("presence_penalty", "frequency_penalty", "logit_bias"),
+    )
+)
+
+
+class OpenAIEngine(HTTPEngine):
+    """A `RolloutEngine` on `/v1/completions`.
+
+    Servers drop fields they do not know, so the schema that the server publishes (`/openapi.json`) is read
+    first, and a parameter outside of it is refused; without one, parameters outside OpenAI's own are. The
+    log-probs must be those of the distribution sampled from (vLLM: `--logprobs-mode processed_logprobs`).
+    That is tried once: the only token of a distribution cut to one token has log-prob 0, and less in the
+    raw one.
+    """
+
+    route = "/v1/completions"
+    streams = True
+    _model = ""
+    _fields = _STANDARD
+    _processed = False
+
+    async def connect(self) -> None:
+        self._model = self.server.model or await self._only_model()
+        self._fields = await self._published()
+        self._processed = await self._gives_processed()
+
+    async def _only_model(self) -> str:
+        names = [entry["id"] for entry in (await self.ask("GET", "/v1/models"))["data"]]
+        if len(names) != 1:
+            remedy = "say which with actor_rollout_ref.rollout.server.model"
+            raise self.failure("the server has not one model", "/v1/models", names, remedy=remedy)
+        return str(names[0])
+
+    async def _published(self) -> frozenset[str]:
+        """The fields of a completion request."""
+        try:
+            schema = await self.ask("GET", "/openapi.json")
+            content = schema["paths"][self.route]["post"]["requestBody"]["content"]
+            name = content["application/json"]["schema"]["$ref"].rsplit("/", 1)[-1]
+            return frozenset(schema["components"]["schemas"][name]["properties"])
+        except (EngineError, KeyError, TypeError):  # no schema, or one that says nothing
+            return _STANDARD
+
+    async def _gives_processed(self) -> bool:
+        if "top_k" not in self._fields:
+            return False
+        body = {"model": self._model, "prompt": [0], "max_tokens": 1, "logprobs": 0}
+        said = await self.ask("POST", self.route, json=body | {"top_k": 1, "temperature": 1.0})
+        log_probs = said["choices"][0].get("logprobs")
+        if not log_probs:
+            raise self._without("log-probs")
+        return bool(log_probs["token_logprobs"][0] > -1e-6)
+
+    def check(self, request: Request) -> None:
+        wanted = asked(request.params)
+        refuse_unknown(wanted, self._fields, f"the schema of {self.server.url}{self.route}")
+        plain = request.params.temperature in (0.0, 1.0) and not request.params.reshapes
+        if not (self._processed or plain):
+            raise EngineError(
+                "the server gives log-probs of another distribution than the one it samples from",
+                field=f"request {request.id}",
+                got=f"{self.server.url}: raw log-probs, with {sorted(wanted)} set",
+                expected="log-probs after temperature, penalties, top-k and top-p",
+                remedy="start vLLM with --logprobs-mode processed_logprobs",
+            )
+
+    def body(self, answer: Answer) -> dict[str, Any]:
+        params = answer.request.params
+        always = {
+            "temperature": params.temperature,  # the model's folder may bring other defaults
+            "top_p": params.top_p,
+            "top_k": params.top_k,
+            "min_p": params.min_p,
+            "repetition_penalty": params.repetition_penalty,
+            "ignore_eos": True,
+            "stream_interval": STREAM_INTERVAL,
+            "request_id": answer.name,
+        }
+        return {
+            **{name: value for name, value in always.items() if name in self._fields},
+            **asked(params),
+            "model": self._model,
+            "prompt": answer.request.prompt_ids.tolist(),
+            "max_tokens": params.max_tokens,
+            "seed": seed_of(answer.request),
+            "stream": True,
+            "logprobs": 0,
+            "return_token_ids": True,
+        }
+
+    def read(self, event: dict[str, Any], answer: Answer) -> str | None:
+        for choice in event["choices"]:
+            if choice.get("token_ids") is None:
+                raise self._without("token ids")
+            if choice.get("prompt_token_ids") is not None:
+                answer.check_prompt(choice["prompt_token_ids"])
+            if choice["token_ids"]:
+                if not choice.get("logprobs"):
+                    raise self._without("log-probs")
+                answer.add(choice["token_ids"], choice["logprobs"]["token_logprobs"], self.version)
+            if choice.get("finish_reason"):
+                return str(choice["finish_reason"])
+        return None
+
+    def _without(self, what: str) -> EngineError:
+        remedy = "use vLLM's server, or one with its return_token_ids and logprobs"
+        return self.failure(
+            f"the server gives no {what}", self.route, f"an answer without {what}", remedy=remedy
+        )

@@ -1,0 +1,212 @@
+"""SGLang's server over its own HTTP API, as it is in 0.5.23.
+
+SGLang runs on CUDA, in an environment of its own. Start it with `--incremental-streaming-output` (else each
+part of a stream repeats what came before) and, if it shall give memory back, `--enable-memory-saver`. Its
+SGLANG_RETURN_ORIGINAL_LOGPROB must not be set, for its log-probs would then be those before the temperature.
+
+New weights go through a folder that this process writes and the server reads (`update_weights_from_disk`).
+SGLang's faster ways, `update_weights_from_tensor` (CUDA memory of processes on one node) and
+`update_weights_from_distributed` (an NCCL group with the trainer), are not supported here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from tandem.engines.rollout.base import SLEEP_TAGS, SleepTag, WeightSource, WeightStream
+from tandem.engines.rollout.http.answer import Answer, asked, refuse_unknown, seed_of
+from tandem.engines.rollout.http.client import STREAM_INTERVAL, HTTPEngine
+from tandem.engines.rollout.http.connection import Server, ServerLost
+from tandem.engines.rollout.http.shards import write_shards
+from tandem.engines.weight_sync import Digest
+from tandem.errors import EngineError
+from tandem.protocol import Request
+
+_NAMES = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "max_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "stop": "stop",
+    "stop_token_ids": "stop_token_ids",
+    "repetition_penalty": "repetition_penalty",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "logit_bias": "logit_bias",
+    "seed": "sampling_seed",
+}
+
+
+class SGLangEngine(HTTPEngine):
+    """A `RolloutEngine` on SGLang's `/generate`.
+
+    The seeds of requests count only where the server runs with `--enable-deterministic-inference`.
+
+    Args:
+        weights_folder: the server sees it under the same path; None: the server keeps its weights.
+    """
+
+    route = "/generate"
+    streams = True
+
+    def __init__(
+        self,
+        server: Server,
+        *,
+        max_length: int,
+        max_num_seqs: int = 256,
+        vocabulary: int | None = None,
+        log: Callable[[str], None] | None = None,
+        weights_folder: Path | None = None,
+    ) -> None:
+        super().__init__(
+            server, max_length=max_length, max_num_seqs=max_num_seqs, vocabulary=vocabulary, log=log
+        )
+        self._folder = weights_folder
+        self._asleep: set[SleepTag] = set()
+        self._weights_gone = False
+        if weights_folder is not None:
+            self.takes = frozenset({WeightStream})
+
+    async def connect(self) -> None:
+        about = await self.ask("GET", "/model_info")
+        if not isinstance(about, dict) or not about.get("is_generation"):
+            raise self.failure("no SGLang server with a language model", "/model_info", about)
+
+    def check(self, request: Request) -> None:
+        refuse_unknown(asked(request.params), frozenset(_NAMES), "SGLang")
+        if request.params.stop and request.params.min_tokens:
+            raise EngineError(
+                "SGLang ends a response at a stop string before min_tokens",
+                field="min_tokens",
+                got=f"{request.params.min_tokens}, with stop={request.params.stop}",
+                remedy="use stop_token_ids, or min_tokens=0",
+            )
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        if self._weights_gone:
+            raise EngineError(
+                "the server's weights were dropped",
+                got=self.server.url,
+                remedy="call update_weights after sleep",
+            )
+        self.wake()
+        super().submit(requests)
+
+    def body(self, answer: Answer) -> dict[str, Any]:
+        params = answer.request.params
+        sampling = {_NAMES[name]: value for name, value in asked(params).items()} | {
+            "temperature": params.temperature,
+            "max_new_tokens": params.max_tokens,
+            "sampling_seed": seed_of(answer.request),
+            "ignore_eos": True,
+            "stream_interval": STREAM_INTERVAL,
+        }
+        return {
+            "rid": answer.name,
+            "input_ids": answer.request.prompt_ids.tolist(),
+            "sampling_params": sampling,
+            "return_logprob": True,
+            "return_sampling_mask": params.truncated,
+            "stream": True,
+        }
+
+    def read(self, event: dict[str, Any], answer: Answer) -> str | None:
+        about = event["meta_info"]
+        known, params = len(answer.request.prompt_ids), answer.request.params
+        if about["prompt_tokens"] != known:
+            raise answer.failure(
+                "the server read another prompt", about["prompt_tokens"], expected=f"{known} tokens"
+            )
+        new = about["completion_tokens"] - len(answer.token_ids)  # of a stream of parts or of whole answers
+        if new:
+            untruncated, tokens, _ = zip(*about["output_token_logprobs"][-new:], strict=True)
+            drawn = about["output_token_sampling_logprobs"][-new:] if params.truncated else untruncated
+            answer.add(tokens, drawn, self.version)
+            if params.truncated and not params.penalised and not params.logit_bias and not params.min_tokens:
+                answer.untruncated += untruncated
+        reason = about["finish_reason"]
+        if reason is None:
+            return None
+        self._stamp(answer, about.get("weight_versions", []))
+        return str(reason["type"])
+
+    @staticmethod
+    def _stamp(answer: Answer, spans: Sequence[dict[str, Any]]) -> None:
+        """The versions that wrote the tokens, as the server counts them. Its first is no number."""
+        for span in spans:
+            if span["version"].isdigit():
+                for at in range(span["start"], span["end"]):
+                    answer.versions[at] = int(span["version"])
+
+    async def cancel(self, answers: Sequence[Answer]) -> None:
+        """SGLang notices a closed connection after two seconds; told so, it ends the request at once."""
+        await super().cancel(answers)
+        with suppress(ServerLost):  # a server that is gone has nothing to end
+            await asyncio.gather(
+                *(self.ask("POST", "/abort_request", json={"rid": answer.name}) for answer in answers)
+            )
+
+    def update_weights(self, source: WeightSource, version: int) -> Digest:
+        """Writes the weights into the shared folder and lets the server load them. Requests under way are
+        put back, lose their cache and go on with the new weights.
+
+        Returns:
+            the digest of what was written. SGLang fuses its tensors and tells no digest of them; what it
+            confirms is that it loaded the version.
+        """
+        if self._folder is None:
+            return super().update_weights(source, version)
+        if not isinstance(source, WeightStream):
+            raise EngineError(
+                "a server takes weights as a stream", got=type(source).__name__, expected="a WeightStream"
+            )
+        folder = self._folder / f"version_{version:08d}_{uuid4().hex}"
+        folder.mkdir(parents=True)
+        try:
+            digest = write_shards(source.tensors, folder)
+            self._load(folder, version)
+        finally:
+            shutil.rmtree(folder)
+        self.version = version
+        return digest
+
+    def _load(self, folder: Path, version: int) -> None:
+        self.wake(SLEEP_TAGS[:1])
+        self.call("POST", "/pause_generation", json={"mode": "retract"})
+        try:
+            asked_for = {"model_path": str(folder), "load_format": "auto", "weight_version": str(version)}
+            said = self.call("POST", "/update_weights_from_disk", json=asked_for | {"flush_cache": True})
+        finally:
+            self.call("POST", "/continue_generation", json={})
+        holds = self.call("GET", "/model_info")["weight_version"]
+        if not said["success"] or holds != str(version):
+            raise self.failure(
+                "the server did not take the weights",
+                "/update_weights_from_disk",
+                f"{said['message']}, version {holds}",
+                expected=f"version {version}",
+            )
+        self._weights_gone = False
+
+    def sleep(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
+        self.check_idle()
+        awake = [tag for tag in SLEEP_TAGS if tag in tags and tag not in self._asleep]
+        if awake:
+            self.call("POST", "/release_memory_occupation", json={"tags": awake})
+            self._asleep.update(awake)
+            self._weights_gone |= "weights" in awake
+
+    def wake(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
+        asleep = [tag for tag in SLEEP_TAGS if tag in tags and tag in self._asleep]
+        if asleep:
+            self.call("POST", "/resume_memory_occupation", json={"tags": asleep})
+            self._asleep.difference_update(asleep)

@@ -1,0 +1,98 @@
+"""Text Generation Inference over its own API, as it is in 3.3.
+
+Its prompts are texts. The prompt's tokens are turned to text here and back by the server, which tells what
+it made of them (`decoder_input_details`); a prompt that does not come back token by token is refused. It
+cannot be given new weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from tandem.engines.rollout.http.answer import Answer, asked, refuse_unknown, seed_of
+from tandem.engines.rollout.http.client import HTTPEngine
+from tandem.engines.rollout.http.connection import Server
+from tandem.protocol import Request
+
+_KNOWN = frozenset(
+    (
+        *("temperature", "top_k", "top_p", "max_tokens", "stop", "stop_token_ids", "seed"),
+        "repetition_penalty",
+    )
+)
+_REASONS = {"length": "length", "eos_token": "stop", "stop_sequence": "stop"}
+
+
+class TGIEngine(HTTPEngine):
+    """A `RolloutEngine` on TGI's `/generate`, whose answer comes in one piece.
+
+    TGI ends a response at the end tokens of its model and at no others: `stop_token_ids` must be these. Its
+    frequency penalty is not that of the other engines, and refused.
+
+    Args:
+        tokenizer: the server's.
+    """
+
+    route = "/generate"
+    streams = False
+
+    def __init__(
+        self,
+        server: Server,
+        *,
+        tokenizer: PreTrainedTokenizerBase,
+        max_length: int,
+        max_num_seqs: int = 256,
+        vocabulary: int | None = None,
+        log: Callable[[str], None] | None = None,
+    ) -> None:
+        super().__init__(
+            server, max_length=max_length, max_num_seqs=max_num_seqs, vocabulary=vocabulary, log=log
+        )
+        self._tokenizer = tokenizer
+        self._prefix: list[int] = list(tokenizer("")["input_ids"])  # what every text begins with
+
+    async def connect(self) -> None:
+        about = await self.ask("GET", "/info")
+        if not isinstance(about, dict) or "max_total_tokens" not in about:
+            raise self.failure("no TGI server", "/info", about)
+
+    def check(self, request: Request) -> None:
+        refuse_unknown(asked(request.params), _KNOWN, "TGI")
+
+    def body(self, answer: Answer) -> dict[str, Any]:
+        params, prompt = answer.request.params, answer.request.prompt_ids.tolist()
+        if self._prefix and prompt[: len(self._prefix)] == self._prefix:
+            prompt = prompt[len(self._prefix) :]
+        drawn = {"temperature": params.temperature}
+        if params.top_k > 0:
+            drawn["top_k"] = params.top_k
+        if params.top_p < 1:
+            drawn["top_p"] = params.top_p
+        return {
+            "inputs": self._tokenizer.decode(
+                prompt, skip_special_tokens=False, clean_up_tokenization_spaces=False
+            ),
+            "parameters": {
+                **({} if params.greedy else drawn),
+                "do_sample": not params.greedy,
+                "repetition_penalty": params.repetition_penalty,
+                "max_new_tokens": params.max_tokens,
+                "stop": list(params.stop),
+                "seed": seed_of(answer.request),
+                "details": True,
+                "decoder_input_details": True,
+                "return_full_text": False,
+            },
+        }
+
+    def read(self, event: dict[str, Any], answer: Answer) -> str | None:
+        details = event["details"]
+        answer.check_prompt([token["id"] for token in details["prefill"]])
+        tokens = details["tokens"]
+        answer.add([token["id"] for token in tokens], [token["logprob"] for token in tokens], self.version)
+        reason = str(details["finish_reason"])
+        return _REASONS.get(reason, reason)

@@ -1,0 +1,153 @@
+"""SGLang 0.5.23's server with a real, tiny model: `/generate`, and new weights from a folder."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from transformers import PreTrainedModel
+
+from tandem.protocol import SamplingParams
+from tests.contract.reference import distribution
+from tests.engines.rollout.http.fakes import FakeServer, Reply, Written
+
+_OURS = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
+_SAMPLING = frozenset(
+    (
+        "max_new_tokens",
+        "stop",
+        "stop_token_ids",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "frequency_penalty",
+        "presence_penalty",
+        "repetition_penalty",
+        "min_new_tokens",
+        "ignore_eos",
+        "stream_interval",
+        "logit_bias",
+        "sampling_seed",
+    )
+)
+_FIELDS = frozenset(
+    ("rid", "input_ids", "sampling_params", "return_logprob", "return_sampling_mask", "stream")
+)
+
+
+class FakeSGLang(FakeServer):
+    """Attributes:
+    cumulative: whether each event repeats what came before (the server's default).
+    memory: the tags that are occupied.
+    refusal: why new weights are refused; None: they are not.
+    """
+
+    generates = "/generate"
+    cumulative = True
+    refusal: str | None = None
+
+    def __init__(self, module: PreTrainedModel, **options: Any) -> None:
+        self.module = module
+        self.memory = {"weights", "kv_cache"}
+        self.version = "default"
+        self._paused = threading.Event()
+        self._forward = threading.Lock()
+        super().__init__(self._write, **options)
+
+    def _write(self, prompt: Sequence[int], params: dict[str, Any]) -> Iterator[Written]:
+        names = SamplingParams.__dataclass_fields__
+        asked = {_OURS.get(name, name): value for name, value in params.items()}
+        asked["logit_bias"] = tuple((int(t), b) for t, b in asked.get("logit_bias", {}).items())
+        sampling = SamplingParams(**{name: value for name, value in asked.items() if name in names})
+        rng = np.random.default_rng(sampling.seed)
+        written: list[int] = []
+        while True:
+            while self._paused.is_set():
+                self._closing.wait(0.005)
+            with self._forward, torch.no_grad():
+                logits = self.module(torch.tensor([[*prompt, *written]])).logits[0, -1].double().numpy()
+            given = distribution(logits, sampling, prompt, written)
+            p = given.probabilities
+            token = int(p.argmax()) if sampling.greedy else int(rng.choice(len(p), p=p / p.sum()))
+            edited = given.logits - given.logits.max()
+            yield token, float(np.log(p[token])), float(edited[token] - np.log(np.exp(edited).sum()))
+            written.append(token)
+
+    def answer(self, path: str, body: Any, fault: str) -> Reply:
+        name = "control" if path == "/generate" else path.strip("/")
+        if path == "/generate":
+            params = body["sampling_params"]
+            assert body.keys() <= _FIELDS and params.keys() <= _SAMPLING, (body.keys(), params.keys())
+            assert self.memory == {"weights", "kv_cache"}
+            return Reply(events=self._events(body))
+        control = getattr(self, f"_{name}", None)
+        return control(body) if control else Reply({"detail": "Not Found"}, 404)
+
+    def _events(self, body: Any) -> Iterator[Any]:
+        params = {"stop_token_ids": [], **body["sampling_params"]}
+        params["max_tokens"] = params["max_new_tokens"]
+        entries: list[Written] = []
+        spans: list[dict[str, Any]] = []
+        for written, reason in self.tokens(body["input_ids"], params):
+            if not spans or spans[-1]["version"] != self.version:
+                spans.append({"version": self.version, "start": len(entries)})
+            entries.append(written)
+            spans[-1]["end"] = len(entries)
+            if reason is None and len(entries) % params["stream_interval"]:
+                continue
+            shown = (
+                entries if self.cumulative else entries[-(len(entries) % params["stream_interval"] or 16) :]
+            )
+            about: dict[str, Any] = {
+                "id": body["rid"],
+                "finish_reason": reason and {"type": reason},
+                "prompt_tokens": len(body["input_ids"]),
+                "completion_tokens": len(entries),
+                "output_token_logprobs": [[plain, token, None] for token, _, plain in shown],
+            }
+            if body["return_sampling_mask"]:
+                about["output_token_sampling_logprobs"] = [drawn for _, drawn, _ in shown]
+            if reason is not None:
+                about["weight_versions"] = spans
+            yield {"text": "", "output_ids": [token for token, _, _ in shown], "meta_info": about}
+
+    def _model_info(self, _: Any) -> Reply:
+        return Reply({"model_path": "tiny", "is_generation": True, "weight_version": self.version})
+
+    def _update_weights_from_disk(self, body: Any) -> Reply:
+        assert "weights" in self.memory
+        if self.refusal is not None:
+            return Reply({"success": False, "message": self.refusal, "num_paused_requests": 0}, 400)
+        files = sorted(Path(body["model_path"]).glob("*.safetensors"))
+        state = {name: value for file in files for name, value in load_file(file).items()}
+        self.module.load_state_dict(state, strict=False)
+        self.version = body["weight_version"]
+        return Reply(
+            {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
+        )
+
+    def _pause_generation(self, body: Any) -> Reply:
+        assert body == {"mode": "retract"}
+        self._paused.set()
+        return Reply({"status": "ok"})
+
+    def _continue_generation(self, _: Any) -> Reply:
+        self._paused.clear()
+        return Reply({"status": "ok"})
+
+    def _release_memory_occupation(self, body: Any) -> Reply:
+        self.memory -= set(body["tags"])
+        return Reply()
+
+    def _resume_memory_occupation(self, body: Any) -> Reply:
+        self.memory |= set(body["tags"])
+        return Reply()
+
+    def _abort_request(self, _: Any) -> Reply:
+        return Reply()

@@ -1,0 +1,245 @@
+"""The engine on SGLang's server: the contract of all engines, on a fake with a real model; the wire; new
+weights through a folder."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tandem.engines.rollout.base import WeightStream, generate
+from tandem.engines.rollout.http.answer import seed_of
+from tandem.engines.rollout.http.connection import Server
+from tandem.engines.rollout.http.sglang import SGLangEngine
+from tandem.engines.rollout.http.shards import write_shards
+from tandem.engines.weight_sync import digest
+from tandem.errors import EngineError
+from tandem.protocol import Request, SamplingParams
+from tests.engines.rollout.http.fake_sglang import FakeSGLang
+from tests.engines.rollout.http.fakes import Reply
+
+pytest.register_assert_rewrite("tests.contract.rollout")
+from tests.contract.rollout import RolloutContract  # noqa: E402
+from tests.contract.world import VOCABULARY, EngineKind, requests_of  # noqa: E402
+
+
+def stream_of(module):
+    return WeightStream((name, parameter.detach()) for name, parameter in module.named_parameters())
+
+
+@pytest.mark.slow
+class TestSGLang(RolloutContract):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def kind(cls, tmp_path_factory):
+        servers = []
+
+        def make(world, *, max_length, max_num_seqs=64, max_num_batched_tokens=0, logprobs_mode=""):
+            server = FakeSGLang(copy.deepcopy(world.module), decode=world.decode)
+            servers.append(server)
+            return SGLangEngine(
+                Server(server.url),
+                max_length=max_length,
+                max_num_seqs=max_num_seqs,
+                vocabulary=VOCABULARY,
+                weights_folder=tmp_path_factory.mktemp("weights"),
+            )
+
+        yield EngineKind("sglang", make, stream_of, keyed=False, untruncated=False, modes=())
+        for server in servers:
+            server.close()
+
+    test_stats_count_and_start_anew_and_progress_goes_on = None  # its decode steps are the server's affair
+
+    def test_a_stop_string_ends_and_is_kept(self, world, engine):
+        params = SamplingParams(temperature=0.0, repetition_penalty=1.5, max_tokens=20)
+        (long,) = generate(engine, requests_of(params, 1))
+        text = world.decode(long.token_ids[5:8].tolist())
+        (short,) = generate(engine, requests_of(replace(params, stop=(text,)), 1))
+        assert short.finish_reason == "stop"
+        assert short.token_ids.tolist() == long.token_ids[: len(short.token_ids)].tolist()
+        assert world.decode(short.token_ids.tolist()).endswith(text)
+        with pytest.raises(EngineError, match="before min_tokens"):
+            engine.submit(requests_of(replace(params, stop=(text,), min_tokens=2), 1))
+
+
+@pytest.fixture
+def server(tiny):
+    with FakeSGLang(tiny()) as fake:
+        yield fake
+
+
+@pytest.fixture
+def engine(server, tmp_path):
+    made = SGLangEngine(Server(server.url), max_length=96, weights_folder=tmp_path / "weights")
+    yield made
+    made.close()
+
+
+def test_the_whole_request_on_the_wire(server, engine):
+    params = SamplingParams(
+        temperature=0.0,
+        top_k=0,
+        max_tokens=4,
+        stop_token_ids=(3, 4),
+        min_p=0.01,
+        repetition_penalty=1.2,
+        presence_penalty=0.3,
+        frequency_penalty=-0.4,
+        min_tokens=2,
+        logit_bias=((7, 1.5),),
+        seed=5,
+    )
+    request = Request("u", 1, np.array([5, 6, 7]), params)
+    generate(engine, [request])
+    (body,) = server.bodies("/generate")
+    assert len(body.pop("rid")) > 20
+    assert body == {
+        "input_ids": [5, 6, 7],
+        "return_logprob": True,
+        "return_sampling_mask": False,
+        "stream": True,
+        "sampling_params": {
+            "temperature": 0.0,
+            "max_new_tokens": 4,
+            "stop_token_ids": [3, 4],
+            "min_p": 0.01,
+            "repetition_penalty": 1.2,
+            "presence_penalty": 0.3,
+            "frequency_penalty": -0.4,
+            "min_new_tokens": 2,
+            "logit_bias": {"7": 1.5},
+            "sampling_seed": seed_of(request),
+            "ignore_eos": True,
+            "stream_interval": 16,
+        },
+    }
+
+
+@pytest.mark.parametrize("cumulative", [True, False])
+def test_log_probs_before_and_after_truncation(server, engine, tiny, make_requests, cumulative):
+    server.cumulative = cumulative
+    for request, sample in zip(
+        requests := make_requests(4, 2, top_k=3, temperature=0.8), generate(engine, requests), strict=True
+    ):
+        ids = torch.from_numpy(np.concatenate((request.prompt_ids, sample.token_ids)))[None]
+        with torch.no_grad():
+            logits = tiny()(ids).logits[0, len(request.prompt_ids) - 1 : -1].double() / 0.8
+        chosen = torch.from_numpy(sample.token_ids)[:, None]
+        whole = logits.log_softmax(-1).gather(1, chosen)[:, 0].numpy()
+        cut = (logits.gather(1, chosen)[:, 0] - logits.topk(3).values.logsumexp(-1)).numpy()
+        np.testing.assert_allclose(sample.untruncated_log_probs, whole, atol=1e-4)
+        np.testing.assert_allclose(sample.log_probs, cut, atol=1e-4)
+
+
+def test_new_weights_arrive_and_leave_no_files(server, engine, tiny, tmp_path):
+    other = tiny("qwen2")
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(0.5)
+    assert engine.takes == {WeightStream}
+    assert engine.update_weights(stream_of(other), 3) == digest(other.named_parameters())
+    assert server.version == "3"
+    for ours, theirs in zip(other.parameters(), server.module.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert list((tmp_path / "weights").iterdir()) == []
+    calls = [path for path, _ in server.seen]
+    assert calls == [
+        "/pause_generation",
+        "/update_weights_from_disk",
+        "/continue_generation",
+        "/model_info",
+    ]
+    assert server.seen[1][1]["flush_cache"] is True
+    (sample,) = generate(engine, [Request("u", 0, np.arange(5), SamplingParams(max_tokens=3))])
+    assert sample.versions.tolist() == [3, 3, 3]
+
+
+def test_weights_in_the_middle_of_a_response(server, engine, tiny):
+    """Each token carries the version that the server says wrote it."""
+    server.pause_s = 0.01
+    engine.update_weights(stream_of(tiny()), 1)
+    engine.submit([Request("u", 0, np.arange(5), SamplingParams(max_tokens=60))])
+    while engine.progress() < 16:
+        engine.poll(0.01)
+    engine.update_weights(stream_of(tiny()), 2)
+    samples = []
+    while engine.pending():
+        samples += engine.poll(1.0)
+    versions = samples[0].versions.tolist()
+    assert versions == sorted(versions)
+    assert versions[:16] == [1] * 16 and versions[-8:] == [2] * 8
+
+
+def test_a_refused_update(server, engine, tiny, tmp_path):
+    server.refusal = "Failed to update weights: size mismatch."
+    with pytest.raises(EngineError, match="refused") as caught:
+        engine.update_weights(stream_of(tiny()), 1)
+    assert "size mismatch" in caught.value.got
+    assert server.seen[-1][0] == "/continue_generation"
+    assert list((tmp_path / "weights").iterdir()) == []
+    assert engine.version == 0
+
+
+def test_without_a_folder_there_are_no_new_weights(server, tiny):
+    engine = SGLangEngine(Server(server.url), max_length=96)
+    assert engine.takes == frozenset()
+    with pytest.raises(EngineError, match="cannot give its server new weights"):
+        engine.update_weights(stream_of(tiny()), 1)
+    engine.close()
+
+
+def test_memory_is_given_back_and_taken_again(server, engine, tiny):
+    engine.sleep(("kv_cache",))
+    engine.sleep()
+    assert server.memory == set()
+    assert [body["tags"] for body in server.bodies("/release_memory_occupation")] == [
+        ["kv_cache"],
+        ["weights"],
+    ]
+    request = Request("u", 0, np.arange(5), SamplingParams(max_tokens=3))
+    engine.wake()
+    assert server.memory == {"weights", "kv_cache"}
+    with pytest.raises(EngineError, match="dropped"):
+        engine.submit([request])
+    engine.sleep()
+    engine.update_weights(stream_of(tiny()), 1)
+    assert server.memory == {"weights"}
+    assert len(generate(engine, [request])[0].token_ids) == 3
+
+
+def test_abort_is_said_to_the_server(server, engine):
+    server.pause_s = 0.02
+    requests = [Request("u", i, np.arange(5), SamplingParams(max_tokens=80)) for i in range(3)]
+    engine.submit(requests)
+    while engine.progress() < 20:
+        engine.poll(0.02)
+    engine.abort([request.id for request in requests[:2]])
+    names = [body["rid"] for body in server.bodies("/generate")]
+    said = [body["rid"] for body in server.bodies("/abort_request")]
+    assert len(said) == 2 and set(said) < set(names)
+
+
+def test_another_server_is_refused(server, engine):
+    server._model_info = lambda _: Reply({"detail": "Not Found"}, 404)
+    with pytest.raises(EngineError, match="refused"):
+        engine.submit([Request("u", 0, np.arange(5), SamplingParams())])
+
+
+def test_shards(tmp_path):
+    tensors = [(f"t{i}", torch.randn(16, 16, dtype=torch.bfloat16)) for i in range(5)]
+    reused = torch.empty(16, 16, dtype=torch.bfloat16)
+
+    def stream():
+        for name, tensor in tensors:
+            yield name, reused.copy_(tensor)  # valid until the next
+
+    assert write_shards(stream(), tmp_path, shard_bytes=1024) == digest(tensors)
+    files = sorted(tmp_path.iterdir())
+    assert len(files) == 3
+    read = {name: value for file in files for name, value in load_file(file).items()}
+    assert all(torch.equal(read[name], tensor) for name, tensor in tensors)
