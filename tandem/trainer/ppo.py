@@ -21,6 +21,7 @@ from tandem.runtime import BatchFuture, Future, Placement
 from tandem.trainer.evaluate import Evaluator
 from tandem.trainer.launch import Launcher
 from tandem.trainer.perf import throughput
+from tandem.trainer.probes import TrustProbe
 from tandem.trainer.prompts import Prompts
 from tandem.trainer.roles import Roles
 from tandem.trainer.session import Session, due
@@ -64,6 +65,7 @@ class PPOTrainer:
         self.kl = kl_controller
         self.session = session
         self.n = config.actor_rollout_ref.rollout.n
+        self.trust = TrustProbe(config.actor_rollout_ref.rollout.temperature, session.say)
         self._rollout_is_current = False
         self._done: tuple[int, dict[str, float]] = (0, {})
 
@@ -108,8 +110,9 @@ class PPOTrainer:
         self._update_rollout()
         samples, scores = roles.generate(prompts, self.n, self.sampling)
 
+        learns = step > self.config.trainer.critic_warmup
         columns = [scores]  # none of them needs another
-        if plan.recompute_old:
+        if plan.recompute_old or not learns:  # else the update itself compares them with the rollout's
             columns.append(roles.actor.compute_log_prob(samples))
         if roles.reference:
             columns.append(roles.reference.compute_ref_log_prob(samples))
@@ -122,7 +125,7 @@ class PPOTrainer:
         if roles.critic:
             for mini in minibatches(batch, len(samples), plan.critic, step):
                 updates.append(("critic", roles.critic.update_critic(mini)))
-        if step > self.config.trainer.critic_warmup:
+        if learns:
             for mini in minibatches(batch, len(samples), plan.actor, step):
                 updates.append(("actor", roles.actor.update_actor(mini)))
             self._rollout_is_current = False
@@ -173,6 +176,7 @@ class PPOTrainer:
         measured: Future[Metrics] = roles.batch.measure(batch)
         learnt = [prefixed(role, future.get()) for role, future in updates]
         metrics = Metrics.merged([measured.get(), *learnt, roles.take_observed()]).to_floats()
+        metrics = self.trust.read(metrics, self.sampling)
         if written is not None:
             written.get()
         metrics["training/epoch"] = self.prompts.epoch

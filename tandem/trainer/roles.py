@@ -6,10 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from tandem.engines.weight_sync import Digest
 from tandem.errors import ConfigError
 from tandem.observability.metrics import Metrics
 from tandem.protocol import DataProto, SamplingParams
-from tandem.runtime import BatchFuture, BatchStream, Worker, WorkerGroup
+from tandem.runtime import BatchFuture, BatchStream, Future, Worker, WorkerGroup
 from tandem.runtime.worker import registrations
 
 METHODS = {
@@ -25,7 +26,7 @@ METHODS = {
 """What the loop calls on each role. A rollout with `stream_sequences` too has its samples scored as they
 finish; take_observed and take_timings are called where they are offered."""
 
-APART = {"actor": ("export_weights",), "rollout": ("load_weights",)}
+APART = {"actor": ("weight_buckets", "export_weights"), "rollout": ("load_weights",)}
 """What it calls besides where the rollout is no part of the actor."""
 
 
@@ -90,9 +91,22 @@ class Roles:
         return scores
 
     def sync_rollout(self) -> None:
-        """Brings the actor's weights to a rollout of its own."""
-        if self.rollout is not self.actor:
-            self.rollout.load_weights(self.actor.export_weights())
+        """Brings the actor's weights to a rollout of its own, bucket by bucket. One is gathered while the one
+        before is loaded, so that there are two at most; they go from worker to worker."""
+        if self.rollout is self.actor:
+            return
+        count: int = self.actor.weight_buckets()
+        following: Future[Any] = self.actor.export_weights(0)
+        for number in range(1, count + 1):
+            bucket = following
+            if number < count:
+                following = self.actor.export_weights(number)
+            self.rollout.load_weights(bucket)
+
+    def weight_digest(self) -> Digest:
+        """That of the actor's weights."""
+        found: Digest = self.actor.weight_digest()
+        return found
 
     def take_observed(self) -> Metrics:
         """What workers observed besides their results since the last call."""

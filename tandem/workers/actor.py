@@ -3,62 +3,61 @@ that is trained can be the module that samples."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterator, Sequence
-from contextlib import ExitStack, closing
-from dataclasses import dataclass
+import functools
+import weakref
+from collections.abc import Collection, Generator, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import numpy as np
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tandem.config.fsdp import FSDPConfig
 from tandem.config.optim import OptimConfig
 from tandem.config.root import TrainConfig
-from tandem.engines.rollout.base import RolloutEngine, SharedModule, finished
+from tandem.engines.rollout.base import (
+    SLEEP_TAGS,
+    RolloutEngine,
+    SharedModule,
+    WeightSource,
+    WeightStream,
+    finished,
+)
 from tandem.engines.rollout.registry import make_rollout_engine
 from tandem.engines.train.base import TrainEngine
 from tandem.engines.train.fsdp import FSDPEngine
-from tandem.errors import EngineError
+from tandem.engines.weight_sync import Arrival, Digest, Sent, WeightBucket, buckets, check_arrival
+from tandem.errors import ConfigError, EngineError
 from tandem.observability.metrics import Metrics
 from tandem.observability.run import RunFolder
 from tandem.protocol import DataProto, Ragged, Request, Sample, SamplingParams
-from tandem.protocol.shipping import Shipped
 from tandem.runtime import Dispatch, Part, register
 from tandem.workers.base import EngineWorker, micro_batching
-from tandem.workers.losses import ActorLoss, add_rollout_gap
+from tandem.workers.losses import ActorLoss
+from tandem.workers.probes import (
+    add_evidence,
+    add_rollout_gap,
+    difference_limit,
+    gap_columns,
+)
+from tandem.workers.samples import requests_of, rollout_batch
 
 PolicyPart = Literal["actor", "rollout", "ref"]
 
 # Of these the rank with most counts; of all else that a rollout engine counts, all ranks together.
-_OF_THE_BUSIEST = frozenset({"decode_steps", "peak_running", "cache_bytes"})
+_OF_THE_BUSIEST = frozenset({"decode_steps", "peak_running", "cache_bytes", "cache_use"})
 
 # A stream gives its samples in about so many parts: enough to overlap, few enough to cost nothing.
 _PARTS = 4
 
 
-@dataclass(frozen=True, slots=True)
-class ExportedWeights:
-    """A policy on its way between processes.
-
-    Attributes:
-        version: the actor's.
-        tensors: whole tensors by Hugging Face name, on the host.
-    """
-
-    version: int
-    tensors: dict[str, Tensor]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        shipped = {name: Shipped(tensor) for name, tensor in self.tensors.items()}
-        return ExportedWeights, (self.version, shipped)  # which unpickle as tensors
-
-
 class ActorWorker(EngineWorker):
     """The policy's worker. A rollout without an actor holds the policy frozen and takes over the weights
-    of an actor elsewhere; see `export_weights` and `load_weights`.
+    of an actor elsewhere, bucket by bucket; see `export_weights` and `load_weights`.
+
+    Whatever way weights take, their digests are compared before anything is sampled from them.
 
     Args:
         config: the resolved run config.
@@ -68,6 +67,9 @@ class ActorWorker(EngineWorker):
         updates_per_step: optimizer steps in each.
         device, run: see `EngineWorker`.
         recompute_old: whether updates read an `old_log_probs` column.
+
+    Raises:
+        ConfigError: a rollout engine that takes no weights cannot follow a policy that learns.
     """
 
     def __init__(
@@ -90,12 +92,7 @@ class ActorWorker(EngineWorker):
             "actor": policy.rollout.log_prob_batching,
             "ref": policy.ref.log_prob_batching,
         }
-        truncated = policy.rollout.top_p < 1 or policy.rollout.top_k > 0
-        self.loss = ActorLoss.from_config(
-            policy.actor,
-            recomputed=recompute_old,
-            sampled="rollout_log_probs_untruncated" if truncated else "rollout_log_probs",
-        )
+        self.loss = ActorLoss.from_config(policy.actor, recomputed=recompute_old)
         if "actor" in parts:
             self._add_engine(
                 "actor", policy.actor.fsdp_config, policy.actor.optim, total_steps, updates_per_step
@@ -105,6 +102,9 @@ class ActorWorker(EngineWorker):
         if "ref" in parts:
             self._add_engine("ref", policy.ref.fsdp_config)
         self._rollout = self._rollout_engine(tokenizer) if "rollout" in parts else None
+        self._sent: dict[str, Sent] = {}  # by receiver, what it was sent last
+        self._export = ExitStack()  # what is held between the first bucket and the last
+        self._arrival = Arrival()
 
     def _add_engine(
         self,
@@ -130,14 +130,26 @@ class ActorWorker(EngineWorker):
 
     def _rollout_engine(self, tokenizer: PreTrainedTokenizerBase) -> RolloutEngine:
         rollout, data = self._config.actor_rollout_ref.rollout, self._config.data
-        return make_rollout_engine(
+        engine = make_rollout_engine(
             rollout.name,
             rollout,
             tokenizer=tokenizer,
             device=self.device,
             max_length=data.max_prompt_length + data.max_response_length,
-            log=self.say,
+            model_path=self._config.actor_rollout_ref.model.path,
+            dtype=self._engine("actor", "rollout").compute_dtype,
+            log=functools.partial(ActorWorker.say, weakref.proxy(self)),  # so that no engine keeps its worker
         )
+        weakref.finalize(self, engine.close)
+        if not engine.takes and not self._config.trainer.val_only:
+            raise ConfigError(
+                "this engine's weights cannot be changed, and the policy's will",
+                field="actor_rollout_ref.rollout.name",
+                got=rollout.name,
+                expected="an engine that takes weights",
+                remedy="set actor_rollout_ref.rollout.name=native, or trainer.val_only=true",
+            )
+        return engine
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def take_observed(self) -> Metrics:
@@ -169,10 +181,11 @@ class ActorWorker(EngineWorker):
     def generate_sequences(self, prompts: DataProto, n: int, params: SamplingParams) -> DataProto:
         """n responses to each prompt, prompt by prompt.
 
-        Adds `tokens`, `response_mask`, `rollout_log_probs` (and `rollout_log_probs_untruncated`
-        where tokens were cut from the distribution), `policy_version`, `sample`, `finish_reason`.
+        Adds `tokens`, `response_mask`, `rollout_log_probs` (and `rollout_log_probs_untruncated` where the
+        sampling parameters reshape the distribution; NaN where the engine does not give them),
+        `policy_version`, `token_fingerprint`, `sample`, `finish_reason`.
         """
-        requests = _requests(prompts, n, params)
+        requests = requests_of(prompts, n, params)
         done = {sample.id: sample for part in self._written(requests) for sample in part}
         samples = [done[request.id] for request in requests]
         return self._batch(prompts.repeat(n), requests, samples, params)
@@ -181,7 +194,7 @@ class ActorWorker(EngineWorker):
     def stream_sequences(self, prompts: DataProto, n: int, params: SamplingParams) -> Iterator[Part]:
         """The rows of `generate_sequences`, in parts of about a quarter of this worker's share, as they
         are finished. An empty share has no parts."""
-        requests = _requests(prompts, n, params)
+        requests = requests_of(prompts, n, params)
         place = {request.id: row for row, request in enumerate(requests)}
         table = prompts.repeat(n)
         with closing(self._written(requests)) as parts:
@@ -194,18 +207,13 @@ class ActorWorker(EngineWorker):
         """Samples as they are finished. All ranks take part in gathering the weights, whether they have
         requests or not. However it ends, the engine sleeps and the model is sharded afterwards; the
         clock stands still while the reader has the samples."""
-        engine, rollout = self._engine("actor", "rollout"), self._rollout
+        rollout = self._rollout
         if rollout is None:
             raise EngineError("this worker holds no rollout", expected="a worker made with the part rollout")
         held = ExitStack()
         try:
             with self.timeline.phase("gen"):
-                held.enter_context(self.on_device(engine))
-                with self.timeline.phase("reshard"):
-                    module = held.enter_context(engine.unsharded())
-                with self.timeline.phase("generate_sequences"):
-                    held.callback(rollout.sleep)
-                    rollout.update_weights(SharedModule(module), engine.version)
+                self._give_weights(rollout, held)
             parts = held.enter_context(
                 closing(finished(rollout, requests, at_least=-(-len(requests) // _PARTS)))
             )
@@ -219,24 +227,81 @@ class ActorWorker(EngineWorker):
             with self.timeline.phase("gen"):
                 held.close()
 
+    def _give_weights(self, rollout: RolloutEngine, held: ExitStack) -> None:
+        """The policy's weights to the engine: its own module where the engine can share it, unsharded while
+        `held` is open; else a stream, after which what is trained may be offloaded. An engine that takes
+        none keeps its own.
+
+        Raises:
+            WeightSyncError: the engine holds others than it was given.
+        """
+        tags = SLEEP_TAGS if self._config.actor_rollout_ref.rollout.free_cache_engine else ()
+        engine = self._engine("actor", "rollout")
+        if SharedModule in rollout.takes:
+            held.enter_context(self.on_device(engine))
+            sent = self._digest(engine)
+            with self.timeline.phase("reshard"), self._counted_memory():
+                module = held.enter_context(engine.unsharded())
+            held.callback(rollout.sleep, tags or ("weights",))  # these go when the module is sharded again
+            self._update(rollout, SharedModule(module), sent)
+        else:
+            if tags:
+                held.callback(rollout.sleep, tags)
+            if WeightStream in rollout.takes:
+                with self.on_device(engine), self._counted_memory():
+                    sent = self._digest(engine)
+                    self._update(rollout, WeightStream(engine.weights(dtype=engine.compute_dtype)), sent)
+
+    def _digest(self, engine: TrainEngine) -> Sent:
+        with self.timeline.phase("weight_sync"):
+            return Sent(engine.version, engine.digest())
+
+    def _update(self, rollout: RolloutEngine, source: WeightSource, sent: Sent) -> None:
+        with self.timeline.phase("weight_sync"):
+            self._check("engine", sent, rollout.update_weights(source, sent.version))
+
+    def _check(self, receiver: str, sent: Sent, found: Digest) -> None:
+        """
+        Raises:
+            WeightSyncError: the receiver holds others than it was sent.
+        """
+        name = self._config.actor_rollout_ref.rollout.name
+        check_arrival(sent, found, engine=name, before=self._sent.get(receiver))
+        self._sent[receiver] = sent
+
+    @contextmanager
+    def _counted_memory(self) -> Iterator[None]:
+        """The most memory that was taken inside, beyond what was in use before, on a GPU."""
+        if self.device.type != "cuda":
+            yield
+            return
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        yield
+        peak = torch.cuda.max_memory_allocated(self.device) - before
+        self.observed.add_max("perf/weight_sync_peak_bytes", float(peak))
+
     def _batch(
         self, table: DataProto, requests: list[Request], samples: list[Sample], params: SamplingParams
     ) -> DataProto:
         dtype = self._engine("actor", "rollout").output_dtype
-        return rollout_batch(table, requests, samples, dtype=dtype, truncated=params.truncated)
+        return rollout_batch(table, requests, samples, dtype=dtype, reshaped=params.reshapes)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, balance="tokens")
     def compute_log_prob(self, batch: DataProto) -> DataProto:
         """`old_log_probs`, ragged fp32 (fp64 for an fp64 model), nats; also measures how far the rollout's
         own are from them."""
         out = self._log_probs("actor", "old_log_prob", batch)
-        if "rollout_log_probs" in batch:
-            name = "rollout_log_probs_untruncated"
-            sampled = batch.ragged(name if name in batch else "rollout_log_probs")
-            mask = batch.ragged("response_mask").values
-            if len(mask):
-                add_rollout_gap(self.observed, out.values, sampled.values, mask)
+        columns = {name: batch.ragged(name).values for name in gap_columns(batch)}
+        if columns and len(out.values):
+            add_rollout_gap(self.observed, out.values, columns, batch.ragged("response_mask").values)
+            self._add_evidence(batch)
         return DataProto({"old_log_probs": out})
+
+    def _add_evidence(self, batch: DataProto) -> None:
+        rollout = self._config.actor_rollout_ref.rollout
+        limit = difference_limit(rollout.log_prob_diff_limit, self.actor.compute_dtype, rollout.temperature)
+        add_evidence(self.observed, batch, self.actor.version, limit)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, balance="tokens")
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
@@ -250,31 +315,64 @@ class ActorWorker(EngineWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, collect="first", balance="tokens")
     def update_actor(self, batch: DataProto) -> Metrics:
-        """One optimizer step on a mini-batch."""
-        batching = self._config.actor_rollout_ref.actor.train_batching
+        """One optimizer step on a mini-batch. Where its log-probs are the first under the policy that
+        sampled, it also measures how far the rollout's own are from them."""
+        batching, loss = self._config.actor_rollout_ref.actor.train_batching, self.loss
+        if not loss.recomputed:
+            loss = replace(loss, compared=gap_columns(batch))
+        if loss.compared and len(batch):
+            self._add_evidence(batch)
         with self.timeline.phase("update_actor"), self.on_device(self.actor, training=True):
-            return self.guarded_step(self.actor, batch, self.loss, batching, "actor")
+            return self.guarded_step(self.actor, batch, loss, batching, "actor")
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, collect="first")
+    def weight_buckets(self) -> int:
+        """How many buckets `export_weights` packs the weights in."""
+        return len(self._buckets())
+
+    def _buckets(self) -> list[tuple[str, ...]]:
+        size = self.actor.compute_dtype.itemsize
+        sizes = {name: shape.numel() * size for name, shape in self.actor.weight_shapes.items()}
+        return buckets(sizes, self._config.actor_rollout_ref.rollout.update_weights_bucket_megabytes * 2**20)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, collect="first")
-    def export_weights(self) -> ExportedWeights | None:
-        """The actor's weights; None on all ranks but the first. Collective."""
-        with self.timeline.phase("export_weights"), self.on_device(self.actor):
+    def export_weights(self, number: int) -> WeightBucket | None:
+        """A bucket of the actor's weights in compute dtype, to be asked for in order from 0; None on all
+        ranks but the first. Collective."""
+        packed, actor = self._buckets(), self.actor
+        last = number == len(packed) - 1
+        with self.timeline.phase("weight_sync"):
+            if number == 0:
+                self._export.close()
+                self._export.enter_context(self.on_device(actor))
             tensors = {}
-            for name, value in self.actor.weights():
+            for name, value in actor.weights(dtype=actor.compute_dtype, names=packed[number]):
                 if self.rank == 0:
-                    tensors[name] = value.detach().to("cpu", copy=True)
-        return ExportedWeights(self.actor.version, tensors) if self.rank == 0 else None
+                    tensors[name] = value.to("cpu", copy=self.world_size == 1)  # where it may be the actor's
+            sent = Sent(actor.version, actor.digest()) if last else None
+            if last:
+                self._export.close()
+        return WeightBucket(number, len(packed), actor.version, tensors, sent) if self.rank == 0 else None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_weights(self, exported: ExportedWeights) -> None:
-        """The rollout samples from these weights from now on; each rank takes over its shards.
+    def load_weights(self, bucket: WeightBucket) -> None:
+        """Takes over a bucket, each rank its shards. After the last the rollout samples from these weights.
 
         Raises:
             EngineError: weights of another model.
+            WeightSyncError: a bucket was left out, or a weight is not what was sent.
         """
         engine = self._engine("rollout")
-        with self.timeline.phase("load_weights"), self.on_device(engine):
-            engine.load_weights(exported.tensors.items(), exported.version)
+        self._arrival.expect(bucket)
+        with self.timeline.phase("weight_sync"):
+            engine.load_weights(bucket.tensors.items(), bucket.version, whole=False)
+            if bucket.sent is not None:
+                self._check("rollout", bucket.sent, engine.digest())
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, collect="first")
+    def weight_digest(self) -> Digest:
+        """That of the policy that learns, in compute dtype."""
+        return self.actor.digest()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: Path) -> None:
@@ -283,57 +381,3 @@ class ActorWorker(EngineWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: Path) -> None:
         self.actor.load(path)
-
-
-def _requests(prompts: DataProto, n: int, params: SamplingParams) -> list[Request]:
-    return [
-        Request(uid, sample, row.numpy(), params)
-        for uid, row in zip(prompts.non_tensor_batch["uid"], prompts.ragged("prompts"), strict=True)
-        for sample in range(n)
-    ]
-
-
-def rollout_batch(
-    table: DataProto,
-    requests: Sequence[Request],
-    samples: Sequence[Sample],
-    *,
-    dtype: torch.dtype,
-    truncated: bool,
-) -> DataProto:
-    """The samples as a batch: one row a sample, prompt then response, columns aligned with `tokens`.
-
-    Args:
-        table: the prompts' other columns, already one row a sample.
-        dtype: of log-probs.
-        truncated: whether tokens were cut from the distributions drawn from.
-    """
-    prompt_lengths = torch.tensor([len(request.prompt_ids) for request in requests], dtype=torch.int64)
-    response_lengths = torch.tensor([len(sample.token_ids) for sample in samples], dtype=torch.int64)
-    lengths = prompt_lengths + response_lengths
-    pieces = [part for r, s in zip(requests, samples, strict=True) for part in (r.prompt_ids, s.token_ids)]
-    ids = np.concatenate(pieces) if pieces else np.empty(0)
-    tokens = Ragged.from_lengths(torch.from_numpy(ids).to(torch.int64), lengths)
-    mask = tokens.with_values(tokens.positions() >= prompt_lengths.repeat_interleave(lengths))
-
-    def on_response(columns: list[np.ndarray], dtype: torch.dtype) -> Ragged:
-        values_T = torch.zeros(len(tokens.values), dtype=dtype)
-        if columns:
-            values_T[mask.values] = torch.from_numpy(np.concatenate(columns)).to(dtype)
-        return tokens.with_values(values_T)
-
-    batch = {
-        "tokens": tokens,
-        "response_mask": mask,
-        "rollout_log_probs": on_response([s.log_probs for s in samples], dtype),
-        "policy_version": on_response([s.versions for s in samples], torch.int32),
-    }
-    untruncated = [s.untruncated_log_probs for s in samples if s.untruncated_log_probs is not None]
-    if truncated and len(untruncated) == len(samples):
-        batch["rollout_log_probs_untruncated"] = on_response(untruncated, dtype)
-    arrays: dict[str, np.ndarray | list[Any]] = {
-        **table.non_tensor_batch,
-        "sample": [request.sample for request in requests],
-        "finish_reason": [sample.finish_reason for sample in samples],
-    }
-    return DataProto(batch, arrays, table.meta_info)

@@ -21,6 +21,7 @@ from tandem.config.actor import ActorConfig
 from tandem.config.critic import CriticConfig
 from tandem.engines.train.base import Counts
 from tandem.observability.metrics import Metrics
+from tandem.workers.probes import add_rollout_gap
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,8 @@ class ActorLoss:
         kl_coef: weight of the KL term; None leaves it out.
         kl_kind: estimator of the KL term.
         recomputed: whether `old_log_probs` is a column of the batch.
-        sampled: the rollout's log-probs to compare with where they are not: those before truncation, where
-            tokens are cut from the distribution.
+        compared: columns of the rollout's log-probs that the update's own are compared with; see
+            `add_rollout_gap`.
     """
 
     spec: PolicyLossSpec
@@ -49,7 +50,7 @@ class ActorLoss:
     kl_coef: float | None
     kl_kind: str
     recomputed: bool
-    sampled: str = "rollout_log_probs"
+    compared: frozenset[str] = frozenset()
     outputs: frozenset[str] = frozenset({"log_probs", "entropy"})
     columns: frozenset[str] = field(init=False)
 
@@ -57,14 +58,11 @@ class ActorLoss:
         given = {"offsets", "log_probs", "entropy"}
         columns = {"response_mask", *self.spec.columns} - given
         columns |= {"ref_log_probs"} if self.kl_coef is not None else set()
-        if not self.recomputed:
-            columns = columns - {"old_log_probs"} | {self.sampled}
-        object.__setattr__(self, "columns", frozenset(columns))
+        columns -= set() if self.recomputed else {"old_log_probs"}
+        object.__setattr__(self, "columns", frozenset(columns | self.compared))
 
     @classmethod
-    def from_config(
-        cls, actor: ActorConfig, *, recomputed: bool, sampled: str = "rollout_log_probs"
-    ) -> ActorLoss:
+    def from_config(cls, actor: ActorConfig, *, recomputed: bool) -> ActorLoss:
         spec = policy_loss(actor.policy_loss.loss_mode)
         shared = {
             "clip_ratio_low": actor.clip_ratio_low,
@@ -80,7 +78,6 @@ class ActorLoss:
             kl_coef=actor.kl_loss_coef if actor.use_kl_loss else None,
             kl_kind=actor.kl_loss_type,
             recomputed=recomputed,
-            sampled=sampled,
         )
 
     def __call__(
@@ -104,8 +101,8 @@ class ActorLoss:
         metrics.add_mean("entropy", _total(out["entropy"], mask), mask.sum())
         for name, values_T in observed.items():
             metrics.add_mean(name, _total(values_T, mask), mask.sum())
-        if not self.recomputed:
-            add_rollout_gap(metrics, out["log_probs"].detach(), columns[self.sampled], mask)
+        if self.compared:
+            add_rollout_gap(metrics, out["log_probs"].detach(), columns, mask)
         return loss, metrics
 
     def _reduce(self, values_T: Tensor, mask: Tensor, offsets: Tensor, counts: Counts) -> Tensor:
@@ -173,13 +170,6 @@ class NextTokenLoss:
         metrics = Metrics()
         metrics.add_sum("loss", loss)
         return loss, metrics
-
-
-def add_rollout_gap(metrics: Metrics, log_probs_T: Tensor, rollout_log_probs_T: Tensor, mask: Tensor) -> None:
-    """How far the training engine's log-probs are from those of the engine that sampled, in nats."""
-    gap_T = torch.where(mask, (log_probs_T - rollout_log_probs_T).abs(), 0.0)
-    metrics.add_mean("rollout/log_prob_diff_mean", gap_T.sum(), mask.sum())
-    metrics.add_max("rollout/log_prob_diff_max", gap_T.max())
 
 
 def _total(values_T: Tensor, mask: Tensor) -> Tensor:

@@ -6,10 +6,11 @@ import functools
 
 import pytest
 
+from tandem.engines.weight_sync import WeightBucket
 from tandem.errors import ConfigError
 from tandem.runtime import Placement, Role
 from tandem.trainer.ppo import PPOTrainer
-from tandem.workers.actor import ActorWorker, ExportedWeights
+from tandem.workers.actor import ActorWorker
 from tests.support.runs import Finished, Lab, same_weights, without_times
 
 WORDS = (
@@ -92,17 +93,17 @@ def test_a_rollout_of_its_own_gets_the_actors_weights_when_it_has_old_ones(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two updates a step: six before the fourth, eight before the validation after it, and once each."""
-    exported: list[int] = []
+    exported: list[tuple[int, int]] = []
     original = ActorWorker.export_weights
 
     @functools.wraps(original)
-    def counted(self: ActorWorker) -> ExportedWeights | None:
-        exported.append(self.actor.version)
-        return original(self)
+    def counted(self: ActorWorker, number: int) -> WeightBucket | None:
+        exported.append((self.actor.version, number))
+        return original(self, number)
 
     monkeypatch.setattr(ActorWorker, "export_weights", counted)
     moved = lab.run("synced", *WORDS, f"data.val_files={lab.val}", trainer=Mover)
-    assert exported == [6, 8]
+    assert exported == [(6, 0), (8, 0)]
     versions = {
         version
         for row, mask in zip(

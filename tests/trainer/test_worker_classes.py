@@ -65,8 +65,8 @@ class Plain(BaseWorker):
         return self.inner.generate_sequences(prompts, n, params)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_weights(self, exported):
-        self.inner.load_weights(exported)
+    def load_weights(self, bucket):
+        self.inner.load_weights(bucket)
 
 
 class Incomplete(BaseWorker):

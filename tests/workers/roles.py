@@ -193,10 +193,11 @@ class Team:
     def moved(self, count: int) -> bool:
         """Whether a rollout elsewhere, given the actor's weights, writes what the actor's own writes."""
         apart = make_actor(self.config, "rollout", rank=self.rank, world=self.world)
-        exported = [self.actor.export_weights()]
-        dist.broadcast_object_list(exported)
         before = apart.generate_sequences(self.prompts(count), N, PARAMS)
-        apart.load_weights(exported[0])
+        for number in range(self.actor.weight_buckets()):
+            exported = [self.actor.export_weights(number)]
+            dist.broadcast_object_list(exported)
+            apart.load_weights(exported[0])
         found = apart.generate_sequences(self.prompts(count), N, PARAMS)
         wanted = self.actor.generate_sequences(self.prompts(count), N, PARAMS)
         same = all(self.gathered(equal(found, wanted)))

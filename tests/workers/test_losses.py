@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -74,7 +75,9 @@ def test_without_an_old_column_the_ratio_is_one_and_the_gradient_that_of_the_sco
     log_probs = columns["log_probs"].requires_grad_()
     del columns["old_log_probs"]
     loss_fn = ActorLoss.from_config(ActorConfig(), recomputed=False)
-    assert "old_log_probs" not in loss_fn.columns
+    assert loss_fn.columns == {"response_mask", "advantages"}
+    loss_fn = dataclasses.replace(loss_fn, compared=frozenset({"rollout_log_probs"}))
+    assert loss_fn.columns == {"response_mask", "advantages", "rollout_log_probs"}
     loss, metrics = loss_fn(*split(columns), OFFSETS, COUNTS)
     loss.backward()
     expected = torch.where(MASK, -columns["advantages"] / 4, 0.0)

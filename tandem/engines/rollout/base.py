@@ -106,8 +106,10 @@ class RolloutEngine(Protocol):
         ...
 
     def stats(self) -> dict[str, float]:
-        """Counters since the last call: generated_tokens, prefill_tokens, decode_steps,
-        peak_running, cache_bytes, preemptions; all zero afterwards."""
+        """Counters since the last call, all zero afterwards: generated_tokens; prefill_tokens, prompt tokens
+        computed; cached_prefix_tokens, those found in the cache instead; decode_steps; peak_running,
+        sequences; cache_bytes; cache_use, the largest share of the cache in use; preemptions, sequences
+        whose part of the cache was taken away, to be computed again."""
         ...
 
 

@@ -3,7 +3,7 @@ nothing of algorithms: a loss is handed to it with the columns it needs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from tandem.engines.weight_sync import Digest
 from tandem.observability.metrics import Metrics
 from tandem.protocol import DataProto
 
@@ -74,6 +75,11 @@ class TrainEngine(Protocol):
     """Optimizer steps taken."""
 
     @property
+    def compute_dtype(self) -> torch.dtype:
+        """That of forward and backward, and of the unsharded weights."""
+        ...
+
+    @property
     def output_dtype(self) -> torch.dtype:
         """That of outputs: fp32, or fp64 where the model computes in fp64."""
         ...
@@ -97,12 +103,34 @@ class TrainEngine(Protocol):
         """The transformers model with whole, compute-dtype weights; no train_step inside."""
         ...
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Full tensors by Hugging Face name, master precision, same order on all ranks."""
+    def weights(
+        self, *, dtype: torch.dtype | None = None, names: Collection[str] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Full tensors by Hugging Face name, each only until the next is asked for; tied ones once; the same
+        order on all ranks.
+
+        Args:
+            dtype: None gives master precision.
+            names: only these; None gives all.
+        """
         ...
 
-    def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
+    @property
+    def weight_shapes(self) -> dict[str, torch.Size]:
+        """Of the tensors that `weights` gives, in their order."""
+        ...
+
+    def digest(self, dtype: torch.dtype | None = None) -> Digest:
+        """Of the whole weights in `dtype` (None: as `unsharded` gives them), from the shards, without
+        gathering them; the same on all ranks."""
+        ...
+
+    def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int, *, whole: bool = True) -> None:
         """Takes over full tensors by Hugging Face name, as `weights` gave them, each rank its shards.
+
+        Args:
+            version: that of the engine they come from.
+            whole: whether the stream must hold every weight; the rest of a part stays as it is.
 
         Raises:
             EngineError: a name of this model that is missing, one that is unknown or comes twice, a

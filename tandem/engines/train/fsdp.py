@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
 from tandem.config.fsdp import FSDPConfig
 from tandem.config.model import BackboneConfig
@@ -19,7 +21,8 @@ from tandem.config.optim import OptimConfig
 from tandem.engines.train.base import Counts, LossFn, MicroBatching
 from tandem.engines.train.microbatch import CPU_BLOCK_TOKENS, MicroBatch, assemble, cut, equalise
 from tandem.engines.train.optim import learning_rate
-from tandem.engines.train.state import TrainState
+from tandem.engines.train.state import TrainState, local
+from tandem.engines.weight_sync import Digest
 from tandem.errors import DataError, EngineError, NonFiniteError
 from tandem.models.collectives import CollectiveMeter, all_reduce_bytes
 from tandem.models.loading import load_policy, load_scorer
@@ -94,8 +97,17 @@ class FSDPEngine:
             forward_prefetch=fsdp.forward_prefetch,
             meter=self._meter,
         )
+        self._fix_prefetch()
         self._warm_up()
         self._state = TrainState(self.module, optim)
+
+    def _fix_prefetch(self) -> None:
+        """Each unit's backward gathers the layer before it, and nothing else. FSDP's own guess goes by the
+        forwards since the last backward, and a rollout runs different numbers of them on different ranks,
+        which would then wait for each other in different gathers."""
+        for earlier, unit in pairwise(self._units):
+            unit.set_modules_to_backward_prefetch([earlier])
+        self._units[0].set_modules_to_backward_prefetch([self._root])  # which is gathered then
 
     def _warm_up(self) -> None:
         """A first forward through the root, on one token: FSDP takes the module that runs first for
@@ -263,29 +275,56 @@ class FSDPEngine:
                 unit.set_reshard_after_forward(self._reshard_after_forward, recurse=False)
             self._reshard()
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See `TrainEngine.weights`."""
-        for name, parameter in self.module.named_parameters():
-            yield self.module.hf_name(name), self._whole(parameter.detach())
+    def weights(
+        self, *, dtype: torch.dtype | None = None, names: Collection[str] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """See `TrainEngine.weights`. Shards change their type before they are gathered; of the gathered
+        tensors there is one at a time."""
+        for name, parameter in self._state.named().items():
+            if names is None or name in names:
+                yield name, self._whole(parameter.detach(), dtype or self._master)
 
-    def _whole(self, value: Tensor) -> Tensor:
-        if not isinstance(value, DTensor):
-            return value
+    @property
+    def weight_shapes(self) -> dict[str, torch.Size]:
+        """See `TrainEngine.weight_shapes`."""
+        return {name: parameter.shape for name, parameter in self._state.named().items()}
+
+    def digest(self, dtype: torch.dtype | None = None) -> Digest:
+        """See `TrainEngine.digest`."""
+        sums = self._state.checksums(dtype or self._compute)
+        total = torch.stack(list(sums.values()))
+        self._meter.all_reduce(total)
+        return dict(zip(sums, total.tolist(), strict=True))
+
+    def _whole(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+        """Gathers straight into the whole tensor: `full_tensor` would hold it twice."""
+        shard = local(parameter).to(dtype)
         if self._world == 1:
-            return value.full_tensor()
-        received = (value.numel() - value.to_local().numel()) * value.element_size()
+            return shard
+        rows = -(-parameter.shape[0] // self._world)
+        if len(shard) < rows:
+            shard = torch.cat([shard, shard.new_empty(rows - len(shard), *shard.shape[1:])])
+        whole = shard.new_empty(self._world * rows, *shard.shape[1:])
+        group = dist.distributed_c10d._get_default_group()
+        received = (parameter.numel() - local(parameter).numel()) * dtype.itemsize
         with self._meter.measure(self.device, received):
-            return value.full_tensor()
+            DefaultAllGather()(whole, shard, group)
+        return whole[: parameter.shape[0]]  # only the last shards are padded
 
-    def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """See `TrainEngine.load_weights`; `version` is that of the engine they come from."""
-        self._state.copy_in(stream)
+    def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int, *, whole: bool = True) -> None:
+        """See `TrainEngine.load_weights`."""
+        self._state.copy_in(stream, whole=whole)
         self.version = version
 
     def take_collectives(self) -> tuple[float, int]:
         """See `TrainEngine.take_collectives`. The few numbers that the gradient's norm and checkpoints
         exchange are not counted."""
         return self._meter.take()
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """That of forward and backward, and of the unsharded weights."""
+        return self._compute
 
     @property
     def output_dtype(self) -> torch.dtype:

@@ -3,6 +3,7 @@ place and checkpoint."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tandem.config.optim import OptimConfig
+from tandem.engines.weight_sync import checksum
 from tandem.errors import CheckpointError, EngineError
 from tandem.models.policy import PolicyModel
 from tandem.models.score import ScoreModel
@@ -93,14 +95,17 @@ class TrainState:
             for state in self.optimizer.state.values():
                 yield from state.values()
 
-    def copy_in(self, stream: Iterable[tuple[str, Tensor]]) -> None:
+    def copy_in(self, stream: Iterable[tuple[str, Tensor]], *, whole: bool) -> None:
         """Takes over full tensors by Hugging Face name, each rank its shards; optimizer state stays.
+
+        Args:
+            whole: whether the stream must hold every weight of the model.
 
         Raises:
             EngineError: a name of this model that is missing, one that is unknown or comes twice, a
                 tensor of another shape.
         """
-        left = self._named()
+        left = self.named()
         for name, value in stream:
             parameter = left.pop(name, None)
             if parameter is None or parameter.shape != value.shape:
@@ -113,19 +118,28 @@ class TrainState:
                     remedy="load weights of the same model",
                 )
             _copy_shard(parameter.detach(), value)
-        if left:
+        if whole and left:
             raise EngineError(
                 f"{len(left)} weights are missing, the first is {next(iter(left))}",
                 field=next(iter(left)),
                 remedy="load all weights of the model",
             )
 
-    def _named(self) -> dict[str, Tensor]:
+    def checksums(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """By Hugging Face name the `checksum` of this rank's shard in `dtype`; all ranks' add up to that of
+        the whole."""
+        return {
+            name: checksum(local(value.detach()).to(dtype), _first_row(value))
+            for name, value in self.named().items()
+        }
+
+    def named(self) -> dict[str, Tensor]:
+        """The parameters by Hugging Face name; tied ones once."""
         return {self.module.hf_name(name): p for name, p in self.module.named_parameters()}
 
     def _state_dict(self, version: int) -> dict[str, Any]:
         """Tensors by Hugging Face name; a load writes into these very tensors."""
-        named = self._named()
+        named = self.named()
         state: dict[str, Any] = {"model": {name: p.detach() for name, p in named.items()}}
         if self.optimizer is not None:
             state["optimizer"] = {name: self.optimizer.state[p] for name, p in named.items()}
@@ -170,6 +184,15 @@ class TrainState:
 def local(tensor: Tensor) -> Tensor:
     """This rank's shard; the same memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _first_row(value: Tensor) -> int:
+    """The number of this rank's first row, of the rows that `checksum` counts. FSDP cuts the first dimension
+    into shares of equal size, rounded up; the last ones may be smaller, or empty."""
+    assert isinstance(value, DTensor), "no shard: the model is unsharded"
+    mesh = value.device_mesh
+    first = min(mesh.get_local_rank() * -(-value.shape[0] // mesh.size()), value.shape[0])
+    return first * math.prod(value.shape[1:-1])
 
 
 def _copy_shard(parameter: Tensor, value: Tensor) -> None:

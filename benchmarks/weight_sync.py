@@ -1,0 +1,218 @@
+"""What it costs to bring weights from training to generation: seconds, extra memory, the digests' share.
+
+    python benchmarks/weight_sync.py [--ranks 2] [--hidden 512] [--layers 8] [--bucket-mib 16]
+
+An actor on FSDP2 over `--ranks` processes gives its weights, fp32 parameters in bf16, on three ways: its own
+module unsharded in place; a stream of whole tensors; buckets in host memory. Each is timed without the
+digests of both sides, and these alone. Extra memory is the peak of resident memory during the transfer over
+that before it, against the bound: for the stream and the buckets the largest unit that FSDP gathers (a layer,
+or the embedding) and one bucket; for the module the weights in bf16, one unit and its shard. On a CPU gloo
+gathers into a buffer of its own first, another unit, which comes on top. Writes
+benchmarks/results/weight_sync.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from tandem.config.fsdp import FSDPConfig
+from tandem.config.model import BackboneConfig
+from tandem.config.optim import OptimConfig
+from tandem.engines.train.fsdp import FSDPEngine
+from tandem.engines.weight_sync import Digest, buckets, digest
+from tandem.models.parallel import leave_distributed
+
+RESULTS = Path(__file__).with_name("results") / "weight_sync.json"
+DTYPE = torch.bfloat16
+MIB = 2**20
+
+
+def make_model(folder: Path, hidden: int, layers: int) -> None:
+    config = Qwen2Config(
+        vocab_size=16384,
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 64,
+        tie_word_embeddings=True,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
+def make_engine(folder: Path) -> FSDPEngine:
+    return FSDPEngine(
+        folder,
+        model=BackboneConfig(path=str(folder)),
+        fsdp=FSDPConfig(model_dtype="fp32", dtype="bf16"),
+        optim=OptimConfig(),
+        total_steps=1,
+        device=torch.device("cpu"),
+    )
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    """Peak of this process's resident memory during a call, over that before it (Linux)."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = resident("VmRSS")
+    run()
+    return resident("VmHWM") - before
+
+
+def resident(kind: str) -> int:
+    found = re.search(rf"{kind}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return 1024 * int(found.group(1))
+
+
+def seconds(run: Callable[[], object], repeats: int) -> float:
+    """The best of several, all ranks together."""
+    best = float("inf")
+    for _ in range(repeats):
+        dist.barrier()
+        start = time.perf_counter()
+        run()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+class Ways:
+    """The transfers of one engine."""
+
+    def __init__(self, engine: FSDPEngine, bucket: int) -> None:
+        self.engine = engine
+        sizes = {name: shape.numel() * DTYPE.itemsize for name, shape in engine.weight_shapes.items()}
+        self.packed = buckets(sizes, bucket)
+        self.bytes = sum(sizes.values())
+        self.layer = max(self.bytes_of(sizes, f"model.layers.{i}.") for i in range(1000))
+        self.unit = max(self.layer, *sizes.values())
+        self.bucket = max(sum(sizes[name] for name in names) for names in self.packed)
+
+    @staticmethod
+    def bytes_of(sizes: dict[str, int], prefix: str) -> int:
+        return sum(size for name, size in sizes.items() if name.startswith(prefix))
+
+    def shards(self) -> Digest:
+        return self.engine.digest()
+
+    def module(self) -> Digest:
+        with self.engine.unsharded() as module:
+            return digest(module.named_parameters())
+
+    def module_alone(self) -> None:
+        with self.engine.unsharded():
+            pass
+
+    def stream(self) -> None:
+        for _ in self.engine.weights(dtype=DTYPE):
+            pass
+
+    def in_buckets(self) -> None:
+        """One bucket on the host at a time, on the first rank."""
+        for names in self.packed:
+            held = [value.to("cpu") for _, value in self.engine.weights(dtype=DTYPE, names=names)]
+            del held
+
+    def check(self) -> None:
+        assert self.module() == self.shards() == digest(self.engine.weights(dtype=DTYPE))
+
+
+def measure(folder: Path, bucket: int, repeats: int) -> dict[str, Any]:
+    ways = Ways(make_engine(folder), bucket)
+    ways.check()
+    shards, module = seconds(ways.shards, repeats), seconds(ways.module, repeats)
+    alone = seconds(ways.module_alone, repeats)
+    held = max(module - alone, 0.0)
+    shard = ways.unit // dist.get_world_size()
+    runs = {
+        "module": (ways.module_alone, ways.bytes + ways.unit + shard),
+        "stream": (ways.stream, ways.unit + ways.bucket),
+        "buckets": (ways.in_buckets, ways.unit + ways.bucket),
+    }
+    found: dict[str, Any] = {
+        "parameters_bytes": ways.bytes,
+        "largest_unit_bytes": ways.unit,
+        "bucket_bytes": ways.bucket,
+        "gloo_buffer_bytes": ways.unit,
+        "bucket_count": len(ways.packed),
+        "digest_of_shards_s": shards,
+        "digest_of_module_s": held,
+    }
+    for name, (run, bound) in runs.items():
+        transfer = seconds(run, repeats)
+        found[name] = {
+            "seconds": transfer,
+            "digest_share": (shards + held) / (transfer + shards + held),
+            "extra_peak_bytes": max(peak_bytes(run) for _ in range(repeats)),
+            "bound_bytes": bound,
+        }
+    return found
+
+
+def launch(options: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        make_model(Path(folder), options.hidden, options.layers)
+        words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+        job = [str(options.ranks), __file__, "--folder", folder, *sys.argv[1:]]
+        threads = {"OMP_NUM_THREADS": "1", "MALLOC_TRIM_THRESHOLD_": "0"}
+        subprocess.run([*words, *job], env=os.environ | threads, check=True)
+
+
+def report(found: dict[str, Any]) -> None:
+    print(f"{found['parameters_bytes'] / MIB:.0f} MiB of weights in bf16, {found['ranks']} ranks")
+    print(f"{'way':<10} {'seconds':>8} {'digests':>8} {'extra MiB':>10} {'bound MiB':>10}")
+    for name in ("module", "stream", "buckets"):
+        row = found[name]
+        extra, bound = row["extra_peak_bytes"] / MIB, row["bound_bytes"] / MIB
+        print(f"{name:<10} {row['seconds']:>8.3f} {row['digest_share']:>8.1%} {extra:>10.1f} {bound:>10.1f}")
+
+    print(f"(gloo's own buffer, {found['gloo_buffer_bytes'] / MIB:.0f} MiB, comes on top of the bound)")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--bucket-mib", type=int, default=16)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.folder is None:
+        launch(options)
+        return
+    found = measure(options.folder, options.bucket_mib * MIB, options.repeats)
+    found["ranks"] = dist.get_world_size()
+    found["machine"] = {
+        "processor": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "load": os.getloadavg()[0],
+        "torch": torch.__version__,
+        "command": " ".join(["python benchmarks/weight_sync.py", *sys.argv[3:]]),
+    }
+    if dist.get_rank() == 0:
+        report(found)
+        RESULTS.parent.mkdir(exist_ok=True)
+        RESULTS.write_text(json.dumps(found, indent=2) + "\n")
+    leave_distributed(together=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""The control with learning rate zero: a run is built as its config says and takes two steps that may
+change nothing. What differs all the same between rollout and training, or between the steps, is a fault of
+the set-up and not of learning."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tandem.config.root import TrainConfig
+from tandem.trainer.build import build_ppo
+
+_PROMPTS = 8
+_OF_THE_MAXIMUM = 50.0
+"""A token may differ by so many times the limit of the mean."""
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A number that should be at its floor in both steps, and the same.
+
+    Attributes:
+        name: the metric's.
+        first, second: its values in the two steps.
+        floor: what rounding may make of it.
+    """
+
+    name: str
+    first: float
+    second: float
+    floor: float
+
+    @property
+    def at_floor(self) -> bool:
+        """Whether both values, and their difference, are within the floor. NaN is not."""
+        values = (self.first, self.second, self.first - self.second)
+        return all(abs(value) <= self.floor for value in values)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What the control found.
+
+    Attributes:
+        probes: all that were measured.
+        causes: a sentence for each thing that is wrong; none where all is well.
+    """
+
+    probes: tuple[Probe, ...]
+    causes: tuple[str, ...]
+
+
+def run_control(config: TrainConfig, *, say: Callable[[str], None]) -> Report:
+    """Two steps on the same few prompts, in a temporary run folder, without a checkpoint.
+
+    Args:
+        say: prints a sentence to the user.
+
+    Raises:
+        TandemError: the run cannot be built, or a step fails; weights that do not arrive are a
+            WeightSyncError, which names them.
+    """
+    with tempfile.TemporaryDirectory(prefix="tandem-check-", dir=_shared_place(config)) as folder:
+        trainer = build_ppo(controlled(config, Path(folder) / "run"), say=say)
+        try:
+            before = trainer.roles.weight_digest()
+            prompts = trainer.prompts.next()
+            first, second = (trainer.step(number, prompts) for number in (1, 2))
+            after = trainer.roles.weight_digest()
+        finally:
+            trainer.shutdown()
+    changed = [name for name in before if before[name] != after[name]]
+    probes = (*_probes(first, second), Probe("weights changed", 0.0, float(len(changed)), 0.0))
+    causes = list(trainer.trust.named.values())
+    if changed:
+        causes.append(f"The weights changed at learning rate 0; the first is {changed[0]}.")
+    if not causes:
+        causes = [
+            f"{probe.name} is {probe.first:.3g}, then {probe.second:.3g}, which rounding does not explain."
+            for probe in probes
+            if not probe.at_floor
+        ]
+    return Report(probes, tuple(causes))
+
+
+def controlled(config: TrainConfig, folder: Path) -> TrainConfig:
+    """The same run with learning rate zero, few prompts, and no trace but in `folder`."""
+    tree = config.model_dump()
+    trainer, data = config.trainer, config.data
+    prompts = min(data.train_batch_size, max(_PROMPTS, *map(trainer.devices_of, ("actor", "rollout"))))
+    tree["data"] |= {"train_batch_size": prompts, "val_files": ()}
+    for section in (tree["actor_rollout_ref"]["actor"], tree["critic"]):
+        whole = section["ppo_mini_batch_size"] >= data.train_batch_size
+        section["ppo_mini_batch_size"] = prompts if whole else -(-prompts // 2)
+        section["optim"]["lr"] = 0.0
+    tree["trainer"] |= {
+        "default_local_dir": str(folder),
+        "total_training_steps": 2,
+        "critic_warmup": 0,
+        "resume_mode": "disable",
+        "save_freq": -1,
+        "test_freq": -1,
+        "samples_freq": -1,
+        "val_only": False,
+        "logger": (),
+    }
+    return TrainConfig.model_validate(tree)
+
+
+def _shared_place(config: TrainConfig) -> Path | None:
+    """Where the temporary run folder goes: workers on other machines see what is beside the run's own."""
+    if config.trainer.resolved_backend == "local":
+        return None
+    run = Path(config.trainer.default_local_dir).absolute()
+    return next(folder for folder in run.parents if folder.is_dir())
+
+
+def _probes(first: dict[str, float], second: dict[str, float]) -> list[Probe]:
+    limit = first["rollout/log_prob_diff_limit"]
+    floors = {
+        "rollout/log_prob_diff_mean": limit,
+        "rollout/log_prob_diff_max": _OF_THE_MAXIMUM * limit,
+        "rollout/kl": limit,
+        "rollout/version_lag": 0.0,
+        "rollout/changed_samples": 0.0,
+        "actor/ppo_kl": limit,
+        "actor/clip_fraction": 0.0,
+        "actor/kl": limit,
+    }
+    return [
+        Probe(name, first[name], second.get(name, float("nan")), floor)
+        for name, floor in floors.items()
+        if name in first
+    ]

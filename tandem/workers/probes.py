@@ -1,0 +1,111 @@
+"""What workers measure of the difference between the engine that sampled and the one that trains, and the
+evidence of its cause. The controller adds it up and names the cause; see `tandem.trainer.probes`.
+
+Shapes: B samples, T their tokens, flat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from tandem.algorithms.masked import segment_sum
+from tandem.observability.metrics import Metrics
+from tandem.protocol import DataProto, Ragged
+
+SAMPLED = "rollout_log_probs"
+UNTRUNCATED = "rollout_log_probs_untruncated"
+FINGERPRINT = "token_fingerprint"
+MOMENT = "rollout/moment/"
+"""Prefix of the means from which the correlation is computed; they are no metrics of their own."""
+
+LIMITS = {torch.float64: 1e-7, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
+"""Nats by the type of the forward: mean differences above these are no rounding. Between two bf16 engines
+1e-3 to 1e-2 is usual, between two fp32 ones 1e-6."""
+_APART = 0.01
+
+
+def gap_columns(batch: DataProto) -> frozenset[str]:
+    """The columns of a batch that `add_rollout_gap` reads; none where nobody says how it was sampled."""
+    return frozenset({SAMPLED, UNTRUNCATED} & set(batch.batch)) if SAMPLED in batch else frozenset()
+
+
+def add_rollout_gap(
+    metrics: Metrics, log_probs_T: Tensor, columns: Mapping[str, Tensor], mask_T: Tensor
+) -> None:
+    """How far the sampling engine is from the training engine, over the tokens of the mask.
+
+    With q the rollout's probability of a token and p training's: mean and maximum of |log p - log q| and of
+    |p - q|; the share of tokens with |p - q| > 0.01; the mean of p/q - 1 - log(p/q), which estimates
+    KL(q ‖ p) (k3 of Schulman 2020, "Approximating KL Divergence"); the mean of max(log q - log p, 0), which
+    is all of the difference where tokens were cut from q; moments of p and q.
+
+    Args:
+        log_probs_T: training's, nats.
+        columns: the rollout's: `SAMPLED`, and `UNTRUNCATED`, which is compared where it is there and not NaN.
+        mask_T: the tokens that count.
+    """
+    sampled_T = columns[SAMPLED]
+    if UNTRUNCATED in columns:
+        sampled_T = torch.where(columns[UNTRUNCATED].isnan(), sampled_T, columns[UNTRUNCATED])
+    count = mask_T.sum()
+    gap_T = torch.where(mask_T, log_probs_T - sampled_T, 0.0).double()
+    p_T = torch.where(mask_T, log_probs_T.exp(), 0.0).double()
+    q_T = torch.where(mask_T, sampled_T.exp(), 0.0).double()
+    apart_T = (p_T - q_T).abs()
+    metrics.add_max("rollout/log_prob_diff_max", gap_T.abs().max())
+    metrics.add_max("rollout/prob_diff_max", apart_T.max())
+    for name, values_T in {
+        "log_prob_diff_mean": gap_T.abs(),
+        "log_prob_diff_raised": (-gap_T).clamp(min=0),
+        "kl": gap_T.expm1() - gap_T,
+        "prob_diff_mean": apart_T,
+        "prob_diff_share": (apart_T > _APART).double(),
+        "moment/p": p_T,
+        "moment/q": q_T,
+        "moment/pp": p_T * p_T,
+        "moment/qq": q_T * q_T,
+        "moment/pq": p_T * q_T,
+    }.items():
+        metrics.add_mean(f"rollout/{name}", values_T.sum(), count)
+
+
+def add_evidence(metrics: Metrics, batch: DataProto, version: int, limit: float) -> None:
+    """What the cause of a difference is told by: how many optimizer steps the oldest weights that wrote a
+    response token are behind those that train; the samples whose tokens are not those that the engine
+    wrote; whether the engine gave only log-probs of a distribution that was reshaped; the limit.
+
+    Args:
+        batch: samples, with `policy_version` and `FINGERPRINT` where the rollout gave them.
+        version: of the weights that train.
+        limit: nats.
+    """
+    metrics.add_max("rollout/log_prob_diff_limit", limit)
+    mask = batch.ragged("response_mask").values
+    if UNTRUNCATED in batch:
+        missing = batch.ragged(UNTRUNCATED).values[mask].isnan().any()
+        metrics.add_max("rollout/untruncated_missing", float(missing))
+    if "policy_version" in batch:
+        written = batch.ragged("policy_version").values[mask]
+        metrics.add_max("rollout/version_lag", float(version - written.min()) if len(written) else 0.0)
+    if FINGERPRINT in batch:
+        found_B = fingerprint(batch.ragged("tokens"))
+        metrics.add_sum("rollout/changed_samples", (found_B != batch.dense(FINGERPRINT)).sum())
+
+
+def difference_limit(configured: float | None, dtype: torch.dtype, temperature: float) -> float:
+    """Nats of mean difference above which the cause is named.
+
+    Args:
+        configured: what the config says; None goes by the type.
+        dtype: of the forward.
+        temperature: below 1 it magnifies the logits' rounding.
+    """
+    return configured if configured is not None else LIMITS[dtype] / min(1.0, temperature)
+
+
+def fingerprint(tokens: Ragged) -> Tensor:
+    """(B) int64: Σ_t (t + 1)(token_t + 1) of each sample; a token that is changed, added or moved shows."""
+    return segment_sum((tokens.positions() + 1) * (tokens.values + 1), tokens.offsets)

@@ -1,0 +1,72 @@
+"""Prompts as requests to a rollout engine, and its samples as a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem.protocol import DataProto, Ragged, Request, Sample, SamplingParams
+from tandem.workers.probes import FINGERPRINT, SAMPLED, UNTRUNCATED, fingerprint
+
+
+def requests_of(prompts: DataProto, n: int, params: SamplingParams) -> list[Request]:
+    return [
+        Request(uid, sample, row.numpy(), params)
+        for uid, row in zip(prompts.non_tensor_batch["uid"], prompts.ragged("prompts"), strict=True)
+        for sample in range(n)
+    ]
+
+
+def rollout_batch(
+    table: DataProto,
+    requests: Sequence[Request],
+    samples: Sequence[Sample],
+    *,
+    dtype: torch.dtype,
+    reshaped: bool,
+) -> DataProto:
+    """The samples as a batch: one row a sample, prompt then response, columns aligned with `tokens`.
+
+    Args:
+        table: the prompts' other columns, already one row a sample.
+        dtype: of log-probs.
+        reshaped: whether the distributions drawn from were others than softmax(logits / temperature); the
+            log-probs under those come with it, NaN where the engine does not give them.
+    """
+    prompt_lengths = torch.tensor([len(request.prompt_ids) for request in requests], dtype=torch.int64)
+    response_lengths = torch.tensor([len(sample.token_ids) for sample in samples], dtype=torch.int64)
+    lengths = prompt_lengths + response_lengths
+    pieces = [part for r, s in zip(requests, samples, strict=True) for part in (r.prompt_ids, s.token_ids)]
+    ids = np.concatenate(pieces) if pieces else np.empty(0)
+    tokens = Ragged.from_lengths(torch.from_numpy(ids).to(torch.int64), lengths)
+    mask = tokens.with_values(tokens.positions() >= prompt_lengths.repeat_interleave(lengths))
+
+    def on_response(columns: list[np.ndarray], dtype: torch.dtype) -> Ragged:
+        values_T = torch.zeros(len(tokens.values), dtype=dtype)
+        if columns:
+            values_T[mask.values] = torch.from_numpy(np.concatenate(columns)).to(dtype)
+        return tokens.with_values(values_T)
+
+    batch: dict[str, Ragged | Tensor] = {
+        "tokens": tokens,
+        "response_mask": mask,
+        SAMPLED: on_response([s.log_probs for s in samples], dtype),
+        "policy_version": on_response([s.versions for s in samples], torch.int32),
+        FINGERPRINT: fingerprint(tokens),
+    }
+    if reshaped:
+        given = [
+            np.full(len(s.token_ids), np.nan) if s.untruncated_log_probs is None else s.untruncated_log_probs
+            for s in samples
+        ]
+        batch[UNTRUNCATED] = on_response(given, dtype)
+    arrays: dict[str, np.ndarray | list[Any]] = {
+        **table.non_tensor_batch,
+        "sample": [request.sample for request in requests],
+        "finish_reason": [sample.finish_reason for sample in samples],
+    }
+    return DataProto(batch, arrays, table.meta_info)

@@ -1,0 +1,292 @@
+"""The difference between rollout and training, and its cause, told by what real components leave behind."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tandem.engines.rollout.base import SharedModule, generate
+from tandem.engines.rollout.hf import HFEngine
+from tandem.models.loading import load_policy
+from tandem.observability.metrics import Metrics
+from tandem.protocol import DataProto, Ragged, Request, SamplingParams
+from tandem.trainer.probes import Cause, Evidence, TrustProbe, diagnose, pearson
+from tandem.workers.losses import ActorLoss
+from tandem.workers.probes import (
+    FINGERPRINT,
+    LIMITS,
+    SAMPLED,
+    UNTRUNCATED,
+    add_evidence,
+    add_rollout_gap,
+    difference_limit,
+    fingerprint,
+    gap_columns,
+)
+from tandem.workers.samples import rollout_batch
+from tests.workers import roles
+
+PLAIN = SamplingParams(temperature=1.0, max_tokens=6, seed=3)
+CUT = SamplingParams(temperature=1.0, max_tokens=6, seed=3, top_p=0.8)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return roles.make_folder(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture
+def worker(folder: Path, tmp_path: Path) -> Any:
+    words = (f"trainer.default_local_dir={tmp_path}", "actor_rollout_ref.rollout.name=hf")
+    return roles.make_actor(roles.make_config(folder, *words), "actor", "rollout")
+
+
+def sampled(module: Any, params: SamplingParams = PLAIN, version: int = 0) -> DataProto:
+    """As a rollout worker makes a batch of what an engine with these weights writes."""
+    engine = HFEngine(device=torch.device("cpu"), max_length=32)
+    engine.update_weights(SharedModule(module), version)
+    prompts = roles.make_prompts(12)
+    requests = [
+        Request(uid, sample, row.numpy(), params)
+        for uid, row in zip(prompts.non_tensor_batch["uid"], prompts.ragged("prompts"), strict=True)
+        for sample in range(2)
+    ]
+    samples = generate(engine, requests)
+    table = prompts.repeat(2)
+    return rollout_batch(table, requests, samples, dtype=torch.float64, reshaped=params.reshapes)
+
+
+def read(
+    worker: Any, batch: DataProto, params: SamplingParams = PLAIN
+) -> tuple[dict[str, float], dict[Cause, str]]:
+    """A step's metrics, and the causes that were named, through the worker and the controller's probe."""
+    said: list[str] = []
+    worker.take_observed()
+    worker.compute_log_prob(batch)
+    probe = TrustProbe(1.0, said.append)
+    raw = worker.take_observed().to_floats()
+    metrics = probe.read(raw, params)
+    assert probe.read(raw, params) == metrics and said == list(probe.named.values())
+    return metrics, probe.named
+
+
+def module_of(worker: Any, dtype: torch.dtype = torch.float64) -> Any:
+    return load_policy(worker._config.actor_rollout_ref.model.path, dtype=dtype)
+
+
+def test_nothing_is_named_where_the_engines_agree(worker: Any) -> None:
+    metrics, named = read(worker, sampled(module_of(worker)))
+    assert not named
+    assert metrics["rollout/log_prob_diff_max"] < 1e-9
+    assert metrics["rollout/log_prob_diff_limit"] == 1e-7
+    assert metrics["rollout/prob_pearson"] == pytest.approx(1, abs=1e-9)
+    assert metrics["rollout/version_lag"] == metrics["rollout/changed_samples"] == 0
+    assert not any("moment" in name for name in metrics)
+
+
+def test_stale_weights(worker: Any) -> None:
+    """Written by the first weights, trained with those after two updates."""
+    batch = sampled(module_of(worker))
+    learnt = roles.with_targets(batch)
+    old = worker.compute_log_prob(batch)
+    for _ in range(2):
+        worker.update_actor(learnt.union(old, old.rename("old_log_probs", "ref_log_probs")))
+    metrics, named = read(worker, batch)
+    assert set(named) == {Cause.STALE}
+    assert "stale weights, 2 updates behind" in named[Cause.STALE]
+    assert metrics["rollout/version_lag"] == 2
+
+
+def test_truncated_sampling_without_the_log_probs_before_it(worker: Any) -> None:
+    batch = sampled(module_of(worker), CUT)
+    metrics, named = read(worker, batch, CUT)
+    assert not named and metrics["rollout/log_prob_diff_max"] < 1e-9
+    assert metrics["rollout/untruncated_missing"] == 0
+    nothing = batch.ragged(UNTRUNCATED)
+    batch.batch[UNTRUNCATED] = nothing.with_values(torch.full_like(nothing.values, torch.nan))
+    metrics, named = read(worker, batch, CUT)
+    assert set(named) == {Cause.RESHAPED}
+    assert metrics["rollout/untruncated_missing"] == 1
+    assert metrics["rollout/log_prob_diff_raised"] == pytest.approx(metrics["rollout/log_prob_diff_mean"])
+
+
+def test_an_engine_that_cuts_tokens_unasked_is_told_by_the_sign(worker: Any) -> None:
+    batch = sampled(module_of(worker), CUT)
+    del batch.batch[UNTRUNCATED]
+    _, named = read(worker, batch, PLAIN)
+    assert set(named) == {Cause.RESHAPED}
+    assert "top_p=1" in named[Cause.RESHAPED]
+
+
+def test_another_temperature(worker: Any) -> None:
+    warm = SamplingParams(temperature=1.5, max_tokens=6, seed=3)
+    _, named = read(worker, sampled(module_of(worker), warm), warm)
+    assert set(named) == {Cause.RESHAPED}
+
+
+def test_a_changed_token_is_found_whatever_its_probability(worker: Any) -> None:
+    batch = sampled(module_of(worker))
+    tokens = batch.ragged("tokens")
+    changed = tokens.values.clone()
+    for row in (3, 7):
+        changed[tokens.offsets[row + 1] - 1] += 1
+    batch.batch["tokens"] = tokens.with_values(changed)
+    metrics, named = read(worker, batch)
+    assert set(named) == {Cause.RETOKENISED}
+    assert "in 2 samples" in named[Cause.RETOKENISED]
+    assert metrics["rollout/changed_samples"] == 2
+
+
+def test_rounded_weights_are_numerics(worker: Any) -> None:
+    module = module_of(worker)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(parameter.to(torch.bfloat16))
+    metrics, named = read(worker, sampled(module))
+    assert set(named) == {Cause.NUMERICS}
+    assert 1e-4 < metrics["rollout/log_prob_diff_mean"] < 0.1
+    assert "numerics" in named[Cause.NUMERICS] and "rollout.name=native" in named[Cause.NUMERICS]
+
+
+def test_the_update_measures_what_the_recomputation_does(worker: Any) -> None:
+    """With one update a step there are no old log-probs, and the loss compares its own."""
+    module = copy.deepcopy(module_of(worker))
+    with torch.no_grad():
+        module.get_input_embeddings().weight.mul_(1.01)
+    batch = roles.with_targets(sampled(module, CUT))
+    worker.compute_log_prob(batch)
+    wanted = worker.take_observed().to_floats()
+    old = worker.compute_log_prob(batch).rename("old_log_probs", "ref_log_probs")
+    worker.take_observed()
+    worker.loss = ActorLoss.from_config(worker._config.actor_rollout_ref.actor, recomputed=False)
+    found = worker.update_actor(batch.union(old)).to_floats() | worker.take_observed().to_floats()
+    names = [name for name in wanted if name.startswith("rollout/")]
+    assert "rollout/kl" in names and "rollout/version_lag" in names
+    for name in names:
+        if name in found:
+            assert found[name] == pytest.approx(wanted[name], rel=1e-9, abs=1e-15), name
+    assert {name for name in names if "diff" in name or "kl" in name} <= set(found)
+
+
+def evidence(**changes: Any) -> Evidence:
+    plain: dict[str, Any] = {
+        "difference": 0.1, "raised": 0.05, "limit": 0.02, "version_lag": 0, "changed_samples": 0,
+        "reshaped": False, "sampled_temperature": 1.0, "temperature": 1.0,
+    }  # fmt: skip
+    return Evidence(**(plain | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "cause"),
+    [
+        ({}, Cause.NUMERICS),
+        ({"difference": 0.02}, None),
+        ({"difference": 0.02, "version_lag": 1, "reshaped": True}, None),
+        ({"difference": 0.0, "changed_samples": 1}, Cause.RETOKENISED),
+        ({"version_lag": 1, "raised": 0.1}, Cause.STALE),
+        ({"raised": 0.096}, Cause.RESHAPED),
+        ({"raised": 0.09}, Cause.NUMERICS),
+        ({"reshaped": True}, Cause.RESHAPED),
+        ({"sampled_temperature": 0.9}, Cause.RESHAPED),
+        ({"changed_samples": 1, "version_lag": 1, "raised": 0.1}, Cause.RETOKENISED),
+    ],
+)
+def test_the_diagnosis_by_its_evidence(changes: dict[str, Any], cause: Cause | None) -> None:
+    assert diagnose(evidence(**changes)) is cause
+
+
+def test_each_cause_is_said_once(worker: Any) -> None:
+    said: list[str] = []
+    probe = TrustProbe(1.0, said.append)
+    metrics = {
+        "rollout/log_prob_diff_mean": 1.0, "rollout/log_prob_diff_raised": 0.5,
+        "rollout/log_prob_diff_limit": 0.1, "rollout/moment/p": 0.5, "rollout/moment/q": 0.5,
+        "rollout/moment/pp": 0.3, "rollout/moment/qq": 0.3, "rollout/moment/pq": 0.275,
+    }  # fmt: skip
+    for extra in ({}, {}, {"rollout/version_lag": 1.0}, {}, {"rollout/version_lag": 1.0}):
+        found = probe.read(metrics | extra, PLAIN)
+        assert found["rollout/prob_pearson"] == pytest.approx(0.5)
+    assert [Cause.NUMERICS.value in said[0], Cause.STALE.value in said[1]] == [True, True]
+    assert len(said) == 2
+    assert probe.read({"actor/loss": 1.0}, PLAIN) == {"actor/loss": 1.0}
+
+
+def test_the_metrics_are_their_definitions() -> None:
+    draw = np.random.default_rng(0)
+    log_p, log_q, cut = np.log(draw.uniform(0.01, 1, size=(3, 50)))
+    cut[draw.random(50) < 0.5] = np.nan
+    mask = draw.random(50) < 0.7
+    columns = {SAMPLED: torch.from_numpy(log_q), UNTRUNCATED: torch.from_numpy(cut)}
+    metrics = Metrics()
+    for part in (slice(0, 20), slice(20, 50)):
+        add_rollout_gap(
+            metrics,
+            torch.from_numpy(log_p)[part],
+            {name: column[part] for name, column in columns.items()},
+            torch.from_numpy(mask)[part],
+        )
+    found = TrustProbe(1.0, lambda sentence: None).read(
+        metrics.to_floats() | {"rollout/log_prob_diff_limit": 10.0}, PLAIN
+    )
+    compared = np.where(np.isnan(cut), log_q, cut)[mask]
+    log_p = log_p[mask]
+    p, q = np.exp(log_p), np.exp(compared)
+    wanted = {
+        "log_prob_diff_mean": np.abs(log_p - compared).mean(),
+        "log_prob_diff_max": np.abs(log_p - compared).max(),
+        "log_prob_diff_raised": np.maximum(compared - log_p, 0).mean(),
+        "kl": (p / q - 1 - np.log(p / q)).mean(),
+        "prob_diff_mean": np.abs(p - q).mean(),
+        "prob_diff_max": np.abs(p - q).max(),
+        "prob_diff_share": (np.abs(p - q) > 0.01).mean(),
+        "prob_pearson": np.corrcoef(p, q)[0, 1],
+    }
+    for name, value in wanted.items():
+        assert found[f"rollout/{name}"] == pytest.approx(float(value), rel=1e-9), name
+
+
+def test_the_correlation_of_what_does_not_vary_is_none() -> None:
+    assert pearson(0.5, 0.4, 0.25, 0.2, 0.2) is None
+
+
+def test_a_fingerprint_shows_any_changed_added_or_moved_token() -> None:
+    row = [5, 0, 3, 3, 9]
+    changes: list[Callable[[list[int]], list[int]]] = [
+        lambda r: [*r, 0],
+        lambda r: [0, *r],
+        lambda r: r[:-1],
+        lambda r: [r[1], r[0], *r[2:]],
+        lambda r: [*r[:4], 8],
+    ]
+    changed = [change(row) for change in changes]
+    found = fingerprint(Ragged.from_list([row, *changed, []], torch.int64)).tolist()
+    assert found[0] == sum((t + 1) * (token + 1) for t, token in enumerate(row))
+    assert found[0] not in found[1:]
+    assert found[-1] == 0
+
+
+def test_a_batch_that_says_nothing_of_its_sampling_is_not_compared() -> None:
+    tokens = Ragged.from_list([[1, 2, 3]], torch.int64)
+    batch = DataProto({"tokens": tokens, "response_mask": tokens.with_values(tokens.values > 1)})
+    assert gap_columns(batch) == frozenset()
+    metrics = Metrics()
+    add_evidence(metrics, batch, 3, 0.5)
+    assert metrics.to_floats() == {"rollout/log_prob_diff_limit": 0.5}
+    batch.batch[FINGERPRINT] = fingerprint(tokens)
+    batch.batch["policy_version"] = tokens.with_values(torch.tensor([0, 2, 1], dtype=torch.int32))
+    add_evidence(metrics, batch, 3, 0.5)
+    assert metrics.to_floats() == {
+        "rollout/log_prob_diff_limit": 0.5, "rollout/version_lag": 2.0, "rollout/changed_samples": 0.0,
+    }  # fmt: skip
+
+
+def test_the_limit_is_the_configs_or_goes_by_precision_and_temperature() -> None:
+    assert difference_limit(0.3, torch.bfloat16, 0.5) == 0.3
+    assert difference_limit(None, torch.bfloat16, 2.0) == LIMITS[torch.bfloat16]
+    assert difference_limit(None, torch.float32, 0.1) == pytest.approx(1e-3)

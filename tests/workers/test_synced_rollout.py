@@ -1,0 +1,211 @@
+"""Weights that do not arrive stop the run, by name, whichever way they go."""
+
+from __future__ import annotations
+
+import gc
+import re
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tandem.engines.rollout.base import SLEEP_TAGS
+from tandem.engines.rollout.hf import HFEngine
+from tandem.engines.weight_sync import WeightSyncError
+from tandem.errors import ConfigError
+from tandem.protocol import DataProto
+from tandem.workers import actor as actor_module
+from tests.workers import roles
+from tests.workers.streamed import FAULTS, NAME, TWIN, StreamedEngine
+
+PROMPTS = roles.make_prompts(3)
+MIXED = (
+    "actor_rollout_ref.actor.fsdp_config.model_dtype=fp32",
+    "actor_rollout_ref.actor.fsdp_config.dtype=bf16",
+)
+SMALL = "actor_rollout_ref.rollout.update_weights_bucket_megabytes=1"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return roles.make_folder(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture
+def config(folder: Path, tmp_path: Path) -> Any:
+    return roles.make_config(
+        folder, f"trainer.default_local_dir={tmp_path}", "actor_rollout_ref.rollout.name=hf", SMALL
+    )
+
+
+def streaming(config: Any, *parts: str) -> Any:
+    """A worker whose rollout engine takes streams."""
+    worker = roles.make_actor(config, *parts)
+    dtype = worker._engine("actor", "rollout").compute_dtype
+    worker._rollout = StreamedEngine(config.actor_rollout_ref.model.path, dtype)
+    return worker
+
+
+def generate(worker: Any) -> DataProto:
+    return worker.generate_sequences(PROMPTS, 2, roles.PARAMS)
+
+
+def same(first: DataProto, second: DataProto) -> bool:
+    """The same tokens, and log-probs but for the last bits, which depend on where a tensor lies in memory."""
+    a, b = (batch.ragged("rollout_log_probs").values for batch in (first, second))
+    return first.ragged("tokens").equal(second.ragged("tokens")) and torch.allclose(a, b, rtol=0, atol=1e-12)
+
+
+def learn(worker: Any, batch: DataProto) -> None:
+    batch = roles.with_targets(batch)
+    old = worker.compute_log_prob(batch)
+    worker.update_actor(batch.union(old, old.rename("old_log_probs", "ref_log_probs")))
+
+
+def test_a_streamed_engine_writes_what_one_that_shares_the_module_writes(config: Any) -> None:
+    shared, streamed = roles.make_actor(config, "actor", "rollout"), streaming(config, "actor", "rollout")
+    for _ in range(2):
+        batch, other = generate(shared), generate(streamed)
+        assert same(batch, other)
+        learn(shared, batch)
+        learn(streamed, other)
+    assert streamed.take_timings()["timing/weight_sync"] > 0
+
+
+def test_a_stream_leaves_the_trained_weights_sharded_and_idle(config: Any, monkeypatch: Any) -> None:
+    worker = streaming(config, "actor", "rollout")
+    calls: list[str] = []
+    for name in ("onload", "offload", "unsharded"):
+        original = getattr(worker.actor, name)
+        monkeypatch.setattr(
+            worker.actor,
+            name,
+            lambda *args, name=name, original=original, **options: (
+                calls.append(name),
+                original(*args, **options),
+            )[1],
+        )
+    poll = worker._rollout.poll
+    worker._rollout.poll = lambda timeout_s: (calls.append("poll"), poll(timeout_s))[1]
+    generate(worker)
+    assert calls[:3] == ["onload", "offload", "poll"]
+    assert "unsharded" not in calls
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_a_stream_is_named(config: Any, fault: str) -> None:
+    worker = streaming(config, "actor", "rollout")
+    learn(worker, generate(worker))
+    worker._rollout.fault, told = FAULTS[fault]
+    with pytest.raises(WeightSyncError, match="version 1 in the rollout engine hf") as caught:
+        generate(worker)
+    assert re.match(told, str(caught.value.got)), caught.value.got
+    assert caught.value.field == NAME
+    worker._rollout.fault = None
+    generate(worker)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_between_pools_is_named(config: Any, fault: str) -> None:
+    actor, apart = roles.make_actor(config, "actor", "rollout"), roles.make_actor(config, "rollout")
+    transfer(actor, apart)
+    learn(actor, generate(actor))
+    damage, told = FAULTS[fault]
+    with pytest.raises(WeightSyncError, match="version 1") as caught:
+        transfer(
+            actor, apart, lambda bucket: replace(bucket, tensors=dict(damage(iter(bucket.tensors.items()))))
+        )
+    assert re.match(told, str(caught.value.got)), caught.value.got
+    transfer(actor, apart)
+    assert same(generate(apart), generate(actor))
+
+
+def transfer(actor: Any, apart: Any, change: Any = lambda bucket: bucket) -> None:
+    for number in range(actor.weight_buckets()):
+        apart.load_weights(change(actor.export_weights(number)))
+
+
+def test_a_bucket_of_old_weights_is_refused(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = list(roles.make_actor(config, "actor").actor.weight_shapes)
+    monkeypatch.setattr(actor_module, "buckets", lambda sizes, limit: [tuple(names[:5]), tuple(names[5:])])
+    actor, apart = roles.make_actor(config, "actor", "rollout"), roles.make_actor(config, "rollout")
+    assert actor.weight_buckets() == 2
+    old = actor.export_weights(0)
+    assert list(old.tensors) == names[:5] and old.sent is None
+    learn(actor, generate(actor))
+    apart.load_weights(old)
+    with pytest.raises(WeightSyncError, match="do not follow each other"):
+        apart.load_weights(actor.export_weights(1))
+
+
+@pytest.mark.parametrize("fault", ["stale", "swapped", "damaged"])
+def test_a_fault_in_the_shared_module_is_named(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """bf16 over fp32, so that the unsharded weights are a copy that can go wrong."""
+    words = (f"trainer.default_local_dir={tmp_path}", "actor_rollout_ref.rollout.name=hf")
+    worker = roles.make_actor(roles.make_config(folder, *words, *MIXED), "actor", "rollout")
+    batch = generate(worker)
+    old = {name: value.clone() for name, value in worker.actor.weights(dtype=torch.bfloat16)}
+    learn(worker, batch)
+    original = worker.actor.unsharded
+
+    @contextmanager
+    def faulty() -> Any:
+        with original() as module:
+            parameters = {name: parameter.data for name, parameter in module.named_parameters()}
+            if fault == "stale":
+                parameters[NAME].copy_(old[NAME])
+            elif fault == "swapped":
+                kept = parameters[NAME].clone()
+                parameters[NAME].copy_(parameters[TWIN])
+                parameters[TWIN].copy_(kept)
+            else:
+                parameters[NAME][0, 0] = 7
+            yield module
+
+    monkeypatch.setattr(worker.actor, "unsharded", faulty)
+    with pytest.raises(WeightSyncError) as caught:
+        generate(worker)
+    told = {"stale": "is still that of version 0", "swapped": f"is {TWIN}", "damaged": "is damaged"}
+    assert f"{NAME} " in str(caught.value.got) and told[fault] in str(caught.value.got)
+    monkeypatch.setattr(worker.actor, "unsharded", original)
+    generate(worker)
+
+
+@pytest.mark.parametrize(("free", "tags"), [(True, SLEEP_TAGS), (False, ("weights",))])
+def test_memory_is_given_back_after_generation_as_the_config_says(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: bool, tags: tuple[str, ...]
+) -> None:
+    words = (f"trainer.default_local_dir={tmp_path}", "actor_rollout_ref.rollout.name=hf")
+    free_cache = f"actor_rollout_ref.rollout.free_cache_engine={str(free).lower()}"
+    config = roles.make_config(folder, *words, free_cache)
+    slept: list[Any] = []
+    for worker in (roles.make_actor(config, "actor", "rollout"), streaming(config, "actor", "rollout")):
+        monkeypatch.setattr(worker._rollout, "sleep", slept.append)
+        generate(worker)
+    assert slept == ([tags, SLEEP_TAGS] if free else [tags])
+
+
+def test_the_engine_is_closed_with_its_worker(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[int] = []
+    monkeypatch.setattr(HFEngine, "close", lambda engine: closed.append(id(engine)))
+    worker = roles.make_actor(config, "actor", "rollout")
+    engine = id(worker._rollout)
+    generate(worker)
+    assert not closed
+    del worker
+    gc.collect()
+    assert closed == [engine]
+
+
+def test_an_engine_that_takes_no_weights_is_refused_for_training(
+    config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HFEngine, "takes", frozenset())
+    with pytest.raises(ConfigError, match="weights cannot be changed") as caught:
+        roles.make_actor(config, "actor", "rollout")
+    assert caught.value.field == "actor_rollout_ref.rollout.name"
