@@ -15,6 +15,8 @@ COMMANDS = {
     "demo": ("demo:demo", "a small policy learns arithmetic, on any machine, in minutes"),
     "train": ("train:train", "reinforcement learning: PPO, GRPO, RLOO, REINFORCE++"),
     "sft": ("sft:sft", "supervised fine-tuning"),
+    "generate": ("generate:generate", "a file of prompts to a file of responses"),
+    "eval": ("eval:evaluate", "accuracy, pass@k and maj@k of a model, or of responses it wrote"),
     "node": ("node:node", "joins this machine to a cluster"),
     "export": ("export:export", "a checkpoint as a Hugging Face model folder"),
     "check": ("check:check", "says everything that is wrong with a config"),

@@ -68,7 +68,7 @@ class DataFiles:
 def read_files(
     files: str | Sequence[str],
     *alternatives: Sequence[str],
-    optional: Sequence[str] = (),
+    optional: Sequence[str] | None = (),
     max_samples: int = -1,
 ) -> DataFiles:
     """Reads the columns of the first alternative that all files have.
@@ -76,7 +76,7 @@ def read_files(
     Args:
         files: one path or several; `.jsonl` and `.json` hold one object per line, all others are parquet.
         alternatives: sets of columns, one of which must be there.
-        optional: further columns, read where they are there.
+        optional: further columns, read where they are there; None: all others.
         max_samples: keep the first so many rows of all files together; -1 keeps all.
 
     Raises:
@@ -90,7 +90,7 @@ def read_files(
         raise DataError("out of range", field="max_samples", got=max_samples, expected="-1 (all) or >= 1")
     opened = [_open(path) for path in paths]
     wanted = _shared_columns(opened, alternatives)
-    tables = [_read(file, [*wanted, *optional]) for file in opened]
+    tables = [_read(file, file.columns if optional is None else [*wanted, *optional]) for file in opened]
     starts = [0]
     for table in tables[:-1]:
         starts.append(starts[-1] + table.num_rows)

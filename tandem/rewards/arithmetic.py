@@ -12,7 +12,7 @@ from decimal import Decimal
 from typing import Any
 
 from tandem.rewards.base import register_reward
-from tandem.rewards.numbers import last_number, numbers_in, to_number
+from tandem.rewards.numbers import last_number, number_text, numbers_in, to_number
 
 
 def answer(solution_str: str) -> Decimal | None:
@@ -24,7 +24,7 @@ def answer(solution_str: str) -> Decimal | None:
     return last_number(solution_str)
 
 
-@register_reward("arithmetic*")
+@register_reward("arithmetic*", answer=lambda text: number_text(answer(text)))
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None
 ) -> float:

@@ -4,8 +4,9 @@ A reward is a function
 
     compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs) -> float | dict
 
-A dict has the key "score"; its other numbers become metrics, other entries are for the function's own
-use. A function with the attribute `batched = True` scores many responses in one call:
+A dict has the key "score"; its other numbers become metrics, among them "acc", whether the response is
+right; "pred" is the answer that the function read in it; other entries are for the function's own use. A
+function with the attribute `batched = True` scores many responses in one call:
 
     compute_score(data_sources, solution_strs, ground_truths, extra_infos, **kwargs) -> list of the same
 """
@@ -47,10 +48,22 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A checked score (finite) and the other finite numbers that came with it."""
+    """A checked score.
+
+    Attributes:
+        score: finite.
+        extra: the other finite numbers that came with it.
+        answer: the answer that the response gives, as text; None if it gives none, or the reward reads none.
+    """
 
     score: float
     extra: dict[str, float] = field(default_factory=dict)
+    answer: str | None = None
+
+    @property
+    def right(self) -> bool:
+        """Whether the reward says so (`acc`), else whether the score is at least 1."""
+        return self.extra.get("acc", self.score) >= 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,11 +74,13 @@ class Reward:
         name: for messages.
         function: see the module's docstring.
         kwargs: further arguments of every call.
+        answer: reads the answer in a response, where the function does not give it under "pred".
     """
 
     name: str
     function: Callable[..., Any]
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    answer: Callable[[str], str | None] | None = None
 
     @property
     def batched(self) -> bool:
@@ -162,7 +177,10 @@ def _checked(reward: Reward, value: Any, place: int, item: Item) -> Scored:
     extra = {name: number for name, number in numbers.items() if number is not None}
     if not all(map(math.isfinite, (main, *extra.values()))):
         raise reward.error("returned a number that is not finite", place, item, got=_shown(value))
-    return Scored(main, extra)
+    answer = entries.get("pred")
+    if answer is None and reward.answer is not None:
+        answer = reward.answer(item.solution_str)
+    return Scored(main, extra, None if answer is None else str(answer))
 
 
 def _number(value: Any) -> float | None:
@@ -182,15 +200,20 @@ def _shown(value: Any) -> str:
 _REWARDS: dict[str, Reward] = {}
 
 
-def register_reward(*data_sources: str) -> Callable[[Function], Function]:
+def register_reward(
+    *data_sources: str, answer: Callable[[str], str | None] | None = None
+) -> Callable[[Function], Function]:
     """Decorator: the reward function of these data sources; "name*" stands for all that begin with name.
+
+    Args:
+        answer: see `Reward`.
 
     Raises:
         RewardError: one of them has a reward already.
     """
 
     def register(function: Function) -> Function:
-        reward = Reward(f"{function.__module__}.{function.__name__}", function)
+        reward = Reward(f"{function.__module__}.{function.__name__}", function, answer=answer)
         for data_source in data_sources:
             if data_source in _REWARDS:
                 raise RewardError(

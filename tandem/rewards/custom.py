@@ -62,7 +62,7 @@ def load_custom(path: str, name: str = "compute_score", kwargs: Mapping[str, Any
     fixed = dict(kwargs or {})
     file = Path(path).expanduser()
     source = str(file.absolute()) if file.is_file() else path
-    reward = CustomReward(f"{name} ({path})", function, fixed, (source, name, fixed))
+    reward = CustomReward(f"{name} ({path})", function, fixed, source=(source, name, fixed))
     _check_signature(reward)
     return reward
 

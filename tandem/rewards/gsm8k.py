@@ -11,7 +11,7 @@ from decimal import Decimal
 from typing import Any, Literal
 
 from tandem.rewards.base import register_reward
-from tandem.rewards.numbers import NUMBER, last_number, to_number
+from tandem.rewards.numbers import NUMBER, last_number, number_text, to_number
 
 STRICT = re.compile(r"####\s*(?:\$\s*)?(" + NUMBER.pattern + ")")
 
@@ -25,7 +25,7 @@ def answer(solution_str: str, method: Literal["strict", "flexible"] = "strict") 
     return to_number(texts[-1]) if texts else None
 
 
-@register_reward("openai/gsm8k*", "gsm8k*")
+@register_reward("openai/gsm8k*", "gsm8k*", answer=lambda text: number_text(answer(text)))
 def compute_score(
     data_source: str,
     solution_str: str,

@@ -128,6 +128,7 @@ atexit.register(_JUDGE.close)
     "HuggingFaceH4/aime*",
     "math",
     "MATH",
+    answer=last_boxed,
 )
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None

@@ -23,6 +23,14 @@ def last_number(text: str) -> Decimal | None:
     return numbers[-1] if numbers else None
 
 
+def number_text(number: Decimal | None) -> str | None:
+    """A number's text, the same for equal numbers; None for None."""
+    if number is None:
+        return None
+    text = f"{number:f}"
+    return (text.rstrip("0").rstrip(".") if "." in text else text) if number else "0"
+
+
 def to_number(ground_truth: Any) -> Decimal:
     """A ground truth that is a number, or text of exactly one.
 

@@ -1,0 +1,63 @@
+"""`tandem eval [CONFIG.yaml] key=value …`"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from tandem.config.load import load_eval_config, to_yaml
+from tandem.config.sources import split_arguments
+
+USAGE = """usage: tandem eval [CONFIG.yaml] key=value … [--overwrite] [--dry-run]
+
+Accuracy, pass@k and maj@k, with confidence intervals, for each data source and overall:
+  data.path=PROBLEMS model.path=MODEL rollout.n=8 data.output_path=REPORT.json
+  data.path=RESPONSES data.output_path=REPORT.json        of what `tandem generate` wrote
+Rewards go by data source, or are your own: custom_reward_function.path=FILE.py. The scored responses
+are written beside the report, as REPORT.samples.parquet. Killed at any moment, the same command goes on
+from what was finished. `tandem config explain eval` lists the keys.
+  --overwrite   replace the report, and drop unfinished work
+  --dry-run     print the resolved config and stop"""
+
+
+def evaluate(arguments: list[str]) -> int:
+    if {"-h", "--help"} & set(arguments):
+        print(USAGE)
+        return 0
+    path, overrides = split_arguments(
+        [word for word in arguments if word not in ("--overwrite", "--dry-run")]
+    )
+    loaded = load_eval_config(path, overrides)
+    for notice in loaded.notices:
+        print(f"note: {notice}", file=sys.stderr)
+    if "--dry-run" in arguments:
+        print(to_yaml(loaded.config))
+        return 0
+    evaluate_file = import_module("tandem.trainer.scoring").evaluate_file
+    sources = evaluate_file(
+        loaded.config,
+        overwrite="--overwrite" in arguments,
+        say=lambda sentence: print(sentence, file=sys.stderr, flush=True),
+    )
+    Console(highlight=False).print(_table(sources, loaded.config.eval.confidence))
+    print(f"wrote {loaded.config.data.output_path}")
+    return 0
+
+
+def _table(sources: Mapping[str, Any], confidence: float) -> Table:
+    """A row for each measure of each source."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("data source", "measure", "value", f"{confidence:.0%} interval", "problems", "responses"):
+        table.add_column(name, justify="left" if name in ("data source", "measure") else "right")
+    shown = dict(list(sources.items())[:1]) if len(sources) == 2 else sources  # one source is all there is
+    for source, found in shown.items():
+        for place, (measure, estimate) in enumerate(found.measures.items()):
+            head = (source, str(found.problems), str(found.responses)) if place == 0 else ("", "", "")
+            interval = f"{estimate.low:.3f} … {estimate.high:.3f}"
+            table.add_row(head[0], measure, f"{estimate.value:.3f}", interval, *head[1:])
+    return table

@@ -1,0 +1,74 @@
+"""How far a long piece of work is: a bar on a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+SECONDS_BETWEEN_LINES = 10.0
+
+
+class Progress:
+    """Counts finished samples, and how fast the work goes.
+
+    Args:
+        what: the work, such as "generate".
+        total: samples there will be.
+        done: samples that were there before; they do not count for the rate.
+        unit: what `advance` counts beside samples, for the rate.
+        console: where it is shown; standard error by default.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        total: int,
+        *,
+        done: int = 0,
+        unit: str = "tokens",
+        console: Console | None = None,
+    ) -> None:
+        self._what, self._total, self._done, self._unit, self._units = what, total, done, unit, 0
+        self._console = console or Console(stderr=True, highlight=False)
+        self._bar = Bar(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[rate]}"),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._bar.add_task(what, total=total, completed=done, rate="")
+        self._began = self._last_line = time.monotonic()
+
+    def __enter__(self) -> Progress:
+        self._bar.start()
+        self._began = self._last_line = time.monotonic()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+        if not self._console.is_terminal:
+            self._line()
+
+    def advance(self, samples: int, units: int) -> None:
+        self._done += samples
+        self._units += units
+        self._bar.update(self._task, advance=samples, rate=self._rate())
+        now = time.monotonic()
+        if not self._console.is_terminal and now - self._last_line >= SECONDS_BETWEEN_LINES:
+            self._last_line = now
+            self._line()
+
+    def _rate(self) -> str:
+        return f"{self._units / max(time.monotonic() - self._began, 1e-9):,.0f} {self._unit}/s"
+
+    def _line(self) -> None:
+        self._console.print(f"{self._what}: {self._done}/{self._total} samples, {self._rate()}")

@@ -1,0 +1,312 @@
+"""`tandem generate`: a file of prompts to a file of responses, with no training around it.
+
+Each finished response goes to a journal beside the output. A run that was killed goes on from there, by the
+same command, with the responses that are missing; the random numbers of a response depend on the seed, its
+row and its number alone, so that they are the ones it would have got.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from tandem.config.generate import (
+    EvalModelConfig,
+    GenerateConfig,
+    OfflineRolloutConfig,
+    OfflineTrainerConfig,
+    RowsConfig,
+    SampledModelConfig,
+)
+from tandem.data.rows import PromptRows, check_new_columns, json_line, write_rows
+from tandem.device import choose_device
+from tandem.engines.rollout.base import RolloutEngine, SharedModule, WeightStream, finished
+from tandem.engines.rollout.registry import make_rollout_engine
+from tandem.errors import DataError
+from tandem.models.loading import load_policy, load_tokenizer
+from tandem.observability.journal import Journal
+from tandem.observability.progress import Progress
+from tandem.protocol import Request, Sample
+from tandem.trainer.sampling import sampling_params, stop_token_ids
+
+COLUMNS = ("responses", "response_ids", "response_log_probs", "finish_reasons")
+"""What is added to each row: lists, whose place i is the prompt's sample i."""
+
+
+def generate_file(config: GenerateConfig, *, overwrite: bool, say: Callable[[str], None]) -> Path:
+    """Writes `config.data.output_path`.
+
+    Args:
+        overwrite: replace that file, and drop what an earlier run left unfinished.
+        say: prints a sentence to the user.
+
+    Raises:
+        ConfigError: the output is there; unfinished work of other settings is there.
+        DataError, ModelError, EngineError: the data, the model or the engine cannot be used.
+    """
+    output = new_output(config.data.output_path, overwrite)
+    tokenizer = offline_tokenizer(config.model)
+    rows = read_rows(config.data, tokenizer, say)
+    check_new_columns(rows.table, COLUMNS)
+    if output.suffix == ".jsonl":
+        _check_json(rows.table)
+    offline = Offline(config.data, config.model, config.rollout, config.trainer, tokenizer, rows)
+    journal = Journal(beside(output, "work"), offline.settings(), overwrite=overwrite)
+    if journal.entries:
+        say(f"{len(journal.entries)} responses are there already; going on with the others")
+    samples = [sample for part in offline.samples(journal, say) for sample in part]
+    write_rows(output, rows.table, response_columns(samples, tokenizer, config.rollout.n))
+    journal.remove()
+    return output
+
+
+def new_output(path: str, overwrite: bool) -> Path:
+    """The output's path, its folder made.
+
+    Raises:
+        DataError: it is there, and is not to be replaced.
+    """
+    output = Path(path)
+    if output.exists() and not overwrite:
+        raise DataError(
+            "the output is there already",
+            field="data.output_path",
+            got=path,
+            remedy="choose another name, or replace it with --overwrite",
+        )
+    output.parent.mkdir(parents=True, exist_ok=True)
+    return output
+
+
+def beside(output: Path, what: str) -> Path:
+    """The path of a journal."""
+    return output.with_name(f"{output.name}.{what}.jsonl")
+
+
+def offline_tokenizer(model: SampledModelConfig | EvalModelConfig) -> PreTrainedTokenizerBase:
+    """The model's tokenizer.
+
+    Raises:
+        ModelError: there is none.
+    """
+    assert model.tokenizer_path is not None
+    return load_tokenizer(
+        model.tokenizer_path,
+        custom_chat_template=model.custom_chat_template,
+        trust_remote_code=model.trust_remote_code,
+    )
+
+
+def read_rows(
+    data: RowsConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    say: Callable[[str], None],
+    *,
+    needs: Sequence[str] = (),
+) -> PromptRows:
+    """The rows and their prompts.
+
+    Args:
+        needs: further columns that must be there.
+
+    Raises:
+        DataError: see `PromptRows`.
+    """
+    rows = PromptRows(
+        data.path,
+        tokenizer,
+        prompt_key=data.prompt_key,
+        needs=needs,
+        max_prompt_length=data.max_prompt_length,
+        truncation=data.truncation,
+        filter_overlong_prompts=data.filter_overlong_prompts,
+        max_samples=data.max_samples,
+        chat_template_kwargs=data.apply_chat_template_kwargs,
+    )
+    if rows.dropped:
+        say(f"{rows.dropped} prompts are over the length limit and left out")
+    return rows
+
+
+class Offline:
+    """One model's responses to the prompts of some rows.
+
+    Args:
+        data, model, rollout, trainer: the config's sections.
+        tokenizer: the model's.
+        rows: what to answer; n responses each.
+    """
+
+    def __init__(
+        self,
+        data: RowsConfig,
+        model: SampledModelConfig | EvalModelConfig,
+        rollout: OfflineRolloutConfig,
+        trainer: OfflineTrainerConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        rows: PromptRows,
+    ) -> None:
+        assert model.path is not None
+        self._folder = model.path
+        self._model, self._rollout, self._trainer, self._tokenizer = model, rollout, trainer, tokenizer
+        self._longest = max(map(len, rows.prompts)) + data.max_response_length
+        self._params = sampling_params(
+            rollout,
+            rollout,
+            stop_token_ids(model.path, tokenizer),
+            temperature=rollout.temperature,
+            max_tokens=data.max_response_length,
+            seed=trainer.seed,
+        )
+        self.requests = [
+            Request(str(row), sample, prompt, self._params)
+            for row, prompt in enumerate(rows.prompts)
+            for sample in range(rollout.n)
+        ]
+
+    def settings(self) -> dict[str, Any]:
+        """What the responses depend on, as plain values by the name of its key. What only decides how fast
+        they come may change between a run and its continuation."""
+        prompts = hashlib.blake2b(digest_size=8)
+        for request in self.requests[:: self._rollout.n]:
+            prompts.update(len(request.prompt_ids).to_bytes(8, "little") + request.prompt_ids.tobytes())
+        return {
+            "data.path (prompts)": prompts.hexdigest(),
+            "model.path": [self._folder, *_weight_files(Path(self._folder))],
+            "rollout.name": self._rollout.name,
+            "rollout.dtype": self._rollout.dtype,
+            "rollout.n": self._rollout.n,
+            "rollout.logprobs_mode": self._rollout.logprobs_mode,
+            "rollout (sampling)": repr(self._params),
+        }
+
+    def samples(self, journal: Journal, say: Callable[[str], None]) -> Iterator[list[Sample]]:
+        """All samples: at once those that the journal holds, then the others as they finish, each of
+        them in the journal before it is given.
+
+        Raises:
+            ModelError, EngineError: the model or the engine cannot be used.
+        """
+        kept = {sample.id: sample for sample in map(_from_entry, journal.entries)}
+        left = [request for request in self.requests if request.id not in kept]
+        if kept:
+            yield list(kept.values())
+        if not left:
+            return
+        engine = self._engine(say)
+        try:
+            with (
+                Progress("generate", len(self.requests), done=len(kept)) as progress,
+                closing(finished(engine, left)) as parts,
+            ):
+                for part in parts:
+                    journal.append(map(_to_entry, part))
+                    progress.advance(len(part), sum(len(sample.token_ids) for sample in part))
+                    yield part
+        finally:
+            engine.close()
+
+    def _engine(self, say: Callable[[str], None]) -> RolloutEngine:
+        """The engine, with the model's weights."""
+        device = choose_device(self._trainer.device)
+        engine = make_rollout_engine(
+            self._rollout.name,
+            self._rollout,
+            tokenizer=self._tokenizer,
+            device=device,
+            max_length=self._longest,
+            log=say,
+            model_path=str(self._folder),
+            dtype=getattr(torch, self._rollout.dtype),
+        )
+        if engine.takes:
+            model = load_policy(
+                self._folder,
+                dtype=getattr(torch, self._rollout.dtype),
+                device=device,
+                trust_remote_code=self._model.trust_remote_code,
+            )
+            model.train(False)
+            shares = SharedModule in engine.takes
+            engine.update_weights(
+                SharedModule(model) if shares else WeightStream(model.named_parameters()), 0
+            )
+        return engine
+
+
+def response_columns(
+    samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase, n: int
+) -> dict[str, pa.Array]:
+    """`COLUMNS`, one list per row.
+
+    Args:
+        samples: n of each row, in any order.
+    """
+    ordered = sorted(samples, key=lambda sample: (int(sample.uid), sample.sample))
+    groups = [ordered[start : start + n] for start in range(0, len(ordered), n)]
+    texts, ids, log_probs, reasons = COLUMNS
+    return {
+        texts: pa.array([[response_text(tokenizer, s) for s in group] for group in groups]),
+        ids: pa.array([[s.token_ids for s in group] for group in groups], pa.list_(pa.list_(pa.int64()))),
+        log_probs: pa.array(
+            [[s.log_probs for s in group] for group in groups], pa.list_(pa.list_(pa.float32()))
+        ),
+        reasons: pa.array([[s.finish_reason for s in group] for group in groups]),
+    }
+
+
+def response_text(tokenizer: PreTrainedTokenizerBase, sample: Sample) -> str:
+    return str(tokenizer.decode(sample.token_ids.tolist(), skip_special_tokens=True))
+
+
+def _weight_files(folder: Path) -> list[list[Any]]:
+    """Name, bytes and time of change of each file in the folder: a model that was trained on is another."""
+    files = sorted(path for path in folder.iterdir() if path.is_file())
+    return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+
+
+def _to_entry(sample: Sample) -> dict[str, Any]:
+    return {
+        "row": int(sample.uid),
+        "sample": sample.sample,
+        "token_ids": sample.token_ids.tolist(),
+        "log_probs": sample.log_probs.astype(np.float32).tolist(),
+        "finish_reason": sample.finish_reason,
+    }
+
+
+def _from_entry(entry: dict[str, Any]) -> Sample:
+    tokens = np.array(entry["token_ids"], dtype=np.int64)
+    return Sample(
+        uid=str(entry["row"]),
+        sample=entry["sample"],
+        token_ids=tokens,
+        log_probs=np.array(entry["log_probs"], dtype=np.float32),
+        versions=np.zeros(len(tokens), dtype=np.int32),
+        finish_reason=entry["finish_reason"],
+    )
+
+
+def _check_json(table: pa.Table) -> None:
+    """
+    Raises:
+        DataError: a column that JSON cannot hold.
+    """
+    for name in table.column_names:
+        try:
+            json_line({name: table[name][0].as_py()})
+        except TypeError as error:
+            raise DataError(
+                str(error),
+                field=name,
+                got=table[name].type,
+                remedy="name a .parquet file as data.output_path",
+            ) from error

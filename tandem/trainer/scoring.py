@@ -1,0 +1,304 @@
+"""`tandem eval`: how well a model answers, or how good the responses in a file are.
+
+Responses are scored as they finish; both go to journals beside the report, so that a run that was killed goes
+on from there. What is measured is averaged over problems, each of which counts the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import pyarrow as pa
+
+from tandem.config.generate import EvalConfig
+from tandem.config.load import to_dict
+from tandem.config.reward import CustomRewardConfig
+from tandem.data.files import read_files
+from tandem.data.rows import check_new_columns, json_line, write_rows
+from tandem.data.validate import RowProblems, kind, reward_problem
+from tandem.errors import ConfigError
+from tandem.observability.files import replace_file
+from tandem.observability.journal import Journal
+from tandem.observability.progress import Progress
+from tandem.protocol import Sample
+from tandem.rewards import Item, Reward, load_custom, reward_for, score
+from tandem.trainer.measures import Source, Verdict, measure
+from tandem.trainer.offline import (
+    COLUMNS,
+    Offline,
+    beside,
+    new_output,
+    offline_tokenizer,
+    read_rows,
+    response_columns,
+    response_text,
+)
+
+SCORE_COLUMNS = ("scores", "right", "answers")
+"""What is added to each row: lists, one entry per response."""
+
+_SCORED_AT_ONCE = 16
+
+
+class Response(NamedTuple):
+    """What was written to a row, `sample` telling its responses apart."""
+
+    row: int
+    sample: int
+    text: str
+
+
+class Responses(Protocol):
+    """Where responses come from.
+
+    Attributes:
+        table: the rows, with all columns.
+        where: a row's number to its name in messages.
+        counts: (P) responses to each row.
+        settings: what the responses depend on.
+    """
+
+    table: pa.Table
+    where: Callable[[int], str]
+    counts: list[int]
+    settings: dict[str, Any]
+
+    def parts(self) -> Iterator[list[Response]]:
+        """All responses, as they come."""
+        ...
+
+    def columns(self) -> dict[str, pa.Array]:
+        """What is to be written of them beside the rows' own columns, after the last part."""
+        ...
+
+    def forget(self) -> None:
+        """Drops what was kept to go on from; the report is written."""
+        ...
+
+
+class Generated:
+    """Responses that a model writes now."""
+
+    def __init__(self, config: EvalConfig, output: Path, overwrite: bool, say: Callable[[str], None]) -> None:
+        self._say, self._n, self._samples = say, config.rollout.n, list[Sample]()
+        self._tokenizer = offline_tokenizer(config.model)
+        rows = read_rows(config.data, self._tokenizer, say, needs=_needs(config))
+        check_new_columns(rows.table, COLUMNS)
+        self._offline = Offline(
+            config.data, config.model, config.rollout, config.trainer, self._tokenizer, rows
+        )
+        self.table = rows.table
+        self.where: Callable[[int], str] = rows.where
+        self.counts = [self._n] * len(rows)
+        self.settings = self._offline.settings()
+        self._journal = Journal(beside(output, "responses"), self.settings, overwrite=overwrite)
+
+    def parts(self) -> Iterator[list[Response]]:
+        for part in self._offline.samples(self._journal, self._say):
+            self._samples += part
+            yield [Response(int(s.uid), s.sample, response_text(self._tokenizer, s)) for s in part]
+
+    def columns(self) -> dict[str, pa.Array]:
+        return response_columns(self._samples, self._tokenizer, self._n)
+
+    def forget(self) -> None:
+        self._journal.remove()
+
+
+class Given:
+    """Responses that a column of the data holds: a text, or a list of texts, in each row."""
+
+    def __init__(self, config: EvalConfig) -> None:
+        data, name = config.data, config.data.response_key
+        files = read_files(data.path, (name, *_needs(config)), optional=None, max_samples=data.max_samples)
+        self.table = files.table
+        self.where: Callable[[int], str] = files.where
+        problems = RowProblems(self.where)
+        self._texts: list[list[str]] = []
+        for row, value in enumerate(self.table[name].to_pylist()):
+            texts = [value] if isinstance(value, str) else value
+            if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+                problems.add(row, f"{name} is {kind(value)}, not a text or a list of texts")
+            self._texts.append(texts)
+        problems.raise_if_any(
+            "without responses",
+            field=", ".join(data.path),
+            expected=f"{name}: a text, or a list of texts as `tandem generate` writes them",
+            remedy="mend these rows, or name another column with data.response_key",
+        )
+        self.counts = list(map(len, self._texts))
+        self.settings = {"data.path (responses)": _hash(self._texts)}
+
+    def parts(self) -> Iterator[list[Response]]:
+        every = [
+            Response(row, i, text) for row, texts in enumerate(self._texts) for i, text in enumerate(texts)
+        ]
+        with Progress("score", len(every), unit="responses") as progress:
+            for start in range(0, len(every), _SCORED_AT_ONCE):
+                part = every[start : start + _SCORED_AT_ONCE]
+                yield part
+                progress.advance(len(part), len(part))
+
+    def columns(self) -> dict[str, pa.Array]:
+        return {}
+
+    def forget(self) -> None:
+        """The responses are the user's."""
+
+
+def evaluate_file(config: EvalConfig, *, overwrite: bool, say: Callable[[str], None]) -> dict[str, Source]:
+    """Writes the report to `config.data.output_path`, and beside it the rows with their scored responses.
+
+    Args:
+        overwrite: replace these files, and drop what an earlier run left unfinished.
+        say: prints a sentence to the user.
+
+    Returns:
+        what was measured, by data source and under "overall".
+
+    Raises:
+        ConfigError: unfinished work of other settings is there; a k above the number of responses.
+        DataError, ModelError, EngineError, RewardError: the data, the model, the engine or the reward
+            cannot be used.
+    """
+    output = new_output(config.data.output_path, overwrite)
+    custom = config.custom_reward_function
+    reward = None if custom.path is None else load_custom(custom.path, custom.name, custom.reward_kwargs)
+    responses: Responses = Generated(config, output, overwrite, say) if config.model.path else Given(config)
+    check_new_columns(responses.table, SCORE_COLUMNS)
+    problems = _problems(responses, config.data.reward_fn_key, reward)
+    ks = _ks(config.eval.k, min(responses.counts))
+    settings = responses.settings | _reward_settings(custom, problems)
+    journal = Journal(beside(output, "scores"), settings, overwrite=overwrite)
+    if journal.entries:
+        say(f"{len(journal.entries)} responses are scored already; going on with the others")
+    verdicts = _verdicts(responses, problems, reward, journal)
+    names = [problem.data_source for problem in problems]
+    sources = measure(verdicts, names, ks, config.eval, seed=config.trainer.seed)
+    write_rows(
+        output.with_suffix(".samples.parquet"), responses.table, responses.columns() | _columns(verdicts)
+    )
+    report = {
+        "sources": {name: asdict(source) for name, source in sources.items()},
+        "config": to_dict(config),
+    }
+    replace_file(output, (json.dumps(report, indent=2, ensure_ascii=False) + "\n").encode())
+    responses.forget()
+    journal.remove()
+    return sources
+
+
+def _verdicts(
+    responses: Responses, problems: Sequence[Item], reward: Reward | None, journal: Journal
+) -> dict[int, list[Verdict]]:
+    """Of the responses to each problem, in their order; those that the journal holds are not scored again."""
+    found = {verdict[:2]: verdict for verdict in (Verdict(**entry) for entry in journal.entries)}
+    waiting: list[Response] = []
+
+    def score_waiting() -> None:
+        items = [replace(problems[each.row], solution_str=each.text) for each in waiting]
+        new = [
+            Verdict(each.row, each.sample, scored.score, scored.right, scored.answer)
+            for each, scored in zip(waiting, score(items, reward), strict=True)
+        ]
+        journal.append(verdict._asdict() for verdict in new)
+        found.update({verdict[:2]: verdict for verdict in new})
+        waiting.clear()
+
+    for part in responses.parts():
+        waiting += [each for each in part if each[:2] not in found]
+        if len(waiting) >= _SCORED_AT_ONCE:
+            score_waiting()
+    score_waiting()
+    by_problem: dict[int, list[Verdict]] = {}
+    for place in sorted(found):
+        by_problem.setdefault(place[0], []).append(found[place])
+    return by_problem
+
+
+def _problems(responses: Responses, source_key: str, reward: Reward | None) -> list[Item]:
+    """What each row's reward needs, still without a response.
+
+    Raises:
+        DataError: rows of the wrong shape.
+        RewardError: a data source without a reward.
+    """
+    wrong = RowProblems(responses.where)
+    items = []
+    names = [
+        name for name in (source_key, "reward_model", "extra_info") if name in responses.table.column_names
+    ]
+    for row, record in enumerate(responses.table.select(names).to_pylist()):
+        problem = reward_problem(record, source_key)
+        if problem:
+            wrong.add(row, problem)
+            continue
+        truth, extra = record["reward_model"]["ground_truth"], record.get("extra_info") or {}
+        items.append(Item(record[source_key], "", truth, extra, row))
+    wrong.raise_if_any(
+        "of the wrong shape",
+        field="data.path",
+        expected=f"{source_key}: a name; reward_model: {{style, ground_truth}}; "
+        "extra_info: a mapping, if any",
+        remedy="mend or remove these rows; rows are counted from 0",
+    )
+    for name in {item.data_source for item in items} if reward is None else ():
+        reward_for(name)
+    return items
+
+
+def _needs(config: EvalConfig) -> tuple[str, ...]:
+    return (config.data.reward_fn_key, "reward_model")
+
+
+def _ks(asked: Sequence[int], responses: int) -> list[int]:
+    """The ks to report, in rising order.
+
+    Raises:
+        ConfigError: one below 1 or above the number of responses.
+    """
+    wrong = [k for k in asked if not 1 <= k <= responses]
+    if wrong:
+        raise ConfigError(
+            "out of range",
+            field="eval.k",
+            got=wrong[0],
+            expected=f"1 to {responses}, the responses to a problem",
+            remedy="raise rollout.n, or ask for a smaller k",
+        )
+    if asked:
+        return sorted(set(asked))
+    doubled = [1 << power for power in range(1, responses.bit_length())]
+    return sorted({*doubled, responses} - {1})  # pass@1 is the accuracy
+
+
+def _reward_settings(custom: CustomRewardConfig, problems: Sequence[Item]) -> dict[str, Any]:
+    """What the scores depend on beside the responses."""
+    path = Path(custom.path or "")
+    return {
+        "data.path (ground truths)": _hash(
+            [[item.data_source, item.ground_truth, item.extra_info] for item in problems]
+        ),
+        "custom_reward_function": [custom.path, custom.name, dict(custom.reward_kwargs)],
+        "custom_reward_function.path (content)": _hash(path.read_text()) if path.is_file() else None,
+    }
+
+
+def _hash(value: Any) -> str:
+    return hashlib.blake2b(json_line({"value": value}).encode(), digest_size=8).hexdigest()
+
+
+def _columns(verdicts: Mapping[int, Sequence[Verdict]]) -> dict[str, pa.Array]:
+    """`SCORE_COLUMNS`."""
+    scores, right, answers = SCORE_COLUMNS
+    problems = [verdicts[row] for row in range(len(verdicts))]
+    return {
+        scores: pa.array([[verdict.score for verdict in problem] for problem in problems]),
+        right: pa.array([[verdict.right for verdict in problem] for problem in problems]),
+        answers: pa.array([[v.answer for v in problem] for problem in problems], pa.list_(pa.string())),
+    }

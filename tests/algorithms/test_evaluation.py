@@ -1,0 +1,80 @@
+"""pass@k, maj@k and their intervals against hand-computed cases and against every draw there is."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from itertools import combinations, product
+
+import numpy as np
+import pytest
+
+from tandem.algorithms.evaluation import estimate, majority_at_k, pass_at_k
+
+
+def test_pass_at_k_by_hand() -> None:
+    # Of 4 responses 1 is right: two draws miss it in C(3,2)/C(4,2) = 3/6. Of 5, 3: C(2,2)/C(5,2) = 1/10.
+    found = pass_at_k(np.array([4, 5, 4, 4]), np.array([1, 3, 0, 4]), 2)
+    np.testing.assert_allclose(found, [0.5, 0.9, 0.0, 1.0], rtol=1e-15)
+
+
+@pytest.mark.parametrize(("n", "right", "k"), [(1, 1, 1), (7, 2, 3), (7, 5, 3), (8, 3, 8), (200, 4, 100)])
+def test_pass_at_k_is_the_quotient_of_binomials(n: int, right: int, k: int) -> None:
+    expected = 1 - math.comb(n - right, k) / math.comb(n, k)
+    assert pass_at_k(np.array([n]), np.array([right]), k)[0] == pytest.approx(expected, rel=1e-12)
+
+
+def by_every_draw(answers: list[str | None], right: list[bool], k: int) -> float:
+    """maj@k by counting out every subset of k responses."""
+    value = {a: np.mean([r for b, r in zip(answers, right, strict=True) if b == a]) for a in answers}
+    won = []
+    for draw in combinations(answers, k):
+        votes = Counter(answer for answer in draw if answer is not None)
+        most = max(votes.values(), default=0)
+        tied = [value[answer] for answer, count in votes.items() if count == most]
+        won.append(np.mean(tied) if tied else 0.0)
+    return float(np.mean(won))
+
+
+def test_majority_by_hand() -> None:
+    # a a b, a right: of the three pairs aa is won, and ab twice is a tie, won half of the time.
+    assert majority_at_k(["a", "a", "b"], [True, True, False], 2) == pytest.approx(2 / 3, rel=1e-12)
+    assert majority_at_k(["a", "a", "b"], [True, True, False], 3) == 1.0
+    assert majority_at_k([None, None], [False, False], 1) == 0.0
+
+
+def test_majority_is_the_mean_over_every_draw() -> None:
+    rng = np.random.default_rng(0)
+    for n in (1, 2, 5, 9):
+        for _ in range(12):
+            answers = [None if a == 0 else str(a) for a in rng.integers(0, rng.integers(2, 7), size=n)]
+            right = [answer == "1" or (answer == "2" and bool(rng.random() < 0.5)) for answer in answers]
+            for k in range(1, n + 1):
+                expected = by_every_draw(answers, right, k)
+                assert majority_at_k(answers, right, k) == pytest.approx(expected, abs=1e-12), (answers, k)
+
+
+def test_majority_of_many_responses_keeps_its_precision() -> None:
+    # Two answers, drawn 255 of 512 times each way: symmetric, so each wins half of the time.
+    answers = ["a", "b"] * 256
+    right = [True, False] * 256
+    assert majority_at_k(answers, right, 255) == pytest.approx(0.5, abs=1e-9)
+
+
+def test_wilsons_interval_by_hand() -> None:
+    # 8 of 10 at z = 1.959964: (0.8 + z²/20) / (1 + z²/10) ± z / (1 + z²/10) · sqrt(0.016 + z²/400).
+    found = estimate(np.array([1.0] * 8 + [0.0] * 2), confidence=0.95, resamples=100, seed=0)
+    assert (found.value, found.method) == (0.8, "wilson")
+    assert (found.low, found.high) == pytest.approx((0.490162, 0.943318), abs=1e-6)
+    sure = estimate(np.ones(10), confidence=0.95, resamples=100, seed=0)
+    assert (sure.low, sure.high) == pytest.approx((0.722467, 1.0), abs=1e-6)
+
+
+def test_bootstrap_interval_against_every_resample() -> None:
+    values = np.array([0.0, 0.25, 0.5, 1.0, 1.0])
+    every = np.sort([np.mean(draw) for draw in product(values, repeat=5)])
+    found = estimate(values, confidence=0.9, resamples=20_000, seed=3)
+    assert (found.value, found.method) == (0.55, "bootstrap")
+    assert (found.low, found.high) == (every[round(0.05 * len(every))], every[round(0.95 * len(every))])
+    again = estimate(values, confidence=0.9, resamples=20_000, seed=3)
+    assert found == again

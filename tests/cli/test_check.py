@@ -1,0 +1,140 @@
+"""`tandem check --run`: a run that is sound, and runs whose rollout does what it should not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tandem.cli.main import main
+from tandem.config.load import load_train_config
+from tandem.trainer.control import Probe, controlled
+from tests.support.runs import Lab, lab
+
+__all__ = ["lab"]
+
+OWN = """
+import torch
+from tandem.workers.actor import ActorWorker
+
+class Changes(ActorWorker):
+    def _batch(self, *args):
+        batch = super()._batch(*args)
+        tokens = batch.ragged("tokens")
+        values = tokens.values.clone()
+        values[tokens.offsets[1:] - 1] = 3
+        batch.batch["tokens"] = tokens.with_values(values)
+        return batch
+
+class Rounds(ActorWorker):
+    def __init__(self, *args, **settings):
+        super().__init__(*args, **settings)
+        with torch.no_grad():
+            for parameter in self.engines["rollout"].module.parameters():
+                parameter.copy_(parameter.bfloat16())
+
+    def load_weights(self, bucket):
+        pass
+
+class Keeps(ActorWorker):
+    def load_weights(self, bucket):
+        if "model.norm.weight" in bucket.tensors:
+            bucket.tensors["model.norm.weight"] = bucket.tensors["model.norm.weight"] * 2
+        super().load_weights(bucket)
+"""
+HF = "actor_rollout_ref.rollout.name=hf"
+
+
+@pytest.fixture(scope="module")
+def own(lab: Lab) -> Path:
+    path = lab.folder / "own_rollouts.py"
+    path.write_text(OWN)
+    return path
+
+
+def test_a_sound_run_is_at_its_floor_and_leaves_no_trace(
+    lab: Lab, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = lab.folder / "never"
+    words = lab.overrides(run, actor_rollout_ref__actor__ppo_mini_batch_size=2)
+    assert main(["check", "--run", *words, HF]) == 0
+    out = capsys.readouterr().out
+    rows = {line[:28].strip(): line[28:].split() for line in out.splitlines()}
+    first, second, floor = map(float, rows["rollout/log_prob_diff_mean"])
+    assert 0 < first == second < floor == 1e-4
+    for name in ("weights changed", "rollout/version_lag", "rollout/changed_samples", "actor/clip_fraction"):
+        assert rows[name] == ["0", "0", "0"], name
+    assert out.endswith("rollout and training agree\n") and "above" not in out
+    assert not run.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "cause", "probe"),
+    [
+        ("Changes", "tokens were changed between the engine and training", "rollout/changed_samples"),
+        ("Rounds", "the engines' numerics", "rollout/log_prob_diff_mean"),
+    ],
+)
+def test_the_cause_is_named(
+    lab: Lab, own: Path, capsys: pytest.CaptureFixture[str], name: str, cause: str, probe: str
+) -> None:
+    words = lab.overrides(lab.folder / "never")
+    assert main(["check", "--run", *words, HF, f"trainer.worker_classes={{rollout: '{own}:{name}'}}"]) == 1
+    out = capsys.readouterr().out
+    assert cause in out.split("wrong: ")[1]
+    (line,) = [line for line in out.splitlines() if line.startswith(probe)]
+    assert line.endswith("above")
+
+
+def test_weights_that_do_not_arrive_are_named(
+    lab: Lab, own: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = lab.overrides(lab.folder / "never")
+    assert main(["check", "--run", *words, HF, f"trainer.worker_classes={{rollout: '{own}:Keeps'}}"]) == 1
+    assert "model.norm.weight" in capsys.readouterr().err
+
+
+def test_run_and_sft_do_not_go_together(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--run", "--sft"]) == 1
+    assert "--run is for configs of `tandem train`" in capsys.readouterr().err
+
+
+def test_the_control_keeps_the_shape_of_the_run(lab: Lab, tmp_path: Path) -> None:
+    def sizes(batch: int, mini: int) -> tuple[int, int]:
+        words = lab.overrides(
+            tmp_path, data__train_batch_size=batch, actor_rollout_ref__actor__ppo_mini_batch_size=mini
+        )
+        config = controlled(load_train_config(None, words).config, tmp_path / "control")
+        assert config.actor_rollout_ref.actor.optim.lr == config.critic.optim.lr == 0
+        assert (config.trainer.save_freq, config.trainer.total_training_steps) == (-1, 2)
+        assert config.trainer.default_local_dir == str(tmp_path / "control")
+        return config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
+
+    assert [sizes(64, 64), sizes(64, 16), sizes(4, 4), sizes(3, 1), sizes(1, 1)] == [
+        (8, 8), (8, 4), (4, 4), (3, 2), (1, 1),
+    ]  # fmt: skip
+
+
+def test_a_probe_is_at_its_floor_if_both_values_and_their_difference_are() -> None:
+    assert Probe("x", 1.0, 1.0, 1.0).at_floor
+    assert not Probe("x", 1.0, -0.1, 1.0).at_floor
+    assert not Probe("x", 0.0, float("nan"), 1.0).at_floor
+
+
+@pytest.mark.e2e
+def test_check_run_as_a_command(lab: Lab, tmp_path: Path) -> None:
+    words = lab.overrides(tmp_path / "run")
+    done = subprocess.run(
+        [sys.executable, "-m", "tandem", "check", "--run", *words, HF],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1", "PATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("rollout and training agree\n")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,171 @@
+"""`tandem eval`: its figures against hand-computed ones, and that a killed run loses nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from tandem.cli.main import main
+from tests.support.killing import kill_half_way
+from tests.support.tiny import make_model, problem, write_rows
+
+ROWS, N = 16, 4
+SLOW_REWARD = """
+import time
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    time.sleep(0.02)
+    right = len(set(solution_str)) % 3 == 0
+    return {"score": len(set(solution_str)) / 7, "acc": right, "pred": solution_str[:1] or None}
+"""
+
+
+def responses(folder: Path) -> Path:
+    """Five problems of two kinds, with four responses each."""
+    texts = {
+        "arithmetic/easy": [["=5", "=5", "=6", "=6"], ["=5", "=5.0", "=5", "=1"]],
+        "arithmetic/hard": [["=1", "=1", "=1", "?"], ["=5", "?", "?", "?"], ["=5", "=5", "=5", "=5"]],
+    }
+    rows = [
+        {
+            **problem(2, 3),
+            "data_source": source,
+            "responses": four,
+        }
+        for source, problems in texts.items()
+        for four in problems
+    ]
+    return write_rows(folder / "responses.parquet", rows)
+
+
+def report(out: Path, *words: str) -> dict[str, Any]:
+    assert main(["eval", f"data.output_path={out}", *words]) == 0
+    return json.loads(out.read_text())["sources"]  # type: ignore[no-any-return]
+
+
+def test_figures_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Right are 2, 3, 0, 1, 4 of 4. Two draws miss them all in C(2,2), 0, C(4,2), C(3,2), 0 of 6."""
+    out = tmp_path / "report.json"
+    sources = report(out, f"data.path={responses(tmp_path)}", "eval.k=[1,2,4]")
+    assert {name: (s["problems"], s["responses"]) for name, s in sources.items()} == {
+        "arithmetic/easy": (2, 8),
+        "arithmetic/hard": (3, 12),
+        "overall": (5, 20),
+    }
+    value = {
+        (name, measure): estimate["value"]
+        for name, source in sources.items()
+        for measure, estimate in source["measures"].items()
+    }
+    for measure in ("score", "accuracy", "pass@1"):
+        assert value["overall", measure] == pytest.approx((2 / 4 + 3 / 4 + 0 + 1 / 4 + 1) / 5)
+    assert value["arithmetic/easy", "pass@2"] == pytest.approx((5 / 6 + 1) / 2)
+    assert value["arithmetic/hard", "pass@2"] == pytest.approx((0 + 3 / 6 + 1) / 3)
+    assert value["overall", "pass@2"] == pytest.approx((5 / 6 + 1 + 0 + 3 / 6 + 1) / 5)
+    assert value["overall", "pass@4"] == 4 / 5
+    # Of four votes: a tie, 5 (for 5.0 is 5), 1, the only answer, 5.
+    assert value["overall", "maj@4"] == pytest.approx((1 / 2 + 1 + 0 + 1 + 1) / 5)
+    # Of two, in the first: 55, 66, and four ties. In the second: three 55, and three ties. In the fourth: the
+    # answer is in three of six.
+    assert value["overall", "maj@2"] == pytest.approx((3 / 6 + (3 + 1.5) / 6 + 0 + 3 / 6 + 1) / 5)
+    # Wilson for 4 right of 5.
+    whole = sources["overall"]["measures"]["pass@4"]
+    assert whole["method"] == "wilson"
+    assert (whole["low"], whole["high"]) == pytest.approx((0.375535, 0.963775), abs=1e-6)
+    # Bootstrap of two problems, 1/2 and 3/4: a quarter of the resamples at each end is one problem twice.
+    easy = sources["arithmetic/easy"]["measures"]["accuracy"]
+    assert (easy["low"], easy["high"], easy["method"]) == (0.5, 0.75, "bootstrap")
+    printed = capsys.readouterr().out
+    assert all(word in printed for word in ("arithmetic/hard", "pass@4", "0.800", "0.376 … 0.964"))
+    scored = pq.read_table(tmp_path / "report.samples.parquet").to_pylist()
+    assert scored[1]["answers"] == ["5", "5", "5", "1"] and scored[1]["right"] == [True, True, True, False]
+    assert scored[2]["scores"] == [0, 0, 0, 0] and scored[2]["answers"] == ["1", "1", "1", None]
+
+
+def test_a_model_is_evaluated_as_its_responses_are(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model")
+    data = write_rows(tmp_path / "in.parquet", [problem(a, 7) for a in range(3, 3 + ROWS)])
+    writes = (f"model.path={model}", "data.max_response_length=12", f"rollout.n={N}", "trainer.device=cpu")
+    given = tmp_path / "responses.jsonl"
+    assert main(["generate", f"data.path={data}", f"data.output_path={given}", *writes]) == 0
+    at_once = report(tmp_path / "a.json", f"data.path={data}", *writes)
+    assert at_once == report(tmp_path / "b.json", f"data.path={given}")
+    assert list(at_once["overall"]["measures"]) == [
+        "score",
+        "accuracy",
+        *("pass@2", "pass@4", "maj@2", "maj@4"),
+    ]
+    first = pq.read_table(tmp_path / "a.samples.parquet").to_pylist()
+    assert [json.loads(line)["responses"] for line in given.read_text().splitlines()] == [
+        row["responses"] for row in first
+    ]
+
+
+def test_a_killed_run_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = make_model(tmp_path / "model")
+    data = write_rows(tmp_path / "in.parquet", [problem(a, 7) for a in range(3, 3 + ROWS)])
+    reward = tmp_path / "reward.py"
+    reward.write_text(SLOW_REWARD)
+    words = [
+        f"data.path={data}",
+        f"model.path={model}",
+        "data.max_response_length=40",
+        f"rollout.n={N}",
+        "rollout.max_num_seqs=2",
+        "rollout.dtype=float64",
+        "trainer.device=cpu",
+        f"custom_reward_function.path={reward}",
+    ]
+    undisturbed = report(tmp_path / "whole.json", *words)
+    out = tmp_path / "out.json"
+    scores = tmp_path / "out.json.scores.jsonl"
+    done = kill_half_way(["eval", f"data.output_path={out}", *words], scores, pieces=ROWS)
+    assert ROWS <= done < ROWS * N and not out.exists()
+    capsys.readouterr()
+    assert report(out, *words) == undisturbed
+    assert f"{done} responses are scored already" in capsys.readouterr().err
+    samples = [pq.read_table(tmp_path / f"{name}.samples.parquet") for name in ("out", "whole")]
+    assert samples[0].equals(samples[1])
+    assert not list(tmp_path.glob("out.json.*"))
+
+
+def test_a_reward_that_was_changed_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reward = tmp_path / "reward.py"
+    reward.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None): return 0.5"
+    )
+    words = [f"data.path={responses(tmp_path)}", f"custom_reward_function.path={reward}"]
+    out = tmp_path / "report.json"
+    with monkeypatch.context() as patch:
+        patch.setattr("tandem.trainer.scoring.replace_file", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            report(out, *words)
+    reward.write_text(reward.read_text().replace("0.5", "1.0"))
+    assert main(["eval", f"data.output_path={out}", *words]) == 1
+    assert "custom_reward_function.path (content)=" in capsys.readouterr().err
+    measures = report(out, *words, "--overwrite")["overall"]["measures"]
+    assert measures["accuracy"]["value"] == 1.0
+    assert not [name for name in measures if name.startswith("maj")]  # this reward reads no answers
+
+
+def test_what_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = responses(tmp_path)
+
+    def refused(*words: str) -> str:
+        given = [f"data.output_path={tmp_path / 'r.json'}", *words]
+        assert main(["eval", *given]) == 1
+        return capsys.readouterr().err
+
+    assert "1 to 4, the responses to a problem" in refused(f"data.path={data}", "eval.k=5")
+    assert "missing column 'texts'" in refused(f"data.path={data}", "data.response_key=texts")
+    assert "set only with model.path" in refused(f"data.path={data}", "rollout.n=4")
+    odd = write_rows(tmp_path / "odd.parquet", [{**problem(1, 1), "data_source": "x", "responses": "2"}])
+    assert "no reward function for this data source" in refused(f"data.path={odd}")
+    none = write_rows(tmp_path / "none.parquet", [{**problem(1, 1), "responses": []}])
+    assert "row 0: responses is of type list" in refused(f"data.path={none}")

@@ -1,0 +1,184 @@
+"""`tandem generate`: what it writes, what it refuses, and that a killed run loses nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from tandem.cli.main import main
+from tandem.engines.rollout.base import SharedModule, generate
+from tandem.engines.rollout.hf import HFEngine
+from tandem.models.loading import load_policy, load_tokenizer
+from tandem.observability.journal import Journal
+from tandem.protocol import Request, SamplingParams
+from tests.support.killing import kill_half_way
+from tests.support.tiny import make_model, problem, write_rows
+
+ROWS, N, LENGTH = 12, 3, 60
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model and a file of prompts."""
+    folder = tmp_path_factory.mktemp("generate")
+    make_model(folder / "model")
+    write_rows(folder / "in.parquet", [problem(a, 7) for a in range(3, 3 + ROWS)])
+    return folder
+
+
+def words(shop: Path, out: Path, *more: str, data: str = "in.parquet") -> list[str]:
+    return [
+        f"data.path={shop / data}",
+        f"model.path={shop / 'model'}",
+        f"data.output_path={out}",
+        f"data.max_response_length={LENGTH}",
+        f"rollout.n={N}",
+        "rollout.dtype=float64",  # so that no rounding depends on what else runs
+        "trainer.device=cpu",
+        *more,
+    ]
+
+
+def run(shop: Path, out: Path, *more: str, data: str = "in.parquet") -> list[dict[str, Any]]:
+    assert main(["generate", *words(shop, out, *more, data=data)]) == 0
+    if out.suffix == ".jsonl":
+        return [json.loads(line) for line in out.read_text().splitlines()]
+    return pq.read_table(out).to_pylist()  # type: ignore[no-any-return]
+
+
+def test_the_columns_of_the_input_and_the_responses(shop: Path, tmp_path: Path) -> None:
+    rows = run(shop, tmp_path / "out.parquet", "trainer.seed=5", "rollout.top_p=0.9", "rollout.stop=z")
+    tokenizer = load_tokenizer(shop / "model")
+    engine = HFEngine(
+        device=torch.device("cpu"), max_length=128, decode=lambda ids: tokenizer.decode(list(ids))
+    )
+    engine.update_weights(SharedModule(load_policy(shop / "model", dtype=torch.float64)), 0)
+    params = SamplingParams(
+        max_tokens=LENGTH, top_p=0.9, stop=("z",), stop_token_ids=(tokenizer.eos_token_id,), seed=5
+    )
+    prompts = [tokenizer.encode(row["prompt"][0]["content"]) for row in rows]
+    requests = [Request(str(r), i, np.array(ids), params) for r, ids in enumerate(prompts) for i in range(N)]
+    samples = {sample.id: sample for sample in generate(engine, requests)}
+    source = pq.read_table(shop / "in.parquet").to_pylist()
+    for number, (row, given) in enumerate(zip(rows, source, strict=True)):
+        expected = [samples[str(number), i] for i in range(N)]
+        assert {name: row[name] for name in given} == given
+        assert row["response_ids"] == [sample.token_ids.tolist() for sample in expected]
+        assert row["finish_reasons"] == [sample.finish_reason for sample in expected]
+        for found, sample in zip(row["response_log_probs"], expected, strict=True):
+            np.testing.assert_allclose(found, sample.log_probs, atol=1e-6)
+        texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in row["response_ids"]]
+        assert row["responses"] == texts
+    assert {reason for row in rows for reason in row["finish_reasons"]} == {"stop", "length"}
+
+
+def test_conversations_texts_and_ids_in_parquet_and_json_lines(shop: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(shop / "model")
+    questions = [row["prompt"][0]["content"] for row in pq.read_table(shop / "in.parquet").to_pylist()]
+    write_rows(tmp_path / "ids.parquet", [{"tokens": tokenizer.encode(text)} for text in questions])
+    lines = [json.dumps({"id": i, "text": text}) for i, text in enumerate(questions)]
+    (tmp_path / "texts.jsonl").write_text("\n".join(lines) + "\n")
+    chats = run(shop, tmp_path / "a.jsonl")
+    texts = run(shop, tmp_path / "b.jsonl", "data.prompt_key=text", data=str(tmp_path / "texts.jsonl"))
+    ids = run(shop, tmp_path / "c.parquet", "data.prompt_key=tokens", data=str(tmp_path / "ids.parquet"))
+    for column in ("responses", "response_ids", "finish_reasons"):
+        assert [r[column] for r in chats] == [r[column] for r in texts] == [r[column] for r in ids]
+    assert [row["id"] for row in texts] == list(range(ROWS))
+
+
+def test_a_killed_run_goes_on_where_it_was(
+    shop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slow = ("rollout.max_num_seqs=2", "rollout.temperature=0.8")
+    undisturbed = run(shop, tmp_path / "whole.parquet", *slow)
+    out = tmp_path / "out.parquet"
+    journal = tmp_path / "out.parquet.work.jsonl"
+    done = kill_half_way(["generate", *words(shop, out, *slow)], journal, pieces=ROWS * N // 3)
+    assert not out.exists()
+    assert 0 < done < ROWS * N
+    appended: list[Any] = []
+    append = Journal.append
+
+    def noted(journal: Journal, entries: Any) -> None:
+        new = list(entries)
+        appended.extend(new)
+        append(journal, new)
+
+    monkeypatch.setattr(Journal, "append", noted)
+    assert run(shop, out, *slow) == undisturbed
+    assert f"{done} responses are there already" in capsys.readouterr().err
+    assert len(appended) == len({(each["row"], each["sample"]) for each in appended}) == ROWS * N - done
+    assert not journal.exists()
+
+
+def unfinished(shop: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a run that an error ended leaves behind."""
+    with monkeypatch.context() as patch:
+        patch.setattr("tandem.trainer.offline.write_rows", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            main(["generate", *words(shop, out)])
+
+
+def test_work_of_other_settings_is_refused(
+    shop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.parquet"
+    unfinished(shop, out, monkeypatch)
+    assert main(["generate", *words(shop, out, "rollout.n=2")]) == 1
+    said = capsys.readouterr().err
+    assert "rollout.n=2" in said and "rollout.n=3" in said and "--overwrite" in said
+    write_rows(tmp_path / "other.parquet", [problem(a, 8) for a in range(3, 3 + ROWS)])
+    assert main(["generate", *words(shop, out, data=str(tmp_path / "other.parquet"))]) == 1
+    assert "data.path (prompts)=" in capsys.readouterr().err
+    # How fast it goes may change: all is there, and no engine is made.
+    with monkeypatch.context() as patch:
+        patch.setattr("tandem.trainer.offline.make_rollout_engine", lambda *_, **__: 1 / 0)
+        whole = run(shop, out, "rollout.max_num_seqs=1")
+    assert run(shop, out, "rollout.n=2", "--overwrite") == [
+        {name: value[:2] if name in NEW else value for name, value in row.items()} for row in whole
+    ]
+
+
+NEW = ("responses", "response_ids", "response_log_probs", "finish_reasons")
+
+
+def test_what_it_refuses(shop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.jsonl"
+    out.write_text("mine\n")
+
+    def refused(*more: str, out: Path = out, data: str = "in.parquet") -> str:
+        assert main(["generate", *words(shop, out, *more, data=data)]) == 1
+        return capsys.readouterr().err
+
+    assert "the output is there already" in refused()
+    assert out.read_text() == "mine\n"
+    assert "did you mean rollout.temperature?" in refused("rollout.temprature=1")
+    assert "data.path: no such file" in refused(data="none.parquet")
+    assert "ends in .parquet or .jsonl" in refused(out=tmp_path / "out.csv")
+    write_rows(tmp_path / "clash.parquet", [{"prompt": "1+1=", "responses": "2"}])
+    fresh = tmp_path / "fresh.jsonl"
+    assert "responses: the data have a column" in refused(out=fresh, data=str(tmp_path / "clash.parquet"))
+    write_rows(tmp_path / "bytes.parquet", [{"prompt": "1+1=", "image": b"\x00"}])
+    assert "image: bytes cannot be written as JSON" in refused(
+        out=fresh, data=str(tmp_path / "bytes.parquet")
+    )
+    write_rows(tmp_path / "ids.parquet", [{"prompt": [3]}, {"prompt": []}, {"prompt": [-1]}])
+    said = refused(out=fresh, data=str(tmp_path / "ids.parquet"))
+    assert (
+        "row 1: prompt: not a list of at least one token id" in said and "row 2: prompt: a negative" in said
+    )
+    assert not fresh.exists() and not list(tmp_path.glob("fresh*"))
+
+
+def test_verls_names_work(shop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = words(shop, tmp_path / "o.jsonl", "data.n_samples=2", "rollout.response_length=9", "--dry-run")
+    assert main(["generate", *(w for w in given if not w.startswith(("rollout.n=", "data.max_resp")))]) == 0
+    shown, said = capsys.readouterr()
+    assert "'n': 2" in shown and "max_response_length: 9" in shown
+    assert "data.n_samples is deprecated: use rollout.n=2." in said
