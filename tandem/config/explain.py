@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from tandem.config.deprecated import DEPRECATED
+from tandem.config.generate import EvalConfig, GenerateConfig
 from tandem.config.root import TrainConfig
 from tandem.config.schema import Key, keys, sections, shown, unknown_key
 from tandem.config.section import Section
 from tandem.config.sft import SFTConfig
 
-COMMANDS: Mapping[str, type[Section]] = {"tandem train": TrainConfig, "tandem sft": SFTConfig}
+COMMANDS: Mapping[str, type[Section]] = {
+    "tandem train": TrainConfig,
+    "tandem sft": SFTConfig,
+    "tandem generate": GenerateConfig,
+    "tandem eval": EvalConfig,
+}
 
 
 def explain(name: str) -> str:

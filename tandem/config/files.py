@@ -40,7 +40,7 @@ def files(*names: str) -> Rule[Any]:
     return Rule(names, check)
 
 
-def reward_file(config: TrainConfig, changed: frozenset[str]) -> Iterator[ConfigError]:
+def reward_file(config: Any, changed: frozenset[str]) -> Iterator[ConfigError]:
     """A reward function's file exists; the dotted name of a module is looked up when it is loaded."""
     field, path = "custom_reward_function.path", config.custom_reward_function.path
     if path is not None and (path.endswith(".py") or os.sep in path) and not os.path.isfile(path):

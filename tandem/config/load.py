@@ -12,7 +12,9 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from tandem.config.check import Findings, check_sft, check_train
+from tandem.config.check_offline import check_eval, check_generate
 from tandem.config.deprecated import DEPRECATED, Deprecated, modernise
+from tandem.config.generate import OTHER_NAMES, EvalConfig, GenerateConfig
 from tandem.config.root import TrainConfig
 from tandem.config.schema import REQUIRED, Key, keys, nested, sections, shown, unknown_key, value_at
 from tandem.config.section import Section, nearest_remedy
@@ -54,6 +56,16 @@ def load_train_config(path: str | None = None, overrides: Sequence[str] = ()) ->
 def load_sft_config(path: str | None = None, overrides: Sequence[str] = ()) -> Loaded[SFTConfig]:
     """The config of `tandem sft`; as `load_train_config`."""
     return _load(SFTConfig, check_sft, {}, path, overrides)
+
+
+def load_generate_config(path: str | None = None, overrides: Sequence[str] = ()) -> Loaded[GenerateConfig]:
+    """The config of `tandem generate`; as `load_train_config`."""
+    return _load(GenerateConfig, check_generate, OTHER_NAMES, path, overrides)
+
+
+def load_eval_config(path: str | None = None, overrides: Sequence[str] = ()) -> Loaded[EvalConfig]:
+    """The config of `tandem eval`; as `load_train_config`."""
+    return _load(EvalConfig, check_eval, OTHER_NAMES, path, overrides)
 
 
 def to_dict(config: Section) -> dict[str, Any]:

@@ -46,7 +46,13 @@ AGGREGATIONS = (
 
 KL_KINDS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 
-ROLLOUT_ENGINES = ("native", "hf")
+ROLLOUT_ENGINES = ("native", "hf", "vllm", "openai", "sglang", "tgi")
+
+SERVER_ENGINES = ("openai", "sglang", "tgi")
+"""Those that run on servers."""
+
+FIXED_WEIGHTS = ("openai", "tgi")
+"""Those that cannot be given new weights."""
 
 LOGGERS = (
     "console",

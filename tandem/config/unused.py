@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from tandem.config.generate import EvalConfig
 from tandem.config.optim import OptimConfig
 from tandem.config.root import TrainConfig
 from tandem.config.schema import value_at
 from tandem.config.section import Section
 from tandem.config.sft import SFTConfig
-from tandem.config.tables import loss_options, needs
+from tandem.config.tables import SERVER_ENGINES, loss_options, needs
 from tandem.errors import ConfigError
 
 C = TypeVar("C", bound=Section)
@@ -135,11 +136,39 @@ def _cut(by_tokens: str, samples: str, tokens: str) -> list[Use[Any]]:
     ]
 
 
+def _with_engine(at: str, names: Sequence[str], engines: Sequence[str]) -> Use[Any]:
+    """Keys of the rollout section, which lies at path `at`, that only these engines read."""
+    name = f"{at}.name"
+    return Use(
+        tuple(f"{at}.{key}" for key in names),
+        (name,),
+        lambda config: value_at(config, name) in engines,
+        f"with {name}={' or '.join(engines)}",
+    )
+
+
+def _engine_errors(at: str) -> list[Use[Any]]:
+    return [_with_engine(at, ("mode",), ("vllm",)), _with_engine(at, ("server.",), SERVER_ENGINES)]
+
+
+def _engine_notices(at: str) -> list[Use[Any]]:
+    native = ("runner", "block_size", "num_gpu_blocks_override", "enable_chunked_prefill")
+    in_process = ("gpu_memory_utilization", "enable_prefix_caching", "enforce_eager")
+    return [_with_engine(at, native, ("native",)), _with_engine(at, in_process, ("native", "vllm"))]
+
+
 _RESUME: Use[Any] = Use(
     ("trainer.resume_from_path",),
     ("trainer.resume_mode",),
     lambda config: config.trainer.resume_mode == "resume_path",
     "with trainer.resume_mode=resume_path",
+)
+
+_REWARD_FUNCTION: Use[Any] = Use(
+    ("custom_reward_function.name", "custom_reward_function.reward_kwargs"),
+    ("custom_reward_function.path",),
+    lambda config: config.custom_reward_function.path is not None,
+    "with custom_reward_function.path",
 )
 
 _PROCESSES = tuple(
@@ -190,18 +219,14 @@ TRAIN_ERRORS: list[Use[TrainConfig]] = [
         _scales,
         f"with {ACTOR}.loss_agg_mode=seq-mean-token-sum-norm",
     ),
-    Use(
-        ("custom_reward_function.name", "custom_reward_function.reward_kwargs"),
-        ("custom_reward_function.path",),
-        lambda config: config.custom_reward_function.path is not None,
-        "with custom_reward_function.path",
-    ),
+    _REWARD_FUNCTION,
     Use(
         ("trainer.critic_warmup",),
         ("algorithm.adv_estimator",),
         lambda config: config.needs_critic,
         "with an algorithm.adv_estimator that has a critic",
     ),
+    *_engine_errors(ROLLOUT),
     *_schedule(f"{ACTOR}.optim", lambda config: config.actor_rollout_ref.actor.optim),
     *_schedule("critic.optim", lambda config: config.critic.optim),
     _RESUME,
@@ -251,16 +276,28 @@ TRAIN_NOTICES: list[Use[TrainConfig]] = [
         "with data.val_files",
     ),
     Use(
-        tuple(f"{ROLLOUT}.val_kwargs.{name}" for name in ("temperature", "top_k", "top_p")),
+        tuple(f"{ROLLOUT}.val_kwargs.{name}" for name in ("temperature", "top_k", "top_p", "min_p")),
         (f"{ROLLOUT}.val_kwargs.do_sample",),
         lambda config: config.actor_rollout_ref.rollout.val_kwargs.do_sample,
         f"with {ROLLOUT}.val_kwargs.do_sample=true (without it validation is greedy)",
     ),
     Use(
-        tuple(f"{ROLLOUT}.{name}" for name in ("runner", "gpu_memory_utilization")),
-        (f"{ROLLOUT}.name",),
-        lambda config: config.actor_rollout_ref.rollout.name == "native",
-        f"with {ROLLOUT}.name=native",
+        (f"{ROLLOUT}.min_tokens", f"{ROLLOUT}.val_kwargs.min_tokens"),
+        (f"{ROLLOUT}.ignore_eos", f"{ROLLOUT}.stop"),
+        lambda config: (
+            not config.actor_rollout_ref.rollout.ignore_eos or bool(config.actor_rollout_ref.rollout.stop)
+        ),
+        f"with {ROLLOUT}.ignore_eos=false, or with {ROLLOUT}.stop",
+    ),
+    *_engine_notices(ROLLOUT),
+    Use(
+        (f"{ROLLOUT}.update_weights_bucket_megabytes",),
+        ("trainer.resource_pools", "trainer.placement", "trainer.worker_classes"),
+        lambda config: (
+            config.trainer.placed("rollout") != config.trainer.placed("actor")
+            or not {"actor", "rollout"}.isdisjoint(config.trainer.worker_classes)
+        ),
+        "where actor and rollout are apart",
     ),
     Use(("data.seed",), ("data.shuffle",), lambda config: config.data.shuffle, "with data.shuffle=true"),
     *_cut(
@@ -298,4 +335,33 @@ SFT_ERRORS: list[Use[SFTConfig]] = [*_schedule("optim", lambda config: config.op
 SFT_NOTICES: list[Use[SFTConfig]] = [
     Use(("data.seed",), ("data.shuffle",), lambda config: config.data.shuffle, "with data.shuffle=true"),
     *_cut("use_dynamic_bsz", "micro_batch_size_per_gpu", "max_token_len_per_gpu"),
+]
+
+_PROMPTS = (
+    "prompt_key",
+    "max_prompt_length",
+    "max_response_length",
+    "filter_overlong_prompts",
+    "truncation",
+    "apply_chat_template_kwargs",
+)
+
+OFFLINE_ERRORS: list[Use[Any]] = _engine_errors("rollout")
+OFFLINE_NOTICES: list[Use[Any]] = _engine_notices("rollout")
+
+EVAL_ERRORS: list[Use[EvalConfig]] = [
+    *OFFLINE_ERRORS,
+    Use(
+        ("rollout.", "model.", "trainer.device", *(f"data.{name}" for name in _PROMPTS)),
+        ("model.path",),
+        lambda config: config.model.path is not None,
+        "with model.path",
+    ),
+    Use(
+        ("data.response_key",),
+        ("model.path",),
+        lambda config: config.model.path is None,
+        "without model.path, where the responses are in the data",
+    ),
+    _REWARD_FUNCTION,
 ]

@@ -16,7 +16,7 @@ def test_everything_wrong_is_said_at_once(tmp_path):
     with pytest.raises(ConfigErrors) as caught:
         load_train_config(
             str(path),
-            ["broken", f"{A}.ppo_mini_batch_size=1000", "algorithm.adv_estimator=grop", f"{R}.name=vllm"],
+            ["broken", f"{A}.ppo_mini_batch_size=1000", "algorithm.adv_estimator=grop", f"{R}.name=vlm"],
         )
     assert [(error.field, error.message) for error in caught.value.errors] == [
         (None, "not an override"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tandem.config.tables import ROLLOUT_ENGINES
+
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 GRPO = ("algorithm.adv_estimator=grpo", f"{R}.n=4")
 
@@ -143,12 +145,12 @@ WRONG = {
         "or a list of such",
         "did you mean wandb?",
     ),
-    "absent rollout engine": (
-        [f"{R}.name=sglang"],
+    "rollout engine": (
+        [f"{R}.name=natve"],
         f"{R}.name",
         "unknown value",
-        "one of native, hf",
-        f"this build has native and hf: set {R}.name=native",
+        f"one of {', '.join(ROLLOUT_ENGINES)}",
+        "did you mean native?",
     ),
     "absent training engine": (
         [f"{A}.strategy=megatron"],

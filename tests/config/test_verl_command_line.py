@@ -94,9 +94,8 @@ def test_the_user_hears_only_of_superseded_sizes(loaded, engine):
         )
     ]
     if engine == "hf":
-        expected.insert(
-            0, f"{at}.rollout.gpu_memory_utilization: no effect; counts only with {at}.rollout.name=native."
-        )
+        only = f"counts only with {at}.rollout.name=native or vllm."
+        expected.insert(0, f"{at}.rollout.gpu_memory_utilization: no effect; {only}")
     assert list(loaded.notices) == expected
 
 
@@ -125,6 +124,7 @@ def test_what_this_build_cannot_do_is_refused_all_at_once(errors, train_file, mo
     ).replace("tensor_model_parallel_size=1", "tensor_model_parallel_size=2")
     assert set(errors(*original.format(data=train_file, model=model, engine="sglang").split())) == {
         "actor_rollout_ref.actor.ulysses_sequence_parallel_size",
-        "actor_rollout_ref.rollout.name",
+        "actor_rollout_ref.rollout.server.urls",
+        "actor_rollout_ref.rollout.server.weights_folder",
         "actor_rollout_ref.rollout.tensor_model_parallel_size",
     }

@@ -1,3 +1,5 @@
+from importlib.util import find_spec
+
 import pytest
 import torch
 
@@ -17,13 +19,34 @@ def test_engines_by_name(name, kind):
     assert isinstance(engine, kind)
 
 
-@pytest.mark.parametrize(
-    ("name", "message"), [("vllm", "does not have that engine"), ("nativ", "unknown rollout engine")]
-)
-def test_other_names_are_refused(name, message):
-    with pytest.raises(ConfigError, match=message) as caught:
-        make_rollout_engine(name, RolloutConfig(), **OPTIONS, log=None)
+def test_other_names_are_refused():
+    with pytest.raises(ConfigError, match="unknown rollout engine") as caught:
+        make_rollout_engine("nativ", RolloutConfig(), **OPTIONS, log=None)
     assert caught.value.field == "actor_rollout_ref.rollout.name"
+
+
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed")
+def test_vllm_that_is_not_installed():
+    with pytest.raises(ConfigError, match="not installed") as caught:
+        make_rollout_engine("vllm", RolloutConfig(), **OPTIONS, log=None, model_path="m", dtype=torch.float32)
+    assert "pip install 'tandem[vllm]'" in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype", "field"),
+    [
+        ({}, torch.float64, "actor_rollout_ref.actor.fsdp_config.dtype"),
+        (
+            {"mode": "server", "logprobs_mode": "raw_logprobs"},
+            torch.float32,
+            "actor_rollout_ref.rollout.logprobs_mode",
+        ),
+    ],
+)
+def test_what_vllm_has_not(config, dtype, field):
+    with pytest.raises(ConfigError) as caught:
+        make_rollout_engine("vllm", RolloutConfig(**config), **OPTIONS, log=None, model_path="m", dtype=dtype)
+    assert caught.value.field == field
 
 
 @pytest.mark.parametrize("name", ["native", "hf"])

@@ -1,0 +1,259 @@
+"""Rollout throughput of the native engine against vLLM and transformers' `generate`, in one run.
+
+Prompts of 32 tokens, 16 to 192 new tokens each, sampled at temperature 1 with the log-prob of every token:
+64 prompts once, and 256 prompts 8 times. vLLM runs in an environment of its own (`make peers`), as a
+process that stays up, so that the engines take turns within the same minutes; it has the same weights,
+lengths, threads, dtype and most rows as Tandem, and enforce_eager. Each engine is warmed up on a few prompts;
+the best round counts, so that a busy moment of the machine hurts none. Useful tokens are those that were
+asked for: `generate`, which gives no log-probs, runs its padded batches until the longest response is done.
+
+Floors are the time of the model's matrix products alone, in Tandem's process: "full" with all rows busy at
+every step, "ramp" with the rows that are really there, step by step, from the first to the last response.
+Neither counts the prompts.
+
+    python benchmarks/rollout_vs_vllm.py [--sizes 3.2M 30M 107M] [--dtypes bf16 fp32] [--workloads 64x1 256x8]
+        [--engines tandem vllm hf] [--quick] [--out FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from peers.sides import Side
+from rollout_vs_hf import (
+    DTYPES,
+    LONGEST,
+    PROMPT_LENGTH,
+    SHORTEST,
+    SIZES,
+    build,
+    machine,
+    matmuls,
+    run_hf,
+    seconds,
+)
+from transformers import PreTrainedModel
+
+from tandem.device import choose_device, set_threads
+from tandem.engines.rollout.base import SharedModule, generate
+from tandem.engines.rollout.native.engine import NativeEngine
+from tandem.protocol import Request, SamplingParams
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "rollout_vs_vllm.json"
+MAX_NUM_SEQS = 256
+KV_CACHE_GIB = 4
+WARM_UP_PROMPTS = 16
+WORKLOADS = {"64x1": (64, 1), "256x8": (256, 8)}
+QUICK = {"8x1": (8, 1), "16x2": (16, 2)}
+ENGINES = ("tandem", "vllm", "hf")
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+"""At which the matrix products are timed; between them their time is interpolated."""
+
+
+def make_requests(vocabulary: int, prompts: int, n: int) -> list[Request]:
+    """The samples of a prompt have different lengths."""
+    rng = np.random.default_rng(0)
+    ids = [rng.integers(0, vocabulary, size=PROMPT_LENGTH) for _ in range(prompts)]
+    lengths = rng.integers(SHORTEST, LONGEST + 1, size=(prompts, n))
+    return [
+        Request(str(row), sample, ids[row], SamplingParams(max_tokens=int(lengths[row, sample])))
+        for row in range(prompts)
+        for sample in range(n)
+    ]
+
+
+def run_tandem(module: PreTrainedModel, requests: Sequence[Request], device: torch.device) -> None:
+    """One generation phase as in training: weights handed over, cache made, all written, cache freed."""
+    engine = NativeEngine(device=device, max_length=PROMPT_LENGTH + LONGEST, max_num_seqs=MAX_NUM_SEQS)
+    engine.update_weights(SharedModule(module), 0)
+    samples = generate(engine, requests)
+    assert [len(s.token_ids) for s in samples] == [r.params.max_tokens for r in requests]
+    engine.sleep()
+
+
+def run_batches(module: PreTrainedModel, requests: Sequence[Request], device: torch.device) -> None:
+    for start in range(0, len(requests), MAX_NUM_SEQS):
+        run_hf(module, requests[start : start + MAX_NUM_SEQS], device)
+
+
+def rows_by_step(lengths: Sequence[int], most: int) -> np.ndarray:
+    """(S) sequences that are written to at each step, if each that ends is replaced at once."""
+    ends: list[int] = []
+    running = np.zeros(sum(lengths) + 1, dtype=np.int64)
+    last = 0
+    for length in lengths:
+        start = heapq.heappop(ends) if len(ends) == most else 0
+        heapq.heappush(ends, start + length)
+        running[start : start + length] += 1
+        last = max(last, start + length)
+    return running[:last]
+
+
+def floors(
+    module: PreTrainedModel, lengths: Sequence[int], device: torch.device, repeats: int
+) -> dict[str, float]:
+    """Tokens/s if there were nothing but matrix products."""
+    most = min(MAX_NUM_SEQS, len(lengths))
+    grid = [rows for rows in ROWS if rows < most] + [most]
+    took = []
+    for rows in grid:
+        step = matmuls(module, rows, device)
+        took.append(min(seconds(step, device) for _ in range(5 * repeats + 1)))
+    ramp = np.interp(rows_by_step(lengths, most), grid, took).sum()
+    return {"full": most / took[-1], "ramp": sum(lengths) / float(ramp)}
+
+
+class VLLM:
+    """The peer's process, with one model.
+
+    Args:
+        log: takes what it prints.
+    """
+
+    def __init__(self, module: PreTrainedModel, dtype: str, threads: int, log: Path) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            module.save_pretrained(folder)
+            self._side = Side(
+                [str(ROOT / ".peers/vllm/bin/python"), str(ROOT / "benchmarks/peers/vllm_rollout.py")],
+                log,
+                OMP_NUM_THREADS=str(threads),
+                VLLM_CPU_OMP_THREADS_BIND="nobind",
+                VLLM_CPU_KVCACHE_SPACE=str(KV_CACHE_GIB),
+                VLLM_ENABLE_V1_MULTIPROCESSING="0",
+            )
+            self._side.ask(
+                "open",
+                model=folder,
+                dtype={"bf16": "bfloat16", "fp32": "float32"}[dtype],
+                max_num_seqs=MAX_NUM_SEQS,
+                max_model_len=PROMPT_LENGTH + LONGEST,
+            )
+        self.versions: dict[str, str] = self._side.ask("versions")
+
+    def run(self, requests: Sequence[Request]) -> float:
+        """Seconds from the call to the last response, in the peer's own process."""
+        took, tokens = self._side.ask(
+            "generate",
+            prompts=[request.prompt_ids.tolist() for request in requests],
+            max_tokens=[request.params.max_tokens for request in requests],
+        )
+        assert tokens == [request.params.max_tokens for request in requests]
+        return float(took)
+
+    def close(self) -> None:
+        self._side.close()
+
+
+def measure(
+    module: PreTrainedModel,
+    requests: Sequence[Request],
+    engines: Sequence[str],
+    peer: VLLM | None,
+    device: torch.device,
+    repeats: int,
+) -> dict[str, Any]:
+    """Best seconds of each engine over rounds in which they take turns, as tokens/s, beside the floors."""
+    runs: dict[str, Callable[[Sequence[Request]], float]] = {
+        "tandem": lambda given: seconds(lambda: run_tandem(module, given, device), device),
+        "hf": lambda given: seconds(lambda: run_batches(module, given, device), device),
+    }
+    if peer is not None:
+        runs["vllm"] = peer.run
+    few = [
+        replace(request, params=replace(request.params, max_tokens=SHORTEST))
+        for request in requests[:WARM_UP_PROMPTS]
+    ]
+    for name in engines:
+        runs[name](few)
+    rounds = [{name: runs[name](requests) for name in engines} for _ in range(repeats)]
+    lengths = [request.params.max_tokens for request in requests]
+    rates = {name: sum(lengths) / min(took[name] for took in rounds) for name in engines}
+    floor = floors(module, lengths, device, repeats)
+    return {
+        "useful_tokens": sum(lengths),
+        "tokens_per_s": rates,
+        "seconds_of_rounds": rounds,
+        "tandem_over": {name: rates["tandem"] / rate for name, rate in rates.items() if name != "tandem"},
+        "floor_tokens_per_s": floor,
+        "share_of_floor": {
+            name: {kind: rate / of for kind, of in floor.items()} for name, rate in rates.items()
+        },
+    }
+
+
+def line(row: dict[str, Any]) -> str:
+    parts = [f"{row['size']:>5} {row['dtype']} {row['workload']:>6}:"]
+    for name, rate in row["tokens_per_s"].items():
+        share = row["share_of_floor"][name]
+        parts.append(
+            f"{name} {rate:,.0f} tok/s ({share['ramp']:.2f} of ramp, {share['full']:.2f} of full floor)"
+        )
+    parts += [f"tandem / {name} {ratio:.2f}" for name, ratio in row["tandem_over"].items()]
+    return "  ".join(parts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument(
+        "--quick", action="store_true", help="the smallest size on a few prompts, in a minute"
+    )
+    parser.add_argument(
+        "--out", type=Path, help=f"the results as JSON; default {RESULTS.name}, with --quick none"
+    )
+    options = parser.parse_args()
+    set_threads(options.threads)
+    device = choose_device("cpu")
+    sizes, repeats, workloads = options.sizes, options.repeats, {k: WORKLOADS[k] for k in options.workloads}
+    if options.quick:
+        sizes, repeats, workloads = sizes[:1], 1, QUICK
+    engines = [name for name in ENGINES if name in {"tandem", *options.engines}]
+    results: list[dict[str, Any]] = []
+    versions: dict[str, str] = {}
+    for size in sizes:
+        for dtype in options.dtypes:
+            module = build(size, DTYPES[dtype], device)
+            log = Path(tempfile.gettempdir()) / "rollout_vs_vllm.log"
+            peer = VLLM(module, dtype, options.threads, log) if "vllm" in engines else None
+            for workload, (prompts, n) in workloads.items():
+                requests = make_requests(SIZES[size]["vocab_size"], prompts, n)
+                row = measure(module, requests, engines, peer, device, repeats)
+                parameters = sum(p.numel() for p in module.parameters())
+                results.append(
+                    {"size": size, "parameters": parameters, "dtype": dtype, "workload": workload, **row}
+                )
+                print(line(results[-1]), flush=True)
+            if peer is not None:
+                versions = peer.versions
+                peer.close()
+    out = options.out or (None if options.quick else RESULTS)
+    if out is not None:
+        report = {
+            "benchmark": "rollout_vs_vllm",
+            "machine": machine(device),
+            "peer": versions,
+            "max_num_seqs": MAX_NUM_SEQS,
+            "results": results,
+        }
+        out.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""What the contract of rollout engines is tried on: models, tokenizer, requests, the check of a sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from tandem.engines.rollout.base import RolloutEngine, WeightSource
+from tandem.engines.rollout.keyed import first_position, row_key, uniforms
+from tandem.protocol import Request, Sample, SamplingParams
+from tests.contract.reference import distribution
+
+VOCABULARY = 97
+EOS = 96
+MAX_LENGTH = 96
+STATS = {
+    "generated_tokens",
+    "prefill_tokens",
+    "decode_steps",
+    "peak_running",
+    "cache_bytes",
+    "preemptions",
+}
+
+
+@dataclass(frozen=True)
+class World:
+    """What engines are made from.
+
+    Attributes:
+        module: a random causal LM in float32, never changed.
+        other: one with other weights.
+        folder: `module` and its tokenizer as a checkpoint. Each token is one character.
+    """
+
+    module: PreTrainedModel
+    other: PreTrainedModel
+    folder: Path
+    tokenizer: PreTrainedTokenizerFast
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+
+@dataclass(frozen=True)
+class EngineKind:
+    """How an engine is made, and what of the contract it offers.
+
+    Attributes:
+        make: from the world and any of max_length, max_num_seqs, max_num_batched_tokens and logprobs_mode.
+        source: a module's weights in a form that the engine takes; None: they cannot be changed.
+        keyed: draws with this project's sampler, so that each token follows from its key.
+        untruncated: samples carry `untruncated_log_probs`.
+        modes: the `logprobs_mode`s to try.
+        tolerance: of log-probs, nats, against a full forward in float32.
+        options: of `make`, for the engine that serves all tests.
+    """
+
+    name: str
+    make: Callable[..., RolloutEngine]
+    source: Callable[[PreTrainedModel], WeightSource] | None
+    keyed: bool = True
+    untruncated: bool = True
+    modes: tuple[str, ...] = ("processed_logprobs", "raw_logprobs", "processed_logits", "raw_logits")
+    tolerance: float = 1e-4
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def make_model(seed: int) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    model = Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=VOCABULARY,
+            hidden_size=64,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=256,
+            initializer_range=0.15,  # large enough for a peaked distribution
+            tie_word_embeddings=False,
+            bos_token_id=None,
+            eos_token_id=EOS,
+        )
+    )
+    return model.float().eval()
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    tokens = [chr(0x100 + i) for i in range(EOS)] + ["<eos>"]
+    raw = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token=tokens[0]))
+    raw.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    raw.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<eos>", unk_token=tokens[0])
+
+
+def prompt(index: int, length: int | None = None) -> np.ndarray:
+    rng = np.random.default_rng(index)
+    return rng.integers(0, EOS, size=length or rng.integers(1, 30))
+
+
+def requests_of(params: SamplingParams, prompts: int, n: int = 1, name: str = "p") -> list[Request]:
+    return [Request(f"{name}{i}", j, prompt(i), params) for i in range(prompts) for j in range(n)]
+
+
+def logits_of(module: PreTrainedModel, request: Request, token_ids: np.ndarray) -> np.ndarray:
+    """(R, V) float64, the module's own before each of the tokens, by one full forward."""
+    ids = torch.from_numpy(np.concatenate((request.prompt_ids, token_ids)))[None]
+    with torch.no_grad():
+        return module(ids).logits[0, len(request.prompt_ids) - 1 : -1].double().numpy()
+
+
+def check_sample(kind: EngineKind, module: PreTrainedModel, request: Request, sample: Sample) -> None:
+    """Every token against the reference distribution at its position."""
+    assert sample.id == request.id
+    assert len(sample.log_probs) == len(sample.versions) == len(sample.token_ids)
+    params, given = request.params, request.prompt_ids.tolist()
+    numbers = uniforms(
+        np.full(len(sample.token_ids), row_key(request), dtype=np.uint64),
+        first_position(request) + np.arange(len(sample.token_ids)),
+    )
+    for t, logits in enumerate(logits_of(module, request, sample.token_ids)):
+        token, written = sample.token_ids[t], sample.token_ids[:t].tolist()
+        expected = distribution(logits, params, given, written)
+        assert expected.probabilities[token] > 0, (params, t)
+        assert sample.log_probs[t] == pytest.approx(np.log(expected.probabilities[token]), abs=kind.tolerance)
+        if params.greedy:
+            assert expected.probabilities[token] >= expected.probabilities.max() - kind.tolerance
+        elif kind.keyed:
+            low = expected.probabilities[:token].sum()
+            assert low - kind.tolerance <= numbers[t] <= low + expected.probabilities[token] + kind.tolerance
+        if kind.untruncated:
+            assert sample.untruncated_log_probs is not None
+            assert sample.untruncated_log_probs[t] == pytest.approx(
+                np.log(expected.whole[token]), abs=kind.tolerance
+            )
+
+
+LIKELY = tuple((token, 3.0) for token in range(0, 20, 4))
+PARAMS = {
+    "plain": SamplingParams(max_tokens=10),
+    "hot": SamplingParams(temperature=1.7, max_tokens=10),
+    "cold": SamplingParams(temperature=0.5, max_tokens=10, seed=4),
+    "greedy": SamplingParams(temperature=0.0, max_tokens=10),
+    "top_k": SamplingParams(temperature=0.8, top_k=5, max_tokens=10),
+    "top_p": SamplingParams(top_p=0.7, max_tokens=10),
+    "min_p": SamplingParams(min_p=0.1, max_tokens=10),
+    "repetition": SamplingParams(repetition_penalty=1.8, max_tokens=14),
+    "presence": SamplingParams(presence_penalty=1.5, logit_bias=LIKELY, max_tokens=14),
+    "frequency": SamplingParams(frequency_penalty=1.2, logit_bias=LIKELY, max_tokens=14),
+    "rewarded": SamplingParams(repetition_penalty=0.6, frequency_penalty=-1.0, max_tokens=14),
+    "bias": SamplingParams(logit_bias=((7, 5.0), (8, -4.0), (90, 4.5)), max_tokens=10),
+    "min_tokens": SamplingParams(min_tokens=8, stop_token_ids=tuple(range(0, 90, 2)), max_tokens=12),
+    "greedy_edited": SamplingParams(
+        temperature=0.0, repetition_penalty=2.0, presence_penalty=1.0, logit_bias=LIKELY, max_tokens=14
+    ),
+    "everything": SamplingParams(
+        temperature=1.3,
+        min_p=0.02,
+        top_k=30,
+        top_p=0.9,
+        repetition_penalty=1.3,
+        presence_penalty=0.4,
+        frequency_penalty=0.3,
+        min_tokens=4,
+        stop_token_ids=(3, 40, 41),
+        logit_bias=((3, 2.0), (40, 2.0), (50, 1.0)),
+        max_tokens=14,
+        seed=9,
+    ),
+}

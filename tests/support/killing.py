@@ -1,0 +1,41 @@
+"""Commands of Tandem in processes of their own, killed half way."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tandem.observability.files import whole_lines
+
+LIMIT_S = 120.0
+
+
+def kill_half_way(words: Sequence[str], journal: Path, pieces: int) -> int:
+    """Runs `tandem` and kills it with SIGKILL once a journal holds that many pieces of work.
+
+    Returns:
+        the pieces it holds afterwards.
+
+    Raises:
+        AssertionError: the process ended by itself, or the pieces did not come.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tandem", *words],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    deadline = time.monotonic() + LIMIT_S
+    try:
+        while not journal.exists() or len(whole_lines(journal)) <= pieces:
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+    finally:
+        process.kill()
+        process.communicate(timeout=60)
+    return len(whole_lines(journal)) - 1
