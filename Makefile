@@ -39,10 +39,14 @@ test-vllm: .peers/vllm/.tandem-installed ## the tests of the vLLM engine, in an 
 stress: $(DEV) ## 10,000 random requests on a tiny cache, each as if it were alone; ARGS='--requests N'
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.engines.rollout.stress $(ARGS)
 
-bench: $(DEV) .peers/trl/.installed ## the performance claims, each against its peer
+bench: $(DEV) peers ## the performance claims, each against its peer
 	$(BIN)/python benchmarks/rollout_vs_hf.py
+	$(BIN)/python benchmarks/rollout_vs_vllm.py
 	$(BIN)/python benchmarks/grpo_step_vs_trl.py
 	$(BIN)/python benchmarks/reward_vs_trl.py
+	$(BIN)/python benchmarks/dispatch.py
+	$(BIN)/python benchmarks/controller_traffic.py
+	$(BIN)/python benchmarks/weight_sync.py
 
 peers: .peers/trl/.installed .peers/verl/.installed .peers/vllm/.installed ## what we measure ourselves against
 

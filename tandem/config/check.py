@@ -355,7 +355,7 @@ TRAIN_RULES: list[Rule[TrainConfig]] = [
     Rule(("trainer.cluster.address",), placement.address),
     unsplit(f"{ACTOR}.ulysses_sequence_parallel_size", "each sequence"),
     unsplit("critic.ulysses_sequence_parallel_size", "each sequence"),
-    unsplit(f"{ROLLOUT}.tensor_model_parallel_size", "each layer of the rollout engine"),
+    Rule((f"{ROLLOUT}.tensor_model_parallel_size", f"{ROLLOUT}.name", *_PLACES), placement.rollout_split),
     servers(ROLLOUT, training=True),
     Rule(("algorithm.adv_estimator", f"{ROLLOUT}.n"), _group_size),
     Rule(("algorithm.adv_estimator", f"{ACTOR}.policy_loss.loss_mode"), _options),

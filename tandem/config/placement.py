@@ -75,6 +75,28 @@ def devices(config: TrainConfig, changed: Changed) -> Iterator[ConfigError]:
         )
 
 
+def rollout_split(config: TrainConfig, changed: Changed) -> Iterator[ConfigError]:
+    """The devices that split the rollout engine's layers against the engine and its pool."""
+    rollout, field = config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout.tensor_model_parallel_size"
+    size, devices = rollout.tensor_model_parallel_size, config.trainer.devices_of("rollout")
+    if size > 1 and rollout.name != "native":
+        yield ConfigError(
+            f"this build keeps each layer of rollout.name={rollout.name} on one device",
+            field=field,
+            got=size,
+            expected="1; further devices take further samples",
+            remedy=f"set {field}=1, or actor_rollout_ref.rollout.name=native",
+        )
+    elif devices % size:
+        yield ConfigError(
+            "the rollout's devices cannot be shared out in groups of this size",
+            field=field,
+            got=f"{size}, of {devices} devices",
+            expected=f"a divisor of {devices}",
+            remedy=f"set {field}=1, or change the number of devices",
+        )
+
+
 def address(config: TrainConfig, changed: Changed) -> Iterator[ConfigError]:
     given = config.trainer.cluster.address
     if given in (None, "auto") or ("://" not in given and re.fullmatch(r"\S+:\d+", given)):

@@ -133,7 +133,7 @@ class EngineConfig(SamplingSection):
         ge=1,
     )
     tensor_model_parallel_size: int = key(
-        1, "devices that share the engine's weights", read_by="config", ge=1
+        1, "devices that split each layer of the native engine", read_by="workers.actor", ge=1
     )
     disable_log_stats: bool = key(True, "keep the engine's progress lines out of the log", read_by=ENGINE)
     runner: Literal["auto", "fused", "module"] = key(

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from transformers import PreTrainedTokenizerBase
+import torch.distributed as dist
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from tandem.config.fsdp import FSDPConfig
 from tandem.config.optim import OptimConfig
@@ -25,6 +26,7 @@ from tandem.engines.rollout.base import (
     WeightStream,
     finished,
 )
+from tandem.engines.rollout.native.tensor_parallel import WHOLE, TensorParallel
 from tandem.engines.rollout.registry import make_rollout_engine
 from tandem.engines.train.base import TrainEngine
 from tandem.engines.train.fsdp import FSDPEngine
@@ -36,12 +38,7 @@ from tandem.protocol import DataProto, Ragged, Request, Sample, SamplingParams
 from tandem.runtime import Dispatch, Part, register
 from tandem.workers.base import EngineWorker, micro_batching
 from tandem.workers.losses import ActorLoss
-from tandem.workers.probes import (
-    add_evidence,
-    add_rollout_gap,
-    difference_limit,
-    gap_columns,
-)
+from tandem.workers.probes import add_evidence, add_rollout_gap, difference_limit, gap_columns
 from tandem.workers.samples import requests_of, rollout_batch
 
 PolicyPart = Literal["actor", "rollout", "ref"]
@@ -130,12 +127,15 @@ class ActorWorker(EngineWorker):
 
     def _rollout_engine(self, tokenizer: PreTrainedTokenizerBase) -> RolloutEngine:
         rollout, data = self._config.actor_rollout_ref.rollout, self._config.data
+        split = self._split(rollout.tensor_model_parallel_size)
         engine = make_rollout_engine(
             rollout.name,
             rollout,
             tokenizer=tokenizer,
             device=self.device,
             max_length=data.max_prompt_length + data.max_response_length,
+            share=(self.rank, self.world_size),
+            split=split,
             model_path=self._config.actor_rollout_ref.model.path,
             dtype=self._engine("actor", "rollout").compute_dtype,
             log=functools.partial(ActorWorker.say, weakref.proxy(self)),  # so that no engine keeps its worker
@@ -151,11 +151,25 @@ class ActorWorker(EngineWorker):
             )
         return engine
 
+    def _split(self, size: int) -> TensorParallel:
+        """Joins the workers that split the rollout engine's layers, neighbours by rank."""
+        place = self.rank % size
+        self.register_mesh("rollout", self.rank // size, self.world_size // size, collects=place == 0)
+        if size == 1:
+            return WHOLE
+        groups = [dist.new_group(range(first, first + size)) for first in range(0, self.world_size, size)]
+        split = TensorParallel(place, size, groups[self.rank // size])
+        split.check(AutoConfig.from_pretrained(self._config.actor_rollout_ref.model.path))
+        return split
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def take_observed(self) -> Metrics:
         """See `EngineWorker.take_observed`; with it what the rollout engine counted, `rollout/COUNTER`."""
         observed = super().take_observed()
-        for name, value in self._rollout.stats().items() if self._rollout else ():
+        counted = self._rollout.stats() if self._rollout else {}
+        if counted and not self.meshes()["rollout"].collects:
+            return observed  # another rank has counted the same
+        for name, value in counted.items():
             add = observed.add_max if name in _OF_THE_BUSIEST else observed.add_sum
             add(f"rollout/{name}", value)
         return observed
@@ -177,7 +191,7 @@ class ActorWorker(EngineWorker):
             remedy="call the method on the group whose workers were made with that part",
         )
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, blocking=False, mesh="rollout")
     def generate_sequences(self, prompts: DataProto, n: int, params: SamplingParams) -> DataProto:
         """n responses to each prompt, prompt by prompt.
 
@@ -190,7 +204,7 @@ class ActorWorker(EngineWorker):
         samples = [done[request.id] for request in requests]
         return self._batch(prompts.repeat(n), requests, samples, params)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, stream=True)
+    @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, stream=True, mesh="rollout")
     def stream_sequences(self, prompts: DataProto, n: int, params: SamplingParams) -> Iterator[Part]:
         """The rows of `generate_sequences`, in parts of about a quarter of this worker's share, as they
         are finished. An empty share has no parts."""

@@ -233,9 +233,16 @@ WRONG = {
     "tensor parallel": (
         [f"{R}.tensor_model_parallel_size=2"],
         f"{R}.tensor_model_parallel_size",
-        "this build keeps each layer of the rollout engine on one device",
+        "the rollout's devices cannot be shared out in groups of this size",
+        "a divisor of 1",
+        f"set {R}.tensor_model_parallel_size=1, or change the number of devices",
+    ),
+    "tensor parallel of another engine": (
+        [f"{R}.tensor_model_parallel_size=2", f"{R}.name=hf", "trainer.n_gpus_per_node=2"],
+        f"{R}.tensor_model_parallel_size",
+        "this build keeps each layer of rollout.name=hf on one device",
         "1; further devices take further samples",
-        f"set {R}.tensor_model_parallel_size=1",
+        f"set {R}.tensor_model_parallel_size=1, or actor_rollout_ref.rollout.name=native",
     ),
     "sequence parallel": (
         [f"{A}.ulysses_sequence_parallel_size=4", "trainer.n_gpus_per_node=4"],

@@ -19,7 +19,6 @@ ALL_KEYS = [key for root in ROOTS for key in keys(root).values()]
 REFUSED = {
     # one allowed value in this build, which the rules see to
     "strategy",
-    "tensor_model_parallel_size",
     "ulysses_sequence_parallel_size",
 }
 

@@ -98,13 +98,8 @@ def harmed_and_resumed(shop: Shop, name: str, harms: list[Harm], steps: int) -> 
 
 
 @pytest.mark.timeout(900)
-def test_killed_stopped_and_raising(shop: Shop) -> None:
-    harms = [
-        Harm("SIGKILL", "policy_1", "update_actor"),
-        Harm("SIGSTOP", "value_0", "values"),
-        Harm("raise", "reward_pool_0", "reward"),
-    ]
-    harmed_and_resumed(shop, "harmed", harms, steps=8)
+def test_killed_and_resumed(shop: Shop) -> None:
+    harmed_and_resumed(shop, "harmed", [Harm("SIGKILL", "policy_1", "update_actor")], steps=4)
 
 
 @pytest.mark.slow
@@ -137,7 +132,7 @@ def test_ray_ends_a_worker_for_its_memory(shop: Shop) -> None:
 @pytest.mark.timeout(600)
 def test_restarts_by_itself(shop: Shop) -> None:
     folder = shop.folder / "restarted"
-    run = RayRun.start(command(shop, "restarted", 5, "trainer.max_restarts=2"), folder)
+    run = RayRun.start(command(shop, "restarted", 4, "trainer.max_restarts=2"), folder)
     for step in (1, 2):
         run.await_phase("update_actor", after_step=step)
         before = run.pids
@@ -148,7 +143,7 @@ def test_restarts_by_itself(shop: Shop) -> None:
     printed = run.end(120)
     assert run.process.returncode == 0, printed
     assert printed.count("its process died") == 2
-    assert [row["step"] for row in read_metrics(folder / "metrics.jsonl")] == [1, 2, 3, 4, 5]
+    assert [row["step"] for row in read_metrics(folder / "metrics.jsonl")] == [1, 2, 3, 4]
     assert run.survivors() == []
 
 

@@ -32,7 +32,10 @@ FP64 = tuple(
 )
 LAYOUTS = {
     "two colocated": ("trainer.n_gpus_per_node=2",),
-    "four colocated": ("trainer.n_gpus_per_node=4",),
+    "four colocated": (
+        "trainer.n_gpus_per_node=4",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+    ),
     "apart": (
         "trainer.resource_pools={policy: [2], value: [1], scores: [1]}",
         "trainer.placement={actor_rollout: policy, critic: value, reward: scores}",

@@ -13,6 +13,7 @@ from tandem.engines.rollout.base import RolloutEngine
 from tandem.engines.rollout.hf import HFEngine
 from tandem.engines.rollout.http.make import HTTP_ENGINES, make_http_engine
 from tandem.engines.rollout.native.engine import NativeEngine
+from tandem.engines.rollout.native.tensor_parallel import WHOLE, TensorParallel
 from tandem.engines.rollout.stops import Decode
 from tandem.engines.rollout.vllm_make import make_vllm_engine
 from tandem.errors import ConfigError
@@ -29,6 +30,7 @@ def make_rollout_engine(
     max_length: int,
     log: Callable[[str], None] | None,
     share: tuple[int, int] = (0, 1),
+    split: TensorParallel = WHOLE,
     model_path: str | None = None,
     dtype: torch.dtype | None = None,
 ) -> RolloutEngine:
@@ -40,16 +42,16 @@ def make_rollout_engine(
         max_length: tokens of prompt and response together, at most.
         log: receives the engine's statistics unless `rollout.disable_log_stats`.
         share: (number, count) of the workers that divide the servers of `rollout.server` among themselves.
+        split: this worker's share of each layer (native).
         model_path: the model's folder, for an engine that makes its own (vllm).
         dtype: of the weights it will be given, for such an engine.
 
     Raises:
         ConfigError: no such engine, or one whose package is not installed.
     """
+    common: dict[str, Any] = {"max_length": max_length, "log": log}
     if name in HTTP_ENGINES:
-        return make_http_engine(
-            name, rollout, tokenizer=tokenizer, max_length=max_length, log=log, share=share
-        )
+        return make_http_engine(name, rollout, tokenizer=tokenizer, share=share, **common)
     decode = None if tokenizer is None else _decoder(tokenizer)
     if name == "vllm":
         assert model_path is not None and dtype is not None
@@ -59,8 +61,7 @@ def make_rollout_engine(
             dtype=dtype,
             decode=decode,
             device=device,
-            max_length=max_length,
-            log=log,
+            **common,
         )
     if name not in _ENGINES:
         raise ConfigError(
@@ -69,7 +70,7 @@ def make_rollout_engine(
             got=name,
             expected=" or ".join((*_ENGINES, "vllm", *HTTP_ENGINES)),
         )
-    options = _native_options(rollout) if name == "native" else {}
+    options = _native_options(rollout) | {"split": split} if name == "native" else {}
     return _ENGINES[name](
         device=device,
         max_length=max_length,

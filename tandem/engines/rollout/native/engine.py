@@ -28,6 +28,7 @@ from tandem.engines.rollout.native.memory import cache_budget, check_free, grown
 from tandem.engines.rollout.native.paged import PagedCache, bytes_per_token
 from tandem.engines.rollout.native.runner import Runner, RunnerName, make_runner
 from tandem.engines.rollout.native.scheduler import Index, Plan, Scheduler
+from tandem.engines.rollout.native.tensor_parallel import WHOLE, TensorParallel
 from tandem.engines.rollout.rows import Rows, empty_sample
 from tandem.engines.rollout.sampler import Drawn, RowParams
 from tandem.engines.rollout.stops import Decode
@@ -72,6 +73,7 @@ class NativeEngine:
         enforce_eager: on CUDA, launch the kernels of every step one by one instead of replaying graphs.
         run_ahead: whether a step is launched before the last one's tokens are fetched; None: on CUDA.
         logprobs_mode: what samples carry as `log_probs`.
+        split: this rank's share of each layer; all ranks of its group get the same requests and polls.
         decode: token ids to text, for stop strings.
         log: receives a line about every two seconds of work; None for none.
     """
@@ -95,6 +97,7 @@ class NativeEngine:
         enforce_eager: bool = False,
         run_ahead: bool | None = None,
         logprobs_mode: LogprobsMode = "processed_logprobs",
+        split: TensorParallel = WHOLE,
         decode: Decode | None = None,
         log: Callable[[str], None] | None = None,
     ) -> None:
@@ -104,6 +107,7 @@ class NativeEngine:
         self._block_size = block_size
         self._fixed_blocks = num_gpu_blocks_override
         self._runner_name: RunnerName = runner
+        self._split = split
         self._attention_name: AttentionName = attention
         self._graphs = device.type == "cuda" and not enforce_eager
         self._run_ahead = device.type == "cuda" if run_ahead is None else run_ahead
@@ -152,7 +156,7 @@ class NativeEngine:
         self._settle()
         running = list(self._rows.request[: self._rows.count])
         check_fits_model([*running, *self._scheduler.waiting], source.module)
-        runner = make_runner(self._runner_name, source.module, self._max_length)
+        runner = make_runner(self._runner_name, source.module, self._max_length, self._split)
         cache = self._cache
         if cache is not None and (cache.layers, cache.dtype) != (runner.layers, runner.dtype):
             if self._rows.count:
@@ -274,7 +278,7 @@ class NativeEngine:
         if self._fixed_blocks is not None:
             return self._fixed_blocks
         if self._budget is None:
-            self._budget = cache_budget(runner.device, self._utilization)
+            self._budget = self._split.smallest(cache_budget(runner.device, self._utilization))
         return self._budget // per_block
 
     def _too_small(self, most: int, longest: int, per_block: int) -> EngineError:

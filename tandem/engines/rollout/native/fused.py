@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from tandem.engines.rollout.native.attention import Attention
 from tandem.engines.rollout.native.ops import Heads, make_ops
 from tandem.engines.rollout.native.paged import LayerShape, StepInput
+from tandem.engines.rollout.native.tensor_parallel import WHOLE, TensorParallel, Weights
 from tandem.models.linear import can_pack, linear, pack, packed_linear
 
 _MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -61,10 +62,16 @@ class _Layer:
 class FusedRunner:
     """See `Runner`. On a CPU, query, key and value weights are joined into one matrix, gate and up into
     another, and all are copied into the layout of the product's kernels, anew for each weight version.
-    Where these copies would be large, and on other devices, the module's own weights are used."""
+    Where these copies would be large, and on other devices, the module's own weights are used.
 
-    def __init__(self, module: nn.Module, max_length: int) -> None:
+    Raises:
+        ConfigError: a model that cannot be split as `split` says.
+    """
+
+    def __init__(self, module: nn.Module, max_length: int, split: TensorParallel = WHOLE) -> None:
         config: Any = module.config
+        split.check(config)
+        self._split = split
         model: Any = module.model
         self.embedding_VE: Tensor = model.embed_tokens.weight.detach()
         self.dtype, self.device = self.embedding_VE.dtype, self.embedding_VE.device
@@ -78,38 +85,41 @@ class FusedRunner:
         norms = [*(layer.input_layernorm for layer in layers), model.norm]
         self._first_norm_E: Tensor = norms[0].weight.detach()
         self._layers = [self._layer(*parts, heads) for parts in zip(layers, norms[1:], strict=True)]
-        self._head = self._linear(module.lm_head)
+        self._head_is_split = config.vocab_size % split.size == 0
+        head: Any = module.lm_head
+        self._head = self._linear(split.outputs(head) if self._head_is_split else WHOLE.outputs(head))
         self.layers = (LayerShape(heads.kv_heads, heads.head_dim, heads.head_dim),) * len(self._layers)
 
     def _heads(self, config: Any, rotary: nn.Module, max_length: int) -> Heads:
         """With cos and sin per position from the model's own rotary module."""
-        heads = config.num_attention_heads
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        own, own_kv = heads // self._split.size, (kv_heads or heads) // self._split.size
         positions = torch.arange(max_length, device=self.device)[None]
         cos_PD, sin_PD = (table[0] for table in rotary(self.embedding_VE[:1, None], positions))
-        return Heads(heads, config.num_key_value_heads or heads, head_dim, cos_PD, sin_PD, head_dim**-0.5)
+        return Heads(own, own_kv, head_dim, cos_PD, sin_PD, head_dim**-0.5)
 
     def _layer(self, layer: Any, next_norm: Any, heads: Heads) -> _Layer:
-        attention, mlp = layer.self_attn, layer.mlp
+        attention, mlp, split = layer.self_attn, layer.mlp, self._split
         qk_norm = None
         if hasattr(attention, "q_norm"):
             query_norm = attention.q_norm.weight.detach().expand(heads.heads, -1)
             qk_norm = torch.cat((query_norm, attention.k_norm.weight.detach().expand(heads.kv_heads, -1)))
         return _Layer(
-            qkv=self._linear(attention.q_proj, attention.k_proj, attention.v_proj),
+            qkv=self._linear(*map(split.outputs, (attention.q_proj, attention.k_proj, attention.v_proj))),
             qk_norm_MD=qk_norm,
-            output=self._linear(attention.o_proj),
+            output=self._linear(split.inputs(attention.o_proj)),
             mlp_norm_E=layer.post_attention_layernorm.weight.detach(),
-            gate_up=self._linear(mlp.gate_proj, mlp.up_proj),
-            down=self._linear(mlp.down_proj),
+            gate_up=self._linear(split.outputs(mlp.gate_proj), split.outputs(mlp.up_proj)),
+            down=self._linear(split.inputs(mlp.down_proj)),
             next_norm_E=next_norm.weight.detach(),
             window=getattr(attention, "sliding_window", self._window),
         )
 
-    def _linear(self, *parts: Any) -> _Linear:
+    def _linear(self, *parts: Weights) -> _Linear:
         """One linear map whose outputs are those of all side by side; they have all a bias or none."""
-        weights = [part.weight.detach() for part in parts]
-        biases = [part.bias.detach() for part in parts if part.bias is not None]
+        weights = [weight for weight, _ in parts]
+        biases = [bias for _, bias in parts if bias is not None]
         if not self._copies:
             return _Separate(weights, biases or [None] * len(weights))
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
@@ -117,6 +127,7 @@ class FusedRunner:
         return _Packed(pack(weight), bias) if can_pack(weight) else _Separate([weight], [bias])
 
     def forward(self, step: StepInput, attention: Attention) -> Tensor:
+        summed = self._split.summed
         x_RE = F.embedding(self._rounded(step.ids_T), self.embedding_VE)
         normed_RE = self._ops.norm(x_RE, self._first_norm_E)
         for index, layer in enumerate(self._layers):
@@ -125,13 +136,13 @@ class FusedRunner:
             )
             attention.write(index, step, keys_RHD, values_RHD)
             attended_RND = attention.attend(index, step, query_RND, window=layer.window)
-            x_RE, normed_RE = self._ops.added_norm(
-                x_RE, layer.output(attended_RND.flatten(1)), layer.mlp_norm_E
-            )
-            activated_RI = self._ops.gate(layer.gate_up(normed_RE))
-            x_RE, normed_RE = self._ops.added_norm(x_RE, layer.down(activated_RI), layer.next_norm_E)
+            output_RE = summed(layer.output(attended_RND.flatten(1)))
+            x_RE, normed_RE = self._ops.added_norm(x_RE, output_RE, layer.mlp_norm_E)
+            down_RE = summed(layer.down(self._ops.gate(layer.gate_up(normed_RE))))
+            x_RE, normed_RE = self._ops.added_norm(x_RE, down_RE, layer.next_norm_E)
         wanted_L = step.logits_L
-        return self._head(normed_RE.index_select(0, self._rounded(wanted_L)))[: wanted_L.shape[0]]
+        logits_LV = self._head(normed_RE.index_select(0, self._rounded(wanted_L)))[: wanted_L.shape[0]]
+        return self._split.side_by_side(logits_LV) if self._head_is_split else logits_LV
 
     def _rounded(self, indices: Tensor) -> Tensor:
         """With zeros at the end, so that the step's products have one of few shapes: oneDNN takes longer to

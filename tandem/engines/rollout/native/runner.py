@@ -10,6 +10,7 @@ from tandem.engines.rollout.native.attention import Attention
 from tandem.engines.rollout.native.fused import FusedRunner, why_not_fused
 from tandem.engines.rollout.native.module import ModuleRunner
 from tandem.engines.rollout.native.paged import LayerShape, StepInput
+from tandem.engines.rollout.native.tensor_parallel import WHOLE, TensorParallel
 from tandem.errors import EngineError
 
 RunnerName = Literal["auto", "fused", "module"]
@@ -36,21 +37,30 @@ class Runner(Protocol):
         ...
 
 
-def make_runner(name: RunnerName, module: nn.Module, max_length: int) -> Runner:
+def make_runner(
+    name: RunnerName, module: nn.Module, max_length: int, split: TensorParallel = WHOLE
+) -> Runner:
     """The runner of that name; "auto" is fused where the model allows it.
 
     Args:
         module: a transformers causal LM.
         max_length: tokens a sequence can grow to.
+        split: this rank's share of each layer; only the fused runner can be split.
 
     Raises:
-        EngineError: "fused" for a model it does not know; a model neither can run.
+        EngineError: "fused" for a model it does not know; a model neither can run; a split of another runner.
+        ConfigError: a model that cannot be split evenly.
     """
-    if name == "module":
-        return ModuleRunner(module, max_length)
-    reason = why_not_fused(module)
+    reason = "runner=module" if name == "module" else why_not_fused(module)
     if reason is None:
-        return FusedRunner(module, max_length)
+        return FusedRunner(module, max_length, split)
+    if split.size > 1:
+        raise EngineError(
+            f"only the fused runner can split layers over devices, and it is not in use: {reason}",
+            field="actor_rollout_ref.rollout.tensor_model_parallel_size",
+            got=split.size,
+            expected="1",
+        )
     if name == "fused":
         raise EngineError(
             f"the fused runner cannot run this model: {reason}",
