@@ -40,7 +40,6 @@ stress: $(DEV) ## 10,000 random requests on a tiny cache, each as if it were alo
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.engines.rollout.stress $(ARGS)
 
 bench: $(DEV) peers ## the performance claims, each against its peer
-	$(BIN)/python benchmarks/rollout_vs_hf.py
 	$(BIN)/python benchmarks/rollout_vs_vllm.py
 	$(BIN)/python benchmarks/grpo_step_vs_trl.py
 	$(BIN)/python benchmarks/reward_vs_trl.py

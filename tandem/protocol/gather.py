@@ -16,6 +16,17 @@ from torch import Tensor
 
 RUN_VALUES = 256  # the mean length from which copying run by run is faster than indexing
 
+_MANY = 64  # slices from which NumPy joins them faster: each costs it a hundredth of PyTorch's
+_BITS = {
+    torch.bool: torch.uint8,
+    torch.bfloat16: torch.int16,
+    torch.float32: torch.int32,
+    torch.float64: torch.int64,
+    torch.int32: torch.int32,
+    torch.int64: torch.int64,
+}
+"""Types whose bits travel as those of an integer type that NumPy has."""
+
 Picks = range | np.ndarray
 """Rows by number: successive ones as a range of step 1, any others as (n) integers."""
 
@@ -123,10 +134,17 @@ class Gather:
 
 def _below(columns: Sequence[Tensor], tables: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> Tensor:
     """Slices below each other: a view where there is one, else one copy."""
-    runs = zip(tables.tolist(), starts.tolist(), stops.tolist(), strict=True)
-    slices = [columns[table][start:stop] for table, start, stop in runs]
-    if not slices:
+    runs = list(zip(tables.tolist(), starts.tolist(), stops.tolist(), strict=True))
+    if not runs:
         return columns[0][:0]
+    dtypes = {column.dtype for column in columns}
+    on_host = all(column.device.type == "cpu" and not column.requires_grad for column in columns)
+    if len(runs) >= _MANY and on_host and len(dtypes) == 1 and dtypes <= _BITS.keys():
+        (dtype,) = dtypes
+        bits = [column.view(_BITS[dtype]).numpy() for column in columns]
+        joined = np.concatenate([bits[table][start:stop] for table, start, stop in runs])
+        return torch.from_numpy(joined).view(dtype)
+    slices = [columns[table][start:stop] for table, start, stop in runs]
     return slices[0] if len(slices) == 1 else torch.cat(_full(slices))
 
 
