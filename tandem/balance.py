@@ -63,6 +63,27 @@ def _heaviest_first(weights: Sequence[int], parts: int) -> list[list[int]]:
     return [sorted(sets[part]) for _, part in sorted(totals, key=lambda entry: (-entry[0], entry[1]))]
 
 
+def dealt(weights: Sequence[float], sizes: Sequence[int]) -> list[list[int]]:
+    """Divides items into sets of given sizes and nearly equal weight: the heaviest item left goes to the
+    lightest set with room (Graham 1969).
+
+    Args:
+        weights: one number >= 0 per item.
+        sizes: items of each set; together as many as there are.
+
+    Returns:
+        The items' indices per set, ascending within a set.
+    """
+    sets: list[list[int]] = [[] for _ in sizes]
+    totals = [(0.0, part) for part, size in enumerate(sizes) if size]
+    for item in sorted(range(len(weights)), key=lambda item: -weights[item]):
+        total, lightest = heapq.heappop(totals)
+        sets[lightest].append(item)
+        if len(sets[lightest]) < sizes[lightest]:
+            heapq.heappush(totals, (total + weights[item], lightest))
+    return [sorted(items) for items in sets]
+
+
 def even(count: int, parts: int) -> list[slice]:
     """`parts` successive slices of `count` items whose sizes differ by one at most."""
     base, extra = divmod(count, parts)

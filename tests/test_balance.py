@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.balance import even, partition, within_budget
+from tandem.balance import dealt, even, partition, within_budget
 from tandem.errors import ConfigError
 
 weights = st.lists(st.integers(0, 1000), max_size=40)
@@ -88,3 +88,25 @@ def test_budget_below_one_item():
 def test_no_parts():
     with pytest.raises(ConfigError, match="parts"):
         partition([1], 0)
+
+
+@given(weights, st.integers(1, 9))
+@settings(max_examples=100, deadline=None)
+def test_dealt_items_fill_sets_of_the_asked_sizes(items, parts):
+    sizes = [span.stop - span.start for span in even(len(items), parts)]
+    sets = dealt(items, sizes)
+    assert [len(rows) for rows in sets] == sizes
+    assert sorted(itertools.chain(*sets)) == list(range(len(items)))
+
+
+def test_dealt_items_weigh_about_the_same():
+    draw = random.Random(3)
+    items = [draw.lognormvariate(6, 1) for _ in range(256)]
+    totals = [sum(items[i] for i in rows) for rows in dealt(items, [64, 64, 64, 64])]
+    in_order = [sum(items[i : i + 64]) for i in range(0, 256, 64)]
+    assert max(totals) / min(totals) < 1.01 < max(in_order) / min(in_order)
+
+
+def test_dealt_known_instance():
+    # 9 to the first, 8 to the second, 2 to the lighter second, which is full then, 1 to the first.
+    assert dealt([1, 9, 8, 2], [2, 2]) == [[0, 1], [2, 3]]

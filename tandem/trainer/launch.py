@@ -157,7 +157,7 @@ class Launcher:
         Raises:
             TandemError: a model cannot be loaded, or anything else a worker refuses.
         """
-        batch = self.classes.get("batch", BatchWorker)
+        batch, policy = self.classes.get("batch", BatchWorker), self.config.actor_rollout_ref
         placed = tenants(placement, self.played, self.classes)
         groups = {
             role: self._group(self._factory(tenant, plan), tenant.pool, role)
@@ -174,6 +174,7 @@ class Launcher:
             reward=of_part.get("reward"),
             batch=self._group(partial(batch, self.config.algorithm, self.run), CONTROLLER_POOL, "batch"),
             scores_parts=self._scores_parts(of_part),
+            rollout_shares=of_part["rollout"].world_size // policy.rollout.tensor_model_parallel_size,
         )
 
     def move(self, roles: Roles, placement: Placement, plan: Plan) -> Roles:

@@ -18,6 +18,7 @@ from tandem.config.root import TrainConfig
 from tandem.observability.metrics import Metrics
 from tandem.protocol import SamplingParams
 from tandem.runtime import BatchFuture, Future, Placement
+from tandem.trainer.dealing import Dealer
 from tandem.trainer.evaluate import Evaluator
 from tandem.trainer.launch import Launcher
 from tandem.trainer.perf import throughput
@@ -65,6 +66,7 @@ class PPOTrainer:
         self.kl = kl_controller
         self.session = session
         self.n = config.actor_rollout_ref.rollout.n
+        self.dealer = Dealer()
         self.trust = TrustProbe(config.actor_rollout_ref.rollout.temperature, session.say)
         self._rollout_is_current = False
         self._done: tuple[int, dict[str, float]] = (0, {})
@@ -108,7 +110,7 @@ class PPOTrainer:
         roles, plan = self.roles, self.plan
 
         self._update_rollout()
-        samples, scores = roles.generate(prompts, self.n, self.sampling)
+        samples, scores = roles.generate(prompts, self.n, self.sampling, self.dealer)
 
         learns = step > self.config.trainer.critic_warmup
         columns = [scores]  # none of them needs another
@@ -131,6 +133,7 @@ class PPOTrainer:
             self._rollout_is_current = False
 
         metrics = self._measure(step, batch, updates)
+        self.dealer.learn(prompts.index, samples.index)
         if self.config.algorithm.use_kl_in_reward:
             metrics["actor/kl_coef"] = self.kl.value
             self.kl.update(metrics["actor/kl_in_reward"], n_steps=plan.batch_samples)

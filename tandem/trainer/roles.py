@@ -6,12 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from tandem.engines.weight_sync import Digest
 from tandem.errors import ConfigError
 from tandem.observability.metrics import Metrics
-from tandem.protocol import DataProto, SamplingParams
+from tandem.protocol import SamplingParams
 from tandem.runtime import BatchFuture, BatchStream, Future, Worker, WorkerGroup
 from tandem.runtime.worker import registrations
+from tandem.trainer.dealing import Dealer
 
 METHODS = {
     "actor": ("compute_log_prob", "update_actor", "save_checkpoint", "load_checkpoint"),
@@ -43,6 +46,7 @@ class Roles:
         reward_model, reward: scores, of a model or of reward functions; one of the two is there.
         batch: advantages, measures and sample files.
         scores_parts: whether samples may be scored before all have finished.
+        rollout_shares: in how many parts the rollout divides prompts.
     """
 
     data: WorkerGroup
@@ -54,6 +58,7 @@ class Roles:
     reward: WorkerGroup | None
     batch: WorkerGroup
     scores_parts: bool
+    rollout_shares: int = 1
 
     @property
     def groups(self) -> list[WorkerGroup]:
@@ -70,10 +75,24 @@ class Roles:
         return {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
 
     def generate(
-        self, prompts: DataProto | BatchFuture, n: int, params: SamplingParams
+        self, prompts: BatchFuture, n: int, params: SamplingParams, dealer: Dealer
     ) -> tuple[BatchFuture, BatchFuture]:
-        """n samples of each prompt, and their scores. Reward functions are called as samples finish,
-        unless one wants to see the batch as a whole."""
+        """n samples of each prompt, and their scores, in the order of the prompts. Reward functions are
+        called as samples finish, unless one wants to see the batch as a whole.
+
+        Args:
+            dealer: says which prompts are better sampled by the same rank.
+        """
+        order = dealer.order(prompts.index, self.rollout_shares)
+        if order is None:
+            return self._generate(prompts, n, params)
+        samples, scores = self._generate(prompts.rows(order), n, params)
+        back = (n * torch.argsort(order)[:, None] + torch.arange(n)).flatten()
+        return samples.rows(back), scores.rows(back)
+
+    def _generate(
+        self, prompts: BatchFuture, n: int, params: SamplingParams
+    ) -> tuple[BatchFuture, BatchFuture]:
         if not self.scores_parts:
             samples: BatchFuture = self.rollout.generate_sequences(prompts, n, params)
             return samples, self.score(samples)
