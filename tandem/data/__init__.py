@@ -2,7 +2,8 @@
 responses for supervised fine-tuning, one resumable order of batches for both."""
 
 from tandem.data.loader import BatchLoader, BatchOrder, EveryRow
+from tandem.data.preferences import PreferenceDataset
 from tandem.data.prompts import PromptDataset
 from tandem.data.sft import SFTDataset
 
-__all__ = ["BatchLoader", "BatchOrder", "EveryRow", "PromptDataset", "SFTDataset"]
+__all__ = ["BatchLoader", "BatchOrder", "EveryRow", "PreferenceDataset", "PromptDataset", "SFTDataset"]

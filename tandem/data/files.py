@@ -152,7 +152,7 @@ def _shared_columns(files: list[_File], alternatives: Sequence[Sequence[str]]) -
                 got=f"columns {', '.join(file.columns)}",
                 expected=expected,
                 remedy="rename the columns, or name yours with data.prompt_key, data.reward_fn_key, "
-                "data.response_key, data.messages_key",
+                "data.response_key, data.messages_key, data.chosen_key, data.rejected_key, data.margin_key",
             )
     raise DataError(
         "the files have different columns",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
+from tandem.data.files import DataFiles
 from tandem.data.validate import RowProblems
 from tandem.errors import DataError
 
@@ -13,43 +14,73 @@ TRUNCATIONS = ("error", "left", "right", "middle")
 """What happens to a sequence over the limit: refused; its beginning, end or middle cut off."""
 
 
-def check_truncation(truncation: str) -> None:
-    """
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """How long sequences may be, and what happens to longer ones.
+
+    Attributes:
+        tokens: the limit.
+        field: the key that says so, for messages.
+        truncation: one of `TRUNCATIONS`.
+        drops: leave longer ones out instead.
+
     Raises:
-        DataError: no such mode.
+        DataError: no such truncation.
     """
-    if truncation not in TRUNCATIONS:
-        raise DataError(
-            "no such truncation mode",
-            field="data.truncation",
-            got=truncation,
-            expected=f"one of {', '.join(TRUNCATIONS)}",
+
+    tokens: int
+    field: str
+    truncation: str = "error"
+    drops: bool = False
+
+    def __post_init__(self) -> None:
+        if self.truncation not in TRUNCATIONS:
+            raise DataError(
+                "no such truncation mode",
+                field="data.truncation",
+                got=self.truncation,
+                expected=f"one of {', '.join(TRUNCATIONS)}",
+            )
+
+    def kept(self, lengths: np.ndarray, files: DataFiles) -> np.ndarray:
+        """(K) int64: the numbers of the rows that stay, of rows of (B) `lengths`.
+
+        Raises:
+            DataError: rows over the limit that are to be neither cut nor left out, by name; or no row stays.
+        """
+        if not self.drops:
+            if self.truncation == "error":
+                self._refuse_long(lengths, files)
+            return np.arange(len(lengths))
+        kept = np.flatnonzero(lengths <= self.tokens)
+        if not len(kept):
+            raise DataError(
+                f"all {len(lengths)} prompts are over the length limit and were filtered out",
+                field="data.filter_overlong_prompts",
+                got=f"prompts of {lengths.min()} to {lengths.max()} tokens in {files.names}",
+                expected=f"at least one of at most {self.tokens} tokens",
+                remedy=f"raise {self.field} (now {self.tokens})",
+            )
+        return kept
+
+    def cut(self, values: np.ndarray) -> np.ndarray:
+        """(T) to (min(T, limit)): "left" keeps the end, "right" the beginning, "middle" half of each (of an
+        odd limit one more of the end). With "error", `kept` has been called before."""
+        excess = len(values) - self.tokens
+        if excess <= 0:
+            return values
+        assert self.truncation != "error"
+        start = {"left": 0, "right": self.tokens, "middle": self.tokens // 2}[self.truncation]
+        return np.concatenate([values[:start], values[start + excess :]])
+
+    def _refuse_long(self, lengths: np.ndarray, files: DataFiles) -> None:
+        problems = RowProblems(files.where)
+        for row in np.flatnonzero(lengths > self.tokens).tolist():
+            problems.add(row, f"{lengths[row]} tokens")
+        problems.raise_if_any(
+            f"of {len(lengths)} are over the length limit",
+            field=self.field,
+            expected=f"at most {self.tokens} tokens; the longest has {lengths.max()}",
+            remedy=f"raise {self.field}, or set data.filter_overlong_prompts=True (drops prompts) or "
+            "data.truncation=left|right|middle (cuts them)",
         )
-
-
-def cut(values: np.ndarray, limit: int, truncation: str) -> np.ndarray:
-    """(T) to (min(T, limit)): "left" keeps the end, "right" the beginning, "middle" half of each (of an
-    odd limit one more of the end). With "error", `refuse_long` has been called before."""
-    excess = len(values) - limit
-    if excess <= 0:
-        return values
-    assert truncation != "error"
-    start = {"left": 0, "right": limit, "middle": limit // 2}[truncation]
-    return np.concatenate([values[:start], values[start + excess :]])
-
-
-def refuse_long(lengths: np.ndarray, limit: int, where: Callable[[int], str], *, field: str) -> None:
-    """
-    Raises:
-        DataError: rows longer than `limit` tokens; names them and their lengths.
-    """
-    problems = RowProblems(where)
-    for row in np.flatnonzero(lengths > limit).tolist():
-        problems.add(row, f"{lengths[row]} tokens")
-    problems.raise_if_any(
-        f"of {len(lengths)} are over the length limit",
-        field=field,
-        expected=f"at most {limit} tokens; the longest has {lengths.max()}",
-        remedy=f"raise {field}, or set data.filter_overlong_prompts=True (drops prompts) or "
-        "data.truncation=left|right|middle (cuts them)",
-    )
