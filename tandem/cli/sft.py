@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Callable
 from importlib import import_module
+from typing import Any
 
-from tandem.config.load import load_sft_config, to_yaml
-from tandem.config.sources import split_arguments
+from tandem.cli.resolved import resolved
+from tandem.config.load import Loaded, load_sft_config
 
 USAGE = """usage: tandem sft [CONFIG.yaml] key=value … [--dry-run]
 
@@ -15,17 +16,20 @@ Fine-tunes a model on demonstrations: a column of messages, or of prompts and re
 
 
 def sft(arguments: list[str]) -> int:
-    if {"-h", "--help"} & set(arguments):
-        print(USAGE)
+    return supervised(arguments, USAGE, load_sft_config, "tandem.trainer.sft:run_sft")
+
+
+def supervised(arguments: list[str], usage: str, load: Callable[..., Loaded[Any]], run: str) -> int:
+    """A command that trains on examples.
+
+    Args:
+        load: its config.
+        run: what trains, "module:function".
+    """
+    config = resolved(arguments, usage, load)
+    if config is None:
         return 0
-    path, overrides = split_arguments([word for word in arguments if word != "--dry-run"])
-    loaded = load_sft_config(path, overrides)
-    for notice in loaded.notices:
-        print(f"note: {notice}", file=sys.stderr)
-    if "--dry-run" in arguments:
-        print(to_yaml(loaded.config))
-        return 0
-    build_sft = import_module("tandem.trainer.sft").build_sft
-    trainer = build_sft(loaded.config, say=lambda sentence: print(sentence, flush=True))
-    trainer.fit()
-    return 130 if trainer.session.interrupted else 0
+    module, function = run.split(":")
+    trains: Callable[..., bool] = getattr(import_module(module), function)
+    interrupted = trains(config, say=lambda sentence: print(sentence, flush=True))
+    return 130 if interrupted else 0

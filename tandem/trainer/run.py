@@ -4,27 +4,55 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import datetime
+from functools import partial
 from pathlib import Path
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 from tandem.config.root import TrainConfig
+from tandem.config.trainer import RunConfig
 from tandem.errors import WorkerFailure
 from tandem.observability.files import append_line
 from tandem.trainer.build import build_ppo
 from tandem.trainer.ppo import PPOTrainer
+from tandem.trainer.supervised import SupervisedTrainer
 
 FAILURES = "failure.txt"
 """In the run's log folder: the reports of its failures."""
 
 
+class RunSection(Protocol):
+    """A config with a run."""
+
+    @property
+    def trainer(self) -> RunConfig: ...
+
+    def model_copy(self, *, update: dict[str, Any]) -> Self: ...
+
+
+C = TypeVar("C", bound=RunSection)
+Trainer = PPOTrainer | SupervisedTrainer
+Build = Callable[[C], Trainer]
+"""Makes a trainer of a config."""
+
+
 def run_ppo(
     config: TrainConfig, *, say: Callable[[str], None], trainer: type[PPOTrainer] = PPOTrainer
 ) -> bool:
+    """Trains by reinforcement to the end; see `run`.
+
+    Args:
+        trainer: the loop's class.
+    """
+    return run(config, partial(build_ppo, say=say, trainer=trainer), say)
+
+
+def run(config: C, build: Build[C], say: Callable[[str], None]) -> bool:
     """Trains to the end. However it ends, no worker is left. A worker's failure that need not come again
     is followed by a new start, `trainer.max_restarts` times.
 
     Args:
+        build: makes the trainer.
         say: prints a sentence to the user.
-        trainer: the loop's class.
 
     Returns:
         whether an interrupt (Ctrl-C or SIGTERM) ended it before its last step.
@@ -34,7 +62,7 @@ def run_ppo(
         TandemError: anything else the user can act on.
     """
     for restart in range(config.trainer.max_restarts + 1):
-        attempt = Attempt(config, say, trainer)
+        attempt = Attempt(config, build)
         try:
             return attempt.run()
         except WorkerFailure as failure:
@@ -48,22 +76,21 @@ def run_ppo(
     raise AssertionError("the last attempt returns or raises")
 
 
-class Attempt:
+class Attempt(Generic[C]):
     """One start of a run.
 
     Args:
-        config, say, trainer: see `run_ppo`.
+        config, build: see `run`.
     """
 
-    def __init__(self, config: TrainConfig, say: Callable[[str], None], trainer: type[PPOTrainer]) -> None:
+    def __init__(self, config: C, build: Build[C]) -> None:
         self.config = config
-        self._say = say
-        self._class = trainer
-        self._trainer: PPOTrainer | None = None
+        self._build = build
+        self._trainer: Trainer | None = None
 
     def run(self) -> bool:
         """Builds, trains and shuts down; whether an interrupt ended it."""
-        self._trainer = build_ppo(self.config, say=self._say, trainer=self._class)
+        self._trainer = self._build(self.config)
         try:
             self._trainer.fit()
         finally:
@@ -74,7 +101,7 @@ class Attempt:
     def interrupted(self) -> bool:
         return self._trainer is not None and self._trainer.session.interrupted
 
-    def config_of_next(self) -> TrainConfig:
+    def config_of_next(self) -> C:
         """Goes on from a checkpoint of this attempt's if there is one, else from where it began itself."""
         if self._trainer is None or not self._trainer.session.saved:
             return self.config

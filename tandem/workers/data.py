@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
 from tandem.config.data import DataConfig
-from tandem.data.loader import BatchLoader, EveryRow
+from tandem.config.supervised import SupervisedDataConfig
+from tandem.data.loader import BatchLoader, Dataset, EveryRow
 from tandem.data.prompts import PromptDataset
 from tandem.observability.run import RunFolder
 from tandem.protocol import DataProto
@@ -30,9 +32,55 @@ class DataFacts:
     sources: tuple[str, ...]
 
 
-class DataWorker(TimedWorker):
-    """Prompts to train on and to validate on. A batch is a function of its number, so that one can be
+class DatasetWorker(TimedWorker):
+    """Rows to train on and to validate on. A batch is a function of its number, so that one can be
     asked for before it is needed, and again after a resume.
+
+    Args:
+        train: the rows to train on.
+        validation: batches of rows to validate on, if any.
+        config: how training batches are cut.
+        sources: the data sources of both.
+        run: the run folder.
+
+    Raises:
+        DataError: too few rows for a batch.
+    """
+
+    def __init__(
+        self,
+        train: Dataset,
+        validation: EveryRow | None,
+        config: DataConfig | SupervisedDataConfig,
+        run: RunFolder,
+        *,
+        sources: Iterable[str] = (),
+    ) -> None:
+        self.train = BatchLoader(train, config.train_batch_size, shuffle=config.shuffle, seed=config.seed)
+        self.validation = validation
+        self.facts = DataFacts(len(train), len(validation or ()), tuple(sorted(sources)))
+        super().__init__(run, "data")  # last: data that are refused leave no trace in the run folder
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def describe(self) -> DataFacts:
+        return self.facts
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    def train_batch(self, number: int) -> DataProto:
+        """The training batch of that number, from 0; see the dataset's `batch`."""
+        with self.timeline.phase("data"):
+            return self.train.batch(number)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    def val_batch(self, number: int) -> DataProto:
+        """The validation batch of that number, from 0."""
+        assert self.validation is not None, "there are no validation data"
+        with self.timeline.phase("data"):
+            return self.validation[number]
+
+
+class DataWorker(DatasetWorker):
+    """Prompts to train on and to validate on.
 
     Args:
         config: the resolved data section.
@@ -45,31 +93,32 @@ class DataWorker(TimedWorker):
 
     def __init__(self, config: DataConfig, tokenizer: PreTrainedTokenizerBase, run: RunFolder) -> None:
         train = prompt_dataset(config, tokenizer, config.train_files, config.train_max_samples)
-        self.train = BatchLoader(train, config.train_batch_size, shuffle=config.shuffle, seed=config.seed)
-        sources, self.validation = set(train.data_sources), None
+        sources, batches = set(train.data_sources), None
         if config.val_files:
             validation = prompt_dataset(config, tokenizer, config.val_files, config.val_max_samples)
             sources |= set(validation.data_sources)
-            self.validation = EveryRow(validation, config.val_batch_size)
-        self.facts = DataFacts(len(train), len(self.validation or ()), tuple(sorted(sources)))
-        super().__init__(run, "data")  # last: data that are refused leave no trace in the run folder
+            batches = EveryRow(validation, config.val_batch_size)
+        super().__init__(train, batches, config, run, sources=sources)
 
-    @register(dispatch_mode=Dispatch.RANK_ZERO)
-    def describe(self) -> DataFacts:
-        return self.facts
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
-    def train_batch(self, number: int) -> DataProto:
-        """The training batch of that number, from 0; see `PromptDataset.batch`."""
-        with self.timeline.phase("data"):
-            return self.train.batch(number)
+class ExamplesWorker(DatasetWorker):
+    """Examples of a supervised run.
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
-    def val_batch(self, number: int) -> DataProto:
-        """The validation batch of that number, from 0."""
-        assert self.validation is not None, "there are no validation data"
-        with self.timeline.phase("data"):
-            return self.validation[number]
+    Args:
+        config: the resolved data section.
+        read: makes a dataset of files.
+        run: the run folder.
+
+    Raises:
+        DataError: anything wrong with the files or their rows, or too few of them for a batch.
+    """
+
+    def __init__(
+        self, config: SupervisedDataConfig, read: Callable[[tuple[str, ...]], Dataset], run: RunFolder
+    ) -> None:
+        train = read(config.train_files)
+        held_out = EveryRow(read(config.val_files), config.train_batch_size) if config.val_files else None
+        super().__init__(train, held_out, config, run)
 
 
 def prompt_dataset(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tandem.algorithms.aggregation import aggregate
+from tandem.algorithms.bradley_terry import bradley_terry_loss
 from tandem.algorithms.kl import kl_penalty
 from tandem.algorithms.registry import PolicyLossSpec, policy_loss
 from tandem.algorithms.value_loss import clipped_value_loss
@@ -166,10 +167,46 @@ class NextTokenLoss:
         self, out: Mapping[str, Tensor], columns: Mapping[str, Tensor], offsets: Tensor, counts: Counts
     ) -> tuple[Tensor, Metrics]:
         mask = columns["response_mask"]
-        loss = -_total(out["log_probs"], mask) / counts.tokens
+        total = -_total(out["log_probs"], mask)
         metrics = Metrics()
-        metrics.add_sum("loss", loss)
-        return loss, metrics
+        metrics.add_mean("loss", total, mask.sum())
+        return total / counts.tokens, metrics
+
+
+@dataclass(frozen=True)
+class PreferenceLoss:
+    """Bradley-Terry loss over the pairs of sequences of a batch, mean over the mini-batch. A row of the batch
+    holds a pair, the chosen sequence first.
+
+    Attributes:
+        center_coefficient: weight of (r_chosen + r_rejected)².
+    """
+
+    center_coefficient: float = 0.0
+    outputs: frozenset[str] = frozenset({"scores"})
+    columns: frozenset[str] = frozenset({"margin"})
+
+    def __call__(
+        self, out: Mapping[str, Tensor], columns: Mapping[str, Tensor], offsets: Tensor, counts: Counts
+    ) -> tuple[Tensor, Metrics]:
+        scores = out["scores"][offsets[1:] - 1]
+        pairs = len(scores) // 2  # none in a ghost, which is a single sequence
+        chosen_P, rejected_P = scores[: 2 * pairs].view(pairs, 2).unbind(1)
+        margin_P = columns["margin"][:pairs].to(scores.dtype)
+        losses_P = bradley_terry_loss(
+            chosen_P, rejected_P, margin_P, center_coefficient=self.center_coefficient
+        )
+        metrics = Metrics()
+        observed = {
+            "loss": losses_P,
+            "accuracy": (chosen_P > rejected_P).to(scores.dtype),
+            "margin": chosen_P - rejected_P,
+            "reward_chosen": chosen_P,
+            "reward_rejected": rejected_P,
+        }
+        for name, values_P in observed.items():
+            metrics.add_mean(name, values_P.sum(), pairs)
+        return losses_P.sum() / counts.sequences, metrics
 
 
 def _total(values_T: Tensor, mask: Tensor) -> Tensor:

@@ -70,6 +70,21 @@ def test_wilsons_interval_by_hand() -> None:
     assert (sure.low, sure.high) == pytest.approx((0.722467, 1.0), abs=1e-6)
 
 
+def test_what_is_alike_in_between_has_wilsons_interval() -> None:
+    # One problem, half right, at z = 1.959964: 0.5 ± z / (1 + z²) · sqrt(0.25 + z²/4).
+    found = estimate(np.array([0.5]), confidence=0.95, resamples=100, seed=0)
+    assert (found.value, found.method) == (0.5, "wilson")
+    assert (found.low, found.high) == pytest.approx((0.054620, 0.945380), abs=1e-6)
+
+
+def test_values_without_bounds_have_no_wilsons_interval() -> None:
+    """Scores of -1 and 1 may average 0 or 1 in each problem; that makes them no shares of right ones."""
+    found = estimate(np.array([0.0, 1.0]), confidence=0.95, resamples=1000, seed=0, bounded=False)
+    assert (found.low, found.value, found.high, found.method) == (0.0, 0.5, 1.0, "bootstrap")
+    alike = estimate(np.zeros(3), confidence=0.95, resamples=100, seed=0, bounded=False)
+    assert (alike.low, alike.high, alike.method) == (0.0, 0.0, "bootstrap")
+
+
 def test_bootstrap_interval_against_every_resample() -> None:
     values = np.array([0.0, 0.25, 0.5, 1.0, 1.0])
     every = np.sort([np.mean(draw) for draw in product(values, repeat=5)])

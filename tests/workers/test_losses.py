@@ -10,7 +10,7 @@ import torch
 
 from tandem.config.actor import ActorConfig
 from tandem.engines.train.base import Counts
-from tandem.workers.losses import ActorLoss, CriticLoss, NextTokenLoss
+from tandem.workers.losses import ActorLoss, CriticLoss, NextTokenLoss, PreferenceLoss
 
 OFFSETS = torch.tensor([0, 4, 7])
 MASK = torch.tensor([False, False, True, True, False, True, True])
@@ -114,3 +114,27 @@ def test_the_next_token_loss_is_the_mean_over_the_learnt_tokens() -> None:
     out = {"log_probs": torch.arange(7, dtype=torch.float64)}
     loss, _ = NextTokenLoss()(out, {"response_mask": MASK}, OFFSETS, COUNTS)
     assert float(loss) == -(2 + 3 + 5 + 6) / 4
+
+
+def test_the_preference_loss_takes_the_last_token_of_each_half() -> None:
+    """Two pairs of sequences of 2, 3, 1 and 1 tokens; elsewhere the scores are not looked at."""
+    out = {"scores": torch.tensor([9.0, 1.0, 9.0, 9.0, -1.0, 0.5, 2.0], dtype=torch.float64)}
+    margin = torch.tensor([0.5, 0.0])
+    loss, metrics = PreferenceLoss(0.1)(out, {"margin": margin}, torch.tensor([0, 2, 5, 6, 7]), COUNTS)
+    first = math.log1p(math.exp(-1.5))
+    second = math.log1p(math.exp(1.5)) + 0.1 * 2.5**2
+    assert float(loss) == pytest.approx((first + second) / 2)
+    assert metrics.to_floats() == pytest.approx(
+        {"loss": (first + second) / 2, "accuracy": 0.5, "margin": 0.25}
+        | {"reward_chosen": 0.75, "reward_rejected": 0.5}
+    )
+
+
+def test_a_ghost_takes_part_in_the_preference_loss_and_adds_nothing() -> None:
+    scores = torch.full((1,), 3.0, requires_grad=True)
+    loss, metrics = PreferenceLoss(0.1)(
+        {"scores": scores}, {"margin": torch.ones(1)}, torch.tensor([0, 1]), COUNTS
+    )
+    loss.backward()
+    assert float(loss.detach()) == 0 and scores.grad is not None and scores.grad.tolist() == [0]
+    assert metrics.to_floats() == {}

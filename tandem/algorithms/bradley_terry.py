@@ -1,0 +1,33 @@
+"""The loss of a reward model that learns from preferences. Shapes: P pairs."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+
+def bradley_terry_loss(
+    chosen: Tensor, rejected: Tensor, margin: Tensor, *, center_coefficient: float = 0.0
+) -> Tensor:
+    """How surprising it is, under the Bradley-Terry model of preferences, that the chosen answer won.
+
+        l = -log(sigmoid(r_chosen - r_rejected - margin)) + c * (r_chosen + r_rejected)**2
+
+    The first term leaves open what number is added to all rewards; the second keeps them around zero.
+
+    Args:
+        chosen, rejected: (P) rewards, carry the gradient.
+        margin: (P), by how much the chosen answer is to be better; 0 where nobody said.
+        center_coefficient: c, >= 0.
+
+    Returns:
+        (P) losses, nats.
+
+    Source: Bradley and Terry 1952, Biometrika 39; for language models Ouyang et al. 2022,
+    https://arxiv.org/abs/2203.02155, equation 1; the margin: Touvron et al. 2023,
+    https://arxiv.org/abs/2307.09288, equation 2; the second term: Eisenstein et al. 2023,
+    https://arxiv.org/abs/2312.09244, equation 2.
+    """
+    assert chosen.shape == rejected.shape == margin.shape, (chosen.shape, rejected.shape, margin.shape)
+    loss = -logsigmoid(chosen - rejected - margin)
+    return loss + center_coefficient * (chosen + rejected).square()

@@ -1,0 +1,74 @@
+"""What the configs of `tandem sft` and `tandem rm` share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tandem.config.batching import Batching
+from tandem.config.data import Truncation
+from tandem.config.fsdp import FSDPConfig
+from tandem.config.model import ModelConfig
+from tandem.config.optim import OptimConfig
+from tandem.config.section import Paths, Section, key
+from tandem.config.trainer import RunConfig
+
+READER = "data.reader"
+TRAINER = "trainer.supervised"
+
+
+class SupervisedDataConfig(Section):
+    """Examples to learn from."""
+
+    train_files: Paths = key(
+        ..., "parquet or .jsonl file of training data, or a list", read_by="workers.data"
+    )
+    val_files: Paths = key(
+        (), "parquet or .jsonl file of held-out data, or a list; null: none", read_by="workers.data"
+    )
+    train_batch_size: int = key(
+        256, "rows (sequences, or pairs of them) per optimizer step, over all devices", read_by=TRAINER, ge=1
+    )
+    max_length: int = key(1024, "longest sequence, tokens", read_by=READER, ge=1)
+    truncation: Truncation = key(
+        "error", "what to do with a sequence above max_length; error: stop", read_by=READER
+    )
+    prompt_key: str = key("prompt", "column of the prompt of answers that are texts", read_by=READER)
+    shuffle: bool = key(True, "a new order of the rows in each epoch", read_by="data.loader")
+    seed: int = key(0, "seed of that order", read_by="data.loader", inherits="trainer.seed", ge=0)
+    apply_chat_template_kwargs: dict[str, Any] = key(
+        {}, "further arguments of the tokenizer's chat template", read_by="data.chat"
+    )
+
+
+class SupervisedRunConfig(RunConfig):
+    """A supervised run."""
+
+    total_epochs: int = key(1, "passes over the training data", read_by=TRAINER, ge=1)
+
+
+class SupervisedConfig(Section):
+    """The whole config, but for the columns of the data."""
+
+    data: SupervisedDataConfig
+    model: ModelConfig
+    optim: OptimConfig = OptimConfig(lr=1e-5)
+    fsdp_config: FSDPConfig = FSDPConfig()
+    micro_batch_size_per_gpu: int | None = key(
+        None, "rows per micro-batch and device; null: the whole share", read_by=TRAINER, ge=1
+    )
+    use_dynamic_bsz: bool = key(True, "cut micro-batches by tokens, not by rows", read_by=TRAINER)
+    max_token_len_per_gpu: int = key(
+        16384, "tokens per micro-batch and device, with use_dynamic_bsz", read_by=TRAINER, ge=1
+    )
+    ulysses_sequence_parallel_size: int = key(
+        1, "devices that share one sequence", read_by="workers.supervised", ge=1
+    )
+    trainer: SupervisedRunConfig = SupervisedRunConfig()
+
+    @property
+    def train_batching(self) -> Batching:
+        return Batching.of(
+            dynamic=self.use_dynamic_bsz,
+            samples=self.micro_batch_size_per_gpu,
+            tokens=self.max_token_len_per_gpu,
+        )

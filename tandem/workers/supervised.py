@@ -1,0 +1,81 @@
+"""A model that learns from examples: a training engine with a loss."""
+
+from __future__ import annotations
+
+import torch
+
+from tandem.config.supervised import SupervisedConfig
+from tandem.engines.train.base import Counts, LossFn, TrainEngine
+from tandem.engines.train.fsdp import FSDPEngine
+from tandem.engines.train.microbatch import flat, sequences
+from tandem.engines.train.module import Kind
+from tandem.observability.metrics import Metrics
+from tandem.observability.run import RunFolder
+from tandem.protocol import DataProto
+from tandem.runtime import Dispatch, register
+from tandem.workers.base import EngineWorker, micro_batching
+
+
+class SupervisedWorker(EngineWorker):
+    """Learns and is tested.
+
+    Args:
+        config: the resolved config.
+        role: its name in the run.
+        kind: of model.
+        loss: what it minimises; its metrics are those of the validation too.
+        total_steps: optimizer steps of the whole run, for the schedule.
+        run: see `EngineWorker`.
+    """
+
+    def __init__(
+        self,
+        config: SupervisedConfig,
+        *,
+        role: str,
+        kind: Kind,
+        loss: LossFn,
+        total_steps: int,
+        run: RunFolder,
+    ) -> None:
+        trainer = config.trainer
+        super().__init__(run, role, trainer.device, trainer.timeouts.collective)
+        self.batching, self.optim = config.train_batching, config.optim
+        self.role = role
+        self.loss = loss
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(trainer.seed)  # of a new head, the same on every rank
+            engine = FSDPEngine(
+                config.model.path,
+                kind=kind,
+                model=config.model,
+                fsdp=config.fsdp_config,
+                optim=config.optim,
+                total_steps=total_steps,
+                sequence_parallel=config.ulysses_sequence_parallel_size,
+                device=self.device,
+            )
+        self.engine = self.hold(role, engine)
+
+    @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, collect="first", balance="tokens")
+    def update(self, batch: DataProto) -> Metrics:
+        """One optimizer step."""
+        with self.timeline.phase("update"), self.on_device(self.engine, training=True):
+            return self.guarded_step(self.engine, batch, self.loss, self.batching, self.role, self.optim)
+
+    @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, collect="first", balance="tokens")
+    def validate(self, batch: DataProto) -> Metrics:
+        """The loss's metrics on a batch, over all ranks."""
+        with self.timeline.phase("validate"), self.on_device(self.engine):
+            out = self.engine.forward(batch, outputs=self.loss.outputs, micro=micro_batching(self.batching))
+            _, metrics = self.loss(
+                {name: flat(out, name) for name in self.loss.outputs},
+                {name: flat(batch, name) for name in self.loss.columns},
+                sequences(batch).offsets,
+                Counts(tokens=1, sequences=1),  # of the loss itself, which is not looked at
+            )
+            return metrics.all_reduced(None, torch.device("cpu"))
+
+    def trained(self) -> TrainEngine:
+        """See `EngineWorker.trained`."""
+        return self.engine

@@ -1,0 +1,136 @@
+"""Whole supervised runs, `tandem sft` and `tandem rm`, on a tiny model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tandem.config.load import load_rm_config, load_sft_config
+from tandem.observability.run import read_metrics
+from tandem.trainer.rm import build_rm
+from tandem.trainer.sft import build_sft
+from tandem.trainer.supervised import SupervisedTrainer
+from tests.support.tiny import make_model, write_rows
+
+FP64 = "fsdp_config.model_dtype=fp64"
+LOADERS = {"sft": (load_sft_config, build_sft), "rm": (load_rm_config, build_rm)}
+
+
+def text(draw: np.random.Generator, low: int, high: int, letters: str = "abcdefgh") -> str:
+    """Random letters, `low` to `high` of them."""
+    return "".join(draw.choice(list(letters), size=draw.integers(low, high + 1)))
+
+
+def preferences(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Pairs of unequal length; nothing is to be learnt from them."""
+    draw = np.random.default_rng(seed)
+    return [
+        {
+            "prompt": text(draw, 2, 9),
+            "chosen": text(draw, 1, 14),
+            "rejected": text(draw, 1, 14),
+            "margin": float(draw.random()),
+        }
+        for _ in range(count)
+    ]
+
+
+def conversations(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Talks of two turns each side."""
+    draw = np.random.default_rng(seed)
+    roles = ("user", "assistant", "user", "assistant")
+    return [
+        {"messages": [{"role": role, "content": text(draw, 1, 9)} for role in roles]} for _ in range(count)
+    ]
+
+
+@dataclass
+class Taught:
+    """A run that ended.
+
+    Attributes:
+        trainer: the controller; its workers are shut down, which on the local backend leaves them readable.
+        folder: the run folder.
+        said: what it said to the user.
+    """
+
+    trainer: SupervisedTrainer
+    folder: Path
+    said: list[str]
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return read_metrics(self.folder / "metrics.jsonl")
+
+    @property
+    def engine(self) -> Any:
+        """That of the local backend's worker."""
+        return self.trainer.model._workers._worker.engine  # type: ignore[attr-defined]
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: value.clone() for name, value in self.engine.weights()}
+
+
+class School:
+    """Makes runs over one model and its data files.
+
+    Args:
+        folder: an empty folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.model = make_model(folder / "model")
+        self.files = {
+            "rm": (
+                write_rows(folder / "pairs.parquet", preferences(23)),
+                write_rows(folder / "held_out_pairs.parquet", preferences(7, seed=1)),
+            ),
+            "sft": (
+                write_rows(folder / "talks.parquet", conversations(23)),
+                write_rows(folder / "held_out_talks.parquet", conversations(7, seed=1)),
+            ),
+        }
+
+    def words(self, task: str, name: str, *words: str) -> list[str]:
+        """A command line of six steps over three epochs, in the run folder `name`."""
+        train, held_out = self.files[task]
+        return [
+            f"model.path={self.model}",
+            f"data.train_files={train}",
+            f"data.val_files={held_out}",
+            "data.train_batch_size=9",
+            "data.max_length=48",
+            "optim.lr=0.01",
+            "optim.lr_scheduler_type=cosine",
+            "trainer.total_epochs=3",
+            "trainer.test_freq=2",
+            "trainer.logger=[]",
+            f"trainer.default_local_dir={self.folder / name}",
+            *words,
+        ]
+
+    def build(self, task: str, name: str, *words: str, said: list[str] | None = None) -> SupervisedTrainer:
+        load, build = LOADERS[task]
+        say = (said if said is not None else []).append
+        made: SupervisedTrainer = build(load(None, self.words(task, name, *words)).config, say=say)
+        return made
+
+    def run(self, task: str, name: str, *words: str) -> Taught:
+        said: list[str] = []
+        trainer = self.build(task, name, *words, said=said)
+        try:
+            trainer.fit()
+        finally:
+            trainer.shutdown()
+        return Taught(trainer, self.folder / name, said)
+
+
+@pytest.fixture(scope="module")
+def school(tmp_path_factory: pytest.TempPathFactory) -> School:
+    return School(tmp_path_factory.mktemp("school"))

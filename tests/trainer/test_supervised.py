@@ -1,0 +1,243 @@
+"""Supervised runs against plain loops over transformers' own models, and against themselves cut, stopped and
+resumed in other ways."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from tandem.config.fsdp import FSDPConfig
+from tandem.config.model import BackboneConfig
+from tandem.config.optim import OptimConfig
+from tandem.data import PreferenceDataset, SFTDataset
+from tandem.engines.train.base import LossFn, MicroBatching
+from tandem.engines.train.fsdp import FSDPEngine
+from tandem.protocol import DataProto
+from tandem.trainer.supervised import SupervisedTrainer
+from tandem.workers.losses import NextTokenLoss, PreferenceLoss
+from tests.support.runs import without_times
+from tests.support.school import FP64, School, Taught, school
+
+__all__ = ["school"]
+
+CUTS = {
+    "whole": MicroBatching(),
+    "one row": MicroBatching(max_samples=1),
+    "four rows": MicroBatching(max_samples=4),
+    "tokens": MicroBatching(max_tokens=60),
+}
+CENTRE = 0.05
+
+
+def engine_on(folder: Path, kind: Any, precision: str) -> FSDPEngine:
+    return FSDPEngine(
+        folder,
+        kind=kind,
+        model=BackboneConfig(path=str(folder)),
+        fsdp=FSDPConfig(model_dtype=precision),
+        optim=OptimConfig(lr=0.01),
+        total_steps=10,
+        device=torch.device("cpu"),
+    )
+
+
+def gradients(
+    engine: FSDPEngine, batch: DataProto, loss: LossFn, micro: MicroBatching
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """The whole gradient by Hugging Face name, and the metrics; the weights stay as they are."""
+    taken: dict[str, Tensor] = {}
+
+    def take(*_: Any) -> None:
+        named = engine.module.named_parameters()
+        taken.update({engine.module.hf_name(n): p.grad.full_tensor().clone() for n, p in named})  # type: ignore[union-attr]
+
+    engine._state.step, kept = take, engine._state.step  # type: ignore[method-assign]
+    try:
+        metrics = engine.train_step(batch, loss, micro=micro).to_floats()
+    finally:
+        engine._state.step = kept  # type: ignore[method-assign]
+    return taken, metrics
+
+
+def gap(found: dict[str, Tensor], model: Any) -> float:
+    """Relative distance of two gradients, as one vector each."""
+    wanted = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert set(found) == set(wanted)
+    apart = sum(float((found[n].double() - wanted[n].double()).square().sum()) for n in found)
+    return (apart / sum(float(g.double().square().sum()) for g in wanted.values())) ** 0.5
+
+
+@pytest.fixture(scope="module")
+def scorer(school: School) -> Path:
+    """A classifier's folder, with a head of its own."""
+    torch.manual_seed(3)
+    folder = school.folder / "scorer"
+    model = AutoModelForSequenceClassification.from_pretrained(school.model, num_labels=1)
+    torch.nn.init.normal_(model.score.weight, std=0.3)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(school.model).save_pretrained(folder)
+    return folder
+
+
+def pairs(school: School, **options: Any) -> PreferenceDataset:
+    tokenizer = AutoTokenizer.from_pretrained(school.model)
+    return PreferenceDataset(str(school.files["rm"][0]), tokenizer, max_length=48, **options)
+
+
+def plain_preferences(model: Any, data: PreferenceDataset, rows: range) -> dict[str, float]:
+    """Leaves the gradient of the mean loss in the model; a pair at a time, without padding or packing."""
+    seen: dict[str, list[float]] = {"loss": [], "margin": [], "reward_chosen": [], "reward_rejected": []}
+    for row in rows:
+        chosen, rejected = (
+            model(side.row(row)[None].long()).logits[0, 0] for side in (data.chosen, data.rejected)
+        )
+        margin = float(data.margins[row])
+        loss = torch.log1p(torch.exp(-(chosen - rejected - margin))) + CENTRE * (chosen + rejected) ** 2
+        (loss / len(rows)).backward()
+        measured = (loss, chosen - rejected, chosen, rejected)
+        for values, value in zip(seen.values(), measured, strict=True):
+            values.append(float(value.detach()))
+    means = {name: sum(values) / len(values) for name, values in seen.items()}
+    wins = sum(value > 0 for value in seen["margin"])
+    return means | {"accuracy": wins / len(rows)}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp64", 1e-9), ("fp32", 1e-5)])
+def test_preference_gradients_are_those_of_a_plain_loop(
+    school: School, scorer: Path, precision: str, tolerance: float, cut: str
+) -> None:
+    data = pairs(school, margin_key="margin")
+    rows = range(11)
+    dtype = torch.float64 if precision == "fp64" else torch.float32
+    plain = AutoModelForSequenceClassification.from_pretrained(
+        scorer, dtype=dtype, attn_implementation="sdpa"
+    )
+    wanted = plain_preferences(plain, data, rows)
+    engine = engine_on(scorer, "score", precision)
+    found, metrics = gradients(engine, data.batch(rows, uid_prefix="0"), PreferenceLoss(CENTRE), CUTS[cut])
+    assert gap(found, plain) <= tolerance
+    assert {name: metrics[name] for name in wanted} == pytest.approx(wanted, rel=tolerance, abs=tolerance)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp64", 1e-9), ("fp32", 1e-6)])
+def test_packed_next_token_loss_is_transformers_own_on_a_padded_batch(
+    school: School, precision: str, tolerance: float, cut: str
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(school.model)
+    batch = SFTDataset(str(school.files["sft"][0]), tokenizer).batch(range(13), uid_prefix="0")
+    dtype = torch.float64 if precision == "fp64" else torch.float32
+    plain = AutoModelForCausalLM.from_pretrained(school.model, dtype=dtype, attn_implementation="sdpa")
+    tokens, learnt = batch.ragged("tokens"), batch.ragged("response_mask")
+    width = int(tokens.lengths.max())
+    labels = torch.where(learnt.to_padded(0), tokens.to_padded(0), -100)
+    attention_mask = (torch.arange(width) < tokens.lengths[:, None]).long()
+    output = plain(input_ids=tokens.to_padded(0), attention_mask=attention_mask, labels=labels)
+    loss = output.loss
+    if precision == "fp64":  # in which transformers takes the loss itself in fp32
+        logits = output.logits[:, :-1].flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), ignore_index=-100)
+    loss.backward()
+    engine = engine_on(school.model, "policy", precision)
+    found, metrics = gradients(engine, batch, NextTokenLoss(), CUTS[cut])
+    assert metrics["loss"] == pytest.approx(loss.item(), rel=tolerance)
+    assert gap(found, plain) <= 10 * tolerance
+
+
+def test_a_run_validates_on_every_held_out_row_once(school: School, scorer: Path) -> None:
+    """Seven rows in batches of three; the learning rate is zero, so that the model stays what it was."""
+    words = ("data.train_batch_size=3", "optim.lr=0", "trainer.total_training_steps=1", FP64)
+    margins = ("data.margin_key=margin", f"center_rewards_coefficient={CENTRE}")
+    row = school.run("rm", "held_out", f"model.path={scorer}", *words, *margins).rows[-1]
+    data = PreferenceDataset(
+        str(school.files["rm"][1]), AutoTokenizer.from_pretrained(scorer), margin_key="margin"
+    )
+    plain = AutoModelForSequenceClassification.from_pretrained(scorer, dtype=torch.float64)
+    for name, value in plain_preferences(plain, data, range(7)).items():
+        assert row[f"val/{name}"] == pytest.approx(value, rel=1e-9), name
+    row = school.run("sft", "held_out_talks", *words).rows[-1]
+    talks = SFTDataset(str(school.files["sft"][1]), AutoTokenizer.from_pretrained(scorer))
+    causal = AutoModelForCausalLM.from_pretrained(school.model, dtype=torch.float64)
+    surprise = []
+    for ids, mask in zip(talks.tokens, talks.response_mask, strict=True):
+        log_probs = causal(ids[None].long()).logits[0, :-1].log_softmax(-1)
+        chosen = log_probs.gather(1, ids[1:, None].long())[:, 0]
+        surprise += (-chosen[mask[1:]]).tolist()
+    assert row["val/loss"] == pytest.approx(sum(surprise) / len(surprise), rel=1e-9)
+
+
+@pytest.fixture(scope="module")
+def whole(school: School) -> dict[str, Taught]:
+    return {task: school.run(task, f"{task}_whole", "trainer.save_freq=2") for task in ("sft", "rm")}
+
+
+@pytest.mark.parametrize("task", ["sft", "rm"])
+def test_a_supervised_run_goes_on_after_an_interrupt_bit_for_bit(
+    school: School, whole: dict[str, Taught], task: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = SupervisedTrainer.step
+
+    def interrupted(self: SupervisedTrainer, step: int, batch: Any) -> dict[str, float]:
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return original(self, step, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SupervisedTrainer, "step", interrupted)
+        stopped = school.run(task, f"{task}_stopped", "trainer.save_freq=2")
+    assert stopped.trainer.session.interrupted and [row["step"] for row in stopped.rows] == [1, 2, 3]
+    resumed = school.run(task, f"{task}_stopped", "trainer.save_freq=2")
+    assert any("after step 3" in sentence for sentence in resumed.said)
+    assert without_times(resumed.rows) == without_times(whole[task].rows)
+    first, second = resumed.weights(), whole[task].weights()
+    assert all(torch.equal(first[name], second[name]) for name in second)
+
+
+@pytest.mark.parametrize("task", ["sft", "rm"])
+def test_micro_batches_change_nothing(school: School, task: str) -> None:
+    def learnt(name: str, *words: str) -> list[dict[str, Any]]:
+        return without_times(school.run(task, f"{task}_{name}", FP64, *words).rows)
+
+    by_tokens = learnt("by_tokens", "max_token_len_per_gpu=96")
+    by_rows = learnt("by_rows", "use_dynamic_bsz=false", "micro_batch_size_per_gpu=2")
+    for first, second in zip(by_tokens, by_rows, strict=True):
+        assert first == pytest.approx(second, rel=1e-9, abs=1e-9)
+
+
+def test_what_is_reported_of_a_step(whole: dict[str, Taught]) -> None:
+    rm = {name for row in whole["rm"].rows for name in row if name.startswith(("rm/", "val/"))}
+    measures = {"loss", "accuracy", "margin", "reward_chosen", "reward_rejected"}
+    assert rm == {f"{of}/{name}" for of in ("rm", "val") for name in measures} | {"rm/grad_norm", "rm/lr"}
+    last = whole["sft"].rows[-1]
+    assert {"sft/loss", "sft/grad_norm", "sft/lr", "val/loss", "training/epoch"} <= set(last)
+    assert last["perf/step_tokens_per_s"] > 0 and last["timing/update"] > 0
+    assert [row["training/epoch"] for row in whole["rm"].rows] == [0, 0, 1, 1, 2, 2]
+    assert (whole["rm"].folder / "config.yaml").is_file()
+
+
+def test_a_new_head_is_drawn_by_the_seed_and_a_trained_one_is_kept(school: School, scorer: Path) -> None:
+    words = ("optim.lr=0", "trainer.total_training_steps=1")
+
+    def head(name: str, *more: str) -> tuple[Tensor, list[str]]:
+        torch.manual_seed(len(name))  # what was drawn before counts for nothing
+        run = school.run("rm", name, *words, *more)
+        return run.weights()["score.weight"], run.said
+
+    first, said = head("seed_0")
+    assert any("its score head is new" in sentence for sentence in said)
+    assert torch.equal(first, head("seed_0_again")[0])
+    in_double, _ = head("seed_0_fp64", FP64)
+    assert torch.equal(first, in_double.float())
+    assert not torch.equal(first, head("seed_1", "trainer.seed=1")[0])
+    assert 0.5 < float(first.norm()) < 2  # 32 numbers of variance 1/33
+    kept, said = head("kept", f"model.path={scorer}")
+    trained = AutoModelForSequenceClassification.from_pretrained(scorer).score.weight
+    assert torch.equal(kept, trained) and said == []
