@@ -1,4 +1,4 @@
-"""Keys of older command lines. Each works, with one sentence."""
+"""Keys of older and of other command lines. Each is accepted, with one sentence."""
 
 from __future__ import annotations
 
@@ -25,9 +25,23 @@ class Deprecated:
         return f"{self.now} = value / data-parallel size" if self.shared_by else self.now
 
 
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """A switch that exists elsewhere and is always on here.
+
+    Attributes:
+        why: what makes it so.
+    """
+
+    why: str
+
+    def __str__(self) -> str:
+        return f"always true here: {self.why}"
+
+
 _POLICY = "actor_rollout_ref"
 
-DEPRECATED = {
+DEPRECATED: dict[str, Deprecated | Settled] = {
     **{
         name: Deprecated(f"{name}_per_gpu", shared_by=role)
         for name, role in (
@@ -44,12 +58,30 @@ DEPRECATED = {
     "reward_model.micro_batch_size_per_gpu": Deprecated("reward_model.forward_micro_batch_size_per_gpu"),
     f"{_POLICY}.actor.grad_clip": Deprecated(f"{_POLICY}.actor.optim.clip_grad"),
     "critic.grad_clip": Deprecated("critic.optim.clip_grad"),
+    f"{_POLICY}.actor.optim.warmup_style": Deprecated(f"{_POLICY}.actor.optim.lr_scheduler_type"),
+    "critic.optim.warmup_style": Deprecated("critic.optim.lr_scheduler_type"),
     "trainer.ray_wait_register_center_timeout": Deprecated("trainer.timeouts.start"),
+    **{
+        f"{_POLICY}.{role}.{name}": Settled(why)
+        for role in ("actor", "ref")
+        for name, why in (
+            (
+                "entropy_from_logits_with_chunking",
+                "the head works through the vocabulary in tiles and never holds all logits at once",
+            ),
+            (
+                "entropy_checkpointing",
+                "the backward pass makes the logits again, tile by tile, and keeps none of them",
+            ),
+        )
+    },
 }
 
 
 def modernise(
-    given: Mapping[str, Any], deprecated: Mapping[str, Deprecated], devices_of: Callable[[str], int]
+    given: Mapping[str, Any],
+    deprecated: Mapping[str, Deprecated | Settled],
+    devices_of: Callable[[str], int],
 ) -> tuple[dict[str, Any], list[ConfigError], list[str]]:
     """The given values under today's keys, errors, and one notice for each old key.
 
@@ -65,7 +97,12 @@ def modernise(
         value = given.get(name)
         if value is None:
             continue
-        if new.get(rule.now) is not None:
+        if isinstance(rule, Settled):
+            if isinstance(value, bool):
+                notices.append(f"{name}={str(value).lower()}: {rule}.")
+            else:
+                errors.append(ConfigError("wrong type", field=name, got=value, expected="true or false"))
+        elif new.get(rule.now) is not None:
             errors.append(
                 ConfigError(f"given together with {rule.now}", field=name, got=value, remedy=f"remove {name}")
             )

@@ -1,79 +1,175 @@
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from tandem.models import heads
-from tandem.models.heads import token_log_probs
+from tandem.config.fsdp import FSDPConfig
+from tandem.config.model import BackboneConfig, FusedKernelOptions, ModelConfig
+from tandem.engines.train.fsdp import FSDPEngine
+from tandem.errors import ConfigError
+from tandem.models.heads import make_head, tiled, token_log_probs
+from tests.support.heads import check_head, make_case, reference
 
-
-def reference(hidden, weight, targets, temperature):
-    log_p = torch.log_softmax(hidden.double() @ weight.double().T / temperature, -1)
-    return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
-
-
-def case(rows, dtype):
-    hidden = torch.randn(rows, 12, dtype=torch.float64).to(dtype).requires_grad_()
-    weight = torch.randn(29, 12, dtype=torch.float64).to(dtype).requires_grad_()
-    return hidden, weight, torch.randint(0, 29, (rows,))
+CPU = torch.device("cpu")
 
 
-@pytest.fixture(params=[1, 29 * 8 * 4, 1 << 20], ids=["chunks of 1", "chunks of 4 or 8", "one chunk"])
-def chunk_bytes(request, monkeypatch):
-    monkeypatch.setitem(heads._CHUNK_BYTES, "cpu", request.param)
+def cut(monkeypatch, width):
+    """Tiles of so many entries."""
+    monkeypatch.setattr(tiled, "_LEAST_TILE", width)
+    monkeypatch.setitem(tiled._TILE_BYTES, "cpu", 1)
 
 
-@pytest.mark.usefixtures("chunk_bytes")
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 5e-6), (torch.bfloat16, 2e-2)]
+@pytest.fixture(params=[1, 8, 29, 64])
+def width(request, monkeypatch):
+    cut(monkeypatch, request.param)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    rows=st.integers(0, 40),
+    vocabulary=st.integers(1, 70),
+    features=st.integers(1, 20),
+    tile=st.integers(1, 80),
+    temperature=st.floats(0.05, 20.0),
+    scale=st.sampled_from([0.0, 1.0, 30.0, 1e4]),
+    seed=st.integers(0, 2**32 - 1),
 )
-def test_values_and_gradients(temperature, dtype, tolerance):
-    hidden, weight, targets = case(37, dtype)
-    log_probs, entropy = token_log_probs(hidden, weight, targets, temperature=temperature, with_entropy=True)
-    wide = [t.detach().double().requires_grad_() for t in (hidden, weight)]
-    expected = reference(*wide, targets, temperature)
-    assert log_probs.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    for got, want in zip((log_probs, entropy), expected, strict=True):
-        assert (got - want).abs().max() <= tolerance * (1 + want.abs().max())
-
-    mix = [torch.randn(37, dtype=torch.float64) for _ in range(2)]
-    loss = (log_probs * mix[0] + entropy * mix[1]).sum()
-    wanted_loss = (expected[0] * mix[0] + expected[1] * mix[1]).sum()
-    got_grads = torch.autograd.grad(loss, (hidden, weight))
-    for got, want in zip(got_grads, torch.autograd.grad(wanted_loss, wide), strict=True):
-        assert (got.double() - want).norm() <= tolerance * want.norm()
+def test_any_shape_in_float64(rows, vocabulary, features, tile, temperature, scale, seed):
+    hidden, weight, targets = make_case(
+        rows, vocabulary, features, torch.float64, scale=scale * temperature, seed=seed
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        cut(patch, tile)
+        largest = (hidden @ weight.T).abs().max().item() / temperature if rows else 0.0
+        check_head(token_log_probs, hidden, weight, targets, temperature, 1e-14 * (100 + largest))
 
 
-@pytest.mark.usefixtures("chunk_bytes")
+@pytest.mark.usefixtures("width")
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-6), (torch.bfloat16, 2e-2)])
+def test_lower_precision(temperature, dtype, tolerance):
+    case = make_case(37, 29, 12, dtype)
+    check_head(token_log_probs, *case, temperature, tolerance)
+
+
+@pytest.mark.usefixtures("width")
+@pytest.mark.parametrize("temperature", [1.0, 0.25])
+def test_logits_of_tens_of_thousands_lose_nothing_in_float32(temperature):
+    hidden, weight, targets = make_case(37, 29, 12, torch.float64, scale=1000.0)
+    whole = [leaf.detach().round().float().requires_grad_() for leaf in (hidden, weight)]  # exact logits
+    assert (whole[0] @ whole[1].T).abs().max() > 8000
+    check_head(token_log_probs, *whole, targets, temperature, 1e-6)
+
+
+@pytest.mark.usefixtures("width")
 @pytest.mark.parametrize("which", [0, 1])
 def test_gradient_of_one_output_alone(which):
-    hidden, weight, targets = case(9, torch.float64)
+    hidden, weight, targets = make_case(9, 29, 12, torch.float64)
     outputs = token_log_probs(hidden, weight, targets, temperature=0.8, with_entropy=True)
-    wide = [t.detach().clone().requires_grad_() for t in (hidden, weight)]
+    wide = [leaf.detach().clone().requires_grad_() for leaf in (hidden, weight)]
     expected = reference(*wide, targets, 0.8)
     got = torch.autograd.grad(outputs[which].sum(), (hidden, weight))
     for g, w in zip(got, torch.autograd.grad(expected[which].sum(), wide), strict=True):
         assert torch.allclose(g, w, atol=1e-12)
 
 
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_what_is_frozen_gets_no_gradient_and_the_other_the_same(frozen):
+    case = make_case(9, 29, 12, torch.float64)
+    leaves = [leaf.detach().clone().requires_grad_(index != frozen) for index, leaf in enumerate(case[:2])]
+    for hidden, weight in (case[:2], leaves):
+        log_probs, _ = token_log_probs(hidden, weight, case[2], temperature=1.0, with_entropy=False)
+        log_probs.sum().backward()
+    assert leaves[frozen].grad is None
+    assert torch.equal(leaves[1 - frozen].grad, case[1 - frozen].grad)
+
+
 def test_entropy_only_where_asked_for():
-    hidden, weight, targets = case(3, torch.float32)
-    assert token_log_probs(hidden, weight, targets, temperature=1.0, with_entropy=False)[1] is None
+    case = make_case(3, 29, 12, torch.float32)
+    log_probs, entropy = token_log_probs(*case, temperature=1.0, with_entropy=False)
+    assert entropy is None
+    assert torch.equal(log_probs, token_log_probs(*case, temperature=1.0, with_entropy=True)[0])
 
 
 def test_no_rows():
-    hidden, weight, targets = case(0, torch.float64)
+    hidden, weight, targets = make_case(0, 29, 12, torch.float64)
     log_probs, entropy = token_log_probs(hidden, weight, targets, temperature=1.0, with_entropy=True)
     (log_probs.sum() + entropy.sum()).backward()
     assert log_probs.shape == entropy.shape == (0,)
     assert weight.grad.abs().sum() == 0 and hidden.grad.shape == (0, 12)
 
 
-def test_bf16_weight_gradient_is_summed_in_fp32(monkeypatch):
-    # 4,096 chunks of one row: sums in bf16 would stand still long before the end.
-    monkeypatch.setitem(heads._CHUNK_BYTES, "cpu", 1)
+def test_a_distribution_of_one_entry_has_no_entropy():
+    hidden = torch.tensor([[1000.0]], requires_grad=True)
+    weight, target = torch.tensor([[-1.0], [1.0], [0.0]]), torch.tensor([1])
+    log_probs, entropy = token_log_probs(hidden, weight, target, temperature=0.5, with_entropy=True)
+    (log_probs + entropy).sum().backward()
+    assert (log_probs.item(), entropy.item(), hidden.grad.item()) == (0.0, 0.0, 0.0)
+
+
+def test_bf16_weight_gradient_is_summed_in_fp32():
+    # Over 4,096 rows: sums in bf16 would stand still long before the end.
     hidden = torch.ones(4096, 1, dtype=torch.bfloat16)
     weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
     targets = torch.zeros(4096, dtype=torch.int64)
     log_probs, _ = token_log_probs(hidden, weight, targets, temperature=1.0, with_entropy=False)
     log_probs.sum().backward()
     assert weight.grad.flatten().tolist() == [2048.0, -2048.0]
+
+
+class Largest(TorchDispatchMode):
+    """The most bytes of one tensor that an operator returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for value in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(value, torch.Tensor):
+                self.bytes = max(self.bytes, value.nbytes)
+        return out
+
+
+def test_nothing_is_larger_than_a_tile_or_the_weight():
+    hidden, weight, targets = make_case(2048, 16384, 8, torch.bfloat16)
+    with Largest() as largest:
+        log_probs, entropy = token_log_probs(hidden, weight, targets, temperature=0.9, with_entropy=True)
+        torch.autograd.backward((log_probs + entropy).sum())
+    assert largest.bytes <= tiled._TILE_BYTES["cpu"] < 2048 * 16384 * 2 / 10
+
+
+@pytest.mark.parametrize("name", ["torch", "auto"])
+def test_a_cpu_has_the_torch_head(name):
+    assert make_head(name, CPU) is token_log_probs
+
+
+@pytest.mark.parametrize("name", ["triton", "liger"])
+def test_kernels_for_cuda_are_refused_on_a_cpu(name):
+    with pytest.raises(ConfigError, match="CUDA") as caught:
+        make_head(name, CPU)
+    assert caught.value.remedy.startswith("set model.fused_kernel_options.impl_backend=auto")
+
+
+def engine(folder, model):
+    return FSDPEngine(folder, model=model, fsdp=FSDPConfig(), optim=None, total_steps=1, device=CPU)
+
+
+def test_the_engine_takes_the_head_that_the_config_names(qwen2_folder):
+    fused = ModelConfig(
+        path=str(qwen2_folder), tokenizer_path="", use_fused_kernels=True,
+        fused_kernel_options=FusedKernelOptions(impl_backend="triton"),
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="CUDA"):
+        engine(qwen2_folder, fused)
+    switched_off = fused.model_copy(update={"use_fused_kernels": False})
+    for model in (switched_off, BackboneConfig(path=str(qwen2_folder))):
+        assert engine(qwen2_folder, model).module.head is token_log_probs
+
+
+def test_liger_is_refused_on_a_cpu(qwen2_folder):
+    with pytest.raises(ConfigError, match="CUDA devices alone") as caught:
+        engine(qwen2_folder, BackboneConfig(path=str(qwen2_folder), use_liger=True))
+    assert caught.value.remedy == "set use_liger=false"

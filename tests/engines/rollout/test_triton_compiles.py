@@ -31,9 +31,11 @@ from tandem.engines.rollout.native import ops_triton
 from tandem.engines.rollout.native.attention import triton_kernels
 from tandem.engines.rollout.native.attention.triton import Tiles, _shape
 from tandem.engines.rollout.native.paged import LayerShape
+from tandem.models.heads import triton_kernels as head_kernels
+from tandem.models.heads.triton import _SPAN, Blocks
 
 TARGET = GPUTarget("cuda", int(sys.argv[1]), 32)
-FLOATS = ("eps", "scale")
+FLOATS = ("eps", "scale", "temperature")
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
@@ -117,6 +119,26 @@ check(
     1,
 )
 check(ops_triton.gate_kernel, pointers("bf16", "out", "gate_up"), dict(I=18944, TILE=1024))
+
+
+def head(width, dtype, kind, with_entropy):
+    blocks = Blocks.of(dtype)
+    inputs = {**pointers(kind, "hidden", "weight", "gradient"), **pointers("i64", "targets")}
+    vectors = ("peaks", "totals", "moments", "target_logits", "log_totals", "constants", "slopes")
+    kinds = {**inputs, **pointers("fp32", *vectors, "target_gradients")}
+    sizes = dict(WIDTH=width, ROWS=blocks.rows, COLUMNS=blocks.columns, FEATURES=blocks.features)
+    for kernel, constants in (
+        (head_kernels.sums_kernel, dict(MOMENT=with_entropy, SPAN=_SPAN)),
+        (head_kernels.gradient_kernel, dict(SLOPE=with_entropy)),
+    ):
+        mine = {name: kind for name, kind in kinds.items() if name in kernel.arg_names}
+        check(kernel, mine, constants | sizes, blocks.warps, blocks.stages)
+
+
+head(896, torch.bfloat16, "bf16", True)
+head(3584, torch.bfloat16, "bf16", False)
+head(900, torch.float16, "fp16", True)
+head(896, torch.float32, "fp32", True)
 """
 
 

@@ -1,0 +1,280 @@
+"""The head in tiles of the vocabulary.
+
+A tile's logits, of all positions, are made, used and dropped. The forward pass keeps three numbers per
+position and tile, which together give the normaliser and the entropy. The backward pass makes the tile again:
+its part of the weight's gradient is final at once, in the weight's own type, and only the states' gradient,
+which is small, is summed over tiles, in fp32.
+
+Operations, multiply and add counted apart: 2 M D V forward, as much again to make the logits a second time,
+4 M D V for the two gradients. Memory beside the gradients: a few tiles, whatever V.
+
+Shapes: M positions, D hidden features, V vocabulary entries, T entries of a tile, S tiles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from tandem.models.linear import product
+
+# Bytes of one tile of logits in the output's precision, by kind of device, where T is not the least.
+_TILE_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
+_LEAST_TILE = 256
+
+
+def token_log_probs(
+    hidden_MD: Tensor, weight_VD: Tensor, targets_M: Tensor, *, temperature: float, with_entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    """See `Head`; in PyTorch's own operators, for every device and floating type."""
+    return tiled_log_probs(TorchTiles(), hidden_MD, weight_VD, targets_M, temperature, with_entropy)
+
+
+def tiled_log_probs(
+    tiles: Tiles,
+    hidden_MD: Tensor,
+    weight_VD: Tensor,
+    targets_M: Tensor,
+    temperature: float,
+    with_entropy: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """See `Head`; `tiles` does the work within a tile."""
+    assert hidden_MD.ndim == 2 and targets_M.shape == hidden_MD.shape[:1]
+    assert weight_VD.shape[1] == hidden_MD.shape[1] and temperature > 0
+    apply: Any = _TiledLogProbs.apply
+    log_probs, entropy = apply(hidden_MD, weight_VD, targets_M, temperature, with_entropy, tiles)
+    return log_probs, (entropy if with_entropy else None)
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """What tiles know of their logits z = hidden weightᵀ / temperature.
+
+    Attributes:
+        peak_SM: max z.
+        total_SM: Σ exp(z - peak).
+        moment_SM: Σ exp(z - peak) (z - peak); None where no entropy is asked for.
+        target_M: the target's z.
+    """
+
+    peak_SM: Tensor
+    total_SM: Tensor
+    moment_SM: Tensor | None
+    target_M: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LogitGradient:
+    """The gradient of the loss in the logits: p (constant + slope log p), plus `target` at the target, with
+    log p = z - peak - log_total.
+
+    d log p_t / dz = onehot_t - p and dH / dz = -p (log p + H) give, for the gradients g and h of log p_t and
+    of H: constant = -(g + h H) / temperature, slope = -h / temperature, target = g / temperature.
+
+    Attributes:
+        slope_M: None where it is zero.
+    """
+
+    peak_M: Tensor
+    log_total_M: Tensor
+    constant_M: Tensor
+    slope_M: Tensor | None
+    target_M: Tensor
+
+
+class Tiles(Protocol):
+    """The work within tiles. Outputs are in fp32, or fp64 for fp64 input, where not said otherwise."""
+
+    def sums(
+        self,
+        hidden_MD: Tensor,
+        weight_VD: Tensor,
+        targets_M: Tensor,
+        temperature: float,
+        with_moment: bool,
+    ) -> Sums:
+        """Of all tiles; at least one position and one entry."""
+        ...
+
+    def gradient(
+        self,
+        hidden_MD: Tensor,
+        weight_TD: Tensor,
+        targets_M: Tensor,
+        temperature: float,
+        wanted: LogitGradient,
+    ) -> Tensor:
+        """(M, T) in the type of `hidden_MD`: one tile's gradient in its undivided logits.
+
+        Args:
+            targets_M: ids as counted from the tile's first entry; those outside the tile are of no concern.
+        """
+        ...
+
+
+class TorchTiles:
+    """`Tiles` in PyTorch's operators."""
+
+    def sums(
+        self,
+        hidden_MD: Tensor,
+        weight_VD: Tensor,
+        targets_M: Tensor,
+        temperature: float,
+        with_moment: bool,
+    ) -> Sums:
+        peaks, totals, moments = [], [], []
+        target_M: Tensor | None = None
+        for start, weight_TD in _tiles(weight_VD, tile_width(hidden_MD)):
+            z_MT = _logits(hidden_MD, weight_TD, temperature)
+            here_M, index_M1 = _places(targets_M - start, len(weight_TD))
+            found_M = z_MT.gather(1, index_M1).squeeze(1)
+            target_M = found_M if target_M is None else torch.where(here_M, found_M, target_M)
+            peaks.append(z_MT.amax(1))
+            z_MT.sub_(peaks[-1].unsqueeze(1))
+            weights_MT = z_MT.exp() if with_moment else z_MT.exp_()
+            totals.append(weights_MT.sum(1))
+            if with_moment:
+                moments.append(torch.linalg.vecdot(weights_MT, z_MT))
+        assert target_M is not None
+        moment_SM = torch.stack(moments) if with_moment else None
+        return Sums(torch.stack(peaks), torch.stack(totals), moment_SM, target_M)
+
+    def gradient(
+        self,
+        hidden_MD: Tensor,
+        weight_TD: Tensor,
+        targets_M: Tensor,
+        temperature: float,
+        wanted: LogitGradient,
+    ) -> Tensor:
+        # Two subtractions: their sum, rounded, would be off by 5e-4 for logits of 1e4.
+        log_p_MT = _logits(hidden_MD, weight_TD, temperature)
+        log_p_MT.sub_(wanted.peak_M.unsqueeze(1)).sub_(wanted.log_total_M.unsqueeze(1))
+        grad_MT = log_p_MT.exp()
+        constant_M1 = wanted.constant_M.unsqueeze(1)
+        if wanted.slope_M is None:
+            grad_MT.mul_(constant_M1)
+        else:
+            grad_MT.mul_(log_p_MT.mul_(wanted.slope_M.unsqueeze(1)).add_(constant_M1))
+        here_M, index_M1 = _places(targets_M, len(weight_TD))
+        grad_MT.scatter_add_(1, index_M1, (wanted.target_M * here_M).unsqueeze(1))
+        return grad_MT.to(hidden_MD.dtype)
+
+
+class _TiledLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_MD: Tensor,
+        weight_VD: Tensor,
+        targets_M: Tensor,
+        temperature: float,
+        with_entropy: bool,
+        tiles: Tiles,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        if len(hidden_MD) == 0:
+            none_M = hidden_MD.new_empty(0, dtype=output_type(hidden_MD))
+            ctx.save_for_backward(hidden_MD, weight_VD, targets_M, none_M, none_M, none_M)
+            return none_M, none_M.clone()
+        sums = tiles.sums(hidden_MD, weight_VD, targets_M, temperature, with_entropy)
+        peak_M, log_total_M, entropy_M = merged(sums)
+        ctx.save_for_backward(hidden_MD, weight_VD, targets_M, peak_M, log_total_M, entropy_M)
+        ctx.temperature, ctx.tiles = temperature, tiles
+        return sums.target_M - peak_M - log_total_M, entropy_M
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden_MD, weight_VD, targets_M, peak_M, log_total_M, entropy_M = ctx.saved_tensors
+        if len(hidden_MD) == 0:
+            return torch.empty_like(hidden_MD), torch.zeros_like(weight_VD), None, None, None, None
+        wanted = logit_gradient(grads, ctx.temperature, peak_M, log_total_M, entropy_M)
+        inputs = (hidden_MD, weight_VD, targets_M)
+        found = tiled_gradients(ctx.tiles, *inputs, ctx.temperature, wanted, *ctx.needs_input_grad[:2])
+        return *found, None, None, None, None
+
+
+def tiled_gradients(
+    tiles: Tiles,
+    hidden_MD: Tensor,
+    weight_VD: Tensor,
+    targets_M: Tensor,
+    temperature: float,
+    wanted: LogitGradient,
+    need_hidden: bool,
+    need_weight: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Those of the states and of the weight, tile by tile.
+
+    Args:
+        targets_M: ids as counted from the weight's first entry; some may lie outside.
+    """
+    grad_hidden_MD = torch.zeros_like(hidden_MD, dtype=wanted.peak_M.dtype)
+    grad_weight_VD = torch.empty_like(weight_VD) if need_weight else None
+    for start, weight_TD in _tiles(weight_VD, tile_width(hidden_MD)):
+        grad_MT = tiles.gradient(hidden_MD, weight_TD, targets_M - start, temperature, wanted)
+        if need_hidden:
+            grad_hidden_MD += product(grad_MT, weight_TD.T)
+        if grad_weight_VD is not None:
+            grad_weight_VD[start : start + len(weight_TD)] = product(grad_MT.T, hidden_MD.T)
+    return grad_hidden_MD.to(hidden_MD.dtype), grad_weight_VD
+
+
+def merged(sums: Sums) -> tuple[Tensor, Tensor, Tensor]:
+    """peak, log Σ exp(z - peak) and entropy of the whole rows, each (M); the entropy is empty where it was
+    not asked for. H = log Σ w - Σ w (z - peak) / Σ w, for w = exp(z - peak), adds two numbers of one sign."""
+    peak_M = sums.peak_SM.amax(0)
+    shift_SM = sums.peak_SM - peak_M
+    scale_SM = shift_SM.exp()
+    total_M = (sums.total_SM * scale_SM).sum(0)
+    log_total_M = total_M.log()
+    if sums.moment_SM is None:
+        return peak_M, log_total_M, peak_M.new_empty(0)
+    moment_M = (torch.addcmul(sums.moment_SM, shift_SM, sums.total_SM) * scale_SM).sum(0)
+    return peak_M, log_total_M, log_total_M - moment_M / total_M
+
+
+def logit_gradient(
+    grads: tuple[Tensor | None, ...],
+    temperature: float,
+    peak_M: Tensor,
+    log_total_M: Tensor,
+    entropy_M: Tensor,
+) -> LogitGradient:
+    of_log_probs, of_entropy = (None if grad is None else grad / temperature for grad in grads)
+    target_M = torch.zeros_like(peak_M) if of_log_probs is None else of_log_probs
+    constant_M = -target_M if of_entropy is None else -(target_M + of_entropy * entropy_M)
+    slope_M = None if of_entropy is None else -of_entropy
+    return LogitGradient(peak_M, log_total_M, constant_M, slope_M, target_M)
+
+
+def output_type(hidden_MD: Tensor) -> torch.dtype:
+    """That of a head's outputs and sums."""
+    return torch.promote_types(hidden_MD.dtype, torch.float32)
+
+
+def tile_width(hidden_MD: Tensor) -> int:
+    """T, but for the last tile."""
+    budget = _TILE_BYTES.get(hidden_MD.device.type, _TILE_BYTES["cpu"])
+    width = budget // (len(hidden_MD) * output_type(hidden_MD).itemsize)
+    return max(_LEAST_TILE, width // _LEAST_TILE * _LEAST_TILE)
+
+
+def _tiles(weight_VD: Tensor, width: int) -> list[tuple[int, Tensor]]:
+    """The first entry and the weights of each tile."""
+    return [(start, weight_VD[start : start + width]) for start in range(0, len(weight_VD), width)]
+
+
+def _places(targets_M: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Which targets lie in the tile, and (M, 1) an index into it for all."""
+    here_M = (targets_M >= 0) & (targets_M < width)
+    return here_M, targets_M.clamp(0, width - 1).unsqueeze(1)
+
+
+def _logits(hidden_MD: Tensor, weight_TD: Tensor, temperature: float) -> Tensor:
+    logits_MT = product(hidden_MD, weight_TD).to(output_type(hidden_MD))
+    return logits_MT if temperature == 1 else logits_MT.div_(temperature)

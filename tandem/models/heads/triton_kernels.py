@@ -1,0 +1,109 @@
+"""The Triton kernels of `TritonTiles`: linear layer and softmax in one, so that logits stay in registers.
+
+A pointer's name is that of the tensor; capital letters are compile-time numbers:
+
+    ROWS      positions of a block
+    COLUMNS   vocabulary entries of a block
+    FEATURES  hidden features of one step of the product, of WIDTH in all
+    SPAN      vocabulary entries that one program goes through, in blocks
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# fmt: off
+# A kernel has many parameters: several stand on a line.
+
+
+@triton.jit
+def _logits(
+    hidden: tl.tensor, weight: tl.tensor, row: tl.tensor, column: tl.tensor, rows: int, vocabulary: int,
+    hidden_stride: int, weight_stride: int, temperature: float, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, FEATURES: tl.constexpr,
+) -> tl.tensor:
+    """(ROWS, COLUMNS) fp32: hidden weightᵀ / temperature; zero beyond the last row and the last column."""
+    feature = tl.arange(0, FEATURES)
+    hidden += row.to(tl.int64)[:, None] * hidden_stride + feature[None, :]
+    weight += column.to(tl.int64)[None, :] * weight_stride + feature[:, None]
+    logits = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, WIDTH, FEATURES):
+        inside = feature < WIDTH - start
+        states = tl.load(hidden + start, mask=(row < rows)[:, None] & inside[None, :], other=0.0)
+        weights = tl.load(weight + start, mask=(column < vocabulary)[None, :] & inside[:, None], other=0.0)
+        logits = tl.dot(states, weights, logits, input_precision="ieee")
+    return logits / temperature
+
+
+@triton.jit
+def sums_kernel(
+    peaks: tl.tensor, totals: tl.tensor, moments: tl.tensor, target_logits: tl.tensor, hidden: tl.tensor,
+    weight: tl.tensor, targets: tl.tensor, rows: int, vocabulary: int, hidden_stride: int,
+    weight_stride: int, temperature: float, MOMENT: tl.constexpr, SPAN: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, FEATURES: tl.constexpr,
+) -> None:
+    """Program (block of rows, span): the span's entries of `Sums`, online (Milakov, Gimelshein 2018)."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    span = tl.program_id(1)
+    target = tl.load(targets + row, mask=row < rows, other=-1)
+    peak = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    moment = tl.zeros((ROWS,), tl.float32)
+    found = tl.zeros((ROWS,), tl.float32)
+    for start in range(0, SPAN, COLUMNS):
+        column = span * SPAN + start + tl.arange(0, COLUMNS)
+        logits = _logits(
+            hidden, weight, row, column, rows, vocabulary, hidden_stride, weight_stride, temperature, WIDTH,
+            ROWS, COLUMNS, FEATURES,
+        )
+        found += tl.sum(tl.where(column[None, :] == target[:, None], logits, 0.0), 1)
+        real = (column < vocabulary)[None, :]
+        block_peak = tl.max(tl.where(real, logits, float("-inf")), 1)
+        new_peak = tl.maximum(peak, block_peak)
+        shifted = tl.where(real, logits - new_peak[:, None], 0.0)
+        weights = tl.where(real, tl.exp(shifted), 0.0)
+        shift = tl.where(total > 0, peak - new_peak, 0.0)  # no peak before the first block
+        decay = tl.exp(shift)
+        if MOMENT:
+            moment = (moment + shift * total) * decay + tl.sum(weights * shifted, 1)
+        total = total * decay + tl.sum(weights, 1)
+        peak = new_peak
+    place = span.to(tl.int64) * rows + row
+    tl.store(peaks + place, peak, mask=row < rows)
+    tl.store(totals + place, total, mask=row < rows)
+    if MOMENT:
+        tl.store(moments + place, moment, mask=row < rows)
+    mine = (row < rows) & (target // SPAN == span)
+    tl.store(target_logits + row, found, mask=mine)
+
+
+@triton.jit
+def gradient_kernel(
+    gradient: tl.tensor, hidden: tl.tensor, weight: tl.tensor, targets: tl.tensor, peaks: tl.tensor,
+    log_totals: tl.tensor, constants: tl.tensor, slopes: tl.tensor, target_gradients: tl.tensor, rows: int,
+    vocabulary: int, hidden_stride: int, weight_stride: int, gradient_stride: int, temperature: float,
+    SLOPE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    FEATURES: tl.constexpr,
+) -> None:
+    """Program (block of rows, block of columns): its part of `Tiles.gradient`; see `LogitGradient`."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    logits = _logits(
+        hidden, weight, row, column, rows, vocabulary, hidden_stride, weight_stride, temperature, WIDTH,
+        ROWS, COLUMNS, FEATURES,
+    )
+    real = row < rows
+    peak = tl.load(peaks + row, mask=real, other=0.0)
+    log_total = tl.load(log_totals + row, mask=real, other=0.0)
+    constant = tl.load(constants + row, mask=real, other=0.0)
+    log_p = logits - peak[:, None] - log_total[:, None]
+    factor = tl.zeros_like(log_p) + constant[:, None]
+    if SLOPE:
+        factor += tl.load(slopes + row, mask=real, other=0.0)[:, None] * log_p
+    target = tl.load(targets + row, mask=real, other=-1)
+    at_target = tl.load(target_gradients + row, mask=real, other=0.0)
+    value = tl.exp(log_p) * factor + tl.where(column[None, :] == target[:, None], at_target[:, None], 0.0)
+    place = gradient + row.to(tl.int64)[:, None] * gradient_stride + column[None, :]
+    mask = real[:, None] & (column < vocabulary)[None, :]
+    tl.store(place, value.to(gradient.dtype.element_ty), mask=mask)

@@ -1,0 +1,43 @@
+"""Kernels that the named device cannot run are refused before it is touched."""
+
+from __future__ import annotations
+
+import pytest
+
+from tandem.config import load_sft_config
+from tandem.errors import ConfigErrors
+
+MODEL = "actor_rollout_ref.model"
+BACKEND = "fused_kernel_options.impl_backend"
+
+
+@pytest.mark.parametrize("backend", ["triton", "liger"])
+def test_head_for_cuda_on_a_cpu(load, errors, backend):
+    asked = [f"{MODEL}.use_fused_kernels=true", f"{MODEL}.{BACKEND}={backend}"]
+    error = errors(*asked, "trainer.device=cpu")[f"{MODEL}.{BACKEND}"]
+    assert error.remedy == f"set {MODEL}.{BACKEND}=auto, or trainer.device=cuda"
+    for device in ("cuda", "auto"):
+        config = load(*asked, f"trainer.device={device}").config
+        assert config.actor_rollout_ref.model.head == backend
+    assert load(asked[1], "trainer.device=cpu").config.actor_rollout_ref.model.head == "torch"
+
+
+@pytest.mark.parametrize("at", [MODEL, "critic.model", "reward_model.model"])
+def test_liger_on_a_cpu(load, errors, at):
+    error = errors(f"{at}.use_liger=true", "trainer.device=cpu")[f"{at}.use_liger"]
+    assert "CUDA" in error.message
+    load(f"{at}.use_liger=true", "trainer.device=cuda")
+
+
+def test_supervised_runs_are_asked_the_same(train_file, model):
+    asked = ["model.use_liger=true", "model.use_fused_kernels=true", f"model.{BACKEND}=triton"]
+    with pytest.raises(ConfigErrors) as caught:
+        load_sft_config(
+            None, [f"data.train_files={train_file}", f"model.path={model}", *asked, "trainer.device=cpu"]
+        )
+    assert {error.field for error in caught.value.errors} == {"model.use_liger", f"model.{BACKEND}"}
+
+
+def test_entropy_switch_of_a_wrong_type(errors):
+    name = "actor_rollout_ref.actor.entropy_checkpointing"
+    assert errors(f"{name}=often")[name].expected == "true or false"

@@ -1,0 +1,40 @@
+"""A head's outputs and gradients against softmax over all logits at once, in float64."""
+
+import torch
+
+
+def reference(hidden, weight, targets, temperature):
+    """(log-probs, entropies) of (M, D), (V, D) and (M), the plain way."""
+    log_p = torch.log_softmax(hidden.double() @ weight.double().T / temperature, -1)
+    return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+def make_case(rows, vocabulary, width, dtype, *, scale=1.0, seed=0, device="cpu"):
+    """Random states and weights, and targets among which are the first and the last entry."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden = scale * torch.randn(rows, width, dtype=torch.float64, generator=generator)
+    weight = torch.randn(vocabulary, width, dtype=torch.float64, generator=generator)
+    targets = torch.randint(0, vocabulary, (rows,), generator=generator)
+    targets[:1], targets[1:2] = 0, vocabulary - 1
+    leaves = [values.to(device, dtype).requires_grad_() for values in (hidden, weight)]
+    return *leaves, targets.to(device)
+
+
+def check_head(head, hidden, weight, targets, temperature, tolerance):
+    """Values within `tolerance` of their size; gradients of a random mix of both outputs within it of their
+    own size and of the factors that they are products of."""
+    wide = [leaf.detach().double().requires_grad_() for leaf in (hidden, weight)]
+    expected = reference(*wide, targets, temperature)
+    got = head(hidden, weight, targets, temperature=temperature, with_entropy=True)
+    out_type = torch.promote_types(hidden.dtype, torch.float32)
+    for value, want in zip(got, expected, strict=True):
+        assert value.dtype == out_type and value.shape == want.shape
+        assert bool(((value - want).abs() <= tolerance * (1 + want.abs())).all()), (value - want).abs().max()
+
+    mix = torch.randn(2, len(hidden), dtype=torch.float64, device=hidden.device)
+    (mix[0] * expected[0] + mix[1] * expected[1]).sum().backward()
+    found = torch.autograd.grad((mix[0] * got[0] + mix[1] * got[1]).sum(), (hidden, weight))
+    for gradient, leaf, other in zip(found, wide, reversed(wide), strict=True):
+        assert gradient.shape == leaf.shape
+        allowed = tolerance * (leaf.grad.norm() + mix.norm() * other.detach().norm() / temperature)
+        assert (gradient.double() - leaf.grad).norm() <= allowed
