@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from tandem.errors import ConfigError
+
+_ALIGNMENT = 16  # bytes; of every type's numbers
 
 
 def choose_device(name: str = "auto") -> torch.device:
@@ -51,3 +55,38 @@ def set_threads(count: int | None) -> int:
             raise ConfigError("threads below one", field="threads", got=count, expected=">= 1")
         torch.set_num_threads(count)
     return torch.get_num_threads()
+
+
+def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """The tensors on `device`. From the host to a GPU all go in one copy from pinned memory, for which the
+    host does not wait; they then lie in one storage."""
+    if device.type != "cuda":
+        return [tensor.to(device) for tensor in tensors]
+    sent = [tensor for tensor in tensors if tensor.device.type == "cpu"]
+    arrived = iter(apart(together(sent, pinned=True).to(device, non_blocking=True), sent))
+    return [next(arrived) if tensor.device.type == "cpu" else tensor.to(device) for tensor in tensors]
+
+
+def together(tensors: Sequence[Tensor], *, pinned: bool = False) -> Tensor:
+    """uint8: the bytes of tensors on the host, one after the other, each from a multiple of 16 on."""
+    places = _places(tensors)
+    out = torch.empty(places[-1].stop if places else 0, dtype=torch.uint8, pin_memory=pinned)
+    for tensor, piece in zip(tensors, apart(out, tensors), strict=True):
+        piece.copy_(tensor)
+    return out
+
+
+def apart(joined: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Views of what `together` made, with the types and shapes of its `tensors`."""
+    return [
+        joined[place].view(tensor.dtype).view(tensor.shape)
+        for tensor, place in zip(tensors, _places(tensors), strict=True)
+    ]
+
+
+def _places(tensors: Sequence[Tensor]) -> list[slice]:
+    places, start = [], 0
+    for tensor in tensors:
+        places.append(slice(start, start + tensor.nbytes))
+        start += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+    return places

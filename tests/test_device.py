@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from tandem.device import choose_device, set_threads
+from tandem.device import apart, choose_device, set_threads, to_device, together
 from tandem.errors import ConfigError
 
 
@@ -40,3 +40,43 @@ def test_threads():
             set_threads(0)
     finally:
         torch.set_num_threads(before)
+
+
+TENSORS = [
+    torch.arange(7, dtype=torch.int32),
+    torch.tensor([True, False, True]),
+    torch.linspace(0, 1, 10, dtype=torch.float64).view(5, 2),
+    torch.empty(0, dtype=torch.int64),
+    torch.tensor(2.5),
+    torch.arange(12, dtype=torch.bfloat16).view(3, 4).T,
+]
+
+
+@pytest.mark.parametrize("count", range(len(TENSORS) + 1))
+def test_tensors_travel_together_and_come_apart_as_they_were(count):
+    tensors = TENSORS[:count]
+    joined = together(tensors)
+    assert joined.dtype == torch.uint8 and len(joined) >= sum(tensor.nbytes for tensor in tensors)
+    for found, wanted in zip(apart(joined, tensors), tensors, strict=True):
+        assert found.dtype == wanted.dtype and torch.equal(found, wanted)
+        assert found.data_ptr() % 16 == joined.data_ptr() % 16 or found.numel() == 0
+
+
+def test_on_the_host_nothing_is_copied():
+    found = to_device(TENSORS, torch.device("cpu"))
+    assert all(tensor is same for tensor, same in zip(found, TENSORS, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_gpu_gets_them_in_one_copy_without_a_wait():
+    cuda = torch.device("cuda", 0)
+    there = torch.ones(3, device=cuda)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = to_device([*TENSORS, there], cuda)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert found[-1] is there
+    assert len({tensor.untyped_storage().data_ptr() for tensor in found[:-1]}) == 1
+    assert all(torch.equal(tensor.cpu(), same) for tensor, same in zip(found, TENSORS, strict=False))

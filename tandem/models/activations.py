@@ -1,0 +1,148 @@
+"""Which activations of the decoder's layers are computed again in the backward pass, and which wait for
+it in host memory.
+
+Both wrap a layer's own `forward`, before FSDP shards the layer: FSDP's hooks then stand around the wrapper.
+Parameters are gathered before the layer runs and once more before its backward, and the second run of the
+layer, between the two, gathers nothing by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from tandem.config.model import BackboneConfig
+from tandem.errors import ConfigError
+from tandem.models.activation_offload import ActivationOffload, Lane, SameStream, SideStream
+
+_LAYERS, _OPS = "gradient_checkpointing_layers", "gradient_checkpointing_ops"
+
+# What the short names stand for, on every device. Not every build of PyTorch has all of them.
+_SHORT = {
+    "matmul": ("aten.mm", "aten.addmm", "mkldnn._linear_pointwise"),
+    "attention": (
+        "aten._scaled_dot_product_flash_attention",
+        "aten._scaled_dot_product_efficient_attention",
+        "aten._scaled_dot_product_cudnn_attention",
+        "aten._scaled_dot_product_flash_attention_for_cpu",
+        "torch_attn._varlen_attn",
+    ),
+}
+
+
+def manage_activations(
+    layers: Sequence[nn.Module], config: BackboneConfig, device: torch.device
+) -> ActivationOffload | None:
+    """Makes the layers of a model that is trained do with their activations as the config says. In place;
+    before they are sharded.
+
+    Returns:
+        What moves activations to the host and counts them; None where nothing is to move.
+
+    Raises:
+        ConfigError: more layers than the model has, or an operator that PyTorch does not have.
+    """
+    if config.enable_gradient_checkpointing:
+        checkpoint_layers(
+            layers,
+            config.gradient_checkpointing_mode,
+            count=config.gradient_checkpointing_layers,
+            ops=config.gradient_checkpointing_ops,
+        )
+    if not config.enable_activation_offload:
+        return None
+    beside = config.activation_offload_mode == "async"
+    lane: Lane | None = None
+    if device.type == "cuda":
+        lane = SideStream(device) if beside else SameStream()
+    return ActivationOffload(layers, device, lane=lane, ahead=int(beside))
+
+
+def checkpoint_layers(
+    layers: Sequence[nn.Module], mode: str, *, count: int | None = None, ops: Sequence[str] = ()
+) -> None:
+    """Makes layers keep their input alone and run again in the backward pass (Chen et al. 2016, "Training
+    Deep Nets with Sublinear Memory Cost", https://arxiv.org/abs/1604.06174). Without gradient they run as
+    ever. They must draw no random numbers.
+
+    Args:
+        mode: "full", every layer; "first", the first `count`; "every", one layer in `count`, the last of
+            each so many; "ops", every layer, but the outputs of the operators `ops` are kept as well and
+            not computed again.
+        ops: "matmul" (the products of linear layers), "attention", or operators of PyTorch such as
+            "aten.mm".
+
+    Raises:
+        ConfigError: see `manage_activations`.
+    """
+    options: dict[str, Any] = {
+        "use_reentrant": False,
+        "preserve_rng_state": False,
+        "determinism_check": "none",
+    }
+    if mode == "ops":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, operators(ops))
+    for index in recomputed_layers(len(layers), mode, count):
+        layer: Any = layers[index]
+        layer.forward = partial(_checkpointed, layer.forward, options)
+
+
+def recomputed_layers(total: int, mode: str, count: int | None) -> range:
+    """The layers, of `total`, that run again; see `checkpoint_layers`.
+
+    Raises:
+        ConfigError: a `count` above `total`.
+    """
+    if mode in ("full", "ops"):
+        return range(total)
+    assert count is not None and mode in ("first", "every"), (mode, count)
+    if count > total:
+        raise ConfigError(
+            "more layers than the model has",
+            field=_LAYERS,
+            got=count,
+            expected=f"at most {total}",
+            remedy=f"set {_LAYERS}={total} or less",
+        )
+    return range(count) if mode == "first" else range(count - 1, total, count)
+
+
+def operators(names: Sequence[str]) -> list[torch._ops.OpOverload]:
+    """All overloads of the operators named; see `checkpoint_layers`.
+
+    Raises:
+        ConfigError: a name that PyTorch does not have.
+    """
+    found = []
+    for name in names:
+        overloads = [overload for full in _SHORT.get(name, (name,)) for overload in _overloads(full)]
+        if not overloads:
+            raise ConfigError(
+                "no such operator",
+                field=_OPS,
+                got=name,
+                expected=f"{', '.join(_SHORT)}, or an operator of PyTorch such as aten.mm",
+            )
+        found += overloads
+    return found
+
+
+def _overloads(name: str) -> list[torch._ops.OpOverload]:
+    """Those of "namespace.operator"; none if there is no such operator."""
+    namespace, _, operator = name.partition(".")
+    try:
+        packet = getattr(getattr(torch.ops, namespace), operator)
+        return [getattr(packet, overload) for overload in packet.overloads()]
+    except (AttributeError, RuntimeError):  # either, by version
+        return []
+
+
+def _checkpointed(forward: Any, options: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, **options, **kwargs)

@@ -1,0 +1,57 @@
+"""Run by torchrun on two ranks: FOLDER of the model, RESULTS to write. The gradients of each way to keep
+activations, over layers that are sharded."""
+
+import sys
+from pathlib import Path
+
+import synthetic
+import torch
+import torch.distributed as dist
+
+from tandem.models.activation_offload import SameStream
+from tandem.models.parallel import leave_distributed
+
+MODES = {
+    "none": {"enable_gradient_checkpointing": False},
+    "full": {},
+    "first": {"gradient_checkpointing_mode": "first", "gradient_checkpointing_layers": 1},
+    "every": {"gradient_checkpointing_mode": "every", "gradient_checkpointing_layers": 2},
+    "ops": {"gradient_checkpointing_mode": "ops"},
+}
+OFFLOADS = {"none": {}, "copied": {"enable_activation_offload": True}}
+
+
+def engine_with(folder, mode, offload, precision="fp64", **options):
+    """With "copied" what the layers save really goes from host memory to host memory."""
+    model = MODES[mode] | OFFLOADS[offload]
+    engine = synthetic.make_engine(folder, precision=precision, model=model, **options)
+    if engine._offload is not None:
+        engine._offload._lane = SameStream()
+        engine._offload._min_bytes = 0
+    return engine
+
+
+def batch_of(precision):
+    return synthetic.make_batch(torch.float64 if precision == "fp64" else torch.float32)
+
+
+def main():
+    folder, results = (Path(argument) for argument in sys.argv[1:])
+    loss, micro = synthetic.SyntheticLoss(), synthetic.CUTS["three"]
+    record = {}
+    for precision in ("fp64", "fp32"):
+        batch = batch_of(precision)
+        for mode in MODES:
+            for offload in OFFLOADS:
+                engine = engine_with(folder, mode, offload, precision)
+                mine = batch[:7] if dist.get_rank() == 0 else batch[7:]
+                engine.take_collectives()
+                gradients, metrics = synthetic.gradients(engine, mine, loss, micro)
+                record[precision, mode, offload] = gradients, metrics, engine.take_collectives()[1]
+    if dist.get_rank() == 0:
+        torch.save(record, results)
+    leave_distributed(together=True)
+
+
+if __name__ == "__main__":
+    main()

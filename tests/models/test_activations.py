@@ -1,0 +1,399 @@
+"""Checkpointing and offload of a model's layers, against the layers as they are."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from tandem.config.model import BackboneConfig
+from tandem.errors import ConfigError, EngineError
+from tandem.models.activation_offload import ActivationOffload, SameStream
+from tandem.models.activations import (
+    manage_activations,
+    operators,
+    recomputed_layers,
+)
+from tandem.models.loading import load_policy
+from tandem.models.packing import pack
+from tandem.models.policy import PolicyModel
+from tandem.observability.metrics import Metrics
+from tandem.protocol import Ragged
+
+CPU = torch.device("cpu")
+LAYERS, HIDDEN = 5, 32
+LENGTHS = [17, 4, 30, 9]
+TOKENS = sum(LENGTHS) - len(LENGTHS)  # the last token of a sequence does not go in
+PRECISIONS = {torch.float64: 1e-12, torch.float32: 1e-6}
+PLAIN = {"enable_gradient_checkpointing": False}
+MODES = {
+    "none": PLAIN,
+    "full": {},
+    "first": {"gradient_checkpointing_mode": "first", "gradient_checkpointing_layers": 2},
+    "every": {"gradient_checkpointing_mode": "every", "gradient_checkpointing_layers": 2},
+    "ops": {"gradient_checkpointing_mode": "ops"},
+    "attention": {"gradient_checkpointing_mode": "ops", "gradient_checkpointing_ops": ("attention",)},
+}
+OFFLOADS = {
+    "none": {},
+    "async": {"enable_activation_offload": True},
+    "sync": {"enable_activation_offload": True, "activation_offload_mode": "sync"},
+}
+MATMUL, ATTENTION = set(operators(["matmul"])), set(operators(["attention"]))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    shape = Qwen2Config(
+        vocab_size=31,
+        hidden_size=HIDDEN,
+        intermediate_size=48,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.2,
+    )
+    AutoModelForCausalLM.from_config(shape).save_pretrained(path)
+    return path
+
+
+def policy_of(folder, dtype=torch.float64):
+    return PolicyModel(load_policy(folder, dtype=dtype))
+
+
+def managed(folder, dtype=torch.float64, **keys):
+    policy = policy_of(folder, dtype)
+    config = BackboneConfig(path=str(folder), **keys)
+    return policy, manage_activations(policy.decoder.layers, config, CPU)
+
+
+def inputs(seed=1):
+    draw = torch.Generator().manual_seed(seed)
+    tokens = Ragged.from_list([torch.randint(0, 31, (n,), generator=draw) for n in LENGTHS])
+    return pack(tokens, None, device=CPU)
+
+
+def loss_of(policy, seed=1):
+    out = policy(inputs(seed), frozenset({"log_probs", "entropy"}))
+    return (out["log_probs"] * torch.linspace(-1, 1, len(out["log_probs"]))).sum() + out["entropy"].sum()
+
+
+def gradients(policy, seed=1):
+    policy.zero_grad()
+    loss_of(policy, seed).backward()
+    return {name: parameter.grad for name, parameter in policy.named_parameters()}
+
+
+def assert_equal(found, wanted, tolerance=0.0):
+    for name, value in wanted.items():
+        assert (found[name] - value).norm() <= tolerance * value.norm(), name
+
+
+def counted(policy):
+    """How often each layer has begun to run, from now on. Layers are wrapped before what is tested."""
+    runs = Counter()
+
+    def run(index, forward, *args, **kwargs):
+        runs[index] += 1
+        return forward(*args, **kwargs)
+
+    for index, layer in enumerate(policy.decoder.layers):
+        layer.forward = partial(run, index, layer.forward)
+    return runs
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators that really run."""
+
+    def __init__(self):
+        super().__init__()
+        self.runs = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.runs[func] += 1
+        return func(*args, **(kwargs or {}))
+
+    def of(self, ops):
+        return sum(self.runs[op] for op in ops)
+
+
+def saved_bytes(policy, at_least=0):
+    """By layer the bytes of the distinct storages that it leaves to its backward, of those of some size;
+    without its parameters and what it was given by keyword."""
+    found = []
+
+    def run(layer, forward, *args, packing, position_embeddings, position_ids, **kwargs):
+        shared = [*layer.parameters(), *packing.tensors, *position_embeddings, position_ids]
+        outside = {tensor.untyped_storage().data_ptr() for tensor in shared}
+        storages = {}
+
+        def keep(tensor):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in outside:
+                storages[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        given = {"packing": packing, "position_embeddings": position_embeddings, "position_ids": position_ids}
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            out = forward(*args, **given, **kwargs)
+        found.append(sum(nbytes for nbytes in storages.values() if nbytes >= at_least))
+        return out
+
+    for layer in policy.decoder.layers:
+        layer.forward = partial(run, layer, layer.forward)
+    loss_of(policy)
+    return found
+
+
+@pytest.mark.parametrize("dtype", PRECISIONS, ids=["fp64", "fp32"])
+@pytest.mark.parametrize("offload", OFFLOADS)
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_are_those_of_the_layers_as_they_are(folder, mode, offload, dtype):
+    wanted = gradients(policy_of(folder, dtype))
+    policy, _ = managed(folder, dtype, **MODES[mode], **OFFLOADS[offload])
+    assert_equal(gradients(policy), wanted, PRECISIONS[dtype])
+
+
+@pytest.mark.parametrize("mode", ["full", "ops"])
+def test_other_architectures(model_folder, mode):
+    wanted = gradients(policy_of(model_folder))
+    policy, offload = managed(model_folder, **MODES[mode], **OFFLOADS["async"])
+    offload._lane = SameStream()
+    assert_equal(gradients(policy), wanted, 1e-12)
+
+
+def test_the_layers_named_run_again_and_no_others(folder):
+    again = {"none": [], "full": [0, 1, 2, 3, 4], "first": [0, 1], "every": [1, 3], "ops": [0, 1, 2, 3, 4]}
+    for mode, wanted in again.items():
+        policy = policy_of(folder)
+        runs = counted(policy)
+        manage_activations(policy.decoder.layers, BackboneConfig(path="", **MODES[mode]), CPU)
+        gradients(policy)
+        assert dict(runs) == {index: 2 if index in wanted else 1 for index in range(LAYERS)}, mode
+        with torch.no_grad():
+            loss_of(policy)
+        assert runs.total() == 2 * LAYERS + len(wanted)
+
+
+@pytest.mark.parametrize("dtype", PRECISIONS, ids=["fp64", "fp32"])
+def test_operators_that_are_kept_do_not_run_again(folder, dtype):
+    found = {}
+    for mode in ("none", "full", "ops", "attention"):
+        policy, _ = managed(folder, dtype, **MODES[mode])
+        with Operators() as seen:
+            gradients(policy)
+        found[mode] = seen.of(MATMUL), seen.of(ATTENTION)
+    linears, attentions = 7 * LAYERS, len(inputs().packing.rectangles) * LAYERS
+    products, attended = found["none"]
+    assert attended == attentions > 0
+    assert found["ops"] == found["none"]
+    # Nobody saves a layer's last product, so that the second run stops before it; in fp32 after it, where
+    # its inputs are saved when it is done.
+    again = linears - LAYERS if dtype == torch.float64 else linears
+    assert found["attention"] == (products + again, attended)
+    assert found["full"] == (products + again, 2 * attended)
+
+
+def test_an_operator_is_named_by_group_or_by_name():
+    assert torch.ops.aten.mm.default in MATMUL and torch.ops.aten.addmm.out in MATMUL
+    assert torch.ops.aten.bmm.default in operators(["aten.bmm"])
+    assert set(operators(["aten.bmm", "matmul"])) == MATMUL | set(operators(["aten.bmm"]))
+    for name in ("aten.no_such_operator", "no_such_namespace.mm", "linear"):
+        with pytest.raises(ConfigError, match="no such operator") as caught:
+            operators(["aten.mm", name])
+        assert (caught.value.field, caught.value.got) == ("gradient_checkpointing_ops", name)
+
+
+def test_more_layers_than_there_are(folder):
+    assert list(recomputed_layers(6, "every", 3)) == [2, 5] and list(recomputed_layers(3, "every", 3)) == [2]
+    for mode in ("first", "every"):
+        with pytest.raises(ConfigError, match="more layers than the model has") as caught:
+            managed(folder, gradient_checkpointing_mode=mode, gradient_checkpointing_layers=LAYERS + 1)
+        assert caught.value.expected == f"at most {LAYERS}"
+
+
+@pytest.mark.parametrize("dtype", PRECISIONS, ids=["fp64", "fp32"])
+def test_a_layer_that_runs_again_saves_its_input_alone(folder, dtype):
+    given = TOKENS * HIDDEN * dtype.itemsize
+    (everything,) = set(saved_bytes(policy_of(folder, dtype)))
+    assert everything > 12 * given
+    for mode, again in {
+        "full": range(LAYERS),
+        "first": (0, 1),
+        "every": (1, 3),
+        "ops": range(LAYERS),
+    }.items():
+        policy, _ = managed(folder, dtype, **MODES[mode])
+        wanted = [given if index in again else everything for index in range(LAYERS)]
+        assert saved_bytes(policy) == wanted, mode
+
+
+# Offload.
+
+
+def offloaded(folder, mode="none", *, lane=None, ahead=1, min_bytes=0, dtype=torch.float64):
+    policy, _ = managed(folder, dtype, **MODES[mode])
+    layers = policy.decoder.layers
+    return policy, ActivationOffload(layers, CPU, lane=lane, ahead=ahead, min_bytes=min_bytes)
+
+
+def reported(offload):
+    metrics = Metrics()
+    offload.report(metrics)
+    return metrics.to_floats()
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("copies", [False, True], ids=["counted", "copied"])
+@pytest.mark.parametrize("mode", MODES)
+def test_what_leaves_and_what_stays_is_counted(folder, mode, copies, ahead):
+    """All layers but the last send what they saved; with copies beside the computation two layers' worth
+    is on the device."""
+    policy, _ = managed(folder, **MODES[mode])
+    saved = saved_bytes(policy)
+    policy, offload = offloaded(folder, mode, lane=SameStream() if copies else None, ahead=ahead)
+    loss_of(policy).backward()
+    before = [0, *saved[:-1]] if ahead else [0] * LAYERS
+    assert reported(offload) == {
+        "activation_offload_bytes": sum(saved[:-1]),
+        "activation_resident_bytes": max(own + other for own, other in zip(saved, before, strict=True)),
+    }
+    assert reported(offload) == {"activation_offload_bytes": 0, "activation_resident_bytes": 0}
+
+
+def test_small_storages_stay(folder):
+    """The limit parts the numbers per token, such as the norms', from the rest."""
+    limit = TOKENS * 8 + 1
+    (everything,), (large,) = (set(saved_bytes(policy_of(folder), limit)) for limit in (0, limit))
+    assert everything - large >= 2 * TOKENS * 4
+    policy, offload = offloaded(folder, lane=SameStream(), min_bytes=limit)
+    assert_equal(gradients(policy), gradients(policy_of(folder)))
+    assert reported(offload) == {
+        "activation_offload_bytes": (LAYERS - 1) * large,
+        "activation_resident_bytes": 2 * large + LAYERS * (everything - large),
+    }
+
+
+class LateLane:
+    """Copies nothing before it is waited for, and then only between memory that was kept till then: what is
+    read too early, or freed too early, shows.
+
+    Attributes:
+        out, back: by copy out, and by copy back, the device's storages, held weakly.
+        alive: at the start of each copy, which of these are still there.
+        memory: where the copies out went, by address.
+    """
+
+    def __init__(self):
+        self.queue, self.done = [], 0
+        self.out, self.back, self.alive, self.memory = [], [], [], []
+
+    def start(self, pairs):
+        leaves = len(self.out) < LAYERS - 1
+        if leaves:
+            self.memory.append(pairs[0][0].untyped_storage().data_ptr())
+        devices = [StorageWeakRef(pair[1 if leaves else 0].untyped_storage()) for pair in pairs]
+        (self.out if leaves else self.back).append(devices)
+        self.alive.append((_alive(self.out), _alive(self.back)))
+        self.queue.append([(Weak(target), Weak(source)) for target, source in pairs])
+        return len(self.queue)
+
+    def wait(self, mark):
+        for pairs in self.queue[self.done : mark]:
+            for target, source in pairs:
+                target.tensor().copy_(source.tensor())
+        self.done = max(self.done, mark)
+
+
+class Weak:
+    """Bytes, without keeping them."""
+
+    def __init__(self, tensor):
+        self.storage, self.start, self.size = (
+            StorageWeakRef(tensor.untyped_storage()),
+            tensor.storage_offset(),
+            len(tensor),
+        )
+
+    def tensor(self):
+        storage = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
+        assert storage is not None, "freed before its copy ended"
+        return torch.empty(0, dtype=torch.uint8).set_(storage, self.start, (self.size,))
+
+
+def _alive(groups):
+    return [index for index, group in enumerate(groups) if not all(ref.expired() for ref in group)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_copies_may_end_as_late_as_they_are_waited_for(folder, mode):
+    """And no layer's tensors are on the device longer than while its neighbour computes, but for the first
+    layer's input: transformers itself holds the embeddings as long as the forward runs."""
+    wanted = gradients(policy_of(folder))
+    lane = LateLane()
+    policy, offload = offloaded(folder, mode, lane=lane)
+    assert_equal(gradients(policy), wanted)
+    moved = range(LAYERS - 1)
+    held = {0} if mode not in ("none", "every") else set()
+    forward = [(sorted({max(index - 1, 0), index} | held), []) for index in moved]
+    backward = [([], sorted({max(index - 1, 0), index})) for index in moved]
+    assert lane.alive == forward + backward
+    assert lane.done == len(lane.queue) == 2 * (LAYERS - 1)
+    offload.report(Metrics())
+    assert _alive(lane.back) == []
+
+
+def test_host_memory_is_used_again_and_grows(folder):
+    policy, offload = offloaded(folder, lane=SameStream())
+    places = []
+    for _ in range(3):
+        gradients(policy)
+        offload.report(Metrics())
+        places.append({index: memory.data_ptr() for index, memory in offload._memory.items()})
+    assert places[0] == places[1] == places[2] and list(places[0]) == list(range(LAYERS - 1))
+    before = {index: len(memory) for index, memory in offload._memory.items()}
+    tokens = Ragged.from_list([torch.arange(20)] * 8)
+    wanted, found = policy_of(folder), policy
+    for model in (wanted, found):
+        model.zero_grad()
+        model(pack(tokens, None, device=CPU), frozenset({"log_probs"}))["log_probs"].sum().backward()
+    assert_equal(
+        {name: p.grad for name, p in found.named_parameters()},
+        {name: p.grad for name, p in wanted.named_parameters()},
+    )
+    assert all(len(memory) > before[index] for index, memory in offload._memory.items())
+
+
+def test_micro_batches_follow_each_other(folder):
+    """Each forward and backward stands alone, also after a forward that was broken off."""
+    plain = policy_of(folder)
+    policy, offload = offloaded(folder, lane=LateLane())
+    assert_equal(gradients(policy, seed=1), gradients(plain, seed=1))
+    offload.report(Metrics())
+    broken = policy.decoder.layers[3].mlp.register_forward_pre_hook(lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss_of(policy, seed=2)
+    broken.remove()
+    offload._lane.out.clear()
+    assert_equal(gradients(policy, seed=3), gradients(plain, seed=3))
+    with torch.no_grad():
+        assert torch.equal(loss_of(policy), loss_of(plain))
+
+
+def test_a_backward_that_comes_too_late_is_refused(folder):
+    policy, offload = offloaded(folder, lane=SameStream())
+    first = loss_of(policy)
+    loss_of(policy, seed=2).backward()
+    with pytest.raises(EngineError, match="activations of this forward are gone"):
+        first.backward()
+    late = loss_of(policy)
+    offload.report(Metrics())
+    with pytest.raises(EngineError, match="activations of this forward are gone"):
+        late.backward()
