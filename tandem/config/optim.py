@@ -1,4 +1,4 @@
-"""`*.optim`: the optimizer and its schedule."""
+"""`*.optim`: the optimizer, its schedule and its safe steps."""
 
 from __future__ import annotations
 
@@ -6,26 +6,61 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Lt
 
-from tandem.config.section import AsTuple, Section, key
+from tandem.config.section import AsTuple, OneOf, Section, key
 
-ADAMW = "engines.train.state"
+ADAMW = "engines.train.optimizers"
 SCHEDULE = "engines.train.optim"
 Decay = Annotated[float, Ge(0), Lt(1)]
+OptimizerName = Annotated[
+    str,
+    OneOf(
+        ("adamw", "adamw_8bit", "adamw_cpu", "muon"),
+        {"AdamW": "adamw", "adam": "adamw", "AdamW8bit": "adamw_8bit", "Muon": "muon"},
+    ),
+]
+Undecayed = Literal["norm", "bias", "embedding"]
 
 
 class OptimConfig(Section):
-    """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101), a schedule, and gradient clipping."""
+    """The optimizer, a schedule, gradient clipping, and what a step that went wrong means.
 
+    adamw is Loshchilov and Hutter 2019, arXiv 1711.05101; adamw_8bit keeps its moments in 8 bits, by
+    torchao (Dettmers et al. 2022, arXiv 2110.02861); adamw_cpu keeps and updates them in host memory (Ren
+    et al. 2021, arXiv 2101.06840); muon is Jordan et al. 2024 on the matrices of the layers, scaled as in
+    Moonlight (arXiv 2502.16982), and adamw on all else.
+
+    Which weights decay: transformers' Trainer, and TRL with it, leaves out norms and biases, as is the
+    default here; verl decays every weight (no_weight_decay=[]).
+    """
+
+    optimizer: OptimizerName = key("adamw", "the optimizer", read_by=ADAMW)
+    fused: bool = key(
+        True, "AdamW's update as one kernel; false: as several (foreach), with copies", read_by=ADAMW
+    )
     lr: float = key(1e-6, "peak learning rate; 0 trains nothing", read_by=SCHEDULE, ge=0)
     weight_decay: float = key(0.01, "decoupled weight decay, a fraction of lr per step", read_by=ADAMW, ge=0)
+    no_weight_decay: Annotated[tuple[Undecayed, ...], AsTuple] = key(
+        ("norm", "bias"), "kinds of weights that do not decay; []: all decay", read_by=ADAMW
+    )
     betas: Annotated[tuple[Decay, Decay], AsTuple] = key(
         (0.9, 0.999), "decay of the running mean and square of the gradient", read_by=ADAMW
     )
     eps: float = key(1e-8, "added to the root of the running square", read_by=ADAMW, gt=0)
+    muon_momentum: Decay = key(0.95, "decay of muon's running gradient", read_by=ADAMW)
     clip_grad: float = key(
-        1.0, "largest norm of the whole gradient; a longer one is scaled to it", read_by=ADAMW, gt=0
+        1.0,
+        "largest norm of the whole gradient; a longer one is scaled to it",
+        read_by="engines.train.state",
+        gt=0,
     )
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = key(
+    skip_non_finite_steps: int = key(
+        0,
+        "optimizer steps in succession that may be skipped because the loss or gradient is not finite; "
+        "0: the first ends the run",
+        read_by="workers.base",
+        ge=0,
+    )
+    lr_scheduler_type: Literal["constant", "linear", "cosine", "wsd"] = key(
         "constant", "course of the learning rate after warm-up", read_by=SCHEDULE
     )
     lr_warmup_steps: int = key(
@@ -34,8 +69,16 @@ class OptimConfig(Section):
     lr_warmup_steps_ratio: float = key(
         0.0, "warm-up as a fraction of all training steps", read_by=SCHEDULE, ge=0, le=1
     )
+    lr_wsd_decay_ratio: float = key(
+        0.1,
+        "the last part of wsd, in which lr falls, as a fraction of all steps",
+        read_by=SCHEDULE,
+        ge=0,
+        le=1,
+    )
+    lr_wsd_decay_style: Literal["linear", "1-sqrt"] = key("1-sqrt", "how lr falls there", read_by=SCHEDULE)
     min_lr_ratio: float = key(
-        0.0, "where linear and cosine end, as a fraction of lr", read_by=SCHEDULE, ge=0, le=1
+        0.0, "where linear, cosine and wsd end, as a fraction of lr", read_by=SCHEDULE, ge=0, le=1
     )
     total_training_steps: int = key(
         -1, "optimizer steps that the schedule spans; -1: those of the whole run", read_by=SCHEDULE, ge=-1

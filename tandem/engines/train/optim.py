@@ -18,6 +18,10 @@ def learning_rate(optim: OptimConfig, step: int, total_steps: int) -> float:
         linear    lr · max(m, 1 - x),  m = min_lr_ratio
         cosine    lr · (m + (1 - m) (1 + cos πx) / 2)
                   (Loshchilov & Hutter 2017, https://arxiv.org/abs/1608.03983, without restarts)
+        wsd       lr, and from step d on, where y = (step - d) / (total - d), at most 1,
+                  lr · (m + (1 - m) (1 - y)), or with √y for y in the style 1-sqrt
+                  (Hu et al. 2024, https://arxiv.org/abs/2404.06395); the decay takes the share
+                  lr_wsd_decay_ratio of all steps, and begins after warm-up at the earliest
 
     Args:
         total_steps: steps the schedule spans, unless the config names its own number.
@@ -34,4 +38,10 @@ def learning_rate(optim: OptimConfig, step: int, total_steps: int) -> float:
         return optim.lr * max(floor, 1 - progress)
     if optim.lr_scheduler_type == "cosine":
         return optim.lr * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
+    if optim.lr_scheduler_type == "wsd":
+        start = max(warmup, total - int(optim.lr_wsd_decay_ratio * total))
+        fallen = min(1.0, max(0.0, (step - start) / max(1, total - start)))
+        if optim.lr_wsd_decay_style == "1-sqrt":
+            fallen = math.sqrt(fallen)
+        return optim.lr * (floor + (1 - floor) * (1 - fallen))
     return optim.lr

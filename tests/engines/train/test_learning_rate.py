@@ -1,6 +1,13 @@
 import math
 
 import pytest
+import torch
+from transformers import (
+    get_constant_schedule_with_warmup,
+    get_cosine_with_min_lr_schedule_with_warmup,
+    get_linear_schedule_with_warmup,
+    get_wsd_schedule,
+)
 
 from tandem.config.optim import OptimConfig
 from tandem.engines.train.optim import learning_rate
@@ -36,3 +43,57 @@ def test_cosine():
 def test_the_config_may_name_the_span():
     optim = OptimConfig(lr=1.0, lr_scheduler_type="linear", total_training_steps=10)
     assert learning_rate(optim, 5, 1000) == 0.5
+
+
+def test_wsd():
+    linear = {"lr_scheduler_type": "wsd", "lr_wsd_decay_style": "linear"}
+    assert rates(8, **linear, lr_wsd_decay_ratio=0.5) == [2.0] * 5 + [1.5, 1.0, 0.5, 0.0, 0.0]
+    with_floor = rates(8, **linear, lr_wsd_decay_ratio=0.5, lr_warmup_steps=2, min_lr_ratio=0.5)
+    assert with_floor == [0.0, 1.0, 2.0, 2.0, 2.0, 1.75, 1.5, 1.25, 1.0, 1.0]
+    root = rates(8, lr_scheduler_type="wsd", lr_wsd_decay_ratio=0.5, min_lr_ratio=0.1)
+    wanted = [2 * (0.1 + 0.9 * (1 - math.sqrt(y))) for y in (0.0, 0.25, 0.5, 0.75, 1.0, 1.0)]
+    assert root[:4] == [2.0] * 4 and root[4:] == pytest.approx(wanted, abs=1e-15)
+
+
+def test_wsd_decays_after_warm_up_and_over_a_tenth_unless_told():
+    assert rates(20, lr_scheduler_type="wsd", lr_wsd_decay_style="linear")[17:] == [2.0, 2.0, 1.0, 0.0, 0.0]
+    late = rates(
+        4, lr_scheduler_type="wsd", lr_warmup_steps=2, lr_wsd_decay_ratio=1.0, lr_wsd_decay_style="linear"
+    )
+    assert late == [0.0, 1.0, 2.0, 1.0, 0.0, 0.0]
+
+
+SAME = {
+    "constant": (get_constant_schedule_with_warmup, {}, {}),
+    "linear": (get_linear_schedule_with_warmup, {"num_training_steps": 20}, {}),
+    "cosine": (
+        get_cosine_with_min_lr_schedule_with_warmup,
+        {"num_training_steps": 20, "min_lr_rate": 0.1},
+        {"min_lr_ratio": 0.1},
+    ),
+    "wsd": (
+        get_wsd_schedule,
+        {"num_training_steps": 20, "num_decay_steps": 5, "decay_type": "1-sqrt"},
+        {"lr_wsd_decay_ratio": 0.25},
+    ),
+    "wsd linear": (
+        get_wsd_schedule,
+        {"num_training_steps": 20, "num_decay_steps": 5, "decay_type": "linear"},
+        {"lr_wsd_decay_ratio": 0.25, "lr_wsd_decay_style": "linear"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_the_curves_are_transformers_own(name):
+    make, theirs, ours = SAME[name]
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=2.0)
+    schedule = make(optimizer, num_warmup_steps=3, **theirs)
+    wanted = []
+    for _ in range(21):
+        wanted.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    found = rates(20, lr_scheduler_type=name.split()[0], lr_warmup_steps=3, **ours)[:21]
+    assert found == pytest.approx(wanted, abs=1e-12)
+    assert len(set(found)) > 3

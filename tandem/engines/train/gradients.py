@@ -1,0 +1,83 @@
+"""The whole gradient of a sharded model: its norm, its clipping, and whether it is finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from tandem.errors import NonFiniteError
+from tandem.models.tensor_group import local
+
+_PIECE = 2**16
+
+
+def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
+    """Euclidean norm of the whole gradient, in which every element counts once, however the parameters lie:
+    on several meshes, sharded over some dimensions of a mesh and replicated over others, or on no mesh.
+    Collective over those meshes; every rank must hold the same parameters in the same order.
+
+    Returns:
+        a float64 scalar on the gradients' device; nothing is fetched to the host.
+    """
+    by_layout: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            by_layout.setdefault(_layout(parameter.grad), []).append(local(parameter.grad))
+    squares = []
+    for (mesh, dimensions), gradients in by_layout.items():
+        square = _square(gradients)
+        for dimension in dimensions:
+            assert mesh is not None
+            if mesh.size(dimension) > 1:
+                dist.all_reduce(square, group=mesh.get_group(dimension))
+        squares.append(square)
+    return torch.stack(squares).sum().sqrt()
+
+
+def _square(gradients: list[Tensor]) -> Tensor:
+    """The sum of squares of these tensors, fp64."""
+    if gradients[0].device.type == "cpu":  # in fp32 it loses digits over long tensors, in fp64 it is slow
+        pieces = [piece for gradient in gradients for piece in torch.split(gradient.reshape(-1), _PIECE)]
+        norms = torch._foreach_norm(pieces, 2)
+    else:
+        norms = torch._foreach_norm(gradients, 2, dtype=torch.float64)
+    return torch.stack(norms).double().square().sum()
+
+
+def _layout(gradient: Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:
+    """The mesh, and its dimensions over which the elements are divided."""
+    if not isinstance(gradient, DTensor):
+        return None, ()
+    assert not any(placement.is_partial() for placement in gradient.placements), "a gradient is not summed"
+    divided = [at for at, placement in enumerate(gradient.placements) if not placement.is_replicate()]
+    return gradient.device_mesh, tuple(divided)
+
+
+def clip(parameters: Iterable[Tensor], norm: Tensor, longest: float) -> None:
+    """Scales the gradients in place to norm `longest` if `norm`, theirs, is larger."""
+    gradients = [local(p.grad) for p in parameters if p.grad is not None]
+    scale = (longest / (norm + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
+
+
+def check_finite(loss: Tensor, norm: Tensor) -> None:
+    """One fetch to the host.
+
+    Raises:
+        NonFiniteError: the loss or the norm of the gradient is NaN or infinite.
+    """
+    values = torch.stack([loss, norm.to(loss.dtype)]).tolist()
+    for name, value in zip(("loss", "gradient norm"), values, strict=True):
+        if not math.isfinite(value):
+            raise NonFiniteError(
+                f"the {name} is not finite; no weight has changed",
+                field=name,
+                got=value,
+                expected="a finite number",
+            )

@@ -1,0 +1,96 @@
+"""AdamW whose state lives, and whose update runs, in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from tandem.models.tensor_group import local
+
+
+def adamw_state(parameter: Tensor, *, device: torch.device | str, counter: torch.device | str) -> Any:
+    """The state of one parameter before the first step.
+
+    Args:
+        device: of its moments.
+        counter: of the number of steps taken.
+    """
+    return {
+        "step": torch.zeros((), dtype=torch.float32, device=counter),
+        "exp_avg": torch.zeros_like(parameter, requires_grad=False).to(device),
+        "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False).to(device),
+    }
+
+
+class HostAdamW(torch.optim.Optimizer):
+    """AdamW (Loshchilov and Hutter 2019) by the host's processor, as in ZeRO-Offload (Ren et al. 2021,
+    https://arxiv.org/abs/2101.06840): the device holds no moments. A shard and its gradient travel to the
+    host, through pinned memory of the size of the largest shard, and the new shard travels back: 12 bytes
+    per fp32 parameter and step. Parameters that lie on the host are updated in place.
+
+    Args:
+        groups: `params` and `weight_decay`.
+        fused: one kernel; else several.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        fused: bool,
+    ) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
+        self._fused = fused
+        self._pinned: dict[str, Tensor] = {}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter] = adamw_state(parameter, device="cpu", counter="cpu")
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(local(parameter), local(parameter.grad), self.state[parameter], group)
+
+    def _update(
+        self, shard: Tensor, gradient: Tensor, state: dict[str, Tensor], group: dict[str, Any]
+    ) -> None:
+        weight, on_device = shard, shard.device.type != "cpu"
+        if on_device:
+            weight, gradient = self._fetched("weight", shard), self._fetched("gradient", gradient)
+            torch.cuda.current_stream().synchronize()
+        adamw(
+            [weight],
+            [gradient],
+            [local(state["exp_avg"])],
+            [local(state["exp_avg_sq"])],
+            [],
+            [state["step"]],
+            foreach=not self._fused,
+            fused=self._fused,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+        if on_device:  # the next fetch into this memory waits on the stream until it has been read
+            shard.copy_(weight, non_blocking=True)
+
+    def _fetched(self, name: str, shard: Tensor) -> Tensor:
+        """The shard in pinned host memory, once the stream has come to it."""
+        pinned = self._pinned.get(name)
+        if pinned is None:
+            sizes = [local(p).numel() for group in self.param_groups for p in group["params"]]
+            pinned = self._pinned[name] = torch.empty(max(sizes), dtype=shard.dtype, pin_memory=True)
+        return pinned[: shard.numel()].view(shard.shape).copy_(shard, non_blocking=True)

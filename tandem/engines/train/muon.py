@@ -1,0 +1,160 @@
+"""Muon: momentum whose direction is made orthogonal, for the matrices of the hidden layers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from tandem.models.collectives import CollectiveMeter
+from tandem.models.tensor_group import local
+
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+_STEPS = 5
+
+
+def orthogonalised(matrix: Tensor) -> Tensor:
+    """Nearly U Vᵀ of the singular value decomposition U S Vᵀ: five Newton-Schulz steps on X = M / ‖M‖,
+
+        A = X Xᵀ;  X ← a X + (b A + c A²) X,
+
+    after which the singular values lie about 1, between 0.7 and 1.2 (Jordan et al. 2024,
+    https://kellerjordan.github.io/posts/muon).
+
+    Args:
+        matrix: (M, N), any floating type; computed and returned in that type.
+    """
+    a, b, c = _COEFFICIENTS
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if tall else matrix
+    x = x / (x.norm() + 1e-7)
+    for _ in range(_STEPS):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x
+
+
+class Muon(torch.optim.Optimizer):
+    """With gradient G, momentum μ, learning rate η and decay λ, for a weight W of shape (M, N):
+
+        B ← μ B + G;  O = orthogonalised(G + μ B);  W ← W - η (λ W + 0.2 √max(M, N) O)
+
+    The factor gives the update the size of AdamW's, so that both share η and λ (Liu et al. 2025, equation
+    4, https://arxiv.org/abs/2502.16982). Of matrices whose rows are divided over the ranks each rank gets
+    some whole, orthogonalises them and sends the rows back; others are gathered by every rank. Newton-Schulz
+    runs in bf16 on CUDA, elsewhere in fp32 or the weight's own wider type.
+
+    Args:
+        groups: `params`, matrices, and `weight_decay`.
+        meter: counts the collectives.
+    """
+
+    def __init__(
+        self, groups: Iterable[dict[str, Any]], *, lr: float, momentum: float, meter: CollectiveMeter
+    ) -> None:
+        super().__init__(groups, {"lr": lr, "momentum": momentum})
+        self._meter = meter
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter, requires_grad=False)}
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for matrices in _batches(group["params"]):
+                updates = [self._momentum(matrix, group["momentum"]) for matrix in matrices]
+                for matrix, update in zip(matrices, self._orthogonalised(matrices, updates), strict=True):
+                    scale = 0.2 * math.sqrt(max(matrix.shape))
+                    weight = local(matrix).mul_(1 - group["lr"] * group["weight_decay"])
+                    weight.add_(update.to(weight.dtype), alpha=-group["lr"] * scale)
+
+    def _momentum(self, matrix: Tensor, momentum: float) -> Tensor:
+        """This rank's part of G + μ B, after B has moved on, in the type of the iteration."""
+        assert matrix.grad is not None
+        gradient, buffer = local(matrix.grad), local(self.state[matrix]["momentum_buffer"])
+        buffer.mul_(momentum).add_(gradient)
+        update = gradient.add(buffer, alpha=momentum)
+        wide = torch.promote_types(update.dtype, torch.float32)
+        return update.to(torch.bfloat16 if update.device.type == "cuda" else wide)
+
+    def _orthogonalised(self, matrices: Sequence[Tensor], updates: Sequence[Tensor]) -> Iterator[Tensor]:
+        """This rank's parts of the orthogonalised updates."""
+        mesh = _dealing_mesh(matrices[0])
+        if mesh is not None:
+            yield from self._dealt(mesh, matrices, updates)
+            return
+        for matrix, update in zip(matrices, updates, strict=True):
+            if isinstance(matrix, DTensor) and matrix.device_mesh.size() > 1:
+                yield self._gathered(matrix, update)
+            else:
+                yield orthogonalised(update)
+
+    def _dealt(
+        self, mesh: DeviceMesh, matrices: Sequence[Tensor], updates: Sequence[Tensor]
+    ) -> Iterator[Tensor]:
+        """The r-th matrix goes to rank r, and comes back."""
+        ranks, rank, group = mesh.size(), mesh.get_local_rank(), mesh.get_group()
+        given = [update.numel() for update in updates] + [0] * (ranks - len(updates))
+        taken = [0] * ranks
+        if rank < len(matrices):
+            height, width = matrices[rank].shape
+            most = -(-height // ranks)  # FSDP gives the first ranks this many rows, the last what is left
+            taken = [max(0, min(most, height - most * at)) * width for at in range(ranks)]
+        sent = torch.cat([update.reshape(-1) for update in updates])
+        whole = sent.new_empty(sum(taken))
+        self._exchange(whole, sent, taken, given, rank, group)
+        if rank < len(matrices):
+            whole = orthogonalised(whole.view(matrices[rank].shape)).reshape(-1)
+        back = torch.empty_like(sent)
+        self._exchange(back, whole, given, taken, rank, group)
+        for part, update in zip(torch.split(back, given), updates, strict=False):
+            yield part.view(update.shape)
+
+    def _exchange(
+        self,
+        received: Tensor,
+        sent: Tensor,
+        taken: list[int],
+        given: list[int],
+        rank: int,
+        group: dist.ProcessGroup,
+    ) -> None:
+        from_others = (received.numel() - taken[rank]) * received.element_size()
+        with self._meter.measure(received.device, from_others):
+            dist.all_to_all_single(received, sent, taken, given, group=group)
+
+    def _gathered(self, matrix: DTensor, update: Tensor) -> Tensor:
+        mesh, placements = matrix.device_mesh, matrix.placements
+        part = DTensor.from_local(
+            update, mesh, placements, run_check=False, shape=matrix.shape, stride=matrix.stride()
+        )
+        from_others = (matrix.numel() - update.numel()) * update.element_size()
+        with self._meter.measure(update.device, from_others):
+            whole = part.full_tensor()
+        return local(distribute_tensor(orthogonalised(whole), mesh, placements, src_data_rank=None))
+
+
+def _dealing_mesh(matrix: Tensor) -> DeviceMesh | None:
+    """The mesh of one dimension and more than one rank over which its rows are divided, if so it is."""
+    if not isinstance(matrix, DTensor) or matrix.device_mesh.size() == 1:
+        return None
+    rows = matrix.device_mesh.ndim == 1 and matrix.placements == (Shard(0),)
+    return matrix.device_mesh if rows else None
+
+
+def _batches(matrices: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Those with a gradient, in lots of one per rank, each on one mesh, and of like size, so that no rank
+    waits for another's larger matrix."""
+    meshes: dict[DeviceMesh | None, list[Tensor]] = {}
+    for matrix in sorted(matrices, key=lambda matrix: -matrix.numel()):
+        if matrix.grad is not None:
+            meshes.setdefault(_dealing_mesh(matrix), []).append(matrix)
+    for mesh, lot in meshes.items():
+        size = 1 if mesh is None else mesh.size()
+        yield from (lot[at : at + size] for at in range(0, len(lot), size))

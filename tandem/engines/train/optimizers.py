@@ -1,0 +1,130 @@
+"""Optimizers by name, the kinds of weights, and their state before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tandem.config.optim import OptimConfig
+from tandem.engines.train.host_adamw import HostAdamW, adamw_state
+from tandem.engines.train.muon import Muon
+from tandem.errors import ConfigError
+from tandem.models.collectives import CollectiveMeter
+
+Kind = Literal["norm", "bias", "embedding", "other"]
+Groups = list[dict[str, Any]]
+
+
+def require_optimizer(optim: OptimConfig | None) -> None:
+    """Finds out before anything is loaded whether the optimizer can be had.
+
+    Raises:
+        ConfigError: its library is not installed.
+    """
+    if optim is not None and optim.optimizer == "adamw_8bit" and find_spec("torchao") is None:
+        raise ConfigError(
+            "the optimizer adamw_8bit needs a package that is not installed",
+            field="optim.optimizer",
+            got="no module torchao",
+            remedy="pip install torchao, or set optim.optimizer=adamw",
+        )
+
+
+def weight_kinds(module: nn.Module) -> dict[Tensor, Kind]:
+    """What each parameter is, by the class of the layer that holds it and by its name; a tied one counts as
+    what it is first."""
+    kinds: dict[Tensor, Kind] = {}
+    for layer in module.modules():
+        for name, parameter in layer.named_parameters(recurse=False):
+            kinds.setdefault(parameter, _kind(layer, name))
+    return kinds
+
+
+def _kind(layer: nn.Module, name: str) -> Kind:
+    if name.endswith("bias"):
+        return "bias"
+    if "norm" in type(layer).__name__.lower():
+        return "norm"
+    return "embedding" if isinstance(layer, nn.Embedding) else "other"
+
+
+def build_optimizers(
+    module: nn.Module, layers: Iterable[nn.Module], optim: OptimConfig, meter: CollectiveMeter
+) -> list[Optimizer]:
+    """The optimizers that together update every parameter, with their state allocated, so that memory is
+    known from the start and a checkpoint of version 0 is complete.
+
+    Args:
+        module: sharded, with every parameter in its final place.
+        layers: its hidden layers, whose matrices muon takes.
+        meter: counts the collectives of an optimizer.
+
+    Raises:
+        ConfigError: see `require_optimizer`.
+    """
+    require_optimizer(optim)
+    kinds = weight_kinds(module)
+    adamw: dict[str, Any] = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps}
+    if optim.optimizer == "adamw_8bit":
+        return [_adamw_8bit(_groups(kinds, list(kinds), optim), adamw)]
+    if optim.optimizer == "adamw_cpu":
+        return [HostAdamW(_groups(kinds, list(kinds), optim), **adamw, fused=optim.fused)]
+    hidden: set[Tensor] = set()
+    if optim.optimizer == "muon":
+        hidden = {p for layer in layers for p in layer.parameters() if p.ndim == 2 and kinds[p] == "other"}
+    rest = [p for p in kinds if p not in hidden]
+    optimizers: list[Optimizer] = [_adamw(_groups(kinds, rest, optim), adamw, fused=optim.fused)]
+    if hidden:
+        groups = _groups(kinds, [p for p in kinds if p in hidden], optim)
+        optimizers.append(Muon(groups, lr=optim.lr, momentum=optim.muon_momentum, meter=meter))
+    return optimizers
+
+
+def _groups(kinds: dict[Tensor, Kind], parameters: Sequence[Tensor], optim: OptimConfig) -> Groups:
+    """Those that decay, and those that do not."""
+    decayed = [p for p in parameters if kinds[p] not in optim.no_weight_decay]
+    spared = [p for p in parameters if kinds[p] in optim.no_weight_decay]
+    groups = ((decayed, optim.weight_decay), (spared, 0.0))
+    return [{"params": params, "weight_decay": decay} for params, decay in groups if params]
+
+
+def _adamw(groups: Groups, options: dict[str, Any], *, fused: bool) -> Optimizer:
+    optimizer = torch.optim.AdamW(groups, **options, fused=fused, foreach=not fused)
+    for group in groups:
+        for parameter in group["params"]:
+            # The fused kernel counts on the device; the others read the counter on the host.
+            counter = parameter.device if fused else "cpu"
+            optimizer.state[parameter] = adamw_state(parameter, device=parameter.device, counter=counter)
+    return optimizer
+
+
+def _adamw_8bit(groups: Groups, options: dict[str, Any]) -> Optimizer:
+    """Its state is made by its first step, which this takes: no gradient and no decay change nothing."""
+    optimizer: Optimizer = import_module("torchao.optim").AdamW8bit(groups, **options)
+    decays = [group["weight_decay"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for group, decay in zip(optimizer.param_groups, decays, strict=True):
+        group["weight_decay"] = decay
+        for parameter in group["params"]:
+            parameter.grad = None
+            optimizer.state[parameter]["step"].zero_()
+    return optimizer
+
+
+def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
+    """Of all its groups."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):  # compiled updates read it from a tensor
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
