@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
 
 from tandem.config.cluster import CLASS_ROLES, HELPER_POOLS, PLACED_ROLES, ROLES
 from tandem.config.files import code_file
 from tandem.config.root import TrainConfig
 from tandem.config.section import nearest_remedy
-from tandem.config.trainer import TrainerConfig
+from tandem.config.supervised import SupervisedConfig
+from tandem.config.trainer import RunConfig, TrainerConfig
 from tandem.errors import ConfigError
 
 Changed = frozenset[str]
@@ -64,6 +68,12 @@ def devices(config: TrainConfig, changed: Changed) -> Iterator[ConfigError]:
             expected=f"{trainer.world_size}, the devices of all pools together (reward functions have none)",
             remedy=f"remove {' and '.join(set_keys)}: {POOLS} says it all",
         )
+    yield from backend(config, changed)
+
+
+def backend(config: Any, changed: Changed) -> Iterator[ConfigError]:
+    """Several processes against a backend that has one."""
+    trainer: RunConfig = config.trainer
     processes = sum(map(sum, trainer.pools.values()))
     if trainer.backend == "local" and processes > 1:
         yield ConfigError(
@@ -97,7 +107,93 @@ def rollout_split(config: TrainConfig, changed: Changed) -> Iterator[ConfigError
         )
 
 
-def address(config: TrainConfig, changed: Changed) -> Iterator[ConfigError]:
+def model_split(config: TrainConfig, changed: Changed) -> Iterator[ConfigError]:
+    """The devices that share a model's sequences and weights against its pool and its attention heads."""
+    policy, critic, reward = config.actor_rollout_ref, config.critic, config.reward_model
+    models: list[tuple[str, str, Any, str]] = [
+        ("actor", "actor_rollout_ref.actor", policy.actor, policy.model.path)
+    ]
+    own = {
+        "actor_rollout_ref.ref.ulysses_sequence_parallel_size",
+        "actor_rollout_ref.ref.fsdp_config.fsdp_size",
+        "actor_rollout_ref.ref.fsdp_config.tensor_parallel_size",
+    }
+    apart = config.trainer.placed("ref") != config.trainer.placed("actor")
+    if config.needs_reference and (apart or own & changed):  # else the actor's are its own
+        models.append(("ref", "actor_rollout_ref.ref", policy.ref, policy.model.path))
+    if config.needs_critic:
+        models.append(("critic", "critic", critic, critic.model.path))
+    if reward.enable:
+        models.append(("reward_model", "reward_model", reward, reward.model.path))
+    for role, at, section, path in models:
+        if config.trainer.placed(role) in config.trainer.pools:  # else `placement` says so
+            yield from _model_split(f"{at}.", section, path, config.trainer.devices_of(role))
+
+
+def supervised_split(config: SupervisedConfig, changed: Changed) -> Iterator[ConfigError]:
+    """The same of the only model of a supervised run."""
+    trainer = config.trainer
+    yield from _model_split("", config, config.model.path, trainer.n_gpus_per_node * trainer.nnodes)
+
+
+def _model_split(at: str, section: Any, path: str, devices: int) -> Iterator[ConfigError]:
+    """
+    Args:
+        at: what stands before the section's keys.
+    """
+    fsdp, sequence = section.fsdp_config, section.ulysses_sequence_parallel_size
+    tensor, copies = fsdp.tensor_parallel_size, fsdp.fsdp_size
+    by_layer, by_token = f"{at}fsdp_config.tensor_parallel_size", f"{at}ulysses_sequence_parallel_size"
+    wrong = list(_divides(by_layer, tensor, devices, remedy=f"set {by_layer}=1"))
+    yield from wrong
+    parts = devices if wrong else devices // tensor
+    yield from _divides(by_token, sequence, parts, remedy=f"set {by_token}=1")
+    field = f"{at}fsdp_config.fsdp_size"
+    yield from _divides(field, parts if copies == -1 else copies, parts, remedy=f"set {field}=-1")
+    heads = "num_attention_heads"
+    sizes = {name: _number(path, name) for name in (heads, "num_key_value_heads", "intermediate_size")}
+    uneven = {name: count for name, count in sizes.items() if count is not None and count % tensor}
+    if uneven and not wrong:
+        yield ConfigError(
+            "the model's layers cannot be split evenly",
+            field=by_layer,
+            got=f"{tensor} devices, {', '.join(f'{name} {n}' for name, n in uneven.items())} in {path}",
+            expected="a divisor of each",
+            remedy=f"set {by_layer}=1; FSDP shards over all devices",
+        )
+    each = (sizes[heads] or 0) // tensor
+    if heads not in uneven and each % sequence:
+        yield ConfigError(
+            "the model's attention heads cannot be shared out",
+            field=by_token,
+            got=f"{sequence} devices, {each} heads in {path}"
+            + (f" for each of {tensor}" if tensor > 1 else ""),
+            expected=f"a divisor of {each}",
+        )
+
+
+def _divides(field: str, size: int, devices: int, *, remedy: str) -> Iterator[ConfigError]:
+    if size < 1 or devices % size:
+        yield ConfigError(
+            "the model's devices cannot be shared out in groups of this size",
+            field=field,
+            got=f"{size}, of {devices} devices",
+            expected=f"a divisor of {devices}",
+            remedy=f"{remedy}, or change the number of devices",
+        )
+
+
+def _number(path: str, name: str) -> int | None:
+    """What the model folder's config says; None where it cannot be read, which other rules report."""
+    try:
+        found = json.loads((Path(path).expanduser() / "config.json").read_text())
+    except (OSError, ValueError):
+        return None
+    count = found.get("text_config", found).get(name)
+    return count if isinstance(count, int) else None
+
+
+def address(config: Any, changed: Changed) -> Iterator[ConfigError]:
     given = config.trainer.cluster.address
     if given in (None, "auto") or ("://" not in given and re.fullmatch(r"\S+:\d+", given)):
         return

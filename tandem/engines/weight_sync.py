@@ -27,29 +27,45 @@ class WeightSyncError(EngineError):
     """Weights that an engine holds are not those that it was sent."""
 
 
-def checksum(tensor: Tensor, first_row: int = 0) -> Tensor:
+def checksum(
+    tensor: Tensor, first_row: int = 0, *, first_column: int = 0, columns: int | None = None
+) -> Tensor:
     """Σ_r (2r + 1) Σ_c words[r, c] modulo 2^64, over the tensor's bits: a scalar int64 on its device.
 
     A row is what the last dimension spans, cut into words of 8 bytes; where that leaves a rest, each element
     is a word. In a tensor of one dimension each element is a row. So the sum of a tensor is that of its
-    shards along the first dimension, each with the number of its first row; fused tensors are compared part
-    by part. Any change of a single word is found, and any exchange of two rows with different sums; words
-    that change places within their row are not.
+    shards along the first dimension, each with the number of its first row, and of theirs along the last;
+    fused tensors are compared part by part. Any change of a single word is found, and any exchange of two
+    rows with different sums; words that change places within their row are not.
 
     Args:
-        tensor: whole, or some consecutive rows.
+        tensor: whole, or some consecutive rows, or some consecutive columns of these.
         first_row: the number of the tensor's first row in the whole.
+        first_column: that of its first column.
+        columns: how many the whole has; None: as many as the tensor.
     """
     flat = tensor.detach().contiguous()
     rows_RC = flat.reshape(-1, flat.shape[-1]) if flat.dim() > 1 else flat.reshape(-1, 1)
     width = flat.element_size()
-    wide = rows_RC.shape[1] * width % 8 == 0
-    if wide and rows_RC.storage_offset() * width % 8:
-        rows_RC = rows_RC.clone()
-    # Sums of 64-bit integers run at the memory's speed; those of narrower ones are many times slower.
-    words = rows_RC.view(torch.int64) if wide else rows_RC.view(_BITS[width]).long()
+    wide = (columns or rows_RC.shape[1]) * width % 8 == 0
+    if wide and (first_column * width % 8 or rows_RC.shape[1] * width % 8):
+        words = _parts_of_words(rows_RC, first_column)
+    else:
+        if wide and rows_RC.storage_offset() * width % 8:
+            rows_RC = rows_RC.clone()
+        # Sums of 64-bit integers run at the memory's speed; those of narrower ones are many times slower.
+        words = rows_RC.view(torch.int64) if wide else rows_RC.view(_BITS[width]).long()
     numbers = torch.arange(first_row, first_row + len(words), device=flat.device)
     return (words.sum(1) * (2 * numbers + 1)).sum()
+
+
+def _parts_of_words(rows_RC: Tensor, first_column: int) -> Tensor:
+    """Each element where it stands in its word of 8 bytes, for rows that cut words apart."""
+    bits = 8 * rows_RC.element_size()
+    elements = rows_RC.view(_BITS[rows_RC.element_size()]).long() & (2**bits - 1)
+    columns = torch.arange(first_column, first_column + rows_RC.shape[1], device=rows_RC.device)
+    words: Tensor = elements << (columns * bits % 64)
+    return words
 
 
 def digest(tensors: Iterable[tuple[str, Tensor]]) -> Digest:

@@ -45,7 +45,7 @@ def packed_attention(
     """Attention in transformers' calling convention.
 
     Args:
-        query: (1, H, N, D); key, value: (1, K, N, D).
+        query: (1, H, N, D); key, value: (1, K, N, D); where ranks share the tokens, of this rank's.
         packing: where the sequences lie.
         scaling: factor of the scores, D^-0.5 if None.
 
@@ -74,7 +74,10 @@ def packed_attention(
     rows = [heads.transpose(1, 2).squeeze(0) for heads in (query, key, value)]
     half = query.dtype in (torch.bfloat16, torch.float16)
     attend = _varlen if query.is_cuda and half else _rectangular
-    return attend(rows, packing, scale).unsqueeze(0), None
+    if packing.split is None:
+        return attend(rows, packing, scale).unsqueeze(0), None
+    out_NHD = attend(packing.split.to_heads(rows), packing, scale)
+    return packing.split.to_tokens(out_NHD).unsqueeze(0), None
 
 
 def _varlen(rows: list[Tensor], packing: Packing, scale: float) -> Tensor:

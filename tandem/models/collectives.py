@@ -56,12 +56,17 @@ class CollectiveMeter:
         if len(self._events) > _MANY_EVENTS:
             self._read(wait=False)
 
-    def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
-        """In place, over all ranks; does nothing for one."""
-        world = dist.get_world_size()
+    def all_reduce(
+        self,
+        tensor: Tensor,
+        op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """In place, over the ranks of `group` or all; does nothing for one."""
+        world = dist.get_world_size(group)
         if world > 1:
             with self.measure(tensor.device, all_reduce_bytes(tensor.nbytes, world)):
-                dist.all_reduce(tensor, op=op)
+                dist.all_reduce(tensor, op=op, group=group)
 
     def attach(self, unit: FSDPModule) -> None:
         """Counts this unit's all-gathers and reduce-scatters from now on."""

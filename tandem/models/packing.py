@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tandem.device import to_device
+from tandem.models.sequence_parallel import SequenceSplit
 from tandem.protocol import Ragged
 from tandem.protocol.ragged import span_indices
 
@@ -27,9 +29,10 @@ class Packing:
     Args:
         lengths: tokens of each sequence, at least one each, in the order in which they lie.
         device: where the model runs.
+        split: the ranks that share the tokens, which divide among them; None for one.
 
     Attributes:
-        position_ids: (N) int64, the place of each token in its sequence.
+        position_ids: (N) int64, the place of each token in its sequence; of this rank's share only.
         cu_seqlens: (B+1) int32, the sequences' offsets, as variable-length kernels want them.
         max_length: the longest sequence.
         rectangles: (rows, width) of each rectangle, longest first; they follow each other in the
@@ -37,18 +40,20 @@ class Packing:
         padded_tokens: P, the buffer's entries.
         places: (N) int64, where in the buffer each token stands; None if that is where it lies
             anyway, so that no copy is needed.
+        split: see above.
     """
 
-    __slots__ = ("cu_seqlens", "max_length", "padded_tokens", "places", "position_ids", "rectangles")
+    __slots__ = ("cu_seqlens", "max_length", "padded_tokens", "places", "position_ids", "rectangles", "split")
 
-    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+    def __init__(
+        self, lengths: Sequence[int], device: torch.device, split: SequenceSplit | None = None
+    ) -> None:
         lengths_B = torch.tensor(lengths, dtype=torch.int64)
         assert len(lengths) and int(lengths_B.min()) >= 1, "a sequence without tokens"
         ends_B = lengths_B.cumsum(0)
         offsets = torch.cat([ends_B.new_zeros(1), ends_B])
         positions_N = torch.arange(int(ends_B[-1])) - (ends_B - lengths_B).repeat_interleave(lengths_B)
-        self.position_ids = positions_N.to(device)
-        self.cu_seqlens = offsets.to(torch.int32).to(device)
+        self.split = split
         self.max_length = int(lengths_B.max())
         order, self.rectangles = _rectangles(lengths_B)
         widths = torch.tensor([width for rows, width in self.rectangles for _ in range(rows)])
@@ -58,7 +63,16 @@ class Packing:
         places_N = starts_B.repeat_interleave(lengths_B) + positions_N
         self.padded_tokens = int(widths.sum())
         in_place = self.padded_tokens == len(places_N) and torch.equal(places_N, torch.arange(len(places_N)))
-        self.places = None if in_place else places_N.to(device)
+        here_N = positions_N[_share(split, len(positions_N))]
+        planned = [here_N, offsets.to(torch.int32), *([] if in_place else [places_N])]
+        self.position_ids, self.cu_seqlens, *places = to_device(planned, device)
+        self.places = places[0] if places else None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that lie on the device."""
+        found = (self.position_ids, self.cu_seqlens, self.places)
+        return [tensor for tensor in found if tensor is not None]
 
 
 def _rectangles(lengths_B: Tensor) -> tuple[Tensor, tuple[tuple[int, int], ...]]:
@@ -82,6 +96,8 @@ class PackedInputs:
 
     Where a model predicts tokens, the last token of a sequence predicts nothing that is asked for and
     is left out of the input. Where it judges whole sequences, each last token is asked for.
+
+    Where ranks share the tokens, each has its own inputs, and of K those among them.
 
     Attributes:
         input_ids: (N) int64.
@@ -107,6 +123,7 @@ def pack(
     device: torch.device,
     pad_to_longest: bool = False,
     whole: bool = False,
+    split: SequenceSplit | None = None,
 ) -> PackedInputs:
     """Lays sequences out for the model.
 
@@ -119,6 +136,8 @@ def pack(
             the padding, changes nothing in the result.
         whole: sequences are judged, not continued: each goes in with its last token, and the outcome
             there is the only one needed, whatever `wanted` says.
+        split: the ranks that share the tokens. One more sequence, of which nothing is asked, makes their
+            number a multiple of the ranks'.
     """
     lengths_B = tokens.lengths
     widths_B = lengths_B if whole else (lengths_B - 1).clamp(min=1)
@@ -139,11 +158,19 @@ def pack(
             predicted_T = predicted_T & wanted
         places_K = predicted_T.nonzero().squeeze(1)
         sources_K = places_K - 1 + shift_B[tokens.row_ids()[places_K]]
-    return PackedInputs(
-        input_ids=tokens.values[picks_N].to(device),
-        packing=Packing(widths_B.tolist(), device),
-        sources=sources_K.to(device),
-        targets=tokens.values[places_K].to(device),
-        places=places_K.to(device),
-        total=len(tokens.values),
-    )
+    input_ids_N, widths = tokens.values[picks_N], widths_B.tolist()
+    filler = -len(input_ids_N) % split.size if split else 0
+    if filler:
+        input_ids_N = torch.cat([input_ids_N, input_ids_N.new_zeros(filler)])
+        widths.append(filler)
+    share = _share(split, len(input_ids_N))
+    here_K = (sources_K >= share.start) & (sources_K < share.stop)
+    places_K, sources_K = places_K[here_K], sources_K[here_K] - share.start
+    host = [input_ids_N[share], sources_K, tokens.values[places_K], places_K]
+    input_ids, sources, targets, places = to_device(host, device)
+    packing = Packing(widths, device, split)
+    return PackedInputs(input_ids, packing, sources, targets, places, total=len(tokens.values))
+
+
+def _share(split: SequenceSplit | None, tokens: int) -> slice:
+    return slice(0, tokens) if split is None else split.span(tokens)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
 from tandem.errors import ConfigError
 from tandem.models.collectives import CollectiveMeter
@@ -20,9 +22,91 @@ from tandem.models.collectives import CollectiveMeter
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def init_distributed(device: torch.device, *, timeout_s: float | None = None) -> DeviceMesh:
-    """The data-parallel mesh over all ranks. Starts the process group if there is none: torchrun's
-    when its environment is set, else a group of this one process, without a network port.
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Which rows of a batch a rank takes.
+
+    Attributes:
+        rank, size: the how-manieth share, of how many. Ranks that share sequences have the same one.
+        leads: whether its outputs are taken; of those with the same share one does.
+    """
+
+    rank: int
+    size: int
+    leads: bool
+
+
+@dataclass(frozen=True)
+class Grid:
+    """How a model is divided over ranks. Neighbours by rank share the tokens of a micro-batch; ranks that do
+    not share them take different rows. Weights are sharded over all ranks, or over groups of neighbours that
+    hold one copy each (hybrid sharding). Nearest neighbours may split each layer (tensor parallelism): they
+    take the same tokens, and what is sharded is each one's part of the layer.
+
+    Attributes:
+        weights: ("replicate", "shard", "tp"): copies of the weights, the shards of each, and the parts of
+            each layer.
+        work: ("data", "sequence", "tp"): ranks with different rows, those that share each row, and those
+            that split the layers.
+    """
+
+    weights: DeviceMesh
+    work: DeviceMesh
+
+    @classmethod
+    def over_all_ranks(
+        cls, device: torch.device, *, fsdp_size: int = -1, sequence: int = 1, tensor: int = 1
+    ) -> Grid:
+        """
+        Args:
+            fsdp_size: ranks over which each part of a layer is sharded; -1: all.
+            sequence: ranks that share the tokens of each micro-batch.
+            tensor: ranks that split each layer.
+
+        Raises:
+            ConfigError: a size that does not divide the number of ranks.
+        """
+        world = dist.get_world_size()
+        _check_divides("fsdp_config.tensor_parallel_size", tensor, world)
+        parts = world // tensor
+        shards = parts if fsdp_size == -1 else fsdp_size
+        _check_divides("fsdp_config.fsdp_size", shards, parts)
+        _check_divides("ulysses_sequence_parallel_size", sequence, parts)
+        weights = init_device_mesh(
+            device.type, (parts // shards, shards, tensor), mesh_dim_names=("replicate", "shard", "tp")
+        )
+        work = init_device_mesh(
+            device.type, (parts // sequence, sequence, tensor), mesh_dim_names=("data", "sequence", "tp")
+        )
+        return cls(weights, work)
+
+    @property
+    def share(self) -> Share:
+        """This rank's of a batch's rows."""
+        data, sequence, tensor = (self.work[name] for name in ("data", "sequence", "tp"))
+        leads = sequence.get_local_rank() == 0 and tensor.get_local_rank() == 0
+        return Share(data.get_local_rank(), data.size(), leads)
+
+    @property
+    def fsdp(self) -> DeviceMesh:
+        """The mesh of `fully_shard`: one dimension unless there are copies."""
+        copies = self.weights["replicate"].size() > 1
+        return self.weights["replicate", "shard"] if copies else self.weights["shard"]
+
+
+def _check_divides(field: str, size: int, ranks: int) -> None:
+    if ranks % size:
+        raise ConfigError(
+            "the ranks of the model cannot be divided so",
+            field=field,
+            got=f"{size} of {ranks} ranks",
+            expected=f"a divisor of {ranks}",
+        )
+
+
+def init_distributed(device: torch.device, *, timeout_s: float | None = None) -> None:
+    """Starts the process group if there is none: torchrun's when its environment is set, else a group of
+    this one process, without a network port.
 
     Host tensors always travel over gloo, so that counting needs no wait for a GPU.
 
@@ -38,7 +122,6 @@ def init_distributed(device: torch.device, *, timeout_s: float | None = None) ->
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
         atexit.register(leave_distributed)
-    return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
 
 
 def leave_distributed(*, together: bool = False) -> None:
@@ -89,7 +172,7 @@ def shard(
     )
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy, shard_placement_fn=_across)
     units: list[FSDPModule] = [unit for unit in (*layers, model) if isinstance(unit, FSDPModule)]
     for unit in units:
         unit.set_gradient_divide_factor(1.0)
@@ -100,3 +183,12 @@ def shard(
         for unit, following in pairwise(units[:-1]):
             unit.set_modules_to_forward_prefetch([following])
     return units
+
+
+def _across(parameter: nn.Parameter) -> Shard | None:
+    """Where FSDP cuts: rows, or columns if rows are split unevenly already, as no placement of PyTorch's
+    describes such rows cut once more."""
+    if not isinstance(parameter, DTensor):
+        return None
+    uneven = parameter.placements[0].is_shard(0) and parameter.shape[0] % parameter.device_mesh.size()
+    return Shard(1) if uneven else None

@@ -35,6 +35,9 @@ LAYOUTS = {
     "four colocated": (
         "trainer.n_gpus_per_node=4",
         "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+        "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
+        "critic.ulysses_sequence_parallel_size=4",
+        "critic.fsdp_config.fsdp_size=2",
     ),
     "apart": (
         "trainer.resource_pools={policy: [2], value: [1], scores: [1]}",
@@ -43,6 +46,14 @@ LAYOUTS = {
     "rollout apart": (
         "trainer.resource_pools={trains: [2], samples: [2]}",
         "trainer.placement={actor: trains, rollout: samples}",
+    ),
+    "layers split": (
+        "trainer.resource_pools={trains: [2], samples: [1]}",
+        "trainer.placement={actor: trains, rollout: samples}",
+        *(
+            f"{model}.fsdp_config.tensor_parallel_size=2"
+            for model in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")
+        ),
     ),
 }
 LEARNT = ("reward/mean", "actor/loss", "actor/kl", "actor/entropy", "actor/grad_norm", "critic/loss")

@@ -58,6 +58,17 @@ def test_checksums_of_shards_add_up(shape: tuple[int, ...], dtype: torch.dtype) 
         assert int(parts) == int(checksum(tensor))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(7, 16), (5, 3), (2, 3, 8)])
+def test_checksums_of_columns_add_up(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Wherever the columns are cut, through words of 8 bytes too."""
+    tensor = random(shape, dtype)
+    for cut in range(1, shape[-1]):
+        left = checksum(tensor[..., :cut], columns=shape[-1])
+        right = checksum(tensor[..., cut:], first_column=cut, columns=shape[-1])
+        assert int(left + right) == int(checksum(tensor))
+
+
 def test_slices_and_transposes_are_read_as_what_they_hold() -> None:
     fused = random((9, 4), torch.bfloat16)
     assert int(checksum(fused[3:7])) == int(checksum(fused[3:7].clone()))

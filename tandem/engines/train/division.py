@@ -1,0 +1,81 @@
+"""How an engine's model is divided over its ranks, checked before any weight is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tandem.config.fsdp import FSDPConfig
+from tandem.config.model import BackboneConfig
+from tandem.errors import EngineError
+from tandem.models.collectives import CollectiveMeter
+from tandem.models.loading import load_config
+from tandem.models.parallel import Grid, init_distributed
+from tandem.models.sequence_parallel import SequenceSplit
+from tandem.models.tensor_group import TensorGroup
+from tandem.models.tensor_parallel import check_tensor_parallel
+
+
+@dataclass(frozen=True, eq=False)
+class Division:
+    """This rank's places.
+
+    Attributes:
+        grid: all of them.
+        sequence: the ranks that share the tokens of its micro-batches; None: it has them to itself.
+        tensor: the ranks that split the layers; None: it has them whole.
+    """
+
+    grid: Grid
+    sequence: SequenceSplit | None
+    tensor: TensorGroup | None
+
+    @classmethod
+    def of(
+        cls,
+        model_path: str | Path,
+        model: BackboneConfig,
+        fsdp: FSDPConfig,
+        sequence_parallel: int,
+        *,
+        device: torch.device,
+        meter: CollectiveMeter,
+    ) -> Division:
+        """
+        Args:
+            sequence_parallel: ranks that share the tokens of each micro-batch.
+            meter: counts what these groups exchange.
+
+        Raises:
+            ConfigError: sizes that do not divide the number of ranks, or parts of the model.
+            ModelError: attention heads that cannot be shared out, or layers that cannot be split.
+        """
+        init_distributed(device)
+        grid = Grid.over_all_ranks(
+            device, fsdp_size=fsdp.fsdp_size, sequence=sequence_parallel, tensor=fsdp.tensor_parallel_size
+        )
+        sequence, tensor = grid.work["sequence"], grid.work["tp"]
+        split, group = SequenceSplit.of(sequence, meter), None
+        if split is not None:
+            split.check(load_config(model_path, trust_remote_code=model.trust_remote_code))
+        if tensor.size() > 1:
+            config = load_config(model_path, trust_remote_code=model.trust_remote_code)
+            shards = grid.weights["shard"].size()
+            check_tensor_parallel(config, tensor.size(), sequence=sequence.size(), shards=shards)
+            group = TensorGroup(grid.weights["tp"], meter)
+        return cls(grid, split, group)
+
+    def check_whole(self) -> None:
+        """
+        Raises:
+            EngineError: no rank has a whole layer.
+        """
+        if self.tensor is not None:
+            raise EngineError(
+                "each rank has only its part of every layer, so no module can be shared whole",
+                field="fsdp_config.tensor_parallel_size",
+                got=self.tensor.size,
+                expected="1, or a receiver that takes a stream of weights",
+            )

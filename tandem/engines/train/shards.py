@@ -1,0 +1,80 @@
+"""What a rank holds of a parameter that FSDP, and tensor parallelism before it, has cut: where it lies in the
+whole, what it adds to the whole's checksum, and how the whole comes together."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+from torch.distributed.tensor import DTensor, Placement
+
+from tandem.engines.weight_sync import checksum
+from tandem.models.collectives import CollectiveMeter
+from tandem.models.tensor_group import local, place
+
+
+def copy_in(value: Tensor, whole: Tensor) -> None:
+    """Takes this rank's part of a tensor that every rank has."""
+    local(value).copy_(whole[place(value)])
+
+
+def part_checksum(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """The `checksum` of this rank's part in `dtype`. Those of the ranks of one copy add up to that of the
+    whole: of ranks to which tensor parallelism gave the same, the first alone counts it."""
+    assert isinstance(value, DTensor), "no shard: the model is unsharded"
+    part, mesh = local(value).to(dtype), value.device_mesh
+    same = (mesh.mesh_dim_names or ())[-1:] == ("tp",) and _axis(value.placements[-1]) is None
+    if same and mesh.get_local_rank(mesh.ndim - 1):
+        return torch.zeros((), dtype=torch.int64, device=part.device)
+    lies = place(value)
+    first_row = lies[0].start * math.prod(value.shape[1:-1])
+    if value.dim() == 1:
+        return checksum(part, first_row)
+    return checksum(part, first_row, first_column=lies[-1].start, columns=value.shape[-1])
+
+
+def cut_dimensions(value: DTensor) -> tuple[int, ...]:
+    """The dimensions of its mesh over whose ranks its elements are divided."""
+    divided = [at for at, placement in enumerate(value.placements) if _axis(placement) is not None]
+    return tuple(at for at in divided if value.device_mesh.size(at) > 1)
+
+
+def gathered(value: Tensor, dtype: torch.dtype, meter: CollectiveMeter) -> Tensor:
+    """The whole tensor in `dtype`. Collective; FSDP's shards straight into it, as `full_tensor` would hold it
+    twice."""
+    part = local(value).to(dtype)
+    if not isinstance(value, DTensor):
+        return part
+    # Tensor parallelism cut first, so FSDP's shards are joined first.
+    for dimension, placement in enumerate(value.placements):
+        axis = _axis(placement)
+        if axis is not None and value.device_mesh.size(dimension) > 1:
+            part = _joined(part, value, dimension, axis, meter)
+    assert part.shape == value.shape
+    return part
+
+
+def _joined(part: Tensor, value: DTensor, dimension: int, axis: int, meter: CollectiveMeter) -> Tensor:
+    """The parts of the ranks along one dimension of the mesh, each as long as the first or shorter."""
+    mesh, length = value.device_mesh, value.shape[axis]
+    for later in range(dimension + 1, mesh.ndim):
+        if _axis(value.placements[later]) == axis:
+            each = -(-length // mesh.size(later))
+            length = max(0, min(each, length - each * mesh.get_local_rank(later)))
+    rows, most = part.transpose(0, axis).contiguous(), -(-length // mesh.size(dimension))
+    received = (length - len(rows)) * math.prod(rows.shape[1:]) * rows.element_size()
+    if len(rows) < most:
+        rows = torch.cat([rows, rows.new_empty(most - len(rows), *rows.shape[1:])])
+    whole = rows.new_empty(mesh.size(dimension) * most, *rows.shape[1:])
+    with meter.measure(part.device, received):
+        DefaultAllGather()(whole, rows, mesh.get_group(dimension))
+    return whole[:length].transpose(0, axis).contiguous()
+
+
+def _axis(placement: Placement) -> int | None:
+    """The dimension of the tensor that it cuts."""
+    cut: Any = placement
+    return None if placement.is_replicate() else int(cut.dim)

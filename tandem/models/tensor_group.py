@@ -1,0 +1,86 @@
+"""The ranks that share every layer of a model among them, and what they exchange."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from tandem.models.collectives import CollectiveMeter, all_reduce_bytes
+
+
+class TensorGroup:
+    """A tensor-parallel group: its ranks run the same rows, each with its part of the weights.
+
+    Args:
+        mesh: of one dimension.
+        meter: counts what is exchanged.
+
+    Attributes:
+        rank, size: this rank's place, and how many there are.
+    """
+
+    def __init__(self, mesh: DeviceMesh, meter: CollectiveMeter) -> None:
+        self.mesh = mesh
+        self.rank = mesh.get_local_rank()
+        self.size = mesh.size()
+        self._group = mesh.get_group()
+        self._meter = meter
+
+    def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+        """In place, contiguous, without gradient; the same bits on all ranks."""
+        with self._meter.measure(tensor.device, all_reduce_bytes(tensor.nbytes, self.size)):
+            dist.all_reduce(tensor, op=op, group=self._group)
+        return tensor
+
+    def copied(self, x: Tensor) -> Tensor:
+        """x, the same on all ranks, on its way into what differs between them: the gradients that come back
+        are summed ("f" in Shoeybi et al. 2019, arXiv 1909.08053)."""
+        apply: Any = _Copied.apply
+        out: Tensor = apply(x, self)
+        return out
+
+    def summed(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' x, the same on all; the gradient goes to each of them ("g" there)."""
+        apply: Any = _Summed.apply
+        out: Tensor = apply(x, self)
+        return out
+
+
+class _Copied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.group.all_reduce(grads[0].clone(memory_format=torch.contiguous_format)), None
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
+        return group.all_reduce(x.clone(memory_format=torch.contiguous_format))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part; the same memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def place(value: Tensor) -> tuple[slice, ...]:
+    """Where in the whole tensor this rank's part lies."""
+    if not isinstance(value, DTensor):
+        return tuple(slice(0, size) for size in value.shape)
+    shape, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+    return tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))

@@ -1,0 +1,41 @@
+"""Devices that split a model, held against the sizes in its folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+A = "actor_rollout_ref.actor"
+LAYERS, TOKENS = f"{A}.fsdp_config.tensor_parallel_size", f"{A}.ulysses_sequence_parallel_size"
+SIZES = {"num_attention_heads": 12, "num_key_value_heads": 2, "intermediate_size": 6}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field", "got"),
+    [
+        ([f"{LAYERS}=3"], LAYERS, "3, of 8 devices"),
+        ([f"{LAYERS}=4"], LAYERS, "4 devices, num_key_value_heads 2, intermediate_size 6 in"),
+        ([f"{LAYERS}=2", f"{TOKENS}=4"], TOKENS, "4 devices, 6 heads"),
+        ([f"{TOKENS}=8"], TOKENS, "8 devices, 12 heads"),
+        ([f"{LAYERS}=2", f"{A}.fsdp_config.fsdp_size=8"], f"{A}.fsdp_config.fsdp_size", "8, of 4 devices"),
+    ],
+)
+def test_sizes_that_do_not_go_together(errors, model, overrides, field, got):
+    (Path(model) / "config.json").write_text(json.dumps(SIZES))
+    found = errors("trainer.n_gpus_per_node=8", *overrides)
+    assert got in str(found[field].got)
+
+
+def test_devices_that_do_not_divide_are_told_what_would(errors):
+    found = errors("trainer.n_gpus_per_node=4", f"{TOKENS}=3", f"{A}.fsdp_config.fsdp_size=3")
+    for field, plain in ((TOKENS, 1), (f"{A}.fsdp_config.fsdp_size", -1)):
+        assert found[field].expected == "a divisor of 4"
+        assert found[field].remedy == f"set {field}={plain}, or change the number of devices"
+
+
+def test_sizes_that_go_together(errors, load, model):
+    (Path(model) / "config.json").write_text(json.dumps(SIZES))
+    loaded = load("trainer.n_gpus_per_node=8", f"{LAYERS}=2", f"{TOKENS}=2", f"{A}.fsdp_config.fsdp_size=2")
+    assert loaded.config.actor_rollout_ref.actor.fsdp_config.tensor_parallel_size == 2

@@ -1,0 +1,179 @@
+"""Run by torchrun: FOLDER of models, SAVED by a single rank, RESULTS folder. Training steps with layers split
+over ranks, each data-parallel rank taking its share of the rows."""
+
+import sys
+from pathlib import Path
+
+import split_models
+import synthetic
+import torch
+import torch.distributed as dist
+
+from tandem.engines.weight_sync import checksum
+from tandem.errors import EngineError, TandemError
+from tandem.models.parallel import init_distributed, leave_distributed
+
+
+def divisions(world):
+    """Model, kind, precision, ranks that split layers, that share one part of them, that share tokens."""
+    plain = [(name, "policy", "fp64", 2, -1, 1) for name in ("qwen2", "qwen3", "llama")]
+    plain += [("qwen2", "policy", "fp32", 2, -1, 1)]
+    if world == 2:
+        return [*plain, ("qwen3", "value", "fp64", 2, -1, 1)]
+    return [
+        *plain,
+        ("qwen3", "policy", "fp64", 2, 1, 1),
+        ("qwen2", "policy", "fp64", 2, -1, 2),
+        ("llama", "value", "fp64", 2, -1, 1),
+        ("mistral", "policy", "fp64", 4, -1, 1),
+    ]
+
+
+def engine_of(folder, name, kind, precision, tensor, copy, sequence, *, mixed=False, **options):
+    fsdp = {"tensor_parallel_size": tensor, "fsdp_size": copy}
+    return synthetic.make_engine(
+        folder / name,
+        kind=kind,
+        precision=precision,
+        fsdp=fsdp | (split_models.MIXED if mixed else {}),
+        sequence_parallel=sequence,
+        **options,
+    )
+
+
+def my_rows(engine, batch):
+    """Uneven shares: of two or more the last has no more than one row."""
+    ends = [len(batch) * (i + 1) // engine.share.size for i in range(engine.share.size)]
+    if len(ends) > 1:
+        ends[-2] = len(batch) - 1
+    begin = ends[engine.share.rank - 1] if engine.share.rank else 0
+    return batch[begin : ends[engine.share.rank]]
+
+
+def gathered(value):
+    parts = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, value)
+    return parts
+
+
+def trained(folder, case):
+    kind, precision = case[1:3]
+    engine = engine_of(folder, *case)
+    started = synthetic.weights(engine)
+    metrics, forward = split_models.train(engine, my_rows(engine, split_models.batch_of(precision)), kind)
+    parts = gathered((engine.share, forward))
+    led = [found for share, found in sorted(parts, key=lambda part: part[0].rank) if share.leads]
+    return {
+        "started": started,
+        "metrics": metrics,
+        "forward": {key: torch.cat([found[key] for found in led]) for key in forward},
+        "weights": synthetic.weights(engine),
+        "shapes": engine.weight_shapes,
+        "digests": gathered(engine.digest()),
+        "half": gathered(engine.digest(torch.bfloat16)),
+        "info": engine.state_info(),
+        "replicas": gathered(replicas(engine)),
+        "collectives": engine.take_collectives(),
+    }
+
+
+def replicas(engine):
+    """Sums over the parameters that several ranks hold alike, and which shard of them this rank holds."""
+    whole = {
+        name: int(checksum(value.to_local()))
+        for name, value in engine.module.named_parameters()
+        if value.placements[-1].is_replicate()
+    }
+    return engine.grid.weights["shard"].get_local_rank(), whole
+
+
+def exchanged(folder):
+    """An engine of zeros that takes over another's weights, of which each rank holds other parts."""
+    source = engine_of(folder, "qwen2", "policy", "fp64", 1, -1, 1)
+    target = engine_of(folder, "qwen2", "policy", "fp64", 2, -1, 1, frozen=True)
+    for parameter in target.module.parameters():
+        parameter.detach().zero_()
+    exported = synthetic.weights(source)
+    target.load_weights(reversed(exported.items()), 7)
+    return {
+        "exported": exported,
+        "loaded": synthetic.weights(target),
+        "version": target.version,
+        "same_digest": gathered(target.digest() == source.digest()),
+    }
+
+
+def resumed(folder, saved, results):
+    """From a single rank's checkpoint, and from one another's, with layers split or whole; one step each."""
+    found = {}
+    divided = {"whole": 1, "split": 2}
+    for name in split_models.SAVED[dist.get_world_size()]:
+        sources = {"one": saved / name}
+        for label, tensor in divided.items():
+            engine = engine_of(folder, name, "policy", "fp64", tensor, -1, 1)
+            engine.load(saved / name)
+            sources[label] = results / f"{name}_{label}"
+            engine.save(sources[label])
+        for label, tensor in divided.items():
+            for source, path in sources.items():
+                engine = engine_of(folder, name, "policy", "fp64", tensor, -1, 1)
+                engine.load(path)
+                rows = my_rows(engine, split_models.batch_of("fp64"))
+                split_models.train(engine, rows, "policy", steps=1)
+                found[name, source, label] = synthetic.weights(engine), engine.version
+    return found
+
+
+def one_step(folder, **options):
+    """Metrics of a first step."""
+    engine = engine_of(folder, "qwen2", "policy", "fp64", 2, -1, 1, **options)
+    metrics, _ = split_models.train(engine, my_rows(engine, split_models.batch_of("fp64")), "policy", steps=1)
+    return metrics, synthetic.weights(engine)
+
+
+def scored(folder):
+    """Each data-parallel rank's scores by a reward model whose layers are split."""
+    engine = engine_of(folder, "scorer", "score", "fp64", 2, -1, 1, frozen=True)
+    rows = my_rows(engine, split_models.batch_of("fp64"))
+    out = engine.forward(rows, outputs=frozenset({"scores"}), micro=synthetic.CUTS["three"])
+    parts = gathered((engine.share, out.ragged("scores").values))
+    return torch.cat([found for share, found in sorted(parts, key=lambda part: part[0].rank) if share.leads])
+
+
+def refusals(folder):
+    """What the engine says to what it cannot do."""
+    said = {}
+    engine = engine_of(folder, "qwen2", "policy", "fp64", 2, -1, 1)
+    try:
+        with engine.unsharded():
+            said["unsharded"] = "shared"
+    except EngineError as error:
+        said["unsharded"] = str(error)
+    said["unshards"] = engine.unshards
+    for name, tensor in (("qwen2", 3), ("qwen2", 4)):
+        try:
+            engine_of(folder, name, "policy", "fp64", tensor, -1, 1)
+        except TandemError as error:
+            said[name, tensor] = str(error)
+    return said
+
+
+def main():
+    folder, saved, results = (Path(argument) for argument in sys.argv[1:])
+    record = {
+        "trained": {case: trained(folder, case) for case in divisions(dist.get_world_size())},
+        "exchanged": exchanged(folder),
+        "scored": scored(folder),
+        "recomputed": one_step(folder, model={"enable_gradient_checkpointing": True}),
+        "mixed": one_step(folder, mixed=True),
+        "resumed": resumed(folder, saved, results),
+        "refusals": refusals(folder),
+    }
+    if dist.get_rank() == 0:
+        torch.save(record, results / "record.pt")
+
+
+if __name__ == "__main__":
+    init_distributed(torch.device("cpu"))
+    main()
+    leave_distributed(together=True)
