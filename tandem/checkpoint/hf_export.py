@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+import hashlib
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +18,9 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.core_model_loading import revert_weight_conversion
 
+from tandem.checkpoint.shards import ShardWriter
 from tandem.checkpoint.staging import staged
 from tandem.errors import CheckpointError
 
@@ -30,12 +35,14 @@ def export(
     generation_config: GenerationConfig | None = None,
     max_shard_bytes: int = 5_000_000_000,
     trust_remote_code: bool = False,
+    auto_class: Any = AutoModelForCausalLM,
 ) -> Path:
-    """Writes a causal LM that `from_pretrained` loads. The folder appears whole or not at all.
+    """Writes a model that `from_pretrained` loads. The folder appears whole or not at all. Of the weights one
+    file's worth is held at a time, and the one that comes.
 
     Args:
         weights: full tensors by the names of the transformers model, in any order, on any device; a
-            tied weight may come once, or under both its names. All are held on the host in `dtype`.
+            tied weight may come once, or under both its names.
         config: of the model; not changed.
         tokenizer: written beside the weights.
         out: must not exist, or be empty.
@@ -43,6 +50,7 @@ def export(
         generation_config: None derives one from the config.
         max_shard_bytes: size of one weights file at most; several get an index.
         trust_remote_code: for architectures that transformers does not have itself.
+        auto_class: what loads the folder: `AutoModelForCausalLM`, `AutoModelForSequenceClassification`.
 
     Raises:
         CheckpointError: `out` is in use; weights are missing, unknown, of wrong shape, or tied and
@@ -54,7 +62,7 @@ def export(
             "the folder for the export is in use", field=str(out), expected="a new or empty folder"
         )
     with torch.device("meta"):
-        skeleton: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+        skeleton: PreTrainedModel = auto_class.from_config(
             copy.deepcopy(config),
             dtype=dtype,
             trust_remote_code=trust_remote_code,
@@ -62,49 +70,85 @@ def export(
         )
     if generation_config is not None:
         skeleton.generation_config = generation_config
-    state = _host_copies(weights, dtype)
-    tied = skeleton.get_expanded_tied_weights_keys(all_submodels=True)
-    _drop_tied(state, tied)
-    shapes = {name: t.shape for name, t in skeleton.state_dict().items() if name not in tied}
-    _check_complete(state, shapes)
     with staged(out) as folder:
-        skeleton.save_pretrained(folder, state_dict=state, max_shard_size=max_shard_bytes)
+        skeleton.save_pretrained(folder, state_dict={})  # all but the weights
         tokenizer.save_pretrained(folder)
+        writer = ShardWriter(folder, max_shard_bytes)
+        for name, tensor in _as_stored(skeleton, _checked(skeleton, weights, dtype)):
+            writer.add(name, tensor)
+        writer.close()
     return out
 
 
-def _host_copies(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Copies, as the buffer behind a yielded tensor may be used again for the next."""
-    return {
-        name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
-        for name, tensor in weights
-    }
+def _checked(
+    skeleton: PreTrainedModel, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """A copy on the host of each weight, as the buffer behind a yielded tensor may be used again for the
+    next; a tied pair once, under its source's name.
 
-
-def _drop_tied(state: dict[str, Tensor], tied: dict[str, str]) -> None:
-    """Of a tied pair only the source is stored."""
-    for target, source in tied.items():
-        if target not in state:
-            continue
-        if source not in state:
-            state[source] = state[target]
-        elif not torch.equal(state[target], state[source]):
+    Raises:
+        CheckpointError: weights that do not fit the architecture, or are not all of it.
+    """
+    tied = skeleton.get_expanded_tied_weights_keys(all_submodels=True)
+    left = {name: value.shape for name, value in skeleton.state_dict().items() if name not in tied}
+    shared: dict[str, bytes] = dict.fromkeys(tied.values(), b"")
+    for given, tensor in weights:
+        name = tied.get(given, given)
+        host = _host_copy(tensor, dtype)
+        if name in shared:
+            digest = _digest(host)
+            if shared[name]:
+                _check_same(given, name, shared[name] == digest)
+                continue
+            shared[name] = digest
+        expected = left.pop(name, None)
+        if expected != host.shape:
             raise CheckpointError(
-                "two weights that the config ties have different values",
-                field=target,
-                expected=f"the values of {source}",
-                remedy="set tie_word_embeddings=false in the model's config",
+                "a weight does not fit the architecture",
+                field=given,
+                got=host.shape,
+                expected=expected or "no such weight, or each once",
             )
-        del state[target]
-
-
-def _check_complete(state: dict[str, Tensor], expected: dict[str, torch.Size]) -> None:
-    got = {name: tensor.shape for name, tensor in state.items()}
-    wrong = sorted(name for name in expected.keys() | got.keys() if expected.get(name) != got.get(name))
-    if wrong:
+        yield name, host
+    if left:
+        missing = min(left)
         raise CheckpointError(
-            f"{len(wrong)} weights do not fit the architecture",
-            field=wrong[0],
-            got=got.get(wrong[0], "missing"),
-            expected=expected.get(wrong[0], "no such weight"),
+            f"{len(left)} weights of the architecture are missing",
+            field=missing,
+            got="missing",
+            expected=left[missing],
         )
+
+
+def _host_copy(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    wanted = dtype if tensor.is_floating_point() else tensor.dtype
+    return torch.empty(tensor.shape, dtype=wanted).copy_(tensor.detach())
+
+
+def _digest(tensor: Tensor) -> bytes:
+    return hashlib.sha256(tensor.view(-1).view(torch.uint8).numpy().data).digest()
+
+
+def _check_same(target: str, source: str, same: bool) -> None:
+    if not same:
+        raise CheckpointError(
+            "two weights that the config ties have different values",
+            field=target,
+            expected=f"the values of {source}",
+            remedy="set tie_word_embeddings=false in the model's config",
+        )
+
+
+def _as_stored(
+    skeleton: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """The weights as folders of this architecture have them, where transformers' own model has them
+    otherwise, such as all experts of a layer in one tensor. Only where a folder's tensor is made of several
+    of the model's, they are all held."""
+    whole = skeleton.state_dict()
+    parts = [revert_weight_conversion(skeleton, {key: value}) for key, value in whole.items()]
+    if sorted(chain(*parts)) != sorted(revert_weight_conversion(skeleton, whole)):
+        yield from revert_weight_conversion(skeleton, dict(weights)).items()
+        return
+    for name, tensor in weights:
+        yield from revert_weight_conversion(skeleton, {name: tensor}).items()

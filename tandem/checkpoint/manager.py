@@ -1,6 +1,6 @@
 """Checkpoints of a run: one folder per step, written atomically, checked by digests when read.
 
-checkpoints/step_000010/manifest.json   step, and size and sha256 of every other file
+checkpoints/step_000010/manifest.json   step, metric it is judged by, size and sha256 of every other file
                         state.pt        small state: counters, data position, controllers
                         NAME/…          what the writer of that name wrote: model shards, optimizer
 """
@@ -8,17 +8,22 @@ checkpoints/step_000010/manifest.json   step, and size and sha256 of every other
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import re
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
+from tandem.checkpoint.background import PendingSave, written_mark
+from tandem.checkpoint.best import Best
 from tandem.checkpoint.staging import REPLACED, TEMPORARY, bytes_below, files_below, recover, staged
 from tandem.errors import CheckpointError, ConfigError
 
@@ -26,6 +31,7 @@ _MANIFEST = "manifest.json"
 _STATE = "state.pt"
 _NAME = re.compile(r"step_(\d{6,})")
 _FORMAT = 1
+NO_METRICS: Mapping[str, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +57,7 @@ class CheckpointManager:
     Args:
         root: the folder of checkpoints; made if missing.
         keep: how many to keep, the newest; None keeps all.
+        best: the judge of which one is kept besides; None keeps none besides.
         log: is told, in a sentence, about each damaged checkpoint that is passed over.
         read_only: change nothing, for another process may be saving here.
 
@@ -63,6 +70,7 @@ class CheckpointManager:
         root: Path,
         keep: int | None = None,
         *,
+        best: Best | None = None,
         log: Callable[[str], None] = print,
         read_only: bool = False,
     ) -> None:
@@ -75,13 +83,18 @@ class CheckpointManager:
             )
         self._root = Path(root)
         self._keep = keep
+        self._best = best
         self._log = log
         if not read_only:
             self._root.mkdir(parents=True, exist_ok=True)
             self._clean_up()
 
     def save(
-        self, step: int, writers: Mapping[str, Callable[[Path], None]], state: Mapping[str, Any]
+        self,
+        step: int,
+        writers: Mapping[str, Callable[[Path], None]],
+        state: Mapping[str, Any],
+        metrics: Mapping[str, float] = NO_METRICS,
     ) -> Path:
         """Writes a checkpoint and prunes old ones. A checkpoint of the same step is replaced.
 
@@ -89,21 +102,83 @@ class CheckpointManager:
             step: training steps done.
             writers: name to a function that fills the empty folder it is given.
             state: small, picklable; tensors allowed.
+            metrics: of the step; the judge of the best finds its own among them.
 
         Raises:
             CheckpointError: the disk is full or cannot be written. Nothing of this checkpoint
                 remains then, and all earlier ones are intact.
         """
-        final = self._root / f"step_{step:06d}"
-        newest = max(self._folders().items(), default=None)
-        with staged(final, needed=None if newest is None else bytes_below(newest[1])) as folder:
-            for name, write in writers.items():
-                (folder / name).mkdir()
-                write(folder / name)
-            torch.save(dict(state), folder / _STATE)
-            _write_manifest(folder, step)
+        with self._staging(step) as folder:
+            _begin(folder, writers)
+            self._seal(folder, step, _pickled(state), metrics)
         self._prune(step)
-        return final
+        return self._path(step)
+
+    def begin(
+        self,
+        step: int,
+        starters: Mapping[str, Callable[[Path], None]],
+        state: Mapping[str, Any],
+        metrics: Mapping[str, float] = NO_METRICS,
+    ) -> PendingSave:
+        """The same, while training goes on: returns as soon as all members have begun.
+
+        Args:
+            step, state, metrics: see `save`; the state is taken as it is now.
+            starters: name to a function that begins to fill the empty folder it is given. Once the folder
+                is full, somebody makes its `written_mark`.
+
+        Raises:
+            CheckpointError: as `save`; what happens later, `PendingSave.check` raises.
+        """
+        with ExitStack() as staging:
+            folder = staging.enter_context(self._staging(step))
+            _begin(folder, starters)
+            pickled, judged = _pickled(state), dict(metrics)
+            return PendingSave(
+                self._path(step),
+                staging.pop_all(),
+                [written_mark(folder / name) for name in starters],
+                lambda: self._seal(folder, step, pickled, judged),
+                lambda: self._prune(step),
+            )
+
+    def _path(self, step: int) -> Path:
+        return self._root / f"step_{step:06d}"
+
+    def _staging(self, step: int) -> AbstractContextManager[Path]:
+        newest = max(self._folders().items(), default=None)
+        return staged(self._path(step), needed=None if newest is None else bytes_below(newest[1]))
+
+    def _seal(self, folder: Path, step: int, state: bytes, metrics: Mapping[str, float]) -> None:
+        """All that is in a checkpoint's folder besides what its members wrote."""
+        (folder / _STATE).write_bytes(state)
+        judged = {}
+        if self._best is not None and (value := self._best.value(metrics)) is not None:
+            judged = {"metric": {"name": self._best.metric, "value": value}}
+        _write_manifest(folder, step, judged)
+
+    def best(self, best: Best) -> Checkpoint | None:
+        """The best checkpoint by its metric, of those saved while that was the judge; None without one.
+
+        Raises:
+            CheckpointError: it is damaged.
+        """
+        step = best.choose(self._values(best, self._folders()))
+        return None if step is None else open_checkpoint(self._path(step))
+
+    def _values(self, best: Best, folders: Mapping[int, Path]) -> dict[int, float]:
+        """The metric by step, where a checkpoint has it."""
+        found: dict[int, float] = {}
+        for step, path in folders.items():
+            try:
+                metric = _read_manifest(path).get("metric", {})
+            except CheckpointError as error:
+                self._log(f"Checkpoint passed over in the choice of the best. {error}")
+                continue
+            if metric.get("name") == best.metric:
+                found[step] = metric["value"]
+        return found
 
     def latest(self) -> Checkpoint | None:
         """The newest whole checkpoint; None if there is none at all.
@@ -149,12 +224,15 @@ class CheckpointManager:
                 recover(path.with_suffix(""))
 
     def _prune(self, newest: int) -> None:
-        """Keeps the last ones up to `newest`. Later ones, which a run that went back to an earlier
-        checkpoint has yet to reach, do not count."""
+        """Keeps the last ones up to `newest`, and the best up to there. Later ones, which a run that went
+        back to an earlier checkpoint has yet to reach, do not count."""
         if self._keep is None:
             return
-        folders = self._folders()
-        for step in sorted(step for step in folders if step <= newest)[: -self._keep]:
+        folders = {step: path for step, path in self._folders().items() if step <= newest}
+        best = None if self._best is None else self._best.choose(self._values(self._best, folders))
+        for step in sorted(folders)[: -self._keep]:
+            if step == best:
+                continue
             doomed = folders[step].with_name(folders[step].name + TEMPORARY)
             folders[step].rename(doomed)  # so that a half-deleted folder is never taken for a checkpoint
             shutil.rmtree(doomed)
@@ -179,9 +257,21 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(path, manifest["step"], state)
 
 
-def _write_manifest(folder: Path, step: int) -> None:
+def _begin(folder: Path, writers: Mapping[str, Callable[[Path], None]]) -> None:
+    for name, write in writers.items():
+        (folder / name).mkdir()
+        write(folder / name)
+
+
+def _pickled(state: Mapping[str, Any]) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(dict(state), buffer)
+    return buffer.getvalue()
+
+
+def _write_manifest(folder: Path, step: int, more: Mapping[str, Any]) -> None:
     files = _fingerprints(folder, [str(file.relative_to(folder)) for file in files_below(folder)])
-    content = {"format": _FORMAT, "step": step, "files": files}
+    content = {"format": _FORMAT, "step": step, **more, "files": files}
     text = json.dumps({**content, "sha256": _digest_of(content)}, indent=1)
     (folder / _MANIFEST).write_text(text)
 

@@ -20,8 +20,15 @@ def _export(
     checkpoint: Annotated[Path, typer.Argument(help="RUN/checkpoints/step_NNNNNN, or RUN for its newest")],
     out: Annotated[Path, typer.Argument(help="the Hugging Face folder to write")],
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
+    max_shard_mb: Annotated[
+        int, typer.Option(min=1, help="size of a weights file at most, MB (10^6 bytes); memory it takes")
+    ] = 5000,
+    best: Annotated[bool, typer.Option("--best", help="of RUN, the best by trainer.keep_best")] = False,
 ) -> None:
-    """Writes a checkpoint's policy as a folder that transformers loads."""
+    """Writes a checkpoint's policy or trained reward model as a folder that transformers loads."""
     torch = import_module("torch")
     export_checkpoint = import_module("tandem.trainer.export").export_checkpoint
-    print(f"wrote {export_checkpoint(checkpoint, out, dtype=getattr(torch, dtype))}")
+    wrote = export_checkpoint(
+        checkpoint, out, dtype=getattr(torch, dtype), best=best, max_shard_bytes=max_shard_mb * 10**6
+    )
+    print(f"wrote {wrote}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -58,6 +59,7 @@ def load_policy(
     device: torch.device | str = "cpu",
     trust_remote_code: bool = False,
     attention: str = PACKED,
+    weights: bool = True,
 ) -> PreTrainedModel:
     """The causal language model of a folder, in training mode.
 
@@ -67,16 +69,19 @@ def load_policy(
         device: where they go.
         trust_remote_code: run the model class that the folder brings along.
         attention: name of the attention function.
+        weights: whether to load them; without, the parameters are on the meta device, the buffers on the
+            host, and `device` does not count.
 
     Raises:
         ModelError: see `load_config`; also no weights, weights that do not fit the architecture, or a
             head that is not one plain matrix.
     """
     config = load_config(path, trust_remote_code=trust_remote_code)
-    model = _load(AutoModelForCausalLM, path, config, dtype, attention, trust_remote_code)
+    make = _load if weights else _skeleton
+    model = make(AutoModelForCausalLM, path, config, dtype, attention, trust_remote_code)
     _check_head(model)
     speed_up_linears(model)
-    policy: PreTrainedModel = model.to(device).train()
+    policy: PreTrainedModel = (model.to(device) if weights else model).train()
     return policy
 
 
@@ -86,6 +91,8 @@ def load_scorer(
     dtype: torch.dtype = torch.float32,
     trust_remote_code: bool = False,
     attention: str = PACKED,
+    new_head: bool = False,
+    weights: bool = True,
 ) -> PreTrainedModel:
     """The reward model of a folder: a sequence classifier with one label, in evaluation mode.
 
@@ -94,17 +101,54 @@ def load_scorer(
         dtype: of the parameters.
         trust_remote_code: run the model class that the folder brings along.
         attention: name of the attention function.
+        new_head: the folder may be that of a causal language model too; the head is then drawn with
+            PyTorch's seed, as `torch.manual_seed` was last given it.
+        weights: see `load_policy`.
 
     Raises:
         ModelError: see `load_policy`; also a folder of another kind of model, or more than one label.
     """
     config = load_config(path, trust_remote_code=trust_remote_code)
-    architectures = getattr(config, "architectures", None) or ["none named"]
-    if not architectures[0].endswith("ForSequenceClassification"):
+    new_head = new_head and lacks_score_head(config)
+    if new_head:
+        config.num_labels = 1
+    else:
+        require_scorer(path, config)
+    auto = AutoModelForSequenceClassification
+    absent = {"score.weight"} if new_head else set()
+    if weights:
+        model = _load(auto, path, config, dtype, attention, trust_remote_code, absent=absent)
+    else:
+        model = _skeleton(auto, path, config, dtype, attention, trust_remote_code)
+    if not isinstance(getattr(model, "score", None), nn.Linear) or not hasattr(model, "model"):
+        raise ModelError(
+            "the reward model's head is not one linear map over a decoder",
+            field="reward_model.model.path",
+            got=f"{path}: {type(model).__name__}",
+            expected="a decoder `model` and a head `score`, as in Qwen2, Qwen3 and Llama",
+        )
+    if new_head and weights:
+        _draw_head(model.score, config)
+    speed_up_linears(model)
+    scorer: PreTrainedModel = model.eval()
+    return scorer
+
+
+def require_scorer(path: str | Path, config: PreTrainedConfig) -> None:
+    """
+    Args:
+        path: a model's folder.
+        config: what `load_config` gives of it.
+
+    Raises:
+        ModelError: it is no sequence classifier with one label.
+    """
+    architecture = _architecture(config)
+    if not architecture.endswith("ForSequenceClassification"):
         raise ModelError(
             "the folder holds no reward model",
             field="reward_model.model.path",
-            got=f"{path}: architecture {architectures[0]}",
+            got=f"{path}: architecture {architecture}",
             expected="a sequence classifier, such as Qwen2ForSequenceClassification",
             remedy="name the folder of a trained reward model",
         )
@@ -116,17 +160,25 @@ def load_scorer(
             expected="num_labels 1",
             remedy="use a model that was trained with one label",
         )
-    model = _load(AutoModelForSequenceClassification, path, config, dtype, attention, trust_remote_code)
-    if not isinstance(getattr(model, "score", None), nn.Linear) or not hasattr(model, "model"):
-        raise ModelError(
-            "the reward model's head is not one linear map over a decoder",
-            field="reward_model.model.path",
-            got=f"{path}: {type(model).__name__}",
-            expected="a decoder `model` and a head `score`, as in Qwen2, Qwen3 and Llama",
-        )
-    speed_up_linears(model)
-    scorer: PreTrainedModel = model.eval()
-    return scorer
+
+
+def lacks_score_head(config: PreTrainedConfig) -> bool:
+    """Whether it is of a causal language model."""
+    return _architecture(config).endswith("ForCausalLM")
+
+
+def _architecture(config: PreTrainedConfig) -> str:
+    return str((getattr(config, "architectures", None) or ["none named"])[0])
+
+
+def _draw_head(head: nn.Linear, config: PreTrainedConfig) -> None:
+    """N(0, 1/(d+1)) over d features, as in Stiennon et al. 2020 (arXiv 2009.01325): the first rewards are of
+    order one. Drawn in fp32 and with a generator of its own, so that it is the same in every precision."""
+    drawn = torch.empty(head.weight.shape, dtype=torch.float32)
+    std = (config.get_text_config().hidden_size + 1) ** -0.5
+    nn.init.normal_(drawn, std=std, generator=torch.Generator().manual_seed(torch.initial_seed()))
+    with torch.no_grad():
+        head.weight.copy_(drawn)
 
 
 def _load(
@@ -136,8 +188,10 @@ def _load(
     dtype: torch.dtype,
     attention: str,
     trust_remote_code: bool,
+    *,
+    absent: Collection[str] = (),
 ) -> Any:
-    """A model of the folder with every one of its weights."""
+    """A model of the folder with every one of its weights, but for those of the names `absent`."""
     folder = _folder(path)
     if not any(any(folder.glob(pattern)) for pattern in _WEIGHT_FILES):
         raise ModelError(
@@ -148,6 +202,9 @@ def _load(
             remedy=_COPY_AGAIN,
         )
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    verbosity = transformers_logging.get_verbosity()
+    # What it would tell of missing weights is looked at below.
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
         model, report = auto_class.from_pretrained(
             folder,
@@ -158,9 +215,12 @@ def _load(
             local_files_only=True,
             output_loading_info=True,
         )
-    except (OSError, ValueError, RuntimeError, EOFError, SafetensorError, UnpicklingError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, EOFError, SafetensorError, UnpicklingError) as error:
         raise _unusable("the model's weights cannot be loaded", folder, error) from error
-    missing = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+    missing = sorted(set(report["missing_keys"]).difference(absent))
+    missing += sorted(str(key) for key in report["mismatched_keys"])
     if missing:
         raise ModelError(
             "weights are missing or have another shape",
@@ -168,6 +228,34 @@ def _load(
             got=f"{folder}: {len(missing)}, such as {missing[0]}",
             remedy="export the model again, with all of its weights",
         )
+    return model
+
+
+def _skeleton(
+    auto_class: Any,
+    path: str | Path,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    attention: str,
+    trust_remote_code: bool,
+) -> Any:
+    """The same model without its weights: parameters on the meta device, buffers as the architecture makes
+    them."""
+    try:
+        with torch.device("meta"):
+            model = auto_class.from_config(
+                config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
+            )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise _unusable("the model cannot be built", _folder(path), error) from error
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty_like(buffer, device="cpu")
+        module._is_hf_initialized = False
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True
+    model.initialize_weights()  # of what is not marked: the buffers
     return model
 
 

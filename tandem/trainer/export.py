@@ -3,26 +3,43 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from omegaconf import OmegaConf
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedTokenizerBase,
+)
 
+from tandem.checkpoint.best import Best
 from tandem.checkpoint.hf_export import export
-from tandem.checkpoint.manager import CheckpointManager
-from tandem.config.fsdp import FSDPConfig
+from tandem.checkpoint.manager import Checkpoint, CheckpointManager
+from tandem.checkpoint.weights import read_weights
 from tandem.config.model import ModelConfig
-from tandem.engines.train.fsdp import FSDPEngine
 from tandem.errors import CheckpointError
 from tandem.models.loading import load_config, load_tokenizer
 
 
-def export_checkpoint(checkpoint: Path, out: Path, *, dtype: torch.dtype = torch.float32) -> Path:
-    """Writes the policy of a checkpoint as a folder that `transformers` loads.
+def export_checkpoint(
+    checkpoint: Path,
+    out: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    best: bool = False,
+    max_shard_bytes: int = 5_000_000_000,
+) -> Path:
+    """Writes what a checkpoint has learnt as a folder that `transformers` loads: a policy as a causal
+    language model, a reward model as a sequence classifier with one label. The weights are read and written
+    one after the other; the model is never built.
 
     Args:
         checkpoint: RUN/checkpoints/step_NNNNNN, or RUN for its newest whole checkpoint.
         out: the folder to write; must not exist or be empty.
         dtype: of the written weights.
+        best: of RUN, the best checkpoint by its `trainer.keep_best` instead of the newest.
+        max_shard_bytes: size of one weights file at most, and about what is held in memory.
 
     Raises:
         CheckpointError: nothing to export there, or a damaged checkpoint.
@@ -31,7 +48,10 @@ def export_checkpoint(checkpoint: Path, out: Path, *, dtype: torch.dtype = torch
         raise CheckpointError("the folder to write is not empty", field=str(out), remedy="name a new folder")
     run = checkpoint if (checkpoint / "config.yaml").is_file() else checkpoint.parent.parent
     manager = CheckpointManager(run / "checkpoints", read_only=True)
-    found = manager.latest() if run == checkpoint else manager.open(checkpoint)
+    if best:
+        found: Checkpoint | None = _best(manager, run, checkpoint)
+    else:
+        found = manager.latest() if run == checkpoint else manager.open(checkpoint)
     if found is None or not (run / "config.yaml").is_file():
         raise CheckpointError(
             "no checkpoint of a run",
@@ -39,29 +59,69 @@ def export_checkpoint(checkpoint: Path, out: Path, *, dtype: torch.dtype = torch
             expected="RUN/checkpoints/step_NNNNNN, or RUN, with RUN/config.yaml",
         )
     model = _model_config(run / "config.yaml")
-    engine = FSDPEngine(
-        model.path,
-        kind="policy",
-        model=model,
-        fsdp=FSDPConfig(),
-        optim=None,
-        total_steps=0,
-        device=torch.device("cpu"),
-    )
-    engine.load(found.path / "actor")
+    scores = (found.path / "reward_model").is_dir()
     tokenizer = load_tokenizer(
         model.tokenizer_path,
         custom_chat_template=model.custom_chat_template,
         trust_remote_code=model.trust_remote_code,
     )
     config = load_config(model.path, trust_remote_code=model.trust_remote_code)
-    export(engine.weights(), config, tokenizer, out, dtype, trust_remote_code=model.trust_remote_code)
-    return out
+    if scores:
+        config.num_labels = 1
+        config.pad_token_id = _padding(tokenizer)
+    return export(
+        read_weights(found.path / ("reward_model" if scores else "actor")),
+        config,
+        tokenizer,
+        out,
+        dtype,
+        max_shard_bytes=max_shard_bytes,
+        trust_remote_code=model.trust_remote_code,
+        auto_class=AutoModelForSequenceClassification if scores else AutoModelForCausalLM,
+    )
+
+
+def _padding(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """By this token transformers finds the last one of each sequence. None where it is also the end of a
+    sequence, whose score it would miss: then only single sequences can be scored, not wrong ones."""
+    padding = tokenizer.pad_token_id
+    return None if padding is None or padding == tokenizer.eos_token_id else int(padding)
+
+
+def _best(manager: CheckpointManager, run: Path, given: Path) -> Checkpoint:
+    """
+    Raises:
+        CheckpointError: the run has none, or a single checkpoint was named.
+    """
+    if run != given:
+        raise CheckpointError(
+            "one checkpoint was named, and the best one asked for",
+            field=str(given),
+            expected="the run's folder",
+            remedy=f"name {run}, or leave --best out",
+        )
+    trainer = _tree(run / "config.yaml")["trainer"]
+    metric = trainer.get("keep_best")
+    found = None if metric is None else manager.best(Best(metric, trainer["keep_best_mode"]))
+    if found is None:
+        raise CheckpointError(
+            "the run has no best checkpoint",
+            field=str(run),
+            got=f"trainer.keep_best: {metric}",
+            expected="a run that was saved with trainer.keep_best=METRIC at steps that have this metric",
+            remedy="export its newest checkpoint, or name one",
+        )
+    return found
 
 
 def _model_config(path: Path) -> ModelConfig:
     """The model section of a run's resolved config, whichever trainer wrote it."""
-    tree = OmegaConf.to_container(OmegaConf.load(path))
-    assert isinstance(tree, dict)
+    tree = _tree(path)
     section = tree["actor_rollout_ref"]["model"] if "actor_rollout_ref" in tree else tree["model"]
     return ModelConfig.model_validate(section)
+
+
+def _tree(path: Path) -> dict[Any, Any]:
+    tree = OmegaConf.to_container(OmegaConf.load(path))
+    assert isinstance(tree, dict)
+    return tree

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from tandem.checkpoint.manager import Checkpoint, CheckpointManager
 from tandem.config.trainer import RunConfig
@@ -19,14 +19,7 @@ from tandem.observability.sinks.base import RunInfo
 from tandem.observability.sinks.registry import Sinks, require_sinks
 from tandem.observability.stacks import offer_stacks
 from tandem.observability.timers import Timeline
-
-
-class Saves(Protocol):
-    """A group of workers whose state goes into checkpoints."""
-
-    def save_checkpoint(self, path: Path) -> None: ...
-
-    def load_checkpoint(self, path: Path) -> None: ...
+from tandem.trainer.saving import Saver, Saves, best_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +27,23 @@ class OpenRun:
     """A run folder made ready for a run.
 
     Attributes:
+        config: the run's section of the config.
         folder: the folder.
         checkpoint: where the run goes on from; None for a new run.
         checkpoints: reads and writes the folder's checkpoints.
         config_yaml: the resolved config, written once the checkpoint is accepted.
-        goes_on: whether the same command resumes from the newest checkpoint.
     """
 
+    config: RunConfig
     folder: RunFolder
     checkpoint: Checkpoint | None
     checkpoints: CheckpointManager
     config_yaml: str
-    goes_on: bool
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the same command resumes from the newest checkpoint."""
+        return self.config.resume_mode == "auto"
 
 
 def open_run(config: RunConfig, config_yaml: str, say: Callable[[str], None]) -> OpenRun:
@@ -57,7 +55,9 @@ def open_run(config: RunConfig, config_yaml: str, say: Callable[[str], None]) ->
     """
     require_sinks(config.logger)
     folder = RunFolder(Path(config.default_local_dir).absolute())  # workers may stand elsewhere
-    checkpoints = CheckpointManager(folder.checkpoints, config.max_ckpt_to_keep, log=say)
+    checkpoints = CheckpointManager(
+        folder.checkpoints, config.max_ckpt_to_keep, best=best_of(config), log=say
+    )
     checkpoint = None
     if config.resume_mode == "resume_path":
         assert config.resume_from_path is not None, "the config refuses this mode without a path"
@@ -70,7 +70,7 @@ def open_run(config: RunConfig, config_yaml: str, say: Callable[[str], None]) ->
         if earlier:
             say(f"what {folder.path} held of an earlier run is now in {earlier}")
     offer_stacks(folder.logs)
-    return OpenRun(folder, checkpoint, checkpoints, config_yaml, goes_on=config.resume_mode == "auto")
+    return OpenRun(config, folder, checkpoint, checkpoints, config_yaml)
 
 
 def _leave_branch(folder: RunFolder, later: list[Path], say: Callable[[str], None]) -> None:
@@ -114,12 +114,13 @@ class Session:
         self.finishes_steps = False
         """Whether an interrupt (Ctrl-C, SIGTERM) waits for the step's end; before the first, it does not."""
         self.saved = False
-        """Whether a checkpoint was written."""
+        """Whether a checkpoint was written, and is there."""
         self.restored: dict[str, float] = {}
         """The metrics of the step resumed from."""
         self._loggers = loggers
         self._sinks: Sinks | None = None
         self._print = say
+        self._saver = Saver(run.checkpoints, run.config, lambda: self.members, self._is_there, self.say)
         self._previous_handlers: dict[signal.Signals, Any] = {}
 
     def say(self, sentence: str) -> None:
@@ -142,12 +143,17 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, handler in self._previous_handlers.items():
-            signal.signal(number, handler)
-        if error is not None:
-            self.folder.log(f"stopped by {kind.__name__ if kind else ''}: {error}")
-        if self._sinks:
-            self._sinks.close()
+        try:
+            if error is None:
+                self._saver.finish()
+            else:
+                self.folder.log(f"stopped by {kind.__name__ if kind else ''}: {error}")
+                self._saver.end(error)
+        finally:
+            for number, handler in self._previous_handlers.items():
+                signal.signal(number, handler)
+            if self._sinks:
+                self._sinks.close()
 
     def _on_interrupt(self, number: int, _frame: FrameType | None) -> None:
         if self.interrupted or not self.finishes_steps:
@@ -212,24 +218,39 @@ class Session:
             self.restored = checkpoint.state["metrics"]
             self.log(checkpoint.step, self.restored)
 
-    def save(self, step: int, state: dict[str, Any], metrics: Mapping[str, float]) -> Path:
+    def save(
+        self, step: int, state: dict[str, Any], metrics: Mapping[str, float], *, wait: bool = False
+    ) -> Path:
         """A checkpoint of all members, the trainer's state and the step's metrics.
+
+        Args:
+            wait: return only when it is there, also with `trainer.async_save`; an interrupted run waits.
 
         Returns:
             its folder.
+
+        Raises:
+            CheckpointError: it, or the one before, cannot be written.
         """
+        kept = {"trainer": state, "metrics": dict(metrics)}
         with self.phase("save_checkpoint"):
-            path = self.run.checkpoints.save(
-                step,
-                {name: group.save_checkpoint for name, group in self.members.items()},
-                {"trainer": state, "metrics": dict(metrics)},
-            )
-        self.saved = True
-        self.folder.log(f"saved {path}")
+            path = self._saver.save(step, kept, metrics, wait=wait or self.interrupted)
         if self.interrupted:
             how = "" if self.run.goes_on else " with trainer.resume_mode=auto"
             self.say(f"saved {path}; the same command{how} resumes from it")
         return path
+
+    def check_save(self) -> None:
+        """At a step's boundary: whether a checkpoint that is written while training goes on has failed.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        self._saver.check()
+
+    def _is_there(self, path: Path) -> None:
+        self.saved = True
+        self.folder.log(f"saved {path}")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """A step's metrics to metrics.jsonl and all loggers."""

@@ -1,0 +1,64 @@
+"""The model of an engine before it is sharded, and where its weights are read from."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from tandem.config.model import BackboneConfig
+from tandem.models.heads import make_head
+from tandem.models.liger import use_liger
+from tandem.models.loading import load_policy, load_scorer
+from tandem.models.policy import PolicyModel
+from tandem.models.score import ScoreModel
+from tandem.models.value import ValueModel
+from tandem.models.weight_files import Model, WeightFiles
+
+Kind = Literal["policy", "value", "score"]
+
+
+def unsharded_module(
+    kind: Kind,
+    path: str | Path,
+    model: BackboneConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    temperature: float,
+    trains: bool,
+) -> tuple[Model, WeightFiles | None]:
+    """The model of that kind and, where it is still without its weights, the files to fill it from once it is
+    sharded. It comes with them where the folder's files are not those of the model, weight by weight:
+    pytorch_model.bin, other names, a tied weight stored twice.
+
+    Args:
+        kind, path, model, temperature: see `FSDPEngine`.
+        dtype: of the parameters.
+        device: where it will run.
+        trains: whether the parameters take gradients.
+
+    Raises:
+        ModelError: a folder that cannot be used.
+    """
+    load = partial(load_scorer, new_head=True) if kind == "score" else load_policy
+
+    def made(*, weights: bool) -> Model:
+        backbone = load(path, dtype=dtype, trust_remote_code=model.trust_remote_code, weights=weights)
+        if model.use_liger:
+            use_liger(backbone, device)
+        module: Model
+        if kind == "policy":
+            module = PolicyModel(backbone, temperature=temperature, head=make_head(model.head, device))
+        else:
+            module = (ValueModel if kind == "value" else ScoreModel)(backbone)
+        return module.requires_grad_(trains).train(trains)
+
+    files = WeightFiles.find(path)
+    if files is not None:
+        module = made(weights=False)
+        if files.hold(module):
+            return module, files
+    return made(weights=True), None

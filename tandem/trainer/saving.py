@@ -1,0 +1,167 @@
+"""A run's checkpoints: written while everything waits, or while training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from tandem.checkpoint.background import PendingSave, ask_writers, await_pending
+from tandem.checkpoint.best import Best
+from tandem.checkpoint.manager import CheckpointManager
+from tandem.config.trainer import RunConfig
+from tandem.errors import CheckpointError, ConfigError, WorkerFailure
+
+WRITE_LIMIT_S = 1800.0
+"""A checkpoint that takes longer to write has stopped."""
+_AFTER_FAILURE_S = 10.0
+"""So long what was begun may still end when a worker has failed, which may be one that writes."""
+
+
+class Saves(Protocol):
+    """A group of workers whose state goes into checkpoints."""
+
+    def save_checkpoint(self, path: Path) -> None: ...
+
+    def load_checkpoint(self, path: Path) -> None: ...
+
+    def begin_save(self, path: Path) -> None: ...
+
+    def check_save(self) -> None: ...
+
+
+def best_of(config: RunConfig) -> Best | None:
+    """The judge that the config names."""
+    return None if config.keep_best is None else Best(config.keep_best, config.keep_best_mode)
+
+
+class Saver:
+    """Writes checkpoints, one at a time.
+
+    Args:
+        checkpoints: where they go.
+        config: says how, and which one is the best.
+        members: gives the names and groups whose state is saved.
+        there: is told the folder of each checkpoint once it is whole.
+        say: prints a sentence to the user.
+
+    Raises:
+        ConfigError: a group cannot save while training goes on.
+    """
+
+    def __init__(
+        self,
+        checkpoints: CheckpointManager,
+        config: RunConfig,
+        members: Callable[[], Mapping[str, Saves]],
+        there: Callable[[Path], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self._members = members
+        self._checkpoints = checkpoints
+        self._beside = config.async_save
+        self._best = best_of(config)
+        self._there = there
+        self._say = say
+        self._pending: PendingSave | None = None
+        self._told = False
+        without = [name for name, group in members().items() if not hasattr(group, "begin_save")]
+        if self._beside and without:
+            raise ConfigError(
+                "a worker class of your own cannot save while training goes on",
+                field="trainer.async_save",
+                got=f"{without[0]} without begin_save and check_save",
+                remedy="derive it from the class it replaces, or set trainer.async_save=false",
+            )
+
+    def save(self, step: int, state: dict[str, Any], metrics: Mapping[str, float], *, wait: bool) -> Path:
+        """A checkpoint of all members, once the one before is there.
+
+        Args:
+            wait: return only when it is there.
+
+        Returns:
+            its folder.
+
+        Raises:
+            CheckpointError: it, or the one before, could not be written.
+        """
+        self.finish()
+        if self._best is not None and self._best.value(metrics) is None:
+            self._say_unjudged(step, self._best.metric)
+        if not self._beside:
+            writers = {name: group.save_checkpoint for name, group in self._members().items()}
+            path = self._checkpoints.save(step, writers, state, metrics)
+            self._there(path)
+            return path
+        starters = {name: group.begin_save for name, group in self._members().items()}
+        self._pending = self._checkpoints.begin(step, starters, state, metrics)
+        path = self._pending.path
+        if wait:
+            self.finish()
+        return path
+
+    def check(self) -> None:
+        """At a step's boundary: whether what is being written is there, or has failed.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        if self._pending is not None:
+            with self._until_settled(self._pending) as pending:
+                if pending.wait(0):
+                    pending.check()
+                else:
+                    ask_writers(pending, self._ask)
+
+    def finish(self) -> None:
+        """Waits for what is being written.
+
+        Raises:
+            CheckpointError: it could not be written, or not in time.
+        """
+        if self._pending is not None:
+            with self._until_settled(self._pending) as pending:
+                await_pending(pending, self._ask, WRITE_LIMIT_S)
+
+    def end(self, error: BaseException) -> None:
+        """After an error, which stays the one that counts: what was begun is finished if that is still
+        possible, and given up after a second interrupt."""
+        if self._pending is None:
+            return
+        try:
+            if isinstance(error, Exception) and not isinstance(error, WorkerFailure):
+                self.finish()
+                return
+            if isinstance(error, WorkerFailure):
+                self._pending.wait(_AFTER_FAILURE_S)
+            with self._until_settled(self._pending) as pending:
+                pending.give_up(CheckpointError("given up, for the run has ended"))
+                pending.check()
+        except Exception as second:
+            self._say(f"the checkpoint begun last was not written: {second}")
+
+    @contextmanager
+    def _until_settled(self, pending: PendingSave) -> Iterator[PendingSave]:
+        """Takes the end of what is being written to account, if the block saw it end."""
+        try:
+            yield pending
+        except Exception:
+            self._pending = None
+            raise
+        if pending.wait(0):
+            self._pending = None
+            self._there(pending.path)
+
+    def _say_unjudged(self, step: int, metric: str) -> None:
+        if not self._told:
+            self._say(
+                f"trainer.keep_best: step {step} has no finite {metric}; the checkpoints of such steps "
+                "cannot be the best"
+            )
+        self._told = True
+
+    def _ask(self) -> None:
+        for group in self._members().values():
+            group.check_save()

@@ -1,0 +1,29 @@
+"""What the measured process runs: `tandem export` of a checkpoint, and the most memory it took.
+
+RUN OUT MAX_SHARD_BYTES
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+
+from tandem.trainer.export import export_checkpoint
+
+
+def kilobytes(name: str) -> int:
+    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(name + ":"))
+    return int(line.split()[1])
+
+
+def main() -> None:
+    run, out, max_shard_bytes = sys.argv[1:]
+    torch.empty(1)
+    before = kilobytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+    export_checkpoint(Path(run), Path(out), max_shard_bytes=int(max_shard_bytes))
+    print(1024 * (kilobytes("VmHWM") - before))
+
+
+if __name__ == "__main__":
+    main()

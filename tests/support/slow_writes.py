@@ -1,0 +1,40 @@
+"""Checkpoints whose writing in the background takes a while, or fails. As a file of a user's own worker class
+it works in every process of a run."""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tandem.workers.actor import ActorWorker
+
+SECONDS = float(os.environ.get("SLOW_WRITES_S", "1.5"))
+
+
+def slowed(write: Callable[[], None]) -> Callable[[], None]:
+    @functools.wraps(write)
+    def run() -> None:
+        time.sleep(SECONDS)
+        write()
+
+    return run
+
+
+class SlowWrites(ActorWorker):
+    """An actor with such checkpoints; the first of them is quick."""
+
+    _begun = 0
+
+    def begin_save(self, path: Path) -> None:
+        engine = self.actor
+        stage = engine.stage
+        self._begun += 1
+        if self._begun > 1:
+            engine.stage = lambda at: slowed(stage(at))  # type: ignore[method-assign]
+        try:
+            super().begin_save(path)
+        finally:
+            engine.stage = stage  # type: ignore[method-assign]
