@@ -4,30 +4,41 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from tandem.config.load import Loaded, load_sft_config, load_train_config
+from tandem.config.load import Loaded, load_rm_config, load_sft_config, load_train_config
 from tandem.config.root import TrainConfig
 from tandem.config.sizes import derived
 from tandem.config.sources import split_arguments
 from tandem.errors import ConfigError
 
-USAGE = """usage: tandem check [CONFIG.yaml] key=value … [--sft | --run]
+USAGE = """usage: tandem check [CONFIG.yaml] key=value … [--sft | --rm | --run]
+       tandem check --model DIR
 
 Says everything that is wrong with a config, without touching a device.
   --sft   a config of `tandem sft`, not of `tandem train`
+  --rm    a config of `tandem rm`
   --run   then builds the run and takes two steps with learning rate 0, in a temporary folder: rollout and
-          training must agree within rounding, and the weights must stay. Exit status 1 where they do not."""
-OPTIONS = ("--sft", "--run")
+          training must agree within rounding, and the weights must stay. Exit status 1 where they do not.
+  --model DIR   tries a model folder on the CPU: do sequences packed into one row get the log-probs that each
+          gets alone, and those of transformers' own attention? Exit status 1 where they do not."""
+OPTIONS = ("--sft", "--rm", "--run")
 
 
 def check(arguments: list[str]) -> int:
     if {"-h", "--help"} & set(arguments):
         print(USAGE)
         return 0
-    if set(OPTIONS) <= set(arguments):
-        raise ConfigError("--run is for configs of `tandem train`", got="--sft --run", remedy="leave one out")
+    if "--model" in arguments:
+        return _model([word for word in arguments if word != "--model"])
+    given = [option for option in OPTIONS if option in arguments]
+    if len(given) > 1:
+        raise ConfigError(
+            "--run is for configs of `tandem train`", got=" ".join(given), remedy="leave one out"
+        )
     path, overrides = split_arguments([word for word in arguments if word not in OPTIONS])
     if "--sft" in arguments:
         return _sound(load_sft_config(path, overrides).notices, {})
+    if "--rm" in arguments:
+        return _sound(load_rm_config(path, overrides).notices, {})
     loaded = load_train_config(path, overrides)
     _sound(loaded.notices, derived(loaded.config))
     return _control(loaded) if "--run" in arguments else 0
@@ -40,6 +51,17 @@ def _sound(notices: tuple[str, ...], sizes: dict[str, int | str]) -> int:
         print(f"{name}: {value}")
     print("the config is sound")
     return 0
+
+
+def _model(folders: list[str]) -> int:
+    if len(folders) != 1:
+        raise ConfigError("--model takes one folder", got=" ".join(folders) or "none")
+    module = import_module("tandem.models.packed_check")
+    found = module.check_packed(folders[0], dtype=import_module("torch").float32)
+    print(f"packed against each sequence alone: {found.alone:.3g} nats")
+    print(f"packed against transformers' own attention: {found.reference:.3g} nats (limit {found.limit:g})")
+    print("the model can be trained packed" if found.sound else "wrong: the model cannot be trained packed")
+    return 0 if found.sound else 1
 
 
 def _control(loaded: Loaded[TrainConfig]) -> int:
