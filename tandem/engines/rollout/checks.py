@@ -8,25 +8,8 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from tandem.engines.rollout.base import SharedModule, WeightSource
 from tandem.errors import EngineError
 from tandem.protocol import Request
-
-
-def shared_module(source: WeightSource) -> SharedModule:
-    """The source of an engine that samples from the trainer's own module.
-
-    Raises:
-        EngineError: weights that arrive as a stream.
-    """
-    if isinstance(source, SharedModule):
-        return source
-    raise EngineError(
-        "this engine samples from the module that is trained",
-        got=type(source).__name__,
-        expected="a SharedModule",
-        remedy="load the stream into a module first, and share that",
-    )
 
 
 def check_new(

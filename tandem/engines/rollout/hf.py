@@ -23,10 +23,11 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from tandem.engines.rollout.base import SLEEP_TAGS, SharedModule, SleepTag, WeightSource
+from tandem.engines.rollout.base import SLEEP_TAGS, SharedModule, SleepTag, WeightSource, WeightStream
 from tandem.engines.rollout.borrowed import borrowed
-from tandem.engines.rollout.checks import check_fits_model, check_new, shared_module
+from tandem.engines.rollout.checks import check_fits_model, check_new
 from tandem.engines.rollout.counters import Counters
+from tandem.engines.rollout.own_weights import OwnWeights, kinds_taken, taken
 from tandem.engines.rollout.rows import Rows, empty_sample
 from tandem.engines.rollout.stops import Decode
 from tandem.engines.weight_sync import Digest, digest
@@ -45,11 +46,10 @@ class HFEngine:
         max_num_seqs: sequences of one batch.
         max_num_batched_tokens: prompt tokens of one batch, padding included; a longer prompt runs alone.
         logprobs_mode: what samples carry as `log_probs`.
+        own: a model of its own, for weights that come as a stream; None: it takes none.
         decode: token ids to text, for stop strings.
         log: receives a line about every two seconds of work, between batches; None for none.
     """
-
-    takes = frozenset({SharedModule})
 
     def __init__(
         self,
@@ -59,9 +59,12 @@ class HFEngine:
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 8192,
         logprobs_mode: LogprobsMode = "processed_logprobs",
+        own: OwnWeights | None = None,
         decode: Decode | None = None,
         log: Callable[[str], None] | None = None,
     ) -> None:
+        self.takes = kinds_taken(own)
+        self._own = own
         self._device = device
         self._max_length = max_length
         self._max_num_seqs = max_num_seqs
@@ -91,7 +94,10 @@ class HFEngine:
         return [empty_sample(request) for request in dropped] if keep_partial else []
 
     def update_weights(self, source: WeightSource, version: int) -> Digest:
-        source = shared_module(source)
+        """After a stream that fails the engine has no weights."""
+        if self._own is not None and isinstance(source, WeightStream):
+            self._source = None
+        source = taken(source, self._own)
         check_fits_model(list(self._waiting), source.module)
         self._source, self._version = source, version
         return digest(source.module.named_parameters())
@@ -109,6 +115,8 @@ class HFEngine:
             )
         if "weights" in tags:
             self._source = None
+            if self._own is not None:
+                self._own.free()
 
     def stats(self) -> dict[str, float]:
         return self._counters.take()

@@ -24,7 +24,8 @@ def relay(source: WeightStream, readers: Sequence[Callable[[WeightStream], Diges
         what each reader gave back, or its EngineError; the others do not notice a reader that fails.
 
     Raises:
-        EngineError: a reader took more than 30 minutes for one tensor, or for what it does after the last.
+        EngineError: the source or a reader took more than 30 minutes for one tensor, or a reader for what it
+            does after the last.
     """
     steps = _Steps(len(readers))
     outcomes: list[Digest | Exception] = [{} for _ in readers]
@@ -46,7 +47,7 @@ def relay(source: WeightStream, readers: Sequence[Callable[[WeightStream], Diges
     for thread in threads:
         thread.join(_LIMIT_S)
         if thread.is_alive():
-            raise _too_slow("what it does with the weights")
+            raise _too_slow("a reader", "what it does with the weights")
     return [_outcome(result) for result in outcomes]
 
 
@@ -60,15 +61,22 @@ class _Steps:
     def feed(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         try:
             for self._item in tensors:
+                self._check_in_time()
                 self._step.wait()  # it is there
                 self._step.wait()  # all are done with it
             self._item = None
+            self._check_in_time()
             self._step.wait()
         except threading.BrokenBarrierError:
-            raise _too_slow("one tensor") from None
+            raise _too_slow("a reader", "one tensor") from None
         except BaseException:
             self._step.abort()  # the readers stop
             raise
+
+    def _check_in_time(self) -> None:
+        """Of the source; its readers wait for no longer than the limit."""
+        if self._step.broken:
+            raise _too_slow("the source", "one tensor")
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
         while True:
@@ -79,8 +87,8 @@ class _Steps:
             self._step.wait()
 
 
-def _too_slow(what: str) -> EngineError:
-    return EngineError(f"a reader of the weights took more than {_LIMIT_S:.0f} s for {what}")
+def _too_slow(who: str, what: str) -> EngineError:
+    return EngineError(f"{who} of the weights took more than {_LIMIT_S:.0f} s for {what}")
 
 
 def _outcome(result: Digest | Exception) -> Outcome:

@@ -18,6 +18,7 @@ from tandem.engines.rollout.edits import Barred, Biases, Edits, History, Penalti
 from tandem.engines.rollout.keyed import first_position, row_key, uniforms
 from tandem.engines.rollout.sampler import Drawn, RowParams, sample
 from tandem.engines.rollout.stops import Decode, ends_with_stop
+from tandem.engines.rollout.transfer import to_device
 from tandem.protocol import Request, Sample, SamplingParams
 from tandem.protocol.rollout import LogprobsMode
 
@@ -33,7 +34,6 @@ _COLUMNS = (
     "edited",
     "slot",
     "counted",
-    "context",
     "last_token",
     "produced",
     "max_tokens",
@@ -52,14 +52,14 @@ class Rows:
     Attributes:
         request: the requests.
         key, first_position: of the random numbers.
-        temperature, top_k, top_p, min_p, min_tokens: as in SamplingParams.
+        temperature, top_k, top_p, min_p, min_tokens, max_tokens: as in SamplingParams.
         edited: whether logits are biased or penalised.
         slot: where the history is that penalties look at; -1 before the first draw and without penalties.
         counted: tokens of the response in that history.
-        context: tokens in the cache.
         last_token: sampled, not yet in the cache.
         produced: tokens sampled.
         stop_ids: (capacity, widest) stop tokens, filled with -1.
+        has_stop_text: whether there are stop strings.
         tokens, log_probs, untruncated, versions: (capacity, max_tokens) what was sampled.
         precision: of the log-probs in samples: float32, or float64 where the logits are.
     """
@@ -71,8 +71,8 @@ class Rows:
         self.key = np.zeros(capacity, dtype=np.uint64)
         self.temperature, self.top_p, self.min_p = (np.zeros(capacity, dtype=np.float64) for _ in range(3))
         self.top_k = np.zeros(capacity, dtype=np.int64)
-        self.first_position, self.context, self.last_token, self.produced = (
-            np.zeros(capacity, dtype=np.int64) for _ in range(4)
+        self.first_position, self.last_token, self.produced = (
+            np.zeros(capacity, dtype=np.int64) for _ in range(3)
         )
         self.min_tokens, self.max_tokens = (np.zeros(capacity, dtype=np.int64) for _ in range(2))
         self.has_stop_text, self.edited = (np.zeros(capacity, dtype=bool) for _ in range(2))
@@ -87,14 +87,13 @@ class Rows:
         self._history: History | None = None
 
     def add(self, requests: Sequence[Request]) -> np.ndarray:
-        """Puts requests whose prompts are in the cache into the next rows; their row numbers."""
+        """Puts requests that have written nothing into the next rows; their row numbers."""
         self._widen(requests)
         rows = np.arange(self.count, self.count + len(requests))
         for row, request in zip(rows, requests, strict=True):
             self.request[row] = request
             self.key[row] = row_key(request)
             self.first_position[row] = first_position(request)
-            self.context[row] = len(request.prompt_ids)
             self._set(int(row), request.params)
         self.produced[rows] = 0
         self.slot[rows] = -1
@@ -122,7 +121,7 @@ class Rows:
         edits = None
         if self.edited[rows].any():
             edits = Edits(
-                rows_E=torch.from_numpy(np.flatnonzero(self.edited[rows])).to(device),
+                rows_E=to_device(np.flatnonzero(self.edited[rows]), device),
                 biases=self._biases(rows, device),
                 penalties=self._penalties(rows, vocabulary, device),
             )
@@ -144,8 +143,8 @@ class Rows:
         ]
         if not entries:
             return None
-        at, tokens, values = (torch.tensor(column, device=device) for column in zip(*entries, strict=True))
-        return Biases(at, tokens, values.double())
+        at, tokens, values = (np.array(column) for column in zip(*entries, strict=True))
+        return Biases(*(to_device(part, device) for part in (at, tokens, values.astype(np.float64))))
 
     def _penalties(self, rows: np.ndarray, vocabulary: int, device: torch.device) -> Penalties | None:
         at = [i for i in np.flatnonzero(self.edited[rows]) if self.request[rows[i]].params.penalised]
@@ -159,12 +158,12 @@ class Rows:
         asked = [self.request[row].params for row in rows[at]]
 
         def column(name: str) -> Tensor:
-            return torch.tensor([getattr(p, name) for p in asked], dtype=torch.float64, device=device)
+            return to_device(np.array([getattr(p, name) for p in asked], dtype=np.float64), device)
 
         return Penalties(
             history=self._history,
-            rows_P=torch.tensor(at, device=device),
-            slots_P=torch.from_numpy(self.slot[rows[at]]).to(device),
+            rows_P=to_device(np.array(at), device),
+            slots_P=to_device(self.slot[rows[at]], device),
             repetition_P=column("repetition_penalty"),
             frequency_P=column("frequency_penalty"),
             presence_P=column("presence_penalty"),
@@ -186,7 +185,7 @@ class Rows:
         at, column = np.nonzero(short[:, None] & (ids >= 0) & (ids < logits_RV.shape[1]))
         edited = np.flatnonzero(short | self.edited[rows])
         tokens = np.stack((at, ids[at, column]))
-        edited_E, barred_2N = (torch.from_numpy(part).to(logits_RV.device) for part in (edited, tokens))
+        edited_E, barred_2N = (to_device(part, logits_RV.device) for part in (edited, tokens))
         barred = Barred(barred_2N[0], barred_2N[1])
         if edits is None:
             return Edits(edited_E, barred)
@@ -206,28 +205,28 @@ class Rows:
         lengths = written + [len(request.prompt_ids) for request in self.request[mine]]
         longest = int(lengths.max())
         history.widen(longest + 1)
-        lengths_P = torch.from_numpy(lengths).to(penalties.rows_P.device, non_blocking=True)
+        lengths_P = to_device(lengths, penalties.rows_P.device)
         return penalties._replace(lengths_P=lengths_P, longest=longest)
 
     def draw(
         self, rows: np.ndarray, logits_RV: Tensor, params: RowParams, ahead: int | np.ndarray = 0
     ) -> Drawn:
         """Samples one token for each of `rows` on the device; nothing is appended. The host does not wait for
-        the device (but see `sample`).
+        the device.
 
         Args:
             params: of `rows`, in their order.
             ahead: tokens drawn for these rows, or for each, and not yet accepted.
         """
         numbers = uniforms(self.key[rows], self.first_position[rows] + self.produced[rows] + ahead)
-        uniforms_R = torch.from_numpy(numbers).to(logits_RV.device, non_blocking=True)
+        uniforms_R = to_device(numbers, logits_RV.device)
         edits = self._step_edits(rows, params, ahead, logits_RV)
         return sample(logits_RV, uniforms_R, params, edits, self._mode)
 
     def accept(
         self, rows: np.ndarray, drawn: Drawn, version: int, decode: Decode | None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Waits for the tokens drawn for `rows` and appends them.
+        """Appends the tokens drawn for `rows`. It waits for those that are still on a device.
 
         Returns:
             done, stopped: (R) bool, which have finished, and which of those by a stop token or string.

@@ -18,12 +18,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.engines.rollout.edits import Edits
+from tandem.engines.rollout.transfer import to_device
 from tandem.protocol.rollout import LogprobsMode
 
 _TRITON = find_spec("triton") is not None
 _BLOCK = 128  # tokens per block of the two-level search
 _FIRST_CANDIDATES = 256
 _BELOW_ONE = 1 - 2.0**-53
+_INFINITY = {  # its bits, read as an integer
+    torch.float32: (torch.int32, 0x7F80_0000),
+    torch.float64: (torch.int64, 0x7FF0_0000_0000_0000),
+}
 
 
 class Drawn(NamedTuple):
@@ -74,7 +79,7 @@ class RowParams:
         greedy: (none, some, all) greedy rows as 0, 1, 2.
         tempered: whether any temperature differs from 1.
         cuts: the rows with min-p, top-k or top-p, or None.
-        edits: the rows with biases or penalties, or None.
+        edits: the rows with biases or penalties, or None; what those of each step are made from.
     """
 
     temperature_R: Tensor
@@ -103,7 +108,7 @@ class RowParams:
         divisor_R = np.where(greedy_R, 1.0, temperature_R)
 
         def column(values: NDArray[Any]) -> Tensor:
-            return torch.from_numpy(values.copy()).to(device, non_blocking=True)
+            return to_device(values.copy(), device)
 
         cuts = None
         if cut_R.any():
@@ -137,17 +142,16 @@ def sample(
     """One token per row, by the parameters in the order that `SamplingParams` states (vLLM's). Half-precision
     logits are widened to float32, float64 stays.
 
-    The host waits for the device only where a row has top-p and no top-k, for then the device alone knows
-    how many tokens to look at. NaN in a row's logits, or nothing but -inf, gives that row a NaN log-prob.
+    The host does not wait for the device. NaN in a row's logits, or nothing but -inf, gives that row a NaN
+    log-prob.
 
     Args:
         logits_RV: any floating dtype; not changed.
         uniforms_R: float64 in [0, 1).
-        edits: of this step, instead of those of `params`.
+        edits: of this step; those of `params` are not looked at.
         mode: what to give in `asked_R`.
     """
     assert logits_RV.shape[0] == len(uniforms_R) == len(params.greedy_R)
-    edits = edits or params.edits
     plain = edits is None and params.cuts is None and mode == "processed_logprobs"
     if plain and logits_RV.is_cuda and logits_RV.dtype != torch.float64 and _TRITON:
         # One pass over the logits instead of about ten; loaded by name, for it imports Triton.
@@ -247,10 +251,7 @@ def _cut(
     )
     vocabulary = scores_CV.shape[1]
     floor_C = torch.full_like(peak_C, -torch.inf)
-    best_CK = scores_CV[:, :0]
-    if cuts.top_k_C is not None or cuts.top_p_C is not None:
-        count = max(cuts.widest, 1 if cuts.top_p_C is None else _FIRST_CANDIDATES)
-        best_CK = scores_CV.topk(min(count, vocabulary), -1).values
+    best_CK = _candidates(cuts, scores_CV)
     if cuts.top_k_C is not None:
         kth_C = _picked(best_CK, (cuts.top_k_C - 1).clamp(max=best_CK.shape[1] - 1))
         floor_C = torch.where(cuts.top_k_C < vocabulary, kth_C, floor_C)
@@ -261,7 +262,7 @@ def _cut(
     if cuts.top_p_C is not None:
         limited_C = cuts.top_p_C < 1
         goal_C = torch.where(limited_C, cuts.top_p_C * ends_CN[:, -1], 0.0)
-        nucleus_C = _nucleus_floor(best_CK, scores_CV, peak_C, floor_C, goal_C, cuts.unbounded)
+        nucleus_C = _nucleus_floor(best_CK, scores_CV, weights_CV, peak_C, floor_C, goal_C, cuts.unbounded)
         ends_CN = _keep(weights_CV, scores_CV, torch.where(limited_C, nucleus_C, floor_C))
     if whole:
         return weights_CV, ends_CN
@@ -274,21 +275,63 @@ def _keep(weights_CV: Tensor, scores_CV: Tensor, floor_C: Tensor) -> Tensor:
     return _ends(weights_CV)
 
 
+def _candidates(cuts: Cuts, scores_CV: Tensor) -> Tensor:
+    """The highest scores of each row: all that top-k asks for, and on a host those that top-p is tried on."""
+    count = cuts.widest
+    if cuts.top_p_C is not None and (not cuts.unbounded or scores_CV.device.type == "cpu"):
+        count = max(count, _FIRST_CANDIDATES)
+    return scores_CV.topk(min(count, scores_CV.shape[1]), -1).values if count else scores_CV[:, :0]
+
+
 def _nucleus_floor(
-    best_CK: Tensor, scores_CV: Tensor, peak_C: Tensor, floor_C: Tensor, goal_C: Tensor, unbounded: bool
+    best_CK: Tensor,
+    scores_CV: Tensor,
+    weights_CV: Tensor,
+    peak_C: Tensor,
+    floor_C: Tensor,
+    goal_C: Tensor,
+    unbounded: bool,
 ) -> Tensor:
-    """The score of the token with which the likeliest ones' weight reaches the goal.
+    """The score of the token with which the likeliest ones' weight reaches the goal, or what else keeps the
+    same tokens.
 
     Args:
-        best_CK: the highest scores; more are looked up while they do not reach it, if `unbounded`.
+        best_CK: the highest scores.
+        weights_CV: zero below `floor_C`.
         floor_C: of what counts.
+        unbounded: whether a row's goal may lie beyond the highest scores. Only the device knows whether it
+            does, so on others than a host, which would have to wait, all rows are then searched.
     """
-    while True:
-        weights_CK = (best_CK - peak_C[:, None]).exp().masked_fill(best_CK < floor_C[:, None], 0.0)
-        ends_CK = weights_CK.cumsum(-1, dtype=torch.float64)
-        candidates = best_CK.shape[1]
-        reached_C = (ends_CK[:, -1] >= goal_C) | goal_C.isnan()
-        if candidates == scores_CV.shape[1] or not unbounded or bool(reached_C.all()):
-            below_C = (ends_CK < goal_C[:, None]).sum(-1)
-            return _picked(best_CK, below_C.clamp_(max=candidates - 1))
-        best_CK = scores_CV.topk(min(candidates * 8, scores_CV.shape[1]), -1).values
+    if unbounded and scores_CV.device.type != "cpu":
+        return _searched_floor(scores_CV, weights_CV, goal_C)
+    weights_CK = (best_CK - peak_C[:, None]).exp().masked_fill(best_CK < floor_C[:, None], 0.0)
+    ends_CK = weights_CK.cumsum(-1, dtype=torch.float64)
+    below_C = (ends_CK < goal_C[:, None]).sum(-1)
+    nucleus_C = _picked(best_CK, below_C.clamp(max=best_CK.shape[1] - 1))
+    if unbounded:
+        beyond = (below_C == best_CK.shape[1]).nonzero().squeeze(-1)
+        if len(beyond):
+            nucleus_C[beyond] = _searched_floor(scores_CV[beyond], weights_CV[beyond], goal_C[beyond])
+    return nucleus_C
+
+
+def _searched_floor(scores_CV: Tensor, weights_CV: Tensor, goal_C: Tensor) -> Tensor:
+    """The highest number such that the weights of the scores at or above it reach the goal; -inf if all do
+    not. Found bit by bit: the bits of floating-point numbers, read as integers, are in the numbers' order.
+    """
+    kind, infinity = _INFINITY[scores_CV.dtype]
+    weights_CV = weights_CV[:, : scores_CV.shape[1]]
+
+    def number(key_C: Tensor) -> Tensor:
+        """Negative numbers are stored as sign and magnitude."""
+        return torch.where(key_C < 0, key_C ^ torch.iinfo(kind).max, key_C).to(kind).view(scores_CV.dtype)
+
+    high_C = torch.full_like(goal_C, infinity, dtype=torch.int64)
+    low_C = ~high_C
+    for _ in range(torch.iinfo(kind).bits):
+        middle_C = (low_C & high_C) + ((low_C ^ high_C) >> 1)  # of a sum that may be too large
+        kept_CV = torch.where(scores_CV >= number(middle_C)[:, None], weights_CV, 0.0)
+        reached_C = kept_CV.sum(-1, dtype=torch.float64) >= goal_C
+        low_C = torch.where(reached_C, middle_C, low_C)
+        high_C = torch.where(reached_C, high_C, middle_C)
+    return number(low_C)

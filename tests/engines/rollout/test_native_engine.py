@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tandem.engines.rollout.base import SharedModule, generate
-from tandem.engines.rollout.native import engine as native
+from tandem.engines.rollout.native import memory
 from tandem.engines.rollout.native.engine import NativeEngine
 from tandem.errors import EngineError
 from tandem.protocol import Request, SamplingParams
@@ -206,7 +206,7 @@ def test_a_prompt_is_computed_anew_under_new_weights(tiny):
 
 def test_memory_bounds_what_runs(tiny, make_requests, monkeypatch):
     budget = 64 * 16 * PER_TOKEN
-    monkeypatch.setattr(native, "cache_budget", lambda device, share: int(share * budget))
+    monkeypatch.setattr(memory, "cache_budget", lambda device, share: int(share * budget))
     model = tiny()
     requests = make_requests(30, max_tokens=20)
     runs = {}
@@ -238,17 +238,85 @@ def test_the_cache_is_no_larger_than_what_is_asked_for(tiny):
 
 def test_cache_too_small_for_one_sequence_says_what_fits(tiny, monkeypatch):
     request = Request("a", 0, np.ones(90, dtype=np.int64), SamplingParams(max_tokens=38))
-    monkeypatch.setattr(native, "cache_budget", lambda device, share: 100 * PER_TOKEN)
+    monkeypatch.setattr(memory, "cache_budget", lambda device, share: 100 * PER_TOKEN)
     for options, key in (
         ({}, "gpu_memory_utilization"),
         ({"num_gpu_blocks_override": 6}, "num_gpu_blocks_override"),
     ):
         engine = make(tiny(), **options)
-        engine.submit([request])
         with pytest.raises(EngineError, match=f"(?s){key}.*8 blocks.*96 tokens would fit"):
-            engine.poll(1.0)
-        engine.abort([request.id])
-        engine.sleep()
+            engine.submit([request])
+    engine = NativeEngine(device=CPU, max_length=128)  # of a model that it does not know yet
+    engine.submit([request])
+    engine.update_weights(SharedModule(tiny()), 0)
+    with pytest.raises(EngineError, match=r"(?s)gpu_memory_utilization.*8 blocks.*96 tokens would fit"):
+        engine.poll(1.0)
+    engine.abort([request.id])
+    engine.sleep()
+
+
+def test_a_request_that_no_block_override_can_hold_harms_no_other(tiny):
+    """Nothing of its call is queued, with weights or without."""
+    good, bad = (
+        Request(name, 0, np.arange(n), SamplingParams(max_tokens=8)) for name, n in (("a", 9), ("b", 90))
+    )
+    for engine in (
+        make(tiny(), num_gpu_blocks_override=2),
+        NativeEngine(device=CPU, max_length=128, num_gpu_blocks_override=2),
+    ):
+        with pytest.raises(EngineError, match="32 tokens would fit"):
+            engine.submit([good, bad])
+        assert engine.pending() == 0
+        engine.submit([good])
+        engine.update_weights(SharedModule(tiny()), 0)
+        assert set(drain(engine)) == {good.id}
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+@pytest.mark.parametrize(("prompt", "blocks"), [(60, 8), (110, 16)], ids=["stays", "is replaced"])
+def test_a_cache_that_cannot_grow_beside_itself(tiny, monkeypatch, prompt, blocks, run_ahead):
+    """There is room for 8 blocks and 8 more, never for 8 and 16. A cache that holds the longest sequence goes
+    on; else its running sequences are computed again in a larger one."""
+    block = 16 * PER_TOKEN
+    first, *others = (
+        Request(name, 0, np.arange(n) % 97, SamplingParams(max_tokens=60, repetition_penalty=1.1))
+        for name, n in (("first", 68), ("x", prompt), ("y", prompt + 1))
+    )
+    alone = [generate(make(tiny(), max_length=256), [request]) for request in (first, *others)]
+    monkeypatch.setattr(memory, "cache_budget", lambda device, share: 16 * block)
+    engine = make(tiny(), max_length=256, run_ahead=run_ahead)
+    monkeypatch.setattr(
+        memory, "_host_free", lambda: 16 * block - (engine._cache.bytes if engine._cache else 0)
+    )
+    engine.submit([first])
+    for _ in range(5):
+        engine.poll(0.0)
+    assert engine._cache.blocks == 8
+    engine.submit(others)
+    samples = drain(engine)
+    assert engine._cache.blocks == blocks
+    for [expected] in alone:
+        assert samples[expected.id].token_ids.tolist() == expected.token_ids.tolist()
+
+
+@pytest.mark.parametrize("attention", ["torch", "cpu"])
+def test_what_bad_weights_left_in_the_cache_harms_no_good_ones(tiny, attention):
+    """The blocks that a second sequence gets hold NaN beyond its end."""
+    bad = tiny()
+    with torch.no_grad():
+        bad.model.layers[0].self_attn.v_proj.weight.fill_(torch.nan)
+    engine = make(bad, num_gpu_blocks_override=4, attention=attention)
+    long, short = (
+        Request(name, 0, np.arange(1, n), SamplingParams(max_tokens=8)) for name, n in (("l", 50), ("s", 5))
+    )
+    engine.submit([long])
+    with pytest.raises(EngineError, match="not finite"):
+        engine.poll(1.0)
+    engine.abort([long.id])
+    engine.update_weights(SharedModule(tiny()), 1)
+    [sample] = generate(engine, [short])
+    [alone] = generate(make(tiny(), attention=attention), [short])
+    assert sample.token_ids.tolist() == alone.token_ids.tolist()
 
 
 def test_abort_of_a_running_sequence_keeps_its_tokens(tiny):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from tandem.engines.rollout.base import SharedModule, generate
@@ -59,10 +60,11 @@ def test_graphs_last_as_long_as_cache_and_weights_stay(tiny, make_requests, monk
     expected = [sample.token_ids.tolist() for sample in generate(make(model), requests)]
     engine = make(model)
     engine._graphs = True
-    for phase, graphs in enumerate((1, 1, 2)):
+    for phase in range(3):
         engine.update_weights(SharedModule(model), phase)
-        assert [sample.token_ids.tolist() for sample in generate(engine, requests)] == expected
-        assert len(made) == graphs
+        for _ in range(2):
+            assert [sample.token_ids.tolist() for sample in generate(engine, requests)] == expected
+            assert len(made) == phase + 1
         if phase == 1:
             engine.sleep()
     engine.submit([Request("long", 0, np.ones(90, dtype=np.int64), SamplingParams(max_tokens=9))])
@@ -71,7 +73,7 @@ def test_graphs_last_as_long_as_cache_and_weights_stay(tiny, make_requests, monk
     )
     while engine.pending():
         engine.poll(10.0)
-    assert len(made) == 3  # the cache has grown
+    assert len(made) == 4  # the cache has grown
 
 
 def test_weights_of_another_model_need_an_idle_engine(tiny, make_requests):
@@ -95,13 +97,41 @@ def test_module_under_fsdp(tiny, make_requests, runner):
     """Generation inside an unsharded FSDP2 module equals that of the plain one."""
     requests = make_requests(5, max_tokens=10)
     expected = [s.token_ids.tolist() for s in generate(make(tiny(), runner=runner), requests)]
-    mesh = init_distributed(CPU)
-    model = tiny()
-    for part in (*model.model.layers, model):
-        fully_shard(part, mesh=mesh, reshard_after_forward=False)
-        part.unshard()
+    model = sharded(tiny())
     written = [s.token_ids.tolist() for s in generate(make(model, runner=runner), requests)]
     assert written == expected
+
+
+def sharded(model):
+    """Under FSDP2, and unsharded."""
+    mesh = init_distributed(CPU)
+    for part in (*model.model.layers, model):
+        fully_shard(part, mesh=mesh, reshard_after_forward=False)
+    for part in (model, *model.model.layers):
+        part.unshard()
+    return model
+
+
+def test_fsdp_takes_no_part_in_a_step_and_is_back_afterwards(tiny, make_requests, monkeypatch):
+    """Its hooks make other streams wait for each layer; a captured step must not."""
+    calls = []
+    plain = FSDPParamGroup.pre_forward
+    monkeypatch.setattr(
+        FSDPParamGroup, "pre_forward", lambda self, *args: calls.append(1) or plain(self, *args)
+    )
+    model = sharded(tiny())
+    hooks = [(list(part._forward_pre_hooks), list(part._forward_hooks)) for part in model.modules()]
+    assert sum(len(before) + len(after) for before, after in hooks) == 2 * 3
+    generate(make(model, runner="module"), make_requests(3))
+    assert not calls
+    assert hooks == [(list(part._forward_pre_hooks), list(part._forward_hooks)) for part in model.modules()]
+    ids = torch.arange(1, 9)[None]
+    other = tiny()
+    for each in (model, other):
+        each(input_ids=ids, labels=ids).loss.backward()
+    assert len(calls) == 3
+    for parameter, expected in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad.full_tensor(), expected.grad)
 
 
 def test_a_phase_is_the_same_whatever_ran_before_it():

@@ -54,7 +54,8 @@ def test_auto_takes_the_kernels_where_they_can_run():
     odd = Case(DECODE, torch.float32, block_size=12).cache
     assert "blocks of 12 tokens" in why_not_cpu(odd)
     assert isinstance(make_attention(odd), TorchAttention)
-    with pytest.raises(EngineError, match="blocks of 12 tokens"):
+    with pytest.raises(EngineError, match="blocks of 12 tokens") as caught:
         make_attention(odd, "cpu")
+    assert caught.value.field == "attention"  # of the engine's arguments; no config key
     wide = PagedCache([LayerShape(1, 16, 1024)], 2, 16, torch.float32, CPU)
     assert "value heads of 1024" in why_not_cpu(wide)

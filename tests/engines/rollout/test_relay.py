@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 import torch
@@ -73,6 +74,23 @@ def test_a_reader_that_hangs(monkeypatch):
         held.wait(10)
         return {}
 
-    with pytest.raises(EngineError, match="more than 0 s for one tensor"):
+    with pytest.raises(EngineError, match="a reader of the weights took more than 0 s for one tensor"):
         relay(WeightStream(reused()), [reads, hangs])
     held.set()
+
+
+def test_a_source_that_hangs_is_not_its_readers_fault(monkeypatch):
+    monkeypatch.setattr("tandem.engines.rollout.relay._LIMIT_S", 0.1)
+
+    def slow():
+        yield "t0", TENSORS["t0"]
+        time.sleep(0.5)
+        yield "t1", TENSORS["t1"]
+
+    def late_end():
+        yield "t0", TENSORS["t0"]
+        time.sleep(0.5)
+
+    for tensors in (slow(), late_end()):
+        with pytest.raises(EngineError, match="the source of the weights took more than 0 s for one tensor"):
+            relay(WeightStream(tensors), [reads, reads])

@@ -1,5 +1,5 @@
-"""The engines of this process, native with either runner and hf: the contract, and what they do beyond it
-because they share the trainer's module."""
+"""The engines of this process, native with either runner and hf, over the trainer's module and over weights
+of their own: the contract, and what they do beyond it because they share the trainer's module."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from tandem.engines.rollout.base import SharedModule, generate
+from tandem.engines.rollout.base import SharedModule, WeightStream, generate
 from tandem.engines.rollout.hf import HFEngine
 from tandem.engines.rollout.native.engine import NativeEngine
+from tandem.engines.rollout.own_weights import OwnWeights
 from tandem.errors import EngineError
 from tandem.protocol import Request, SamplingParams
 
@@ -33,15 +34,23 @@ def make_engine(name, **options):
     return NativeEngine(runner=name.removeprefix("native-"), **options)
 
 
-def kind_of(name):
+def kind_of(name, own=False):
     def make(world, **options):
+        if own:
+            options["own"] = OwnWeights(world.folder, CPU)
         return make_engine(name, decode=world.decode, **options)
 
+    if own:
+        return EngineKind(f"{name}-own", make, lambda module: WeightStream(module.named_parameters()))
     return EngineKind(name, make, SharedModule)
 
 
 class TestInProcess(RolloutContract):
-    @pytest.fixture(scope="class", params=[kind_of(name) for name in NAMES], ids=str)
+    @pytest.fixture(
+        scope="class",
+        params=[*map(kind_of, NAMES), kind_of("native-fused", own=True), kind_of("hf", own=True)],
+        ids=str,
+    )
     @classmethod
     def kind(cls, request):
         return request.param

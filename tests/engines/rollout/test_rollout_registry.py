@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tandem.config.rollout import RolloutConfig
-from tandem.engines.rollout.base import SharedModule, generate
+from tandem.engines.rollout.base import SharedModule, WeightStream, generate
 from tandem.engines.rollout.hf import HFEngine
 from tandem.engines.rollout.native.engine import NativeEngine
 from tandem.engines.rollout.registry import make_rollout_engine
@@ -74,3 +74,16 @@ def test_runner_takes_effect(tiny, make_requests):
         engine = make_rollout_engine("native", RolloutConfig(runner=runner), **OPTIONS, log=None)
         engine.update_weights(SharedModule(tiny()), 0)
         assert type(engine._runner).__name__ == kind
+
+
+@pytest.mark.parametrize("name", ["native", "hf"])
+def test_with_a_model_folder_streams_are_taken(name, tiny, make_requests, tmp_path):
+    tiny().config.save_pretrained(tmp_path)
+    module, requests, written = tiny(), make_requests(3), []
+    for path, source in ((tmp_path, WeightStream(module.named_parameters())), (None, SharedModule(module))):
+        engine = make_rollout_engine(name, RolloutConfig(), **OPTIONS, log=None, model_path=path)
+        assert (WeightStream in engine.takes) == (path is not None)
+        assert SharedModule in engine.takes
+        engine.update_weights(source, 0)
+        written.append([sample.token_ids.tolist() for sample in generate(engine, requests)])
+    assert written[0] == written[1]

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tandem.engines.rollout.keyed import first_position, row_key, uniforms
 from tandem.engines.rollout.rows import Rows
+from tandem.engines.rollout.sampler import sample
 from tandem.errors import EngineError
 from tandem.protocol import Request, SamplingParams
 from tests.contract.reference import distribution
@@ -171,6 +175,50 @@ def test_histories_are_given_back_with_the_last_penalised_row():
     rows.add([request(40, PENALISED)])
     step(rows, np.array([1]))
     assert rows._history.counts_SV.sum() == 1
+
+
+class Copies(TorchDispatchMode):
+    """Whether each copy from the host to the device goes on without waiting."""
+
+    def __init__(self):
+        super().__init__()
+        self.non_blocking = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._to_copy.default and args[0].device.type == "cpu":
+            self.non_blocking.append(bool(kwargs.get("non_blocking")))
+        return func(*args, **kwargs)
+
+
+def test_no_copy_to_the_device_is_waited_for():
+    """Of parameters, of a step with all that edits logits, and of one ahead of its tokens."""
+    meta = torch.device("meta")
+    with Copies() as copies:
+        torch.ones(2).to(meta)
+    assert copies.non_blocking == [False]
+    late = SamplingParams(min_tokens=5, stop_token_ids=(1, 2))
+    biased = SamplingParams(logit_bias=((3, 1.0),), top_p=0.9)
+    rows = Rows(4)
+    at = rows.add([request(i, params) for i, params in enumerate((late, biased, PENALISED, late))])
+    with Copies() as copies, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "tensor", lambda *_, **options: pytest.fail(f"torch.tensor with {options}"))
+        params = rows.params(at, VOCABULARY, meta)
+        for ahead in (0, 1):
+            rows.draw(at, torch.empty(4, VOCABULARY, device=meta), params, ahead)
+    assert len(copies.non_blocking) > 15
+    assert all(copies.non_blocking)
+
+
+def test_only_the_edits_of_a_step_change_its_logits():
+    """Those of the parameters are what a step's are made from, and not whole without it."""
+    rows = Rows(2)
+    at = rows.add([request(0, PENALISED), request(1, SamplingParams(logit_bias=((3, 50.0),)))])
+    params = rows.params(at, VOCABULARY, CPU)
+    logits, numbers = torch.randn(2, VOCABULARY, dtype=torch.float64), torch.tensor([0.2, 0.7]).double()
+    plain = sample(logits, numbers, replace(params, edits=None))
+    unedited = sample(logits, numbers, params)
+    assert all(torch.equal(a, b) for a, b in zip(plain, unedited, strict=True))
 
 
 def test_rows_without_edits_build_none():

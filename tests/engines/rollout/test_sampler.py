@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from tandem.engines.rollout import sampler
 from tandem.engines.rollout.keyed import uniforms
 from tandem.engines.rollout.sampler import RowParams, sample
 from tandem.protocol import SamplingParams
@@ -91,6 +92,23 @@ LOGITS = st.one_of(
     top_p=st.sampled_from([1.0, 1.0, 0.999, 0.63, 0.1, 1e-6]),
 )
 def test_whatever_the_cuts_tokens_and_log_probs_are_the_references(logits, temperature, min_p, top_k, top_p):
+    check_draws(logits, temperature, min_p, top_k, top_p)
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(
+    logits=st.lists(LOGITS, min_size=1, max_size=140).filter(lambda row: max(row) > -torch.inf),
+    temperature=st.sampled_from([0.3, 1.0, 1.7]),
+    min_p=st.sampled_from([0.0, 0.0, 0.003, 0.21]),
+    top_p=st.sampled_from([0.999, 0.9, 0.63, 0.1, 1e-6]),
+)
+def test_a_nucleus_beyond_the_first_candidates_is_the_references(logits, temperature, min_p, top_p):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampler, "_FIRST_CANDIDATES", 1)
+        check_draws(logits, temperature, min_p, 0, top_p)
+
+
+def check_draws(logits, temperature, min_p, top_k, top_p):
     params = SamplingParams(temperature=temperature, min_p=min_p, top_k=top_k, top_p=top_p)
     expected, whole = reference(logits, params)
     numbers = np.append(np.linspace(0, ALMOST_ONE, 40), 0.37)
@@ -185,6 +203,37 @@ def test_top_p_beyond_the_first_candidates():
     assert (expected[drawn.tokens_R] > 0).all()
     assert drawn.tokens_R.unique().numel() > 700
     np.testing.assert_allclose(drawn.log_probs_R, np.log(expected[drawn.tokens_R]), atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_floor_that_is_searched_for_keeps_what_sorting_keeps(dtype):
+    """With ties, with tokens that cannot be drawn, and with both zeros, which are equal."""
+    scores = (torch.randn(60, 700, dtype=dtype, generator=torch.Generator().manual_seed(3)) * 4).round() / 2
+    scores[:, ::7] = -torch.inf
+    scores[3] = 0.0
+    scores[3, 5::2] = -0.0
+    peak = scores.amax(-1)
+    weights, ends = sampler._weights(scores, peak)
+    goal = torch.linspace(1e-9, 1 - 1e-6, 60, dtype=torch.float64) * ends[:, -1]
+    ordered = scores.sort(-1, descending=True).values
+    below = ((ordered - peak[:, None]).exp().cumsum(-1, dtype=torch.float64) < goal[:, None]).sum(-1)
+    last = ordered.gather(1, below[:, None])
+    assert (last.isfinite()).all() and last.unique().numel() > 10
+    floor = sampler._searched_floor(scores, weights, goal)
+    assert torch.equal(scores >= floor[:, None], scores >= last)
+    assert torch.equal(
+        sampler._searched_floor(scores, weights, 2 * ends[:, -1]), torch.full_like(peak, -torch.inf)
+    )
+
+
+@pytest.mark.parametrize("params", [*CASES.values(), SamplingParams(top_p=0.9, min_p=0.1)], ids=str)
+def test_no_step_waits_for_the_device(params):
+    """Tensors of the meta device have no content: what asks for some, as one that waits does, fails."""
+    meta = torch.device("meta")
+    columns = ((params.temperature, params.top_k, params.top_p, params.min_p),) * 3
+    rows = RowParams.of(*(np.array(column) for column in zip(*columns, strict=True)), 5000, meta)
+    drawn = sample(torch.empty(3, 5000, device=meta), torch.empty(3, dtype=torch.float64, device=meta), rows)
+    assert all(part.shape == (3,) for part in drawn)
 
 
 @pytest.mark.parametrize("top_k", [7, 400, 1000, 5000])

@@ -9,20 +9,29 @@ import torch
 from tandem.protocol import Request, SamplingParams
 from tests.engines.rollout import stress
 
+SLOW = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
 
 @pytest.mark.parametrize(
-    ("dtype", "count"),
+    ("dtype", "count", "run_ahead", "graphs"),
     [
-        (torch.float64, 300),
-        (torch.float32, 150),
-        pytest.param(torch.float64, 10_000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
-        pytest.param(torch.float32, 10_000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
+        (torch.float64, 300, False, False),
+        (torch.float64, 120, True, True),
+        (torch.float64, 100, True, False),
+        (torch.float64, 100, False, True),
+        (torch.float32, 150, False, False),
+        pytest.param(torch.float64, 10_000, False, False, marks=SLOW),
+        pytest.param(torch.float64, 10_000, True, True, marks=SLOW),
+        pytest.param(torch.float32, 10_000, False, False, marks=SLOW),
+        pytest.param(torch.float32, 10_000, True, True, marks=SLOW),
     ],
 )
-def test_every_request_is_answered_as_if_it_were_alone(dtype: torch.dtype, count: int) -> None:
+def test_every_request_is_answered_as_if_it_were_alone(
+    dtype: torch.dtype, count: int, run_ahead: bool, graphs: bool
+) -> None:
     requests = stress.random_requests(count, seed=1)
     module = stress.build_model(dtype)
-    out = stress.stressed(module, requests, seed=2)
+    out = stress.stressed(module, requests, seed=2, run_ahead=run_ahead, graphs=graphs)
     ties = stress.check_outcome(requests, out, stress.one_by_one(module, requests), dtype)
     assert ties <= count // 100
     assert out.partial and out.dropped

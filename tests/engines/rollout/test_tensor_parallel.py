@@ -81,12 +81,19 @@ def test_two_ranks_write_what_one_writes(cases, ranks, name):
 
 
 def test_ranks_agree_bit_for_bit(ranks):
-    for name, (samples, _) in ranks[0].items():
+    for name in (*MODELS, "preempted", "float32"):
+        samples, _ = ranks[0][name]
         for (_, tokens, log_probs, _), (_, other_tokens, other_log_probs, _) in zip(
             samples, ranks[1][name][0], strict=True
         ):
             assert np.array_equal(tokens, other_tokens)
             assert np.array_equal(log_probs, other_log_probs)
+
+
+def test_a_rank_short_of_memory_ends_the_others_too(ranks):
+    """They would wait in a collective for as long as one may take."""
+    for rank in ranks:
+        assert "0.0 MiB free" in rank["short of memory"]
 
 
 def test_a_model_that_cannot_be_split_is_refused(tiny):

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -153,8 +156,10 @@ def test_a_server_with_other_log_probs_is_refused(engine, monkeypatch):
 def test_a_server_killed_in_mid_generation_names_what_was_pending(made):
     """The last test: its server is gone."""
     made.update_weights(stream(build()), 0)
-    made.submit([Request("long", i, np.arange(5), SamplingParams(max_tokens=90)) for i in range(3)])
-    while not running(made):
+    requests = [Request("long", i, np.arange(5), SamplingParams(max_tokens=90)) for i in range(3)]
+    while made.pending() < 3 or not running(made):
+        if not made.pending():  # they may be over before they are seen
+            made.submit(requests)
         made.poll(0.0)
     os.killpg(made._process._process.pid, signal.SIGKILL)
     with pytest.raises(EngineError, match="ended with status -9") as caught:
@@ -185,3 +190,44 @@ def test_without_vllm(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="not installed") as caught:
         serve(str(tmp_path), build().config, device=CPU, max_length=64, log=tmp_path / "log")
     assert "tandem[vllm]" in caught.value.remedy
+
+
+KILLED = """
+import sys, time
+from contextlib import suppress
+from pathlib import Path
+import torch
+from transformers import AutoConfig
+from tandem.engines.rollout.vllm_process import serve
+folder = Path(sys.argv[1])
+made = serve(str(folder), AutoConfig.from_pretrained(folder), device=torch.device("cpu"), max_length=64,
+             max_num_seqs=4, log=folder / "server.log")
+print(made._process.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_server_ends_with_a_trainer_that_is_killed(tmp_path):
+    save(build(), tmp_path)
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    with trainer:
+        group = int(trainer.stdout.readline())
+        assert alive(group)
+        trainer.kill()
+        until = time.monotonic() + 20
+        while alive(group) and time.monotonic() < until:
+            time.sleep(0.1)
+        assert not alive(group)
+
+
+def alive(group: int) -> list[int]:
+    """The processes of a process group, those aside that have ended."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            state, _, of = path.read_text().rpartition(")")[2].split()[:3]
+            if int(of) == group and state not in "ZX":
+                found.append(int(path.parent.name))
+    return found

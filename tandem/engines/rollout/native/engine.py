@@ -17,21 +17,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.engines.rollout.base import SLEEP_TAGS, SharedModule, SleepTag, WeightSource
-from tandem.engines.rollout.checks import check_fits_model, check_new, shared_module
+from tandem.engines.rollout.base import SLEEP_TAGS, SharedModule, SleepTag, WeightSource, WeightStream
+from tandem.engines.rollout.checks import check_fits_model, check_new
 from tandem.engines.rollout.counters import Counters
 from tandem.engines.rollout.native.attention import Attention, AttentionName, make_attention
 from tandem.engines.rollout.native.blocks import BlockManager
 from tandem.engines.rollout.native.graphs import GraphedRunner
-from tandem.engines.rollout.native.inputs import step_input, to_device
-from tandem.engines.rollout.native.memory import cache_budget, check_free, grown
+from tandem.engines.rollout.native.inputs import step_input
+from tandem.engines.rollout.native.memory import CacheRoom, grown
 from tandem.engines.rollout.native.paged import PagedCache, bytes_per_token
 from tandem.engines.rollout.native.runner import Runner, RunnerName, make_runner
 from tandem.engines.rollout.native.scheduler import Index, Plan, Scheduler
 from tandem.engines.rollout.native.tensor_parallel import WHOLE, TensorParallel
+from tandem.engines.rollout.own_weights import OwnWeights, kinds_taken, taken
 from tandem.engines.rollout.rows import Rows, empty_sample
 from tandem.engines.rollout.sampler import Drawn, RowParams
 from tandem.engines.rollout.stops import Decode
+from tandem.engines.rollout.transfer import to_device
 from tandem.engines.weight_sync import Digest, digest
 from tandem.errors import EngineError
 from tandem.protocol import Request, Sample
@@ -63,22 +65,19 @@ class NativeEngine:
         max_length: tokens of prompt and response together, at most.
         max_num_seqs: sequences that run at the same time, at most; fewer if the cache's memory binds.
         max_num_batched_tokens: tokens of one step; sequences that decode come first.
-        gpu_memory_utilization: share of the device's memory (on a host: of all there is).
-        block_size: tokens per block of the cache.
-        num_gpu_blocks_override: blocks of the cache, instead of what memory and requests ask for.
-        enable_prefix_caching: whether a prompt that begins like an earlier sequence reuses its blocks.
-        enable_chunked_prefill: whether a prompt may be computed in several steps.
-        runner: "fused", "module", or "auto".
-        attention: the kernels; "auto" for the fastest there are.
+        gpu_memory_utilization: share of the device's memory; on a host of all there is.
+        block_size: tokens per block of the cache; num_gpu_blocks_override: its blocks, else as many as asked.
+        enable_prefix_caching: let a prompt that begins like an earlier sequence reuse its blocks.
+        enable_chunked_prefill: let a prompt be computed in several steps.
+        runner, attention: "fused" or "module", and the kernels; "auto" for the fastest there are.
         enforce_eager: on CUDA, launch the kernels of every step one by one instead of replaying graphs.
         run_ahead: whether a step is launched before the last one's tokens are fetched; None: on CUDA.
         logprobs_mode: what samples carry as `log_probs`.
         split: this rank's share of each layer; all ranks of its group get the same requests and polls.
+        own: a model of its own, for a stream of weights; None: it takes none.
         decode: token ids to text, for stop strings.
         log: receives a line about every two seconds of work; None for none.
     """
-
-    takes = frozenset({SharedModule})
 
     def __init__(
         self,
@@ -98,14 +97,16 @@ class NativeEngine:
         run_ahead: bool | None = None,
         logprobs_mode: LogprobsMode = "processed_logprobs",
         split: TensorParallel = WHOLE,
+        own: OwnWeights | None = None,
         decode: Decode | None = None,
         log: Callable[[str], None] | None = None,
     ) -> None:
+        self.takes = kinds_taken(own)
+        self._own = own
         self._device = device
         self._max_length = max_length
-        self._utilization = gpu_memory_utilization
         self._block_size = block_size
-        self._fixed_blocks = num_gpu_blocks_override
+        self._room = CacheRoom(device, gpu_memory_utilization, block_size, num_gpu_blocks_override, split)
         self._runner_name: RunnerName = runner
         self._split = split
         self._attention_name: AttentionName = attention
@@ -132,7 +133,6 @@ class NativeEngine:
         self._attention: Attention | None = None
         self._graphed: GraphedRunner | None = None  # of this runner and attention
         self._version = 0
-        self._budget: int | None = None
         self._flight: _Flight | None = None
         self._params: RowParams | None = None  # of the rows in `_params_of`
         self._params_of = np.zeros(0, dtype=np.int64)
@@ -141,19 +141,27 @@ class NativeEngine:
         check_new(requests, self._known, self._max_length, self._decode is not None)
         if self._source is not None:
             check_fits_model(requests, self._source.module)
+        blocks = {
+            request.id: self._scheduler.blocks_for(len(request.prompt_ids) + request.params.max_tokens)
+            for request in requests
+        }
+        if blocks:
+            per_block = None if self._runner is None else self._per_block(self._runner)
+            self._room.check_longest(max(blocks.values()), per_block)
         self._scheduler.waiting.extend(requests)
-        for request in requests:
-            length = len(request.prompt_ids) + request.params.max_tokens
-            self._known[request.id] = self._scheduler.blocks_for(length)
+        self._known |= blocks
         self._demand_changed = True
 
     def pending(self) -> int:
         return len(self._known)
 
     def update_weights(self, source: WeightSource, version: int) -> Digest:
-        """Sequences that are running go on under the new weights, over the keys and values they have."""
-        source = shared_module(source)
+        """Sequences that are running go on under the new weights, over the keys and values they have. After a
+        stream that fails the engine has no weights."""
         self._settle()
+        if self._own is not None and isinstance(source, WeightStream):
+            self._runner = self._source = self._graphed = None  # what they refer to is overwritten
+        source = taken(source, self._own)
         running = list(self._rows.request[: self._rows.count])
         check_fits_model([*running, *self._scheduler.waiting], source.module)
         runner = make_runner(self._runner_name, source.module, self._max_length, self._split)
@@ -162,9 +170,7 @@ class NativeEngine:
             if self._rows.count:
                 raise EngineError("the new weights are of another model while sequences are running")
             self._drop_cache()
-        weights = (*source.module.parameters(), *source.module.buffers())
-        if self._graphed is not None and not self._graphed.adopt(runner, weights):
-            self._graphed = None
+        self._graphed = None  # of the old runner
         self._runner, self._source, self._version = runner, source, version
         self._scheduler.forget()
         return digest(source.module.named_parameters())
@@ -180,6 +186,8 @@ class NativeEngine:
             self._drop_cache()
         if "weights" in tags:
             self._runner = self._source = self._graphed = None
+            if self._own is not None:
+                self._own.free()
 
     def wake(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
         """The cache is made by the first step, which knows how much of it is needed."""
@@ -249,52 +257,40 @@ class NativeEngine:
     # The cache.
 
     def _fit_cache(self, runner: Runner) -> None:
-        """Makes the cache, or a larger one with its content: as many blocks as all pending requests can
-        fill at the same time, if there is memory for them."""
-        per_block = self._block_size * bytes_per_token(runner.layers, runner.dtype)
-        most, longest = self._most_blocks(runner, per_block), max(self._known.values())
-        if most < longest:
-            raise self._too_small(most, longest, per_block)
-        blocks = min(sum(self._known.values()), self._rows.capacity * longest, most)
-        if self._fixed_blocks is not None:
-            blocks = self._fixed_blocks
-        if self._cache is None:
-            check_free(runner.device, blocks * per_block)
-            self._cache = PagedCache(runner.layers, blocks, self._block_size, runner.dtype, runner.device)
-            self._scheduler.blocks = BlockManager(blocks)
-        elif blocks > self._cache.blocks:
-            blocks = min(most, max(blocks, 2 * self._cache.blocks))
-            check_free(runner.device, blocks * per_block)
-            self._cache = grown(self._cache, blocks)
-            self._scheduler.blocks.grow(blocks)
-        else:
-            self._demand_changed = False
-            return
-        self._attention = make_attention(self._cache, self._attention_name)
-        self._graphed = None
+        """Makes the cache, or a larger one with its content. While it grows memory holds both; where there is
+        no room for that, the old one stays if it holds the longest sequence, and else goes first, and its
+        sequences are computed again."""
+        per_block = self._per_block(runner)
+        held = 0 if self._cache is None else self._cache.blocks
+        blocks = self._room.wanted(self._known.values(), self._rows.capacity, held, per_block)
+        if blocks > held > 0 and not self._room.is_free(blocks * per_block):
+            if max(self._known.values()) <= held:
+                blocks = held
+            else:
+                self._settle()
+                self._scheduler.restart()
+                self._drop_cache()
+        if blocks > held:
+            self._make_cache(runner, blocks, per_block)
         self._demand_changed = False
 
-    def _most_blocks(self, runner: Runner, per_block: int) -> int:
-        if self._fixed_blocks is not None:
-            return self._fixed_blocks
-        if self._budget is None:
-            self._budget = self._split.smallest(cache_budget(runner.device, self._utilization))
-        return self._budget // per_block
+    def _make_cache(self, runner: Runner, blocks: int, per_block: int) -> None:
+        if self._cache is None:
+            self._room.check_free(blocks * per_block)
+            self._cache = PagedCache(runner.layers, blocks, self._block_size, runner.dtype, runner.device)
+            self._scheduler.blocks = BlockManager(blocks)
+        else:
+            self._cache = grown(self._cache, blocks)
+            self._scheduler.blocks.grow(blocks)
+        self._attention = make_attention(self._cache, self._attention_name)
+        self._graphed = None
 
-    def _too_small(self, most: int, longest: int, per_block: int) -> EngineError:
-        fixed = self._fixed_blocks is not None
-        name = "num_gpu_blocks_override" if fixed else "gpu_memory_utilization"
-        return EngineError(
-            "the cache is too small for one sequence",
-            field=f"actor_rollout_ref.rollout.{name}",
-            got=f"{most} blocks" if fixed else f"{self._utilization}: {most * per_block / 2**20:,.1f} MiB",
-            expected=f"{longest} blocks, {longest * per_block / 2**20:,.1f} MiB, "
-            f"for {longest * self._block_size} tokens",
-            remedy=f"a sequence of {most * self._block_size} tokens would fit; or raise it",
-        )
+    def _per_block(self, runner: Runner) -> int:
+        return self._block_size * bytes_per_token(runner.layers, runner.dtype)
 
     def _drop_cache(self) -> None:
-        self._cache = self._attention = self._graphed = self._budget = None
+        self._cache = self._attention = self._graphed = self._params = None
+        self._room.forget()
         self._scheduler.blocks = BlockManager(0)
 
     # One step.
@@ -395,6 +391,5 @@ class NativeEngine:
         self._counters.cache(self._cache.bytes, self._scheduler.use)
 
     def _log_line(self) -> None:
-        running = self._scheduler.running
-        waiting = self._rows.count - running + len(self._scheduler.waiting)
-        self._counters.line(running, waiting, self._scheduler.use)
+        running, use = self._scheduler.running, self._scheduler.use
+        self._counters.line(running, self._rows.count - running + len(self._scheduler.waiting), use)

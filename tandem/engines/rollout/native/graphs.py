@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import warnings
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tandem.engines.rollout.native.attention import Attention
 from tandem.engines.rollout.native.paged import StepInput
@@ -102,7 +101,8 @@ class GraphedRunner:
     others then share. Where a capture fails, everything is run as it comes from then on, after a warning.
 
     Args:
-        runner: does not wait for the device in a decode step, nor does the attention.
+        runner: does not wait for the device in a decode step, nor does the attention. Its weights stay where
+            they are.
         attention: the one it is called with; its cache stays where it is.
         max_num_seqs: sequences of a step, at most; steps of more than 512 are not captured.
         max_blocks: of the longest sequence.
@@ -145,32 +145,6 @@ class GraphedRunner:
         logits_LV = self._logits_LV[:rows]
         return logits_LV if len(step.logits_L) == rows else logits_LV[step.logits_L]
 
-    def adopt(self, runner: Runner, weights: Iterable[Tensor]) -> bool:
-        """Goes on under new weights with the graphs there are, if these weights lie where the old ones did.
-        What a runner computes from weights and config beforehand, like rotary tables, is copied to
-        where the graphs read it.
-
-        Args:
-            runner: made for the new weights.
-            weights: all that the runner refers to.
-
-        Returns:
-            Whether it could; if not, nothing has changed, and a new `GraphedRunner` is needed.
-        """
-        held, new = list(_tensors(self._runner)), list(_tensors(runner))
-        if [(part.shape, part.dtype) for part in held] != [(part.shape, part.dtype) for part in new]:
-            return False
-        shared = {weight.data_ptr() for weight in weights}
-        moved = [
-            (old, part) for old, part in zip(held, new, strict=True) if old.data_ptr() != part.data_ptr()
-        ]
-        if any(part.data_ptr() in shared for _, part in moved):
-            return False
-        with torch.inference_mode():
-            for old, part in moved:
-                old.copy_(part)
-        return True
-
     def _replay(self, size: int) -> Work | None:
         """What runs a step of that size on the buffers; None where it cannot be captured."""
         for needed in (self.sizes[-1], size):
@@ -209,19 +183,3 @@ def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
     """Rising: 1, 2, 4, 8 and every 16 up to the most, itself included, or 512."""
     most = min(max_num_seqs, _MOST_ROWS)
     return (*(size for size in (1, 2, 4, 8, *range(16, most, 16)) if size < most), most)
-
-
-def _tensors(part: Any) -> Iterator[Tensor]:
-    """All tensors that a runner holds, itself or in objects of Tandem's, in an order that depends on its
-    make alone."""
-    if isinstance(part, Tensor):
-        yield part
-    elif isinstance(part, nn.Module):
-        yield from part.parameters()
-        yield from part.buffers()
-    elif isinstance(part, list | tuple):
-        for element in part:
-            yield from _tensors(element)
-    elif type(part).__module__.startswith("tandem."):
-        names = (*getattr(part, "__slots__", ()), *getattr(part, "__dict__", ()))
-        yield from _tensors([getattr(part, name) for name in names])

@@ -4,18 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
 from tandem.engines.rollout.native.paged import StepInput
 from tandem.engines.rollout.native.scheduler import Index, Plan, Scheduler
 from tandem.engines.rollout.rows import Rows
-
-
-def to_device(array: NDArray[np.integer], device: torch.device) -> Tensor:
-    """Does not wait for the device. On a CPU it is the array itself, which must not change afterwards."""
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+from tandem.engines.rollout.transfer import to_device
 
 
 def step_input(

@@ -3,15 +3,126 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from tandem.engines.rollout.native.paged import PagedCache
+from tandem.engines.rollout.native.tensor_parallel import WHOLE, TensorParallel
 from tandem.errors import EngineError
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(slots=True)
+class CacheRoom:
+    """How many blocks the cache of an engine may have.
+
+    Attributes:
+        utilization: the share of the device's memory that the cache may take; see `cache_budget`.
+        block_size: tokens per block.
+        fixed: blocks, whatever the memory.
+        split: whose ranks have caches of one size: each of their decisions is that of all.
+    """
+
+    device: torch.device
+    utilization: float
+    block_size: int
+    fixed: int | None = None
+    split: TensorParallel = WHOLE
+    _budget: int | None = None
+
+    def most(self, per_block: int) -> int:
+        """Blocks of `per_block` bytes, at most. The budget is measured once; see `forget`."""
+        if self.fixed is not None:
+            return self.fixed
+        if self._budget is None:
+            self._budget = self.split.smallest(cache_budget(self.device, self.utilization))
+        return self._budget // per_block
+
+    def wanted(self, pending: Collection[int], capacity: int, held: int, per_block: int) -> int:
+        """As many blocks as the pending requests can fill at the same time, if there may be so many.
+
+        Args:
+            pending: blocks that each request can fill.
+            capacity: sequences that run at the same time, at most.
+            held: blocks there are; a cache that grows at least doubles.
+
+        Raises:
+            EngineError: see `check_longest`.
+        """
+        longest, most = max(pending), self.most(per_block)
+        self.check_longest(longest, per_block)
+        if self.fixed is not None:
+            return self.fixed
+        blocks = min(sum(pending), capacity * longest, most)
+        return blocks if blocks <= held else min(most, max(blocks, 2 * held))
+
+    def forget(self) -> None:
+        """The budget is measured anew when it is next asked for."""
+        self._budget = None
+
+    def check_longest(self, longest: int, per_block: int | None) -> None:
+        """
+        Args:
+            longest: blocks of one sequence.
+            per_block: bytes of a block; None where the model is not yet known.
+
+        Raises:
+            EngineError: they are more than the cache can have.
+        """
+        if self.fixed is None and per_block is None:
+            return
+        most = self.most(per_block or 0)
+        if longest <= most:
+            return
+        needed = f"{longest} blocks"
+        got = f"{most} blocks"
+        remedy = f"a sequence of {most * self.block_size} tokens would fit; or raise it"
+        if self.fixed is None and per_block is not None:
+            held = held_bytes(self.device)
+            needed += f", {_mib(longest * per_block)}"
+            got = f"{self.utilization}: {_mib(most * per_block)}"
+            if held:
+                got += f" beside {_mib(held)} that this process holds already"
+            if not most:
+                remedy = "raise it; it counts what this process holds of the device, the model above all"
+        raise EngineError(
+            "the cache is too small for one sequence",
+            field=self._field,
+            got=got,
+            expected=f"{needed}, for {longest * self.block_size} tokens",
+            remedy=remedy,
+        )
+
+    def is_free(self, needed: int) -> bool:
+        """Whether that many bytes are free at this moment, on all ranks."""
+        return needed <= self.split.smallest(free_bytes(self.device))
+
+    def check_free(self, needed: int) -> None:
+        """
+        Raises:
+            EngineError: that many bytes are not free at this moment on one of the ranks.
+        """
+        free = self.split.smallest(free_bytes(self.device))
+        if needed <= free:
+            return
+        also = "" if self.fixed is not None else " or actor_rollout_ref.rollout.max_num_seqs"
+        raise EngineError(
+            "the memory that the KV cache may take is not free",
+            field=self._field,
+            got=f"{_mib(free)} free",
+            expected=_mib(needed),
+            remedy=f"lower it{also}, or end what else uses the memory",
+        )
+
+    @property
+    def _field(self) -> str:
+        name = "gpu_memory_utilization" if self.fixed is None else "num_gpu_blocks_override"
+        return f"actor_rollout_ref.rollout.{name}"
 
 
 def cache_budget(device: torch.device, utilization: float) -> int:
@@ -19,29 +130,25 @@ def cache_budget(device: torch.device, utilization: float) -> int:
     process holds of it on CUDA. What other processes do must not decide how many sequences run side by
     side, for that decides the bits of their log-probs."""
     if device.type == "cuda":
-        total = torch.cuda.mem_get_info(device)[1]
-        return max(0, int(utilization * total) - torch.cuda.memory_allocated(device))
+        return max(0, int(utilization * torch.cuda.mem_get_info(device)[1]) - held_bytes(device))
     return int(utilization * _host_total())
 
 
-def check_free(device: torch.device, needed: int) -> None:
-    """
-    Raises:
-        EngineError: that many bytes are not free at this moment.
-    """
+def held_bytes(device: torch.device) -> int:
+    """What of the device's memory this process holds in tensors; 0 on a host, where it does not count."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def free_bytes(device: torch.device) -> int:
+    """What this process could take of the device's memory now."""
     if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
-        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    else:
-        free = _host_free()
-    if needed > free:
-        raise EngineError(
-            "the memory that the KV cache may take is not free",
-            field="actor_rollout_ref.rollout.gpu_memory_utilization",
-            got=f"{free / 2**20:,.0f} MiB free",
-            expected=f"{needed / 2**20:,.0f} MiB",
-            remedy="lower it or actor_rollout_ref.rollout.max_num_seqs, or end what else uses the memory",
-        )
+        free: int = torch.cuda.mem_get_info(device)[0]
+        return free + torch.cuda.memory_reserved(device) - held_bytes(device)
+    return _host_free()
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:,.1f} MiB"
 
 
 def grown(cache: PagedCache, blocks: int) -> PagedCache:

@@ -101,3 +101,8 @@ class PagedCache:
 
 def bytes_per_token(layers: Sequence[LayerShape], dtype: torch.dtype) -> int:
     return sum(layer.kv_heads * (layer.key_dim + layer.value_dim) for layer in layers) * dtype.itemsize
+
+
+def dense_rows(tensor: Tensor) -> Tensor:
+    """The tensor with neighbouring elements of its last dimension side by side, as the kernels read it."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

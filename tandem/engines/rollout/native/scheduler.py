@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +26,7 @@ from tandem.engines.rollout.rows import Rows
 from tandem.protocol import Request
 
 Index = NDArray[np.int64]
+_Count = TypeVar("_Count", int, Index)
 
 # While others run, waiting requests are admitted when this share of the rows is free: steps that only
 # decode are cheaper than those between which prompts come in one by one.
@@ -119,7 +121,7 @@ class Scheduler:
         self._arrivals = 0
         self._root = 0  # of all digests
 
-    def blocks_for(self, tokens: int) -> int:
+    def blocks_for(self, tokens: _Count) -> _Count:
         return -(-tokens // self._block_size)
 
     @property
@@ -360,7 +362,7 @@ class Scheduler:
         rows = slice(0, self._rows.count)
         if not self._held[rows].any():
             return True  # a cache holds the longest sequence
-        most = -(-self._limit[rows] // self._block_size)
+        most = self.blocks_for(self._limit[rows])
         growing = np.count_nonzero((self._held[rows] > 0) & (self._held[rows] < most))
         growing += self.blocks_for(int(self.length[row])) < most[row]
         return bool(self.blocks.free - blocks >= growing)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +45,15 @@ class FakeSGLang(FakeServer):
     """Attributes:
     cumulative: whether each event repeats what came before (the server's default).
     memory: the tags that are occupied.
+    shows: whether it has `get_weights_by_name` for its model.
+    held: changes what it then shows.
     refusal: why new weights are refused; None: they are not.
     """
 
     generates = "/generate"
     cumulative = True
+    shows = True
+    held: Callable[[str, torch.Tensor], torch.Tensor] = staticmethod(lambda name, tensor: tensor)
     refusal: str | None = None
 
     def __init__(self, module: PreTrainedModel, **options: Any) -> None:
@@ -131,6 +135,12 @@ class FakeSGLang(FakeServer):
         return Reply(
             {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
         )
+
+    def _get_weights_by_name(self, body: Any) -> Reply:
+        if not self.shows:
+            return Reply({"error": {"message": "Get parameter by name failed"}}, 400)
+        tensor = self.held(body["name"], dict(self.module.named_parameters())[body["name"]].detach())
+        return Reply(tensor.float().tolist()[: body["truncate_size"]])
 
     def _pause_generation(self, body: Any) -> Reply:
         assert body == {"mode": "retract"}

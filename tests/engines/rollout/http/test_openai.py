@@ -14,7 +14,7 @@ import pytest
 from tandem.engines.rollout.base import RolloutEngine, finished, generate
 from tandem.engines.rollout.http import connection
 from tandem.engines.rollout.http.answer import asked, seed_of
-from tandem.engines.rollout.http.connection import Server, ServerLost
+from tandem.engines.rollout.http.connection import Refused, Server, ServerLost
 from tandem.engines.rollout.http.openai import OpenAIEngine
 from tandem.errors import EngineError
 from tandem.protocol import Request, SamplingParams
@@ -201,7 +201,7 @@ def test_the_model_must_be_clear(server, make, models):
         ("short", ServerLost, "ended before it was whole", "1 tokens"),
         ("drop", ServerLost, "broke during the answer", "RemoteProtocolError"),
         ("500", ServerLost, "refused", '500 {"error": "500 as planned"}'),
-        ("400", EngineError, "refused", '400 {"error": "400 as planned"}'),
+        ("400", Refused, "refused", '400 {"error": "400 as planned"}'),
     ],
 )
 def test_a_failure_is_reported_once_and_names_server_and_request(server, make, fault, kind, message, got):

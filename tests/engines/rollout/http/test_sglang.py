@@ -4,6 +4,11 @@ weights through a folder."""
 from __future__ import annotations
 
 import copy
+import os
+import socket
+import subprocess
+import sys
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -12,11 +17,13 @@ import torch
 from safetensors.torch import load_file
 
 from tandem.engines.rollout.base import WeightStream, generate
+from tandem.engines.rollout.http import shards
 from tandem.engines.rollout.http.answer import seed_of
 from tandem.engines.rollout.http.connection import Server
 from tandem.engines.rollout.http.sglang import SGLangEngine
-from tandem.engines.rollout.http.shards import write_shards
-from tandem.engines.weight_sync import digest
+from tandem.engines.rollout.http.shards import WeightsFolder, write_shards
+from tandem.engines.rollout.router import Router
+from tandem.engines.weight_sync import WeightSyncError, digest
 from tandem.errors import EngineError
 from tandem.protocol import Request, SamplingParams
 from tests.engines.rollout.http.fake_sglang import FakeSGLang
@@ -46,7 +53,7 @@ class TestSGLang(RolloutContract):
                 max_length=max_length,
                 max_num_seqs=max_num_seqs,
                 vocabulary=VOCABULARY,
-                weights_folder=tmp_path_factory.mktemp("weights"),
+                weights_folder=WeightsFolder(tmp_path_factory.mktemp("weights")),
             )
 
         yield EngineKind("sglang", make, stream_of, keyed=False, untruncated=False, modes=())
@@ -75,7 +82,7 @@ def server(tiny):
 
 @pytest.fixture
 def engine(server, tmp_path):
-    made = SGLangEngine(Server(server.url), max_length=96, weights_folder=tmp_path / "weights")
+    made = SGLangEngine(Server(server.url), max_length=96, weights_folder=WeightsFolder(tmp_path / "weights"))
     yield made
     made.close()
 
@@ -153,10 +160,104 @@ def test_new_weights_arrive_and_leave_no_files(server, engine, tiny, tmp_path):
         "/update_weights_from_disk",
         "/continue_generation",
         "/model_info",
+        *["/get_weights_by_name"] * sum(value.ndim == 1 for value in other.parameters()),
     ]
     assert server.seen[1][1]["flush_cache"] is True
     (sample,) = generate(engine, [Request("u", 0, np.arange(5), SamplingParams(max_tokens=3))])
     assert sample.versions.tolist() == [3, 3, 3]
+
+
+NORM = "model.layers.1.post_attention_layernorm.weight"
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_weights_that_the_server_does_not_hold_are_named(server, engine, tiny, copies):
+    def held(name, tensor):
+        value = tensor + 0.5 * (torch.arange(len(tensor)) == 3) if name == NORM else tensor
+        return torch.stack([tensor, value]) if copies == 2 else value
+
+    server.held = held
+    with pytest.raises(WeightSyncError, match="of version 4") as caught:
+        engine.update_weights(stream_of(tiny()), 4)
+    value = float(dict(tiny().named_parameters())[NORM].detach()[3])
+    assert caught.value.field == f"{NORM}[3]"
+    assert caught.value.expected == value and caught.value.got == f"{server.url}: {value + 0.5}"
+
+
+def test_a_share_of_a_weight_is_compared_with_its_part(server, engine, tiny):
+    server.held = lambda name, tensor: tensor[: len(tensor) // 2]
+    engine.update_weights(stream_of(tiny()), 1)
+
+
+def test_a_server_that_shows_no_weights_is_asked_once_and_said(server, tiny, tmp_path):
+    server.shows = False
+    lines = []
+    engine = SGLangEngine(
+        Server(server.url), max_length=96, weights_folder=WeightsFolder(tmp_path), log=lines.append
+    )
+    for version in (1, 2):
+        engine.update_weights(stream_of(tiny()), version)
+    assert lines == [f"{server.url} shows no weights of its model: what it holds is not compared"]
+    assert len(server.bodies("/get_weights_by_name")) == 1
+    engine.close()
+
+
+def test_several_servers_read_the_same_files(tiny, tmp_path, monkeypatch):
+    written = []
+    original = shards.write_shards
+    monkeypatch.setattr(
+        shards, "write_shards", lambda tensors, path: (written.append(path), original(tensors, path))[1]
+    )
+    folder = WeightsFolder(tmp_path)
+    with FakeSGLang(tiny()) as one, FakeSGLang(tiny()) as two, FakeSGLang(tiny()) as three:
+        fakes = (one, two, three)
+        engines = [SGLangEngine(Server(f.url), max_length=96, weights_folder=folder) for f in fakes]
+        router = Router(engines, max_length=96, window=8)
+        for version in (1, 2):
+            new = tiny("qwen2")
+            with torch.no_grad():
+                for parameter in new.parameters():
+                    parameter.mul_(1 + version)
+            assert router.update_weights(stream_of(new), version) == digest(new.named_parameters())
+            assert len(written) == version
+            for fake in fakes:
+                (path,) = {body["model_path"] for body in fake.bodies("/update_weights_from_disk")[-1:]}
+                assert path == str(written[-1])
+                assert digest(fake.module.named_parameters()) == digest(new.named_parameters())
+        assert list(tmp_path.iterdir()) == []
+        router.close()
+
+
+def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path):
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait(30)
+    host = socket.gethostname()
+    names = {
+        f"version_00000001_{host}_{ended.pid}_ab": False,
+        f"version_00000001_{host}_{os.getpid()}_ab": True,
+        f"version_00000001_another-{host}_{ended.pid}_ab": True,
+        "mine": True,
+    }
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").touch()
+    WeightsFolder(tmp_path)
+    assert {name: (tmp_path / name).exists() for name in names} == names
+
+
+def test_an_abort_does_not_wait_for_a_server_that_hangs(server, engine, monkeypatch):
+    monkeypatch.setattr("tandem.engines.rollout.http.client.CLOSING_S", 0.3)
+    server.pause_s = 0.02
+    requests = [Request("u", i, np.arange(5), SamplingParams(max_tokens=80)) for i in range(2)]
+    engine.submit(requests)
+    while engine.progress() < 17:
+        engine.poll(0.02)
+    server._abort_request = lambda _: (server._closing.wait(60), Reply())[1]
+    began = time.monotonic()
+    partial = engine.abort([request.id for request in requests], keep_partial=True)
+    assert time.monotonic() - began < 5
+    assert max(len(sample.token_ids) for sample in partial) >= 16
+    assert engine.pending() == 0
 
 
 def test_weights_in_the_middle_of_a_response(server, engine, tiny):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tandem.engines.rollout.native.kernels import load_kernels
-from tandem.engines.rollout.native.paged import PagedCache, StepInput
+from tandem.engines.rollout.native.paged import PagedCache, StepInput, dense_rows
 from tandem.errors import EngineError
 
 
@@ -35,12 +35,18 @@ class CPUAttention:
     def __init__(self, cache: PagedCache) -> None:
         reason, kernels = why_not_cpu(cache), load_kernels(cache.dtype)
         if reason is not None or kernels is None:
-            raise EngineError(f"the CPU attention cannot run: {reason}", remedy="use attention torch or auto")
+            raise EngineError(
+                f"the CPU attention cannot run: {reason}",
+                field="attention",
+                got="cpu",
+                remedy="make the engine with attention=torch, or attention=auto",
+            )
         self._kernels = kernels
         self.cache = cache
 
     def write(self, layer: int, step: StepInput, keys_THD: Tensor, values_THD: Tensor) -> None:
-        keys_THD, values_THD = _rows(keys_THD, self.cache.dtype), _rows(values_THD, self.cache.dtype)
+        assert keys_THD.dtype == values_THD.dtype == self.cache.dtype
+        keys_THD, values_THD = dense_rows(keys_THD), dense_rows(values_THD)
         shape = self.cache.layers[layer]
         self._kernels.write(
             keys_THD.data_ptr(),
@@ -91,8 +97,3 @@ class CPUAttention:
             torch.get_num_threads(),
         )
         return out_TND
-
-
-def _rows(part_THD: Tensor, dtype: torch.dtype) -> Tensor:
-    assert part_THD.dtype == dtype
-    return part_THD if part_THD.stride(2) == 1 else part_THD.contiguous()

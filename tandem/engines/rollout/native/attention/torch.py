@@ -43,8 +43,11 @@ class TorchAttention:
         width = self.cache.layers[layer].value_dim
         out_TND = query_TND.new_empty(tokens, heads, width, dtype=self.cache.dtype)
         blocks = -(-step.max_length // self.cache.block_size)
-        for tables_RB, tokens_RQ in _rectangles(step):
+        for tables_RB, tokens_RQ, lengths_R in _rectangles(step):
             keys_RHDC, values_RHCD = self._gather(layer, tables_RB[:, :blocks])
+            # What others left beyond a sequence's end may be NaN, which a weight of 0 does not remove.
+            beyond_RC = torch.arange(keys_RHDC.shape[3], device=lengths_R.device) >= lengths_R[:, None]
+            values_RHCD.masked_fill_(beyond_RC[:, None, :, None], 0.0)
             per_token = keys_RHDC.shape[3] * heads * len(tokens_RQ)
             for part_RQ in torch.split(tokens_RQ, max(1, _MAX_SCORES // per_token), dim=1):
                 out = _attend(
@@ -60,16 +63,17 @@ class TorchAttention:
         return keys.to(precision), values.to(precision)
 
 
-def _rectangles(step: StepInput) -> Iterator[tuple[Tensor, Tensor]]:
-    """Block tables (R, B) and token indices (R, Q) of the sequences that have equally many tokens."""
+def _rectangles(step: StepInput) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Block tables (R, B), token indices (R, Q) and lengths (R) of the sequences that have equally many
+    tokens."""
     if step.max_query == 1:  # known without a look at the device
-        yield step.tables_SB, step.starts_S1[:-1, None].long()
+        yield step.tables_SB, step.starts_S1[:-1, None].long(), step.lengths_S
         return
     counts_S = step.starts_S1.diff()
     for count in sorted(set(counts_S.tolist())):
         rows = (counts_S == count).nonzero().squeeze(1)
         columns = torch.arange(count, device=rows.device)
-        yield step.tables_SB[rows], step.starts_S1[rows, None].long() + columns
+        yield step.tables_SB[rows], step.starts_S1[rows, None].long() + columns, step.lengths_S[rows]
 
 
 def _attend(

@@ -22,7 +22,7 @@ from tandem.engines.rollout.native.attention.triton_kernels import (
     combine_kernel,
     write_kernel,
 )
-from tandem.engines.rollout.native.paged import LayerShape, PagedCache, StepInput
+from tandem.engines.rollout.native.paged import LayerShape, PagedCache, StepInput, dense_rows
 from tandem.errors import EngineError
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -48,10 +48,10 @@ class TritonAttention:
         if cache.dtype not in _DTYPES:
             raise EngineError(
                 "the Triton attention has no kernel for this type",
-                field="actor_rollout_ref.rollout.attention",
+                field="attention",
                 got=str(cache.dtype).removeprefix("torch."),
                 expected="bfloat16, float16 or float32",
-                remedy="use rollout.attention=torch",
+                remedy="make the engine with attention=torch, or attention=auto",
             )
         self.cache = cache
         self._splits = splits
@@ -60,7 +60,7 @@ class TritonAttention:
             self._processors = torch.cuda.get_device_properties(cache.device).multi_processor_count
 
     def write(self, layer: int, step: StepInput, keys_THD: Tensor, values_THD: Tensor) -> None:
-        keys_THD, values_THD = _dense_rows(keys_THD), _dense_rows(values_THD)
+        keys_THD, values_THD = dense_rows(keys_THD), dense_rows(values_THD)
         write_kernel[(len(step.slots_T),)](
             self.cache.keys[layer],
             self.cache.values[layer],
@@ -84,7 +84,7 @@ class TritonAttention:
         softcap: float | None = None,
     ) -> Tensor:
         shape = self.cache.layers[layer]
-        query_TND = _dense_rows(query_TND.to(self.cache.dtype))
+        query_TND = dense_rows(query_TND.to(self.cache.dtype))
         tokens, heads, _ = query_TND.shape
         sequences = len(step.lengths_S)
         decode = step.max_query == 1
@@ -170,11 +170,6 @@ def split_count(programs: int, columns: int, processors: int) -> int:
     wanted = -(-processors * _PROGRAMS_PER_PROCESSOR // programs)
     most = min(wanted, columns // _LEAST_COLUMNS, _MAX_SPLITS)
     return 1 << max(0, most.bit_length() - 1)
-
-
-def _dense_rows(tensor: Tensor) -> Tensor:
-    """The tensor with neighbouring elements of its last dimension side by side, as the kernels read it."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _shape(shape: LayerShape) -> dict[str, Any]:

@@ -1,0 +1,190 @@
+"""Weights of an engine's own, filled by streams: for a trainer whose module is split over ranks, carries
+adapters, or lives in another process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import AutoModelForCausalLM
+
+from tandem.engines.rollout.base import SharedModule, WeightSource, WeightStream
+from tandem.errors import EngineError
+from tandem.models.linear import speed_up_linears
+from tandem.models.loading import load_config
+
+_SHOWN = 3
+
+
+class OwnWeights:
+    """A causal language model made by the config of a folder. Its weights take no memory before the first
+    stream, nor between `free` and the next.
+
+    Args:
+        model_path: the folder; the weights in it are not read.
+        device: where the weights go.
+        trust_remote_code: run the model class that the folder brings along.
+    """
+
+    def __init__(
+        self, model_path: str | Path, device: torch.device, *, trust_remote_code: bool = False
+    ) -> None:
+        self._path = model_path
+        self._device = device
+        self._trust = trust_remote_code
+        self._module: nn.Module | None = None
+        self._names: dict[str, list[str]] = {}  # of each parameter, by its first; several if it is tied
+        self._held: dict[str, nn.Parameter] = {}  # what has memory, or had before `free`
+
+    def load(self, source: WeightStream) -> SharedModule:
+        """Takes over a whole stream, each weight in the type in which it comes. The weights that were there
+        are lost, even if the stream fails.
+
+        Args:
+            source: each parameter of the model once, by its Hugging Face name, a tied one by its first.
+
+        Raises:
+            EngineError: a weight is missing, comes twice, has another shape or is not the model's; a model
+                with buffers that its config does not determine.
+        """
+        loaded: set[str] = set()
+        for name, tensor in source.tensors:
+            module = self._made(tensor.dtype)
+            self._check(module, name, tensor, loaded)
+            with torch.no_grad():
+                self._room(module, name, tensor.dtype).copy_(tensor)
+            loaded.add(name)
+        missing = [name for name in self._names if name not in loaded]
+        if missing or self._module is None:
+            raise EngineError(
+                "the stream of weights ended too early",
+                field=missing[0] if missing else None,
+                got=f"{len(loaded)} weights",
+                expected=f"{len(self._names) or 'some'} weights" + _list(missing),
+                remedy="send all parameters of the model",
+            )
+        return SharedModule(self._module)
+
+    def free(self) -> None:
+        """Gives the weights' memory back. The module must not be used before the next `load`."""
+        for parameter in self._held.values():
+            parameter.untyped_storage().resize_(0)
+
+    def _made(self, dtype: torch.dtype) -> nn.Module:
+        """The model: parameters without memory, buffers as its config says."""
+        if self._module is not None:
+            return self._module
+        config = load_config(self._path, trust_remote_code=self._trust)
+        with _Unallocated():
+            make: Callable[..., nn.Module] = AutoModelForCausalLM.from_config
+            # Buffers as in a trainer, whose master weights are rarely below float32.
+            precision = torch.promote_types(dtype, torch.float32)
+            module = make(config, dtype=precision, trust_remote_code=self._trust)
+        self._names = _names(module)
+        named = {name for names in self._names.values() for name in names}
+        stored = module.state_dict(keep_vars=True).keys() - named
+        for name, buffer in list(module.named_buffers()):
+            if name in stored or buffer.is_meta:
+                raise EngineError(
+                    "the model has a buffer that its config does not determine",
+                    field=name,
+                    got=f"{type(module).__name__} in {self._path}",
+                    remedy="train it with FSDP alone, whose whole module the rollout can share",
+                )
+            owner, _, leaf = name.rpartition(".")
+            module.get_submodule(owner)._buffers[leaf] = buffer.to(self._device)
+        speed_up_linears(module)
+        self._module = module.eval()
+        return module
+
+    def _check(self, module: nn.Module, name: str, tensor: Tensor, loaded: Iterable[str]) -> None:
+        model = f"{type(module).__name__} in {self._path}"
+        if name in loaded:
+            raise EngineError("a weight came twice", field=name, expected="each weight once")
+        if name not in self._names:
+            first = next((first for first, names in self._names.items() if name in names), None)
+            raise EngineError(
+                "a weight came that the model has not" if first is None else "a tied weight came by itself",
+                field=name,
+                expected=f"the parameters of {model}"
+                if first is None
+                else f"{first} alone, which is the same",
+                remedy="send the parameters of this model, tied ones once",
+            )
+        shape = module.get_parameter(name).shape
+        if tensor.shape != shape:
+            raise EngineError(
+                "a weight has another shape",
+                field=name,
+                got=tuple(tensor.shape),
+                expected=tuple(shape),
+                remedy=f"send the parameters of {model}",
+            )
+
+    def _room(self, module: nn.Module, name: str, dtype: torch.dtype) -> Tensor:
+        """The weight's memory: what it has, or had before `free`, or gets now."""
+        held = self._held.get(name)
+        if held is None or held.dtype != dtype:
+            data = torch.empty(module.get_parameter(name).shape, dtype=dtype, device=self._device)
+            held = self._held[name] = nn.Parameter(data, requires_grad=False)
+            for each in self._names[name]:
+                owner, _, leaf = each.rpartition(".")
+                module.get_submodule(owner)._parameters[leaf] = held
+        held.untyped_storage().resize_(held.numel() * held.element_size())
+        return held
+
+
+def taken(source: WeightSource, own: OwnWeights | None) -> SharedModule:
+    """The module to sample from: the one that is shared, or the engine's own with the stream's weights.
+
+    Args:
+        own: of an engine that takes streams.
+
+    Raises:
+        EngineError: a stream for an engine that takes none; see `OwnWeights.load`.
+    """
+    if isinstance(source, SharedModule):
+        if own is not None:
+            own.free()
+        return source
+    if own is None:
+        raise EngineError(
+            "this engine samples from the module that is trained",
+            got=type(source).__name__,
+            expected="a SharedModule",
+            remedy="make the engine with a model folder, for a model of its own",
+        )
+    return own.load(source)
+
+
+def kinds_taken(own: OwnWeights | None) -> frozenset[type[SharedModule] | type[WeightStream]]:
+    """The kinds of source that `taken` takes."""
+    return frozenset({SharedModule}) if own is None else frozenset({SharedModule, WeightStream})
+
+
+class _Unallocated(TorchFunctionMode):
+    """Inside, `torch.empty` takes no memory: parameters begin with it, while buffers are computed."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        return func(*args, **(kwargs | {"device": "meta"} if func is torch.empty else kwargs))
+
+
+def _names(module: nn.Module) -> dict[str, list[str]]:
+    """All names of each parameter, by its first."""
+    first: dict[int, str] = {}
+    names: dict[str, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(first.setdefault(id(parameter), name), []).append(name)
+    return names
+
+
+def _list(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f", {', '.join(names[:_SHOWN])}{more} among them" if names else ""

@@ -1,0 +1,71 @@
+"""What of vLLM's server new weights and memory go through, with the worker's part on plain tensors."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import torch
+from torch import Tensor
+
+from tandem.engines.rollout.vllm_channel import Group
+from tandem.engines.weight_sync import digest
+from tests.engines.rollout.http.fakes import FakeServer, Reply
+
+
+class FakeVLLM(FakeServer):
+    """Attributes:
+    held: its weights by name, as the checkpoint has them.
+    files: what the paths that weights came through really are.
+    calls: methods called on its workers.
+    results: how many workers it seems to have.
+    asleep: what gave its memory back; a server that sleeps does not fall asleep again.
+    """
+
+    results = 1
+    generates = "/inference/v1/generate"
+
+    def __init__(self, held: dict[str, Tensor], **options: Any) -> None:
+        self.held = held
+        self.files: list[str] = []
+        self.calls: list[str] = []
+        self.asleep: set[str] = set()
+        super().__init__(**options)
+
+    def answer(self, path: str, body: Any, fault: str) -> Reply:
+        parts = urlsplit(path)
+        asked = parse_qs(parts.query)
+        if parts.path == "/collective_rpc":
+            self.calls.append(body["method"])
+            return Reply({"results": [getattr(self, f"_{body['method']}")(*body["args"])] * self.results})
+        if parts.path == "/sleep" and not self.asleep:
+            self.asleep = {"weights", "kv_cache"}
+        if parts.path == "/wake_up":
+            self.asleep -= set(asked["tags"])
+        return Reply({})
+
+    def _tandem_load(self, path: str, size: int, layout: Any) -> None:
+        self.files.append(os.readlink(path))
+        self._take(torch.from_file(path, shared=True, size=size, dtype=torch.uint8), layout)
+
+    def _take(self, shared: Tensor, layout: Any) -> None:
+        for name, kind, shape, offset in layout:
+            dtype = getattr(torch, kind)
+            end = offset + math.prod(shape) * dtype.itemsize
+            self.held[name].copy_(shared[offset:end].view(dtype).view(shape))
+
+    def _tandem_device(self) -> str:
+        return "cpu"
+
+    def _tandem_join(self, address: str, port: int, backend: Any) -> None:
+        self.group = Group.joined(address, port, backend)
+
+    def _tandem_receive(self, size: int, layout: Any) -> None:
+        bucket = torch.empty(size, dtype=torch.uint8)
+        self.group.broadcast(bucket).wait()
+        self._take(bucket, layout)
+
+    def _tandem_digest(self) -> dict[str, str]:
+        return {name: str(value) for name, value in digest(self.held.items()).items()}
