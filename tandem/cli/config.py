@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from typing import Any
 
 from tandem.config.explain import explain, overview
-from tandem.config.load import load_sft_config, load_train_config, to_yaml
+from tandem.config.load import Loaded, load_rm_config, load_sft_config, load_train_config, to_yaml
 from tandem.config.sources import split_arguments
 from tandem.errors import ConfigError
 
-USAGE = """usage: tandem config show [CONFIG.yaml] key=value … [--sft]
+USAGE = """usage: tandem config show [CONFIG.yaml] key=value … [--sft | --rm]
        tandem config explain KEY …
 
 show      prints the resolved config as YAML, every key; without arguments, all keys and their defaults
 explain   prints a key's type, default, meaning and what reads it; for a section, its keys
-  --sft   a config of `tandem sft`, not of `tandem train`"""
+  --sft   a config of `tandem sft`, not of `tandem train`
+  --rm    a config of `tandem rm`"""
+
+LOADERS: dict[str, Callable[..., Loaded[Any]]] = {
+    "train": load_train_config,
+    "sft": load_sft_config,
+    "rm": load_rm_config,
+}
 
 
 def config(arguments: list[str]) -> int:
@@ -22,7 +31,8 @@ def config(arguments: list[str]) -> int:
         case [] | ["-h" | "--help", *_]:
             print(USAGE)
         case ["show", *rest]:
-            _show([word for word in rest if word != "--sft"], sft="--sft" in rest)
+            command = "sft" if "--sft" in rest else "rm" if "--rm" in rest else "train"
+            _show([word for word in rest if word not in ("--sft", "--rm")], command)
         case ["explain", name, *more]:
             print("\n\n".join(explain(key) for key in (name, *more)))
         case _:
@@ -30,12 +40,11 @@ def config(arguments: list[str]) -> int:
     return 0
 
 
-def _show(words: list[str], *, sft: bool) -> None:
+def _show(words: list[str], command: str) -> None:
     if not words:
-        print(overview("tandem sft" if sft else "tandem train"))
+        print(overview(f"tandem {command}"))
         return
-    path, overrides = split_arguments(words)
-    loaded = load_sft_config(path, overrides) if sft else load_train_config(path, overrides)
+    loaded = LOADERS[command](*split_arguments(words))
     for notice in loaded.notices:
         print(f"note: {notice}", file=sys.stderr)
     print(to_yaml(loaded.config), end="")

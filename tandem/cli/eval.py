@@ -10,8 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tandem.config.load import load_eval_config, to_yaml
-from tandem.config.sources import split_arguments
+from tandem.cli.resolved import resolved
+from tandem.config.load import load_eval_config
 
 USAGE = """usage: tandem eval [CONFIG.yaml] key=value … [--overwrite] [--dry-run]
 
@@ -26,26 +26,17 @@ from what was finished. `tandem config explain eval` lists the keys.
 
 
 def evaluate(arguments: list[str]) -> int:
-    if {"-h", "--help"} & set(arguments):
-        print(USAGE)
-        return 0
-    path, overrides = split_arguments(
-        [word for word in arguments if word not in ("--overwrite", "--dry-run")]
-    )
-    loaded = load_eval_config(path, overrides)
-    for notice in loaded.notices:
-        print(f"note: {notice}", file=sys.stderr)
-    if "--dry-run" in arguments:
-        print(to_yaml(loaded.config))
+    config = resolved(arguments, USAGE, load_eval_config, ("--overwrite",))
+    if config is None:
         return 0
     evaluate_file = import_module("tandem.trainer.scoring").evaluate_file
     sources = evaluate_file(
-        loaded.config,
+        config,
         overwrite="--overwrite" in arguments,
         say=lambda sentence: print(sentence, file=sys.stderr, flush=True),
     )
-    Console(highlight=False).print(_table(sources, loaded.config.eval.confidence))
-    print(f"wrote {loaded.config.data.output_path}")
+    Console(highlight=False).print(_table(sources, config.eval.confidence))
+    print(f"wrote {config.data.output_path}")
     return 0
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-from tandem.config.load import load_generate_config, to_yaml
-from tandem.config.sources import split_arguments
+from tandem.cli.resolved import resolved
+from tandem.config.load import load_generate_config
 
 USAGE = """usage: tandem generate [CONFIG.yaml] key=value … [--overwrite] [--dry-run]
 
@@ -19,21 +19,12 @@ finished. `tandem config explain rollout` lists the keys.
 
 
 def generate(arguments: list[str]) -> int:
-    if {"-h", "--help"} & set(arguments):
-        print(USAGE)
-        return 0
-    path, overrides = split_arguments(
-        [word for word in arguments if word not in ("--overwrite", "--dry-run")]
-    )
-    loaded = load_generate_config(path, overrides)
-    for notice in loaded.notices:
-        print(f"note: {notice}", file=sys.stderr)
-    if "--dry-run" in arguments:
-        print(to_yaml(loaded.config))
+    config = resolved(arguments, USAGE, load_generate_config, ("--overwrite",))
+    if config is None:
         return 0
     generate_file = import_module("tandem.trainer.offline").generate_file
     output = generate_file(
-        loaded.config,
+        config,
         overwrite="--overwrite" in arguments,
         say=lambda sentence: print(sentence, file=sys.stderr, flush=True),
     )

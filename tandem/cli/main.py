@@ -15,6 +15,7 @@ COMMANDS = {
     "demo": ("demo:demo", "a small policy learns arithmetic, on any machine, in minutes"),
     "train": ("train:train", "reinforcement learning: PPO, GRPO, RLOO, REINFORCE++"),
     "sft": ("sft:sft", "supervised fine-tuning"),
+    "rm": ("rm:rm", "a reward model from preferences"),
     "generate": ("generate:generate", "a file of prompts to a file of responses"),
     "eval": ("eval:evaluate", "accuracy, pass@k and maj@k of a model, or of responses it wrote"),
     "node": ("node:node", "joins this machine to a cluster"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import select
 import signal
@@ -10,17 +9,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Self
 
 from tandem.errors import TandemError
+from tandem.lifetime import PR_SET_CHILD_SUBREAPER, end_with_parent, prctl
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 STOPS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 STOP_S = 10.0  # for the orderly end of what was started here
 LEFT_S = 3.0  # for that of what it left behind, before a kill
-PR_SET_PDEATHSIG = 1
-PR_SET_CHILD_SUBREAPER = 36
 
 
 class Processes:
@@ -40,7 +39,7 @@ class Processes:
     def __enter__(self) -> Self:
         if sys.platform != "linux":
             raise TandemError("clusters of several machines need Linux")
-        _prctl(PR_SET_CHILD_SUBREAPER, 1)  # what outlives its parent becomes ours, so that we can end it
+        prctl(PR_SET_CHILD_SUBREAPER, 1)  # what outlives its parent becomes ours, so that we can end it
         self._awake, self._wake = os.pipe()
         os.set_blocking(self._wake, False)
         self._wakeup_before = signal.set_wakeup_fd(self._wake)
@@ -53,7 +52,7 @@ class Processes:
         signal.set_wakeup_fd(self._wakeup_before)
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        _prctl(PR_SET_CHILD_SUBREAPER, 0)
+        prctl(PR_SET_CHILD_SUBREAPER, 0)
         os.close(self._awake)
         os.close(self._wake)
 
@@ -77,7 +76,7 @@ class Processes:
                 stdout=output,
                 stderr=None if output is None else subprocess.STDOUT,
                 process_group=0,
-                preexec_fn=_end_with_parent,  # noqa: PLW1509 - the launcher has one thread
+                preexec_fn=partial(end_with_parent, os.getpid()),  # noqa: PLW1509 - the launcher has one thread
             )
         except OSError as error:
             raise TandemError(f"{command[0]!r} cannot be run ({error.strerror})") from error
@@ -171,12 +170,3 @@ def _await(condition: Callable[[], bool], limit_s: float) -> bool:
             return False
         time.sleep(0.05)
     return True
-
-
-def _end_with_parent() -> None:
-    _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def _prctl(option: int, value: int) -> None:
-    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), f"prctl({option})")

@@ -11,7 +11,7 @@ from tandem.config.reward import CustomRewardConfig
 from tandem.config.rollout import EngineConfig
 from tandem.config.section import AsTuple, LocalPath, Paths, Section, key
 
-ROWS = "data.rows"
+ROWS = "data.reader"
 OFFLINE = "trainer.offline"
 SCORING = "trainer.scoring"
 

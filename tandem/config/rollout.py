@@ -73,6 +73,11 @@ class ServerConfig(Section):
     request_timeout: float = key(
         1800.0, "from a request's start to the end of its answer, seconds", read_by=SERVERS, gt=0
     )
+    weights_backend: Literal["auto", "nccl", "gloo"] = key(
+        "auto",
+        "how vllm servers get new weights over the network; auto: nccl between GPUs, else gloo",
+        read_by=VLLM,
+    )
     weights_folder: LocalPath | None = key(
         None,
         "folder through which sglang servers get new weights; they see it under the same path",
@@ -87,7 +92,10 @@ class EngineConfig(SamplingSection):
         "native", "rollout engine; hf is the slow reference", read_by="engines.rollout.registry"
     )
     mode: Literal["colocate", "server"] = key(
-        "colocate", "vllm: in the worker's own process, or as a server it starts beside it", read_by=VLLM
+        "colocate",
+        "vllm: in the worker's own process, or on server.urls, or without these on a server that the worker "
+        "starts",
+        read_by=VLLM,
     )
     server: ServerConfig = ServerConfig()
     n: int = key(1, "responses per training prompt", read_by="trainer.ppo", ge=1)

@@ -13,8 +13,8 @@ from tandem.errors import ConfigError
 
 
 def servers(at: str, *, training: bool) -> Rule[Any]:
-    """An engine on servers has addresses, gives the log-probs that are asked for and, in training, takes
-    new weights.
+    """An engine on servers has addresses (vllm may start one of its own), gives the log-probs that are asked
+    for and, in training, takes new weights.
 
     Args:
         at: path of the rollout section.
@@ -25,7 +25,7 @@ def servers(at: str, *, training: bool) -> Rule[Any]:
 
     def check(config: Section, changed: frozenset[str]) -> Iterator[ConfigError]:
         engine = value_at(config, name)
-        if engine not in SERVER_ENGINES:
+        if engine not in SERVER_ENGINES and not (engine == "vllm" and value_at(config, urls)):
             return
         if not value_at(config, urls):
             remedy = f"set {urls}=[http://host:port], one for each server"
@@ -51,7 +51,7 @@ def servers(at: str, *, training: bool) -> Rule[Any]:
                 expected="native, hf, vllm or sglang",
                 remedy=f"set {name}=native, or trainer.val_only=true, or use it with `tandem generate`",
             )
-        elif value_at(config, folder) is None:
+        elif engine != "vllm" and value_at(config, folder) is None:
             yield ConfigError(
                 "missing",
                 field=folder,

@@ -54,11 +54,13 @@ class Scored:
         score: finite.
         extra: the other finite numbers that came with it.
         answer: the answer that the response gives, as text; None if it gives none, or the reward reads none.
+        reads_answers: whether the reward looks for one.
     """
 
     score: float
     extra: dict[str, float] = field(default_factory=dict)
     answer: str | None = None
+    reads_answers: bool = False
 
     @property
     def right(self) -> bool:
@@ -180,7 +182,8 @@ def _checked(reward: Reward, value: Any, place: int, item: Item) -> Scored:
     answer = entries.get("pred")
     if answer is None and reward.answer is not None:
         answer = reward.answer(item.solution_str)
-    return Scored(main, extra, None if answer is None else str(answer))
+    reads = reward.answer is not None or "pred" in entries
+    return Scored(main, extra, None if answer is None else str(answer), reads)
 
 
 def _number(value: Any) -> float | None:

@@ -4,6 +4,7 @@ the set-up and not of learning."""
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -72,6 +73,8 @@ def run_control(config: TrainConfig, *, say: Callable[[str], None]) -> Report:
         finally:
             trainer.shutdown()
     changed = [name for name in before if before[name] != after[name]]
+    if "rollout/log_prob_diff_limit" not in first:
+        say("The rollout gives no log-probs: how far it is from training was not measured.")
     probes = (*_probes(first, second), Probe("weights changed", 0.0, float(len(changed)), 0.0))
     causes = list(trainer.trust.named.values())
     if changed:
@@ -118,7 +121,7 @@ def _shared_place(config: TrainConfig) -> Path | None:
 
 
 def _probes(first: dict[str, float], second: dict[str, float]) -> list[Probe]:
-    limit = first["rollout/log_prob_diff_limit"]
+    limit = first.get("rollout/log_prob_diff_limit", math.nan)  # it comes with the rollout's log-probs
     floors = {
         "rollout/log_prob_diff_mean": limit,
         "rollout/log_prob_diff_max": _OF_THE_MAXIMUM * limit,
@@ -132,5 +135,5 @@ def _probes(first: dict[str, float], second: dict[str, float]) -> list[Probe]:
     return [
         Probe(name, first[name], second.get(name, float("nan")), floor)
         for name, floor in floors.items()
-        if name in first
+        if name in first and not math.isnan(floor)
     ]

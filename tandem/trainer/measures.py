@@ -16,13 +16,15 @@ OVERALL = "overall"
 
 
 class Verdict(NamedTuple):
-    """What the reward says of a response; `answer` is what the response gives as such, if anything."""
+    """What the reward says of a response; `answer` is what the response gives as such, if anything, and
+    `reads_answers` whether the reward looks for one."""
 
     row: int
     sample: int
     score: float
     right: bool
     answer: str | None
+    reads_answers: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +61,19 @@ def measure(
     """
     problems = [verdicts[row] for row in range(len(names))]
     values = _values(problems, ks)
-    voting = {name for name, problem in zip(names, problems, strict=True) if any(v.answer for v in problem)}
+    voting = {names[row] for row, problem in enumerate(problems) if any(v.reads_answers for v in problem)}
+    bounded = [all(0 <= verdict.score <= 1 for verdict in problem) for problem in problems]
     found = {}
     for group in (*sorted(set(names)), OVERALL):
         rows = [row for row, name in enumerate(names) if group in (name, OVERALL)]
         votes = voting.issuperset(names[row] for row in rows)
         measures = {
             measure: estimate(
-                column[rows], confidence=how.confidence, resamples=how.bootstrap_samples, seed=seed
+                column[rows],
+                confidence=how.confidence,
+                resamples=how.bootstrap_samples,
+                seed=seed,
+                bounded=measure != "score" or all(bounded[row] for row in rows),
             )
             for measure, column in values.items()
             if votes or not measure.startswith("maj@")

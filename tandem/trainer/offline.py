@@ -26,10 +26,12 @@ from tandem.config.generate import (
     RowsConfig,
     SampledModelConfig,
 )
-from tandem.data.rows import PromptRows, check_new_columns, json_line, write_rows
+from tandem.data.reader import PromptRows
+from tandem.data.rows import check_new_columns, write_rows
 from tandem.device import choose_device
 from tandem.engines.rollout.base import RolloutEngine, SharedModule, WeightStream, finished
-from tandem.engines.rollout.registry import make_rollout_engine
+from tandem.engines.rollout.registry import make_rollout_engine, stall_timeout_s
+from tandem.engines.weight_sync import Sent, check_arrival, digest
 from tandem.errors import DataError
 from tandem.models.loading import load_policy, load_tokenizer
 from tandem.observability.journal import Journal
@@ -39,6 +41,13 @@ from tandem.trainer.sampling import sampling_params, stop_token_ids
 
 COLUMNS = ("responses", "response_ids", "response_log_probs", "finish_reasons")
 """What is added to each row: lists, whose place i is the prompt's sample i."""
+
+_TYPES = pa.types
+_IN_JSON: tuple[Callable[[pa.DataType], bool], ...] = (
+    *(_TYPES.is_null, _TYPES.is_boolean, _TYPES.is_integer, _TYPES.is_float32, _TYPES.is_float64),
+    *(_TYPES.is_string, _TYPES.is_large_string, _TYPES.is_string_view),
+    *(_TYPES.is_date, _TYPES.is_time, _TYPES.is_timestamp, _TYPES.is_decimal),  # as text
+)
 
 
 def generate_file(config: GenerateConfig, *, overwrite: bool, say: Callable[[str], None]) -> Path:
@@ -52,14 +61,16 @@ def generate_file(config: GenerateConfig, *, overwrite: bool, say: Callable[[str
         ConfigError: the output is there; unfinished work of other settings is there.
         DataError, ModelError, EngineError: the data, the model or the engine cannot be used.
     """
-    output = new_output(config.data.output_path, overwrite)
+    output = Path(config.data.output_path)
+    work = beside(output, "work")
+    check_new_outputs([output], [work], overwrite)
     tokenizer = offline_tokenizer(config.model)
     rows = read_rows(config.data, tokenizer, say)
     check_new_columns(rows.table, COLUMNS)
     if output.suffix == ".jsonl":
         _check_json(rows.table)
     offline = Offline(config.data, config.model, config.rollout, config.trainer, tokenizer, rows)
-    journal = Journal(beside(output, "work"), offline.settings(), overwrite=overwrite)
+    journal = Journal(work, offline.settings(), overwrite=overwrite)
     if journal.entries:
         say(f"{len(journal.entries)} responses are there already; going on with the others")
     samples = [sample for part in offline.samples(journal, say) for sample in part]
@@ -68,22 +79,25 @@ def generate_file(config: GenerateConfig, *, overwrite: bool, say: Callable[[str
     return output
 
 
-def new_output(path: str, overwrite: bool) -> Path:
-    """The output's path, its folder made.
+def check_new_outputs(outputs: Sequence[Path], journals: Sequence[Path], overwrite: bool) -> None:
+    """Makes the folder of the outputs.
+
+    Args:
+        journals: of their unfinished work. Where one is there, so may be an output: a run that was killed
+            right at its end is gone on with.
 
     Raises:
-        DataError: it is there, and is not to be replaced.
+        DataError: one is there, and is not to be replaced.
     """
-    output = Path(path)
-    if output.exists() and not overwrite:
+    there = [] if overwrite or any(map(Path.exists, journals)) else list(filter(Path.exists, outputs))
+    if there:
         raise DataError(
             "the output is there already",
             field="data.output_path",
-            got=path,
+            got=there[0],
             remedy="choose another name, or replace it with --overwrite",
         )
-    output.parent.mkdir(parents=True, exist_ok=True)
-    return output
+    outputs[0].parent.mkdir(parents=True, exist_ok=True)
 
 
 def beside(output: Path, what: str) -> Path:
@@ -201,23 +215,21 @@ class Offline:
             yield list(kept.values())
         if not left:
             return
-        engine = self._engine(say)
-        try:
+        device = choose_device(self._trainer.device)
+        with closing(self._engine(device, say)) as engine:
+            self._give_weights(engine, device)
+            limit_s = stall_timeout_s(self._rollout)
             with (
                 Progress("generate", len(self.requests), done=len(kept)) as progress,
-                closing(finished(engine, left)) as parts,
+                closing(finished(engine, left, stall_timeout_s=limit_s)) as parts,
             ):
                 for part in parts:
                     journal.append(map(_to_entry, part))
                     progress.advance(len(part), sum(len(sample.token_ids) for sample in part))
                     yield part
-        finally:
-            engine.close()
 
-    def _engine(self, say: Callable[[str], None]) -> RolloutEngine:
-        """The engine, with the model's weights."""
-        device = choose_device(self._trainer.device)
-        engine = make_rollout_engine(
+    def _engine(self, device: torch.device, say: Callable[[str], None]) -> RolloutEngine:
+        return make_rollout_engine(
             self._rollout.name,
             self._rollout,
             tokenizer=self._tokenizer,
@@ -227,19 +239,26 @@ class Offline:
             model_path=str(self._folder),
             dtype=getattr(torch, self._rollout.dtype),
         )
-        if engine.takes:
-            model = load_policy(
-                self._folder,
-                dtype=getattr(torch, self._rollout.dtype),
-                device=device,
-                trust_remote_code=self._model.trust_remote_code,
-            )
-            model.train(False)
-            shares = SharedModule in engine.takes
-            engine.update_weights(
-                SharedModule(model) if shares else WeightStream(model.named_parameters()), 0
-            )
-        return engine
+
+    def _give_weights(self, engine: RolloutEngine, device: torch.device) -> None:
+        """The model's weights to an engine that takes some.
+
+        Raises:
+            WeightSyncError: it holds others than it was given.
+        """
+        if not engine.takes:
+            return
+        model = load_policy(
+            self._folder,
+            dtype=getattr(torch, self._rollout.dtype),
+            device=device,
+            trust_remote_code=self._model.trust_remote_code,
+        )
+        model.train(False)
+        shares = SharedModule in engine.takes
+        source = SharedModule(model) if shares else WeightStream(model.named_parameters())
+        sent = Sent(0, digest(model.named_parameters()))
+        check_arrival(sent, engine.update_weights(source, 0), engine=self._rollout.name)
 
 
 def response_columns(
@@ -300,13 +319,22 @@ def _check_json(table: pa.Table) -> None:
     Raises:
         DataError: a column that JSON cannot hold.
     """
-    for name in table.column_names:
-        try:
-            json_line({name: table[name][0].as_py()})
-        except TypeError as error:
+    for column in table.schema:
+        unfit = _unfit_for_json(column.type)
+        if unfit is not None:
             raise DataError(
-                str(error),
-                field=name,
-                got=table[name].type,
+                f"{unfit} cannot be written as JSON",
+                field=column.name,
+                got=column.type,
                 remedy="name a .parquet file as data.output_path",
-            ) from error
+            )
+
+
+def _unfit_for_json(kind: pa.DataType) -> pa.DataType | None:
+    """The type, or the part of it, that JSON cannot hold, if there is one."""
+    if pa.types.is_dictionary(kind):
+        return _unfit_for_json(kind.value_type)
+    if kind.num_fields:
+        parts = (_unfit_for_json(kind.field(at).type) for at in range(kind.num_fields))
+        return next((part for part in parts if part is not None), None)
+    return None if any(fits(kind) for fits in _IN_JSON) else kind

@@ -127,12 +127,15 @@ class TrustProbe:
 
 
 def sentence(cause: Cause, evidence: Evidence) -> str:
-    """The cause, its numbers and its remedy."""
+    """The cause, its numbers and its remedy. Changed tokens are one whether or not the log-probs show it."""
     changed, lag = evidence.changed_samples, evidence.version_lag
     numbers = {Cause.RETOKENISED: f" in {changed:.0f} samples", Cause.STALE: f", {lag:.0f} updates behind"}
+    what = f"{cause.value}{numbers.get(cause, '')}. Remedy: {cause.remedy}."
+    if evidence.difference <= evidence.limit:
+        return what[0].upper() + what[1:]
     return (
         f"The rollout's log-probs differ from training's by {evidence.difference:.2g} nats on average (limit "
-        f"{evidence.limit:.2g}): {cause.value}{numbers.get(cause, '')}. Remedy: {cause.remedy}."
+        f"{evidence.limit:.2g}): {what}"
     )
 
 

@@ -32,7 +32,7 @@ from tandem.trainer.offline import (
     COLUMNS,
     Offline,
     beside,
-    new_output,
+    check_new_outputs,
     offline_tokenizer,
     read_rows,
     response_columns,
@@ -164,9 +164,12 @@ def evaluate_file(config: EvalConfig, *, overwrite: bool, say: Callable[[str], N
     Raises:
         ConfigError: unfinished work of other settings is there; a k above the number of responses.
         DataError, ModelError, EngineError, RewardError: the data, the model, the engine or the reward
-            cannot be used.
+            cannot be used; one of the files is there already.
     """
-    output = new_output(config.data.output_path, overwrite)
+    output = Path(config.data.output_path)
+    samples = output.with_suffix(".samples.parquet")
+    journals = [beside(output, "scores"), *([beside(output, "responses")] if config.model.path else [])]
+    check_new_outputs([output, samples], journals, overwrite)
     custom = config.custom_reward_function
     reward = None if custom.path is None else load_custom(custom.path, custom.name, custom.reward_kwargs)
     responses: Responses = Generated(config, output, overwrite, say) if config.model.path else Given(config)
@@ -174,22 +177,20 @@ def evaluate_file(config: EvalConfig, *, overwrite: bool, say: Callable[[str], N
     problems = _problems(responses, config.data.reward_fn_key, reward)
     ks = _ks(config.eval.k, min(responses.counts))
     settings = responses.settings | _reward_settings(custom, problems)
-    journal = Journal(beside(output, "scores"), settings, overwrite=overwrite)
+    journal = Journal(journals[0], settings, overwrite=overwrite)
     if journal.entries:
         say(f"{len(journal.entries)} responses are scored already; going on with the others")
     verdicts = _verdicts(responses, problems, reward, journal)
     names = [problem.data_source for problem in problems]
     sources = measure(verdicts, names, ks, config.eval, seed=config.trainer.seed)
-    write_rows(
-        output.with_suffix(".samples.parquet"), responses.table, responses.columns() | _columns(verdicts)
-    )
+    write_rows(samples, responses.table, responses.columns() | _columns(verdicts))
     report = {
         "sources": {name: asdict(source) for name, source in sources.items()},
         "config": to_dict(config),
     }
     replace_file(output, (json.dumps(report, indent=2, ensure_ascii=False) + "\n").encode())
-    responses.forget()
     journal.remove()
+    responses.forget()  # last: they took the most work
     return sources
 
 
@@ -203,7 +204,7 @@ def _verdicts(
     def score_waiting() -> None:
         items = [replace(problems[each.row], solution_str=each.text) for each in waiting]
         new = [
-            Verdict(each.row, each.sample, scored.score, scored.right, scored.answer)
+            Verdict(each.row, each.sample, scored.score, scored.right, scored.answer, scored.reads_answers)
             for each, scored in zip(waiting, score(items, reward), strict=True)
         ]
         journal.append(verdict._asdict() for verdict in new)

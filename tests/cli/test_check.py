@@ -38,6 +38,11 @@ class Rounds(ActorWorker):
     def load_weights(self, bucket):
         pass
 
+class Silent(ActorWorker):
+    def _batch(self, *args):
+        batch = super()._batch(*args)
+        return batch.select([name for name in batch.batch if "log_probs" not in name])
+
 class Keeps(ActorWorker):
     def load_weights(self, bucket):
         if "model.norm.weight" in bucket.tensors:
@@ -86,6 +91,16 @@ def test_the_cause_is_named(
     assert cause in out.split("wrong: ")[1]
     (line,) = [line for line in out.splitlines() if line.startswith(probe)]
     assert line.endswith("above")
+
+
+def test_a_rollout_without_log_probs_is_not_measured_and_that_is_said(
+    lab: Lab, own: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = lab.overrides(lab.folder / "never")
+    assert main(["check", "--run", *words, HF, f"trainer.worker_classes={{rollout: '{own}:Silent'}}"]) == 0
+    out = capsys.readouterr().out
+    assert "The rollout gives no log-probs: how far it is from training was not measured." in out
+    assert "weights changed" in out and "rollout/log_prob_diff_mean" not in out
 
 
 def test_weights_that_do_not_arrive_are_named(

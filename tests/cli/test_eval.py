@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tandem.cli.main import main
+from tandem.observability.journal import Journal
 from tests.support.killing import kill_half_way
 from tests.support.tiny import make_model, problem, write_rows
 
@@ -130,6 +131,43 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path: Path, capsys: pytest.Captur
     assert f"{done} responses are scored already" in capsys.readouterr().err
     samples = [pq.read_table(tmp_path / f"{name}.samples.parquet") for name in ("out", "whole")]
     assert samples[0].equals(samples[1])
+    assert not list(tmp_path.glob("out.json.*"))
+
+
+def test_what_lies_beside_a_report_is_not_replaced_unasked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["eval", f"data.path={responses(tmp_path)}", f"data.output_path={tmp_path / 'report.json'}"]
+    samples = tmp_path / "report.samples.parquet"
+    samples.write_text("mine")
+    assert main(words) == 1
+    said = capsys.readouterr().err
+    assert "there already" in said and str(samples) in said
+    assert samples.read_text() == "mine" and not (tmp_path / "report.json").exists()
+    assert main([*words, "--overwrite"]) == 0
+    assert len(pq.read_table(samples)) == 5
+
+
+@pytest.mark.parametrize("kept", ["scores", "responses"])
+def test_a_run_killed_at_its_very_end_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: str
+) -> None:
+    model = make_model(tmp_path / "model")
+    data = write_rows(tmp_path / "in.parquet", [problem(a, 7) for a in range(3, 6)])
+    words = ["eval", f"data.path={data}", f"model.path={model}", "data.max_response_length=6"]
+    words += ["trainer.device=cpu", f"data.output_path={tmp_path / 'out.json'}"]
+    remove = Journal.remove
+
+    def left(journal: Journal) -> None:
+        if kept not in journal.path.name:
+            remove(journal)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "remove", left)
+        assert main(words) == 0
+    before = (tmp_path / "out.json").read_text()
+    assert main(words) == 0
+    assert (tmp_path / "out.json").read_text() == before
     assert not list(tmp_path.glob("out.json.*"))
 
 

@@ -165,8 +165,13 @@ def test_what_it_refuses(shop: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     fresh = tmp_path / "fresh.jsonl"
     assert "responses: the data have a column" in refused(out=fresh, data=str(tmp_path / "clash.parquet"))
     write_rows(tmp_path / "bytes.parquet", [{"prompt": "1+1=", "image": b"\x00"}])
-    assert "image: bytes cannot be written as JSON" in refused(
+    assert "image: binary cannot be written as JSON" in refused(
         out=fresh, data=str(tmp_path / "bytes.parquet")
+    )
+    nested = [{"prompt": "1+1=", "image": None}, {"prompt": "1+1=", "image": [{"raw": b"\x00"}]}]
+    write_rows(tmp_path / "nested.parquet", nested)  # not seen in the first row
+    assert "image: binary cannot be written as JSON" in refused(
+        out=fresh, data=str(tmp_path / "nested.parquet")
     )
     write_rows(tmp_path / "ids.parquet", [{"prompt": [3]}, {"prompt": []}, {"prompt": [-1]}])
     said = refused(out=fresh, data=str(tmp_path / "ids.parquet"))

@@ -51,6 +51,18 @@ def test_servers_of_another_engine_have_no_effect(errors):
     assert (error.field, error.message) == (f"{R}.server.urls", "has no effect")
 
 
+def test_vllm_trains_on_servers_of_its_own_and_of_others(load, errors):
+    alone = (f"{R}.name=vllm", f"{R}.mode=server", f"{R}.server.request_timeout=60.0")
+    assert load(*alone).config.actor_rollout_ref.rollout.server.urls == ()
+    server = load(*alone, f"{R}.server.urls=[http://a:1,http://b:1]", f"{R}.server.weights_backend=gloo")
+    assert server.config.actor_rollout_ref.rollout.server.weights_backend == "gloo"
+    assert set(errors(*alone, f"{R}.server.urls=a:1")) == {f"{R}.server.urls"}
+    (error,) = errors(f"{R}.name=vllm", f"{R}.server.urls=http://a:1").values()
+    assert error.message == "has no effect" and f"{R}.mode=server" in error.expected
+    (error,) = errors(*SGLANG, f"{R}.server.weights_backend=gloo").values()
+    assert (error.field, error.message) == (f"{R}.server.weights_backend", "has no effect")
+
+
 def test_fixed_weights_validate(load, train_file):
     validation = (f"data.val_files={train_file}", "trainer.val_only=true")
     config = load(f"{R}.name=tgi", f"{R}.server.urls=http://a:1", *validation).config

@@ -119,7 +119,8 @@ def test_numbers_of_all_kinds(value: Any, expected: float) -> None:
 
 def test_numbers_beside_the_score_are_kept() -> None:
     value = {"score": 1, "acc": True, "format": np.float64(0.5), "pred": "42", "why": None, "all": [1]}
-    assert score(ITEMS[:1], returning(value)) == [Scored(1.0, {"acc": 1.0, "format": 0.5}, "42")]
+    expected = Scored(1.0, {"acc": 1.0, "format": 0.5}, "42", reads_answers=True)
+    assert score(ITEMS[:1], returning(value)) == [expected]
     assert value["score"] == 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,10 +15,12 @@ from tandem.engines.rollout.hf import HFEngine
 from tandem.engines.rollout.http.make import HTTP_ENGINES, make_http_engine
 from tandem.engines.rollout.native.engine import NativeEngine
 from tandem.engines.rollout.native.tensor_parallel import WHOLE, TensorParallel
+from tandem.engines.rollout.own_weights import OwnWeights
 from tandem.engines.rollout.stops import Decode
 from tandem.engines.rollout.vllm_make import make_vllm_engine
 from tandem.errors import ConfigError
 
+_STALL_S = 600.0
 _ENGINES: dict[str, Callable[..., RolloutEngine]] = {"native": NativeEngine, "hf": HFEngine}
 
 
@@ -32,7 +35,9 @@ def make_rollout_engine(
     share: tuple[int, int] = (0, 1),
     split: TensorParallel = WHOLE,
     model_path: str | None = None,
+    trust_remote_code: bool = False,
     dtype: torch.dtype | None = None,
+    log_file: Path | None = None,
 ) -> RolloutEngine:
     """The engine of that name, not yet given weights.
 
@@ -43,8 +48,10 @@ def make_rollout_engine(
         log: receives the engine's statistics unless `rollout.disable_log_stats`.
         share: (number, count) of the workers that divide the servers of `rollout.server` among themselves.
         split: this worker's share of each layer (native).
-        model_path: the model's folder, for an engine that makes its own (vllm).
-        dtype: of the weights it will be given, for such an engine.
+        model_path: the model's folder, for an engine with weights of its own: vllm; a stream to native or hf.
+        trust_remote_code: whether native and hf run the model class that the folder brings along.
+        dtype: of the weights it will be given (vllm).
+        log_file: takes what a server that is started here prints; None: a temporary one does.
 
     Raises:
         ConfigError: no such engine, or one whose package is not installed.
@@ -55,14 +62,8 @@ def make_rollout_engine(
     decode = None if tokenizer is None else _decoder(tokenizer)
     if name == "vllm":
         assert model_path is not None and dtype is not None
-        return make_vllm_engine(
-            rollout,
-            model_path=model_path,
-            dtype=dtype,
-            decode=decode,
-            device=device,
-            **common,
-        )
+        made: dict[str, Any] = {"model_path": model_path, "dtype": dtype, "log_file": log_file}
+        return make_vllm_engine(rollout, decode=decode, device=device, share=share, **made, **common)
     if name not in _ENGINES:
         raise ConfigError(
             "unknown rollout engine",
@@ -71,16 +72,26 @@ def make_rollout_engine(
             expected=" or ".join((*_ENGINES, "vllm", *HTTP_ENGINES)),
         )
     options = _native_options(rollout) | {"split": split} if name == "native" else {}
+    own = None if model_path is None else OwnWeights(model_path, device, trust_remote_code=trust_remote_code)
     return _ENGINES[name](
         device=device,
         max_length=max_length,
         max_num_seqs=rollout.max_num_seqs,
         max_num_batched_tokens=rollout.max_num_batched_tokens,
         logprobs_mode=rollout.logprobs_mode,
+        own=own,
         decode=decode,
         log=None if rollout.disable_log_stats else log,
         **options,
     )
+
+
+def stall_timeout_s(rollout: EngineConfig) -> float:
+    """For how long an engine may write no token before it is given up, seconds. On servers, a request that
+    hangs has its whole time first, and then its time on another server, which may tell of its tokens only
+    when the answer is whole."""
+    on_servers = rollout.name in HTTP_ENGINES or (rollout.name == "vllm" and rollout.mode == "server")
+    return _STALL_S + (2 * rollout.server.request_timeout if on_servers else 0.0)
 
 
 def _native_options(rollout: EngineConfig) -> dict[str, Any]:

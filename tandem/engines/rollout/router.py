@@ -26,7 +26,7 @@ from tandem.engines.rollout.base import (
     WeightStream,
 )
 from tandem.engines.rollout.checks import check_new, check_vocabulary
-from tandem.engines.rollout.http.connection import ServerLost
+from tandem.engines.rollout.http.connection import Refused, ServerLost
 from tandem.engines.rollout.relay import Outcome, relay
 from tandem.engines.rollout.rows import empty_sample
 from tandem.engines.weight_sync import Digest
@@ -82,7 +82,8 @@ class Router:
     """A `RolloutEngine` over replicas.
 
     A replica that raises an EngineError is lost: what it had not finished is redone by the others, each
-    request once. With engines whose random numbers are keyed, that changes no sample.
+    request once. With engines whose random numbers are keyed, that changes no sample. A request that a server
+    refuses is raised: the others would refuse it too.
 
     Args:
         engines: the replicas, with the same weights.
@@ -234,17 +235,23 @@ class Router:
         EngineError: a request that its replica refuses; it is waiting again, with those handed out with it.
         """
         alive = self._alive()
+        if not self._waiting or all(len(replica.given) >= self._window for replica in alive):
+            return  # most polls, and there may be many waiting
         work = sum(job.work for job in self._waiting.values()) + sum(replica.load for replica in alive)
         batches: dict[_Replica, list[Request]] = {}
         for leftovers in (False, True):
-            for name, job in list(self._waiting.items()):
+            given = []
+            for name, job in self._waiting.items():
                 free = [replica for replica in alive if len(replica.given) < self._window]
                 if not free:
                     break
                 chosen = self._choice(job, free, work / len(alive), leftovers)
                 if len(chosen.given) < self._window:
-                    chosen.give(self._waiting.pop(name))
+                    chosen.give(job)
+                    given.append(name)
                     batches.setdefault(chosen, []).append(job.request)
+            for name in given:
+                del self._waiting[name]
         refused = [self._handed(replica, batch) for replica, batch in batches.items()]
         for error in refused:
             if error is not None:
@@ -289,9 +296,17 @@ class Router:
             yield sample
 
     def _tried(self, replica: _Replica, call: Callable[P, T], *args: P.args, **options: P.kwargs) -> T | None:
-        """What `call` returns; None if it has lost the replica."""
+        """What `call` returns; None if it has lost the replica.
+
+        Raises:
+            Refused: the server does not have what was asked for; the request, if it was one, is not pending.
+        """
         try:
             return call(*args, **options)
+        except Refused as error:
+            if error.request in replica.given:
+                replica.take(error.request)
+            raise
         except EngineError as error:
             self._lose(replica, error)
             return None

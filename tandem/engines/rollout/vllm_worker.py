@@ -8,13 +8,14 @@ output layer goes stale when the embedding is loaded again.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers import utils as vllm_layers
 
+from tandem.engines.rollout.vllm_channel import Backend, Group, Layout
 from tandem.engines.weight_sync import Digest, digest
 from tandem.errors import EngineError, TandemError
 
@@ -35,23 +36,41 @@ class WorkerExtension:
     """Methods that vLLM mixes into its worker (`--worker-extension-cls`), called by `collective_rpc`."""
 
     model_runner: Any
+    device: torch.device
+    tandem_group: Group
 
-    def tandem_load(self, path: str, size: int, layout: Sequence[tuple[str, str, list[int], int]]) -> None:
+    def tandem_load(self, path: str, size: int, layout: Layout) -> None:
         """Takes over the weights in a file in shared memory.
 
         Args:
             size: of the file, bytes.
-            layout: (name, dtype, shape, offset in bytes) of each.
         """
         shared = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
         load_weights(self.model_runner.model, _views(shared, layout))
+
+    def tandem_device(self) -> str:
+        return self.device.type
+
+    def tandem_join(self, address: str, port: int, backend: Backend) -> None:
+        """Makes a process group with the trainer, in the place of an earlier one.
+
+        Args:
+            address, port: of the trainer's store.
+        """
+        self.tandem_group = Group.joined(address, port, backend)
+
+    def tandem_receive(self, size: int, layout: Layout) -> None:
+        """Takes over the weights in a bucket that the trainer sends, of that many bytes."""
+        bucket = torch.empty(size, dtype=torch.uint8, device=self.device)
+        self.tandem_group.broadcast(bucket).wait()
+        load_weights(self.model_runner.model, _views(bucket, layout))
 
     def tandem_digest(self) -> dict[str, str]:
         """As text, for not every reader of JSON takes 64 bits."""
         return {name: str(value) for name, value in weights_digest(self.model_runner.model).items()}
 
 
-def _views(shared: Tensor, layout: Sequence[tuple[str, str, list[int], int]]) -> Iterator[tuple[str, Tensor]]:
+def _views(shared: Tensor, layout: Layout) -> Iterator[tuple[str, Tensor]]:
     for name, kind, shape, offset in layout:
         dtype: torch.dtype = getattr(torch, kind)
         size = math.prod(shape) * dtype.itemsize

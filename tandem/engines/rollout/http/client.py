@@ -11,14 +11,14 @@ import queue
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any, ClassVar
 
 from tandem.engines.rollout.base import SLEEP_TAGS, SharedModule, SleepTag, WeightSource, WeightStream
 from tandem.engines.rollout.checks import check_new, check_vocabulary
 from tandem.engines.rollout.counters import Counters
 from tandem.engines.rollout.http.answer import Answer
-from tandem.engines.rollout.http.connection import Connection, Server, ServerLost
+from tandem.engines.rollout.http.connection import CLOSING_S, Connection, Refused, Server, ServerLost
 from tandem.engines.weight_sync import Digest
 from tandem.errors import EngineError
 from tandem.protocol import Request, Sample
@@ -68,9 +68,9 @@ class HTTPEngine(ABC):
         self._connected = False
         self._answers: dict[tuple[str, int], Answer] = {}
         self._ended: queue.SimpleQueue[tuple[Answer, Sample | BaseException]] = queue.SimpleQueue()
-        self._failure: BaseException | None = None
+        self._failure: tuple[Answer, BaseException] | None = None
         self._counters = Counters(log)
-        # The connection's thread alone writes these.
+        # The connection's thread alone writes these; but `_count` sets what was prefilled to 0.
         self._tasks: dict[Answer, asyncio.Task[Sample]] = {}
         self._slots = asyncio.Semaphore(max_num_seqs)
         self._running = self._written = self._prefilled = 0
@@ -123,9 +123,9 @@ class HTTPEngine(ABC):
 
     def poll(self, timeout_s: float) -> list[Sample]:
         """Waits for the first sample, and takes what else is there."""
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+        kept, self._failure = self._failure, None
+        if kept is not None:
+            raise kept[1]
         until = time.monotonic() + timeout_s
         samples: list[Sample] = []
         while self._answers:
@@ -139,7 +139,7 @@ class HTTPEngine(ABC):
             if isinstance(result, Sample):
                 samples.append(result)
             elif samples:
-                self._failure = result
+                self._failure = answer, result
                 break
             else:
                 raise result
@@ -154,8 +154,11 @@ class HTTPEngine(ABC):
     def abort(self, ids: Sequence[tuple[str, int]], *, keep_partial: bool = False) -> list[Sample]:
         """Closes the requests' connections, upon which the server ends them too."""
         dropped = [self._answers.pop(name) for name in dict.fromkeys(ids) if name in self._answers]
+        if self._failure is not None and self._failure[0].request.id in ids:
+            self._failure = None
         if dropped:
-            self._connection.wait(self.cancel(dropped))
+            with suppress(ServerLost):  # what hangs is cut off here, and would hide why it was
+                self._connection.wait(self.cancel(dropped), CLOSING_S)
         return [answer.sample("abort") for answer in dropped] if keep_partial else []
 
     def update_weights(self, source: WeightSource, version: int) -> Digest:
@@ -246,6 +249,8 @@ class HTTPEngine(ABC):
                     remedy="look at the server's log, or raise rollout.server.request_timeout",
                 ) from None
             except EngineError as error:
+                if isinstance(error, Refused):
+                    error.request = answer.request.id
                 error.field = error.field or f"request {answer.request.id}, {len(answer.token_ids)} tokens in"
                 raise
             finally:

@@ -6,9 +6,12 @@ import asyncio
 import json
 import threading
 from collections.abc import AsyncGenerator, Coroutine
+from concurrent.futures import Future
 from contextlib import aclosing
 from dataclasses import dataclass
+from ipaddress import ip_address
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import httpx2
 
@@ -18,7 +21,8 @@ T = TypeVar("T")
 
 _PAUSES_S = (0.25, 0.5, 1.0, 2.0, 4.0)  # before each further try of a request that has not begun
 _BUSY = (429, 503)
-_CLOSING_S = 10.0
+CLOSING_S = 10.0
+"""For what ends something: a server that hangs is not waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,16 @@ class ServerLost(EngineError):
     """The server cannot be reached, does not answer in time, or breaks off."""
 
 
+class Refused(EngineError):
+    """The server will not have a request, and no other of its kind would.
+
+    Attributes:
+        request: which, where it was one for a response.
+    """
+
+    request: tuple[str, int] | None = None
+
+
 class Connection:
     """All requests to one server.
 
@@ -59,6 +73,7 @@ class Connection:
             headers={"Authorization": f"Bearer {server.api_key}"} if server.api_key else None,
             timeout=httpx2.Timeout(None, connect=server.connect_timeout_s),
             limits=httpx2.Limits(max_connections=None, max_keepalive_connections=kept),
+            trust_env=not is_local(server.url),
         )
         self._thread = threading.Thread(
             target=self.loop.run_forever, name=f"rollout {server.url}", daemon=True
@@ -73,9 +88,9 @@ class Connection:
         """Ends the thread; idempotent."""
         if self.closed:
             return
-        self.wait(self._client.aclose(), _CLOSING_S)
+        self.wait(self._client.aclose(), CLOSING_S)
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(_CLOSING_S)
+        self._thread.join(CLOSING_S)
         self.loop.close()
 
     def wait(self, work: Coroutine[Any, Any, T], limit_s: float | None = None) -> T:
@@ -84,10 +99,16 @@ class Connection:
         Raises:
             ServerLost: not done within `limit_s`; None: the server's `request_timeout_s`.
         """
+        return self.begin(work, limit_s).result()
+
+    def begin(self, work: Coroutine[Any, Any, T], limit_s: float | None = None) -> Future[T]:
+        """As `wait`, whose result is then the future's."""
         limit_s = self.server.request_timeout_s if limit_s is None else limit_s
-        future = asyncio.run_coroutine_threadsafe(asyncio.wait_for(work, limit_s), self.loop)
+        return asyncio.run_coroutine_threadsafe(self._limited(work, limit_s), self.loop)
+
+    async def _limited(self, work: Coroutine[Any, Any, T], limit_s: float) -> T:
         try:
-            return future.result(limit_s + 1.0)
+            return await asyncio.wait_for(work, limit_s)
         except TimeoutError:
             raise ServerLost(f"no answer in {limit_s:g} s", got=self.server.url) from None
 
@@ -98,8 +119,8 @@ class Connection:
             options: those of `httpx2.AsyncClient.request`, such as json and params.
 
         Raises:
-            ServerLost: no connection.
-            EngineError: a status other than 2xx.
+            ServerLost: no connection, or the server cannot answer now.
+            Refused: a status of 4xx.
         """
         try:
             response = await self._client.request(method, path, **options)
@@ -122,8 +143,9 @@ class Connection:
             streams: whether the answer is a stream of events; else it is one JSON object.
 
         Raises:
-            ServerLost: no connection, or one that broke during the answer.
-            EngineError: another status than 2xx, or something else than JSON.
+            ServerLost: no connection, one that broke during the answer, or a server that cannot answer now.
+            Refused: a status of 4xx.
+            EngineError: something else than JSON.
         """
         for pause in (*_PAUSES_S, None):
             began = False
@@ -158,8 +180,18 @@ class Connection:
     def _refused(self, path: str, response: httpx2.Response) -> EngineError:
         lines = response.text.strip().splitlines()
         said = lines[0][:300] if lines else response.reason_phrase
-        kind = ServerLost if response.is_server_error or response.status_code in _BUSY else EngineError
+        lost = response.is_server_error or response.status_code in (408, *_BUSY)
+        kind = ServerLost if lost else Refused
         return kind("the server refused", got=f"{self.server.url}{path}: {response.status_code} {said}")
+
+
+def is_local(url: str) -> bool:
+    """Whether the address is one of this machine's to itself, which no proxy can reach."""
+    host = urlsplit(url).hostname or ""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _said(error: BaseException) -> str:

@@ -15,6 +15,7 @@ from tandem.engines.rollout.http.client import HTTPEngine
 from tandem.engines.rollout.http.connection import Server
 from tandem.engines.rollout.http.openai import OpenAIEngine
 from tandem.engines.rollout.http.sglang import SGLangEngine
+from tandem.engines.rollout.http.shards import WeightsFolder
 from tandem.engines.rollout.http.tgi import TGIEngine
 from tandem.engines.rollout.router import Router
 from tandem.errors import ConfigError
@@ -45,6 +46,41 @@ def make_http_engine(
     Raises:
         ConfigError: fewer servers than workers, an API key that is not in the environment.
     """
+    options: dict[str, Any] = {
+        "max_length": max_length,
+        "max_num_seqs": rollout.max_num_seqs,
+        "vocabulary": None if tokenizer is None else len(tokenizer),
+        "log": None if rollout.disable_log_stats else log,
+    }
+    if name == "tgi":
+        options["tokenizer"] = tokenizer
+    if name == "sglang" and rollout.server.weights_folder is not None:
+        options["weights_folder"] = WeightsFolder(Path(rollout.server.weights_folder))
+    vocabulary: int | None = options["vocabulary"]
+    return on_servers(
+        rollout,
+        lambda server: HTTP_ENGINES[name](server, **options),
+        max_length=max_length,
+        vocabulary=vocabulary,
+        log=log,
+        share=share,
+    )
+
+
+def on_servers(
+    rollout: EngineConfig,
+    make: Callable[[Server], HTTPEngine],
+    *,
+    max_length: int,
+    vocabulary: int | None,
+    log: Callable[[str], None] | None,
+    share: tuple[int, int],
+) -> RolloutEngine:
+    """One engine, or a router over several, on this worker's share of `rollout.server.urls`.
+
+    Raises:
+        ConfigError: as `make_http_engine`.
+    """
     number, count = share
     urls = rollout.server.urls[number::count]
     if not urls:
@@ -55,24 +91,14 @@ def make_http_engine(
             expected=f"at least {count}",
             remedy="start more servers, or place the rollout on fewer devices",
         )
-    options: dict[str, Any] = {
-        "max_length": max_length,
-        "max_num_seqs": rollout.max_num_seqs,
-        "vocabulary": None if tokenizer is None else len(tokenizer),
-        "log": None if rollout.disable_log_stats else log,
-    }
-    if name == "tgi":
-        options["tokenizer"] = tokenizer
-    if name == "sglang" and rollout.server.weights_folder is not None:
-        options["weights_folder"] = Path(rollout.server.weights_folder)
-    engines = [HTTP_ENGINES[name](_server(url, rollout.server), **options) for url in urls]
+    engines = [make(_server(url, rollout.server)) for url in urls]
     if len(engines) == 1:
         return engines[0]
     return Router(
         engines,
         max_length=max_length,
         window=int(_AHEAD * rollout.max_num_seqs),
-        vocabulary=options["vocabulary"],
+        vocabulary=vocabulary,
         names=urls,
         log=log,
     )

@@ -11,6 +11,7 @@ from typing import Any
 
 from tandem.engines.rollout.http.answer import Answer, asked, refuse_unknown, seed_of
 from tandem.engines.rollout.http.client import STREAM_INTERVAL, HTTPEngine
+from tandem.engines.rollout.http.connection import ServerLost
 from tandem.errors import EngineError
 from tandem.protocol import Request
 
@@ -57,6 +58,8 @@ class OpenAIEngine(HTTPEngine):
             content = schema["paths"][self.route]["post"]["requestBody"]["content"]
             name = content["application/json"]["schema"]["$ref"].rsplit("/", 1)[-1]
             return frozenset(schema["components"]["schemas"][name]["properties"])
+        except ServerLost:
+            raise
         except (EngineError, KeyError, TypeError):  # no schema, or one that says nothing
             return _STANDARD
 

@@ -4,7 +4,13 @@ SGLang runs on CUDA, in an environment of its own. Start it with `--incremental-
 part of a stream repeats what came before) and, if it shall give memory back, `--enable-memory-saver`. Its
 SGLANG_RETURN_ORIGINAL_LOGPROB must not be set, for its log-probs would then be those before the temperature.
 
-New weights go through a folder that this process writes and the server reads (`update_weights_from_disk`).
+New weights go through a folder that this process writes and the server reads (`update_weights_from_disk`);
+several servers of one process read the same files. SGLang tells no digest of what it holds. It shows single
+weights (`get_weights_by_name`, of Llama and its like), but turns each into a list of Python numbers whole, so
+that only those of one dimension, norms and biases, are read back and compared. Of other models nothing is,
+and the log says so: what proves the arrival there is the written files' digest and the version that SGLang
+says it has loaded.
+
 SGLang's faster ways, `update_weights_from_tensor` (CUDA memory of processes on one node) and
 `update_weights_from_distributed` (an NCCL group with the trainer), are not supported here.
 """
@@ -12,19 +18,17 @@ SGLang's faster ways, `update_weights_from_tensor` (CUDA memory of processes on 
 from __future__ import annotations
 
 import asyncio
-import shutil
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 from tandem.engines.rollout.base import SLEEP_TAGS, SleepTag, WeightSource, WeightStream
 from tandem.engines.rollout.http.answer import Answer, asked, refuse_unknown, seed_of
 from tandem.engines.rollout.http.client import STREAM_INTERVAL, HTTPEngine
-from tandem.engines.rollout.http.connection import Server, ServerLost
-from tandem.engines.rollout.http.shards import write_shards
-from tandem.engines.weight_sync import Digest
+from tandem.engines.rollout.http.connection import Refused, Server, ServerLost
+from tandem.engines.rollout.http.shards import WeightsFolder, vectors
+from tandem.engines.weight_sync import Digest, WeightSyncError
 from tandem.errors import EngineError
 from tandem.protocol import Request
 
@@ -51,7 +55,8 @@ class SGLangEngine(HTTPEngine):
     The seeds of requests count only where the server runs with `--enable-deterministic-inference`.
 
     Args:
-        weights_folder: the server sees it under the same path; None: the server keeps its weights.
+        weights_folder: the server sees it under the same path; None: the server keeps its weights. Engines
+            of one process that share one share its files.
     """
 
     route = "/generate"
@@ -65,7 +70,7 @@ class SGLangEngine(HTTPEngine):
         max_num_seqs: int = 256,
         vocabulary: int | None = None,
         log: Callable[[str], None] | None = None,
-        weights_folder: Path | None = None,
+        weights_folder: WeightsFolder | None = None,
     ) -> None:
         super().__init__(
             server, max_length=max_length, max_num_seqs=max_num_seqs, vocabulary=vocabulary, log=log
@@ -73,6 +78,8 @@ class SGLangEngine(HTTPEngine):
         self._folder = weights_folder
         self._asleep: set[SleepTag] = set()
         self._weights_gone = False
+        self._shows_weights = True
+        self._log = log
         if weights_folder is not None:
             self.takes = frozenset({WeightStream})
 
@@ -160,8 +167,11 @@ class SGLangEngine(HTTPEngine):
         put back, lose their cache and go on with the new weights.
 
         Returns:
-            the digest of what was written. SGLang fuses its tensors and tells no digest of them; what it
-            confirms is that it loaded the version.
+            the digest of what was written; see the module for what of it is compared with what SGLang holds.
+
+        Raises:
+            EngineError: the server refused.
+            WeightSyncError: the server holds other norms or biases than were written.
         """
         if self._folder is None:
             return super().update_weights(source, version)
@@ -169,15 +179,28 @@ class SGLangEngine(HTTPEngine):
             raise EngineError(
                 "a server takes weights as a stream", got=type(source).__name__, expected="a WeightStream"
             )
-        folder = self._folder / f"version_{version:08d}_{uuid4().hex}"
-        folder.mkdir(parents=True)
-        try:
-            digest = write_shards(source.tensors, folder)
+        with self._folder.written(source.tensors, version) as (folder, digest):
             self._load(folder, version)
-        finally:
-            shutil.rmtree(folder)
+            self._check_held(folder, version)
         self.version = version
         return digest
+
+    def _check_held(self, folder: Path, version: int) -> None:
+        for name, tensor in vectors(folder):
+            if not self._shows_weights:
+                return
+            for held in self._shown(name, len(tensor)):
+                expected = tensor.float()[: len(held)].tolist()  # the first rank's share of it
+                differ = [at for at, value in enumerate(held) if value != expected[at]]
+                if differ:
+                    at = differ[0]
+                    raise WeightSyncError(
+                        f"a weight of version {version} that the server holds is not what it was sent",
+                        field=f"{name}[{at}]",
+                        got=f"{self.server.url}: {held[at]}",
+                        expected=expected[at],
+                        remedy="start the server with --dtype of the type that the actor computes in",
+                    )
 
     def _load(self, folder: Path, version: int) -> None:
         self.wake(SLEEP_TAGS[:1])
@@ -196,6 +219,19 @@ class SGLangEngine(HTTPEngine):
                 expected=f"version {version}",
             )
         self._weights_gone = False
+
+    def _shown(self, name: str, count: int) -> list[list[float]]:
+        """The numbers of a weight, from each data-parallel copy; none where the server shows none."""
+        try:
+            shown = self.call("POST", "/get_weights_by_name", json={"name": name, "truncate_size": count})
+        except Refused:
+            shown = [None]
+        if None in shown:
+            self._shows_weights = False
+            if self._log is not None:
+                self._log(f"{self.server.url} shows no weights of its model: what it holds is not compared")
+            return []
+        return shown if isinstance(shown[0], list) else [shown]
 
     def sleep(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
         self.check_idle()

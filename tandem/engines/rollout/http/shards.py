@@ -1,16 +1,122 @@
-"""Weights as files that a server can load: safetensors shards with Hugging Face names."""
+"""Weights as files that servers can load: safetensors shards with Hugging Face names."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+import shutil
+import socket
+import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from uuid import uuid4
 
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from tandem.engines.weight_sync import Digest, digest
+from tandem.errors import EngineError
 
 SHARD_BYTES = 4 << 30
+_WRITING_S = 1800.0
+
+
+@dataclass(slots=True)
+class _Version:
+    path: Path
+    written: Future[Digest] = field(default_factory=Future)
+    readers: int = 0
+
+
+class WeightsFolder:
+    """A folder through which the servers of this process get the same weights, written once for all of them.
+
+    Args:
+        path: it is made when it is needed; what processes that are no more have left in it is removed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._mark = f"{socket.gethostname()}_{os.getpid()}"
+        self._lock = threading.Lock()
+        self._versions: dict[int, _Version] = {}
+        _remove_left(path)
+
+    @contextmanager
+    def written(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> Iterator[tuple[Path, Digest]]:
+        """The files of a version and the digest of what is in them. Of several threads that ask for the same
+        version at the same time the first writes it; the others read their own tensors to the end. The files
+        are removed after the last of them.
+
+        Raises:
+            OSError: no room.
+            EngineError: the thread that writes took more than half an hour after the last tensor.
+        """
+        with self._lock:
+            first = version not in self._versions
+            shared = self._versions.setdefault(
+                version, _Version(self._path / f"version_{version:08d}_{self._mark}_{uuid4().hex}")
+            )
+            shared.readers += 1
+        try:
+            if first:
+                _write_once(shared, tensors)
+            else:
+                for _ in tensors:  # those that step through them together wait for each other
+                    pass
+            yield shared.path, _waited_for(shared)
+        finally:
+            with self._lock:
+                shared.readers -= 1
+                if not shared.readers:
+                    del self._versions[version]
+                    shutil.rmtree(shared.path, ignore_errors=True)
+
+
+def _write_once(shared: _Version, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    try:
+        shared.path.mkdir(parents=True)
+        shared.written.set_result(write_shards(tensors, shared.path))
+    except BaseException as error:
+        shared.written.set_exception(error)
+        raise
+
+
+def _waited_for(shared: _Version) -> Digest:
+    try:
+        return shared.written.result(_WRITING_S)
+    except TimeoutError:
+        raise EngineError(f"the weights were not written in {_WRITING_S:.0f} s", got=shared.path) from None
+
+
+def _remove_left(path: Path) -> None:
+    """Removes what a process of this machine that was killed left behind."""
+    for folder in path.glob(f"version_*_{socket.gethostname()}_*"):
+        number = folder.name.split("_")[-2]
+        if number.isdigit() and not _lives(int(number)):
+            shutil.rmtree(folder, ignore_errors=True)  # another process may be at it too
+
+
+def _lives(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        return True
+    return True
+
+
+def vectors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of one dimension in the shards of a folder."""
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - it is no mapping
+                if len(file.get_slice(name).get_shape()) == 1:
+                    yield name, file.get_tensor(name)
 
 
 def write_shards(

@@ -1,0 +1,267 @@
+"""Weights on their way to vLLM's workers in buckets: through memory that both see, or over the network.
+
+Over the network trainer and worker are a process group of two, apart from all others of both processes.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from typing import Any, Literal, Protocol
+from urllib.parse import urlsplit
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed import Work
+
+from tandem.engines.rollout.http.connection import ServerLost
+from tandem.errors import EngineError
+
+Layout = list[tuple[str, str, list[int], int]]
+"""(name, dtype, shape, offset in bytes) of the tensors in a bucket."""
+
+Backend = Literal["gloo", "nccl"]
+_DIST: Any = distributed  # its stubs leave out what groups are made of
+_ALIGNMENT = 64
+_LIMIT_S = 120.0  # for two to meet, and for a bucket to arrive
+_PAUSE_S = 0.002
+_NAME = "tandem-weights"
+
+
+class Bucket(Protocol):
+    """What weights are packed into, again and again."""
+
+    def room(self, size: int) -> Tensor:
+        """(size) uint8, to be filled."""
+        ...
+
+    def send(self, used: int, layout: Layout) -> None:
+        """Gives its first `used` bytes to the server, which has loaded them when this returns."""
+        ...
+
+
+class Channel(Protocol):
+    """A way to a server's workers."""
+
+    def opened(self) -> AbstractContextManager[Bucket]:
+        """For the weights of one version."""
+        ...
+
+
+def send(tensors: Iterable[tuple[str, Tensor]], bucket: Bucket, bucket_bytes: int) -> Iterator[str]:
+    """Packs and sends; the names of what was sent.
+
+    Args:
+        tensors: each only valid until the next is asked for.
+        bucket_bytes: sent at a time; a larger tensor goes alone.
+    """
+    layout: Layout = []
+    end = size = 0
+    for name, tensor in tensors:
+        if end + tensor.nbytes > size:
+            if layout:
+                bucket.send(end, layout)
+            layout, end = [], 0
+            if tensor.nbytes > size:
+                size = max(bucket_bytes, tensor.nbytes)
+                room = bucket.room(size)
+        flat = tensor.detach().contiguous().reshape(-1)
+        room[end : end + flat.nbytes].copy_(flat.view(torch.uint8))
+        layout.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), end))
+        end = min(size, end - (-flat.nbytes // _ALIGNMENT) * _ALIGNMENT)
+        yield name
+    if layout:
+        bucket.send(end, layout)
+
+
+class MemoryChannel:
+    """To a server on this machine.
+
+    Args:
+        call: a method of its workers, with arguments.
+    """
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    @contextmanager
+    def opened(self) -> Iterator[Bucket]:
+        file = os.memfd_create(_NAME)  # nameless, so that no end of this process leaves it behind
+        try:
+            yield _Memory(file, self._call)
+        finally:
+            os.close(file)
+
+
+class _Memory:
+    def __init__(self, file: int, call: Callable[..., Any]) -> None:
+        self._file, self._call = file, call
+        self._path = f"/proc/{os.getpid()}/fd/{file}"
+        self._size = 0
+
+    def room(self, size: int) -> Tensor:
+        os.truncate(self._file, size)
+        self._size = size
+        return torch.from_file(self._path, shared=True, size=size, dtype=torch.uint8)
+
+    def send(self, used: int, layout: Layout) -> None:
+        self._call("tandem_load", self._path, self._size, layout)
+
+
+class Group:
+    """A process group of trainer (0) and worker (1).
+
+    Args:
+        store: a TCPStore that both are connected to.
+        address: of this machine, for the other side to connect to.
+    """
+
+    def __init__(self, store: Any, rank: int, backend: Backend, address: str) -> None:
+        self._store = store  # it lives as long as the group
+        named, limit = _DIST.PrefixStore(_NAME, store), timedelta(seconds=_LIMIT_S)
+        if backend == "nccl":
+            options = _DIST.ProcessGroupNCCL.Options()
+            options._timeout = limit
+            self._group: Any = _DIST.ProcessGroupNCCL(named, rank, 2, options)
+        else:
+            options = _DIST.ProcessGroupGloo._Options()
+            options._timeout = limit
+            options._devices = [_DIST.ProcessGroupGloo.create_device(hostname=address)]
+            self._group = _DIST.ProcessGroupGloo(named, rank, 2, options)
+
+    @classmethod
+    def joined(cls, address: str, port: int, backend: Backend) -> Group:
+        """The worker's side."""
+        limit = timedelta(seconds=_LIMIT_S)
+        store = _DIST.TCPStore(address, port, 2, is_master=False, timeout=limit)
+        return cls(store, 1, backend, own_address(address, port))
+
+    def broadcast(self, bucket: Tensor) -> Work:
+        """From the trainer to the worker; not done yet when this returns."""
+        work: Work = self._group.broadcast(bucket, 0)
+        return work
+
+
+def own_address(host: str, port: int) -> str:
+    """The address by which that host sees this machine.
+
+    Raises:
+        OSError: no such host, or no way to it.
+    """
+    family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(place)  # which sends nothing
+        return str(probe.getsockname()[0])
+
+
+class NetworkChannel:
+    """To a server anywhere.
+
+    Args:
+        url: the server's.
+        begin: begins a call of a method of its one worker, with arguments.
+        device: where the weights are.
+        backend: None: nccl between GPUs, else gloo.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        begin: Callable[..., Future[Any]],
+        *,
+        device: torch.device,
+        backend: Backend | None = None,
+    ) -> None:
+        self._url, self._begin, self._device, self._backend = url, begin, device, backend
+        self._group: Group | None = None
+        self._abandoned: list[tuple[Group, Work]] = []
+
+    @contextmanager
+    def opened(self) -> Iterator[Bucket]:
+        """
+        Raises:
+            ServerLost: the server cannot be reached, or is gone.
+            EngineError: its model is split.
+        """
+        try:
+            if self._group is None:
+                self._group = self._join()
+            yield _Network(self._group, self._url, self._begin, self._device, self._abandoned)
+        except BaseException:  # the two may not be at the same bucket
+            self._group = None
+            raise
+
+    def _join(self) -> Group:
+        self._abandoned = [(group, work) for group, work in self._abandoned if not work.is_completed()]
+        kinds = self._begin("tandem_device").result()
+        if len(kinds) != 1:
+            raise EngineError(
+                "the server splits its model over several workers",
+                got=f"{self._url}: {len(kinds)} workers",
+                expected="one",
+                remedy="start more servers instead, each on one device",
+            )
+        backend = self._backend or ("nccl" if kinds[0] == self._device.type == "cuda" else "gloo")
+        host = urlsplit(self._url).hostname or ""
+        try:
+            address = own_address(host, urlsplit(self._url).port or 80)
+            limit = timedelta(seconds=_LIMIT_S)
+            store = _DIST.TCPStore(address, 0, 2, is_master=True, timeout=limit, wait_for_workers=False)
+            answer = self._begin("tandem_join", address, store.port, backend)
+            group = Group(store, 0, backend, address)
+            answer.result(_LIMIT_S)
+        except EngineError:
+            raise
+        except (OSError, RuntimeError, TimeoutError) as error:
+            raise _lost(self._url, error) from error
+        return group
+
+
+class _Network:
+    def __init__(
+        self,
+        group: Group,
+        url: str,
+        begin: Callable[..., Future[Any]],
+        device: torch.device,
+        abandoned: list[tuple[Group, Work]],
+    ) -> None:
+        self._group, self._url, self._begin, self._device = group, url, begin, device
+        self._abandoned = abandoned
+
+    def room(self, size: int) -> Tensor:
+        self._bucket = torch.empty(size, dtype=torch.uint8, device=self._device)
+        return self._bucket
+
+    def send(self, used: int, layout: Layout) -> None:
+        answer = self._begin("tandem_receive", used, layout)
+        work = self._group.broadcast(self._bucket[:used])
+        try:
+            until = time.monotonic() + _LIMIT_S
+            while not work.is_completed() and time.monotonic() < until:
+                if wait([answer], _PAUSE_S).done:
+                    answer.result()  # a refusal ends it; else the last bytes are on their way
+                    time.sleep(_PAUSE_S)
+            work.wait()
+            answer.result()
+        except EngineError:
+            raise
+        except RuntimeError as error:
+            raise _lost(self._url, error) from error
+        finally:
+            if not work.is_completed():  # the group's end would wait for what nobody fetches
+                self._abandoned.append((self._group, work))
+
+
+def _lost(url: str, error: BaseException) -> ServerLost:
+    said = str(error).strip().splitlines()
+    return ServerLost(
+        "the weights did not reach the server",
+        got=f"{url}: {said[0] if said else type(error).__name__}",
+        remedy="look at the server's log; each of the two machines must be able to connect to the other",
+    )

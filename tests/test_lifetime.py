@@ -1,0 +1,61 @@
+"""Processes that end with the one that started them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tandem.lifetime import start_bound
+
+PARENT = """
+import subprocess, sys, threading, time
+from tandem.lifetime import start_bound
+options = {"start_new_session": True, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+child = []
+thread = threading.Thread(target=lambda: child.append(start_bound(sys.argv[1:], **options)))
+thread.start()
+thread.join()  # the child must not end with the thread that asked for it
+time.sleep(0.5)
+print(child[0].pid, child[0].poll(), flush=True)
+time.sleep(600)
+"""
+
+
+def lives(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a child is told of its parent's end on Linux alone")
+def test_a_child_does_not_outlive_a_parent_that_is_killed() -> None:
+    command = [sys.executable, "-m", "http.server", "0", "--bind", "127.0.0.1"]
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, *command], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    with parent:
+        pid, status = parent.stdout.readline().split()
+        assert status == "None" and lives(int(pid))
+        parent.send_signal(signal.SIGKILL)
+        until = time.monotonic() + 5
+        while lives(int(pid)) and time.monotonic() < until:
+            time.sleep(0.02)
+        assert not lives(int(pid))
+
+
+def test_a_child_is_waited_for_as_any_other() -> None:
+    child = start_bound([sys.executable, "-c", "import os; print(os.getppid())"], stdout=subprocess.PIPE)
+    out, _ = child.communicate(timeout=30)
+    assert (int(out), child.returncode) == (os.getpid(), 0)
+
+
+def test_a_program_that_is_not_there_is_said_to_the_caller() -> None:
+    with pytest.raises(FileNotFoundError):
+        start_bound(["/no/such/program"])

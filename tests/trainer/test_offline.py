@@ -1,0 +1,140 @@
+"""The engine of `tandem generate`: it gets the model's weights, is closed whatever happens, and has the time
+that its servers have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tandem.cli.main import main
+from tandem.config.rollout import RolloutConfig, ServerConfig
+from tandem.engines.rollout.base import SharedModule, WeightStream
+from tandem.engines.rollout.hf import HFEngine
+from tandem.engines.rollout.registry import stall_timeout_s
+from tandem.engines.weight_sync import digest
+from tandem.errors import EngineError
+from tandem.trainer import offline
+from tests.engines.rollout.http.fakes import FakeOpenAI
+from tests.support.tiny import make_model, problem, write_rows
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> list[str]:
+    make_model(tmp_path / "model")
+    write_rows(tmp_path / "in.parquet", [problem(a, 7) for a in range(3, 6)])
+    return [
+        "generate",
+        f"data.path={tmp_path / 'in.parquet'}",
+        f"model.path={tmp_path / 'model'}",
+        f"data.output_path={tmp_path / 'out.parquet'}",
+        "data.max_response_length=6",
+        "trainer.device=cpu",
+    ]
+
+
+class Streams(HFEngine):
+    """Takes weights into a module of its own, in which `change` then does what it does."""
+
+    closed = False
+    change: Any = staticmethod(lambda module: None)
+
+    def update_weights(self, source: Any, version: int) -> Any:
+        module = self.model
+        for name, tensor in source.tensors:
+            dict(module.named_parameters())[name].data.copy_(tensor)
+        self.change(module)
+        super().update_weights(SharedModule(module), version)
+        return digest(module.named_parameters())
+
+    def close(self) -> None:
+        self.closed = True
+        super().close()
+
+
+@pytest.fixture
+def engine(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Streams:
+    made = Streams(device=torch.device("cpu"), max_length=64)
+    made.takes = frozenset({WeightStream})
+    made.model = offline.load_policy(tmp_path / "model", dtype=torch.bfloat16)  # type: ignore[attr-defined]
+    monkeypatch.setattr(offline, "make_rollout_engine", lambda *_, **__: made)
+    return made
+
+
+def test_a_sound_engine_is_used_and_closed(words: list[str], engine: Streams, tmp_path: Path) -> None:
+    assert main(words) == 0
+    assert engine.closed and (tmp_path / "out.parquet").exists()
+
+
+def test_weights_that_do_not_arrive_stop_it(
+    words: list[str], engine: Streams, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine.change = lambda module: module.model.norm.weight.data.mul_(2)
+    assert main(words) == 1
+    said = capsys.readouterr().err
+    assert "model.norm.weight" in said and "not what the trainer has" in said
+    assert engine.closed and not (tmp_path / "out.parquet").exists()
+
+
+@pytest.mark.parametrize("error", [EngineError("no room"), KeyboardInterrupt()])
+def test_an_engine_whose_weights_cannot_be_loaded_is_closed(
+    words: list[str], engine: Streams, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(offline, "load_policy", interrupted)
+    try:
+        assert main(words) != 0
+    except KeyboardInterrupt:
+        assert isinstance(error, KeyboardInterrupt)
+    assert engine.closed
+
+
+@pytest.mark.parametrize(
+    ("changes", "limit_s"),
+    [
+        ({"name": "native"}, 600),
+        ({"name": "vllm"}, 600),
+        ({"name": "vllm", "mode": "server"}, 600 + 2 * 90),
+        ({"name": "tgi"}, 600 + 2 * 90),
+        ({"name": "sglang"}, 600 + 2 * 90),
+    ],
+)
+def test_a_hung_server_is_found_before_the_engine_is_given_up(
+    changes: dict[str, Any], limit_s: float
+) -> None:
+    """A request's whole time on the server that hangs, and again where it is redone."""
+    rollout = RolloutConfig(server=ServerConfig(urls=("http://a",), request_timeout=90.0), **changes)
+    assert stall_timeout_s(rollout) == limit_s
+
+
+def test_generation_has_that_time(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[float] = []
+    original = offline.finished
+
+    def noted(*args: Any, **options: Any) -> Any:
+        limits.append(options["stall_timeout_s"])
+        return original(*args, **options)
+
+    monkeypatch.setattr(offline, "finished", noted)
+    with FakeOpenAI() as fake:
+        servers = (f"rollout.server.urls=[{fake.url}]", "rollout.server.request_timeout=90.0")
+        main([*words, "rollout.name=openai", *servers])
+    assert limits == [780]
+
+
+def test_a_finished_run_may_have_left_its_journal(words: list[str], tmp_path: Path, monkeypatch: Any) -> None:
+    """Killed between the output and the journal's removal: the same command goes on, and ends."""
+    with monkeypatch.context() as patch:
+        patch.setattr(offline.Journal, "remove", lambda _: None)
+        assert main(words) == 0
+    work = tmp_path / "out.parquet.work.jsonl"
+    assert work.exists()
+    before = (tmp_path / "out.parquet").read_bytes()
+    assert main(words) == 0
+    assert not work.exists()
+    assert (tmp_path / "out.parquet").read_bytes() == before
+    assert main(words) == 1  # now it is there already
