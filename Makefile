@@ -46,6 +46,7 @@ bench: $(DEV) peers ## the performance claims, each against its peer
 	$(BIN)/python benchmarks/dispatch.py
 	$(BIN)/python benchmarks/controller_traffic.py
 	$(BIN)/python benchmarks/weight_sync.py
+	$(BIN)/python benchmarks/log_prob_head.py
 
 peers: .peers/trl/.installed .peers/verl/.installed .peers/vllm/.installed ## what we measure ourselves against
 

@@ -7,11 +7,13 @@ from tandem.config.load import (
     Loaded,
     load_eval_config,
     load_generate_config,
+    load_rm_config,
     load_sft_config,
     load_train_config,
     to_dict,
     to_yaml,
 )
+from tandem.config.rm import RMConfig
 from tandem.config.root import TrainConfig
 from tandem.config.sft import SFTConfig
 from tandem.config.sizes import derived
@@ -22,12 +24,14 @@ __all__ = [
     "EvalConfig",
     "GenerateConfig",
     "Loaded",
+    "RMConfig",
     "SFTConfig",
     "TrainConfig",
     "derived",
     "explain",
     "load_eval_config",
     "load_generate_config",
+    "load_rm_config",
     "load_sft_config",
     "load_train_config",
     "split_arguments",

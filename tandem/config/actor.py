@@ -70,7 +70,9 @@ class ActorConfig(Section):
     use_kl_loss: bool = key(False, "add the KL from the reference policy to the loss", read_by=LOSSES)
     kl_loss_coef: float = key(0.001, "weight of that KL", read_by=LOSSES, ge=0)
     kl_loss_type: KLKind = key("low_var_kl", "estimator of that KL (Schulman 2020, k1 to k3)", read_by=LOSSES)
-    ulysses_sequence_parallel_size: int = key(1, "devices that share one sequence", read_by="config", ge=1)
+    ulysses_sequence_parallel_size: int = key(
+        1, "devices that share one sequence", read_by="workers.actor", ge=1
+    )
     optim: OptimConfig = OptimConfig()
     fsdp_config: FSDPConfig = FSDPConfig()
 

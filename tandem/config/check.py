@@ -7,21 +7,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem.config import placement
-from tandem.config.files import files, model, own_code, resume, reward_file
+from tandem.config.activations import activation_rules, no_activations
+from tandem.config.files import files, keep_best, model, own_code, resume, reward_file
+from tandem.config.kernels import fused_head, liger
 from tandem.config.root import TrainConfig
 from tandem.config.rule import C, Rule
 from tandem.config.schema import value_at
 from tandem.config.section import Section, nearest_remedy
 from tandem.config.servers import servers
-from tandem.config.sft import SFTConfig
 from tandem.config.tables import loss_options, needs
 from tandem.config.unused import (
     ACTOR,
     POLICY,
     REF,
     ROLLOUT,
-    SFT_ERRORS,
-    SFT_NOTICES,
     TRAIN_ERRORS,
     TRAIN_NOTICES,
     unused_errors,
@@ -49,14 +48,6 @@ def check_train(config: TrainConfig, changed: frozenset[str], bad: frozenset[str
     found = found_by(TRAIN_RULES, config, changed, bad)
     found.errors.extend(unused_errors(TRAIN_ERRORS, config, changed, bad))
     found.notices.extend(unused_notices(TRAIN_NOTICES, config, changed, bad))
-    return found
-
-
-def check_sft(config: SFTConfig, changed: frozenset[str], bad: frozenset[str]) -> Findings:
-    """All rules of `tandem sft`; as `check_train`."""
-    found = found_by(SFT_RULES, config, changed, bad)
-    found.errors.extend(unused_errors(SFT_ERRORS, config, changed, bad))
-    found.notices.extend(unused_notices(SFT_NOTICES, config, changed, bad))
     return found
 
 
@@ -97,7 +88,7 @@ def _mini_batch(name: str) -> Rule[TrainConfig]:
     return Rule((name, "data.train_batch_size"), check)
 
 
-def _token_budget(
+def token_budget(
     switch: str,
     budget: str,
     lengths: tuple[str, ...],
@@ -129,18 +120,6 @@ def _token_budget(
             )
 
     return Rule((switch, budget, *lengths, *reads), check)
-
-
-def _one_process(config: SFTConfig, changed: frozenset[str]) -> Iterator[ConfigError]:
-    per_node, nodes = config.trainer.n_gpus_per_node, config.trainer.nnodes
-    if per_node * nodes > 1:
-        yield ConfigError(
-            "`tandem sft` runs in one process",
-            field="trainer.n_gpus_per_node" if per_node > 1 else "trainer.nnodes",
-            got=f"{per_node} per node × {nodes} nodes = {per_node * nodes}",
-            expected="1",
-            remedy="set trainer.n_gpus_per_node=1 trainer.nnodes=1",
-        )
 
 
 def unsplit(name: str, what: str) -> Rule[Any]:
@@ -217,7 +196,7 @@ def _validation_sampling(config: TrainConfig, changed: frozenset[str]) -> Iterat
         yield f"{at}.n={sampling.n}: greedy responses to one prompt are all the same; one would do."
 
 
-def _validation_data(config: Any, changed: frozenset[str]) -> Iterator[ConfigError]:
+def validation_data(config: Any, changed: frozenset[str]) -> Iterator[ConfigError]:
     if config.data.val_files:
         return
     asked = {"trainer.test_freq": config.trainer.test_freq > 0}
@@ -233,7 +212,7 @@ def _validation_data(config: Any, changed: frozenset[str]) -> Iterator[ConfigErr
             )
 
 
-def _restarts(config: TrainConfig, changed: frozenset[str]) -> Iterator[str]:
+def restarts(config: Any, changed: frozenset[str]) -> Iterator[str]:
     trainer = config.trainer
     if trainer.max_restarts > 0 and trainer.save_freq < 1:
         yield "trainer.max_restarts: without checkpoints a restart begins anew; set trainer.save_freq."
@@ -300,13 +279,19 @@ def _log_prob_budget(
 ) -> Rule[Any]:
     switch, budget = f"{at}.log_prob_use_dynamic_bsz", f"{at}.log_prob_max_token_len_per_gpu"
     actor = f"{ACTOR}.use_dynamic_bsz"
-    return _token_budget(
+    return token_budget(
         switch, budget, _LENGTHS, runs, reads=reads, source=lambda config: bool(value_at(config, actor))
     )
 
 
 _LENGTHS = ("data.max_prompt_length", "data.max_response_length")
 _PLACES = ("trainer.resource_pools", "trainer.placement")
+_SPLITS = (
+    *(f"{at}.ulysses_sequence_parallel_size" for at in (ACTOR, REF, "critic", "reward_model")),
+    *(f"{at}.fsdp_config.fsdp_size" for at in (ACTOR, REF, "critic", "reward_model")),
+    *(f"{at}.fsdp_config.tensor_parallel_size" for at in (ACTOR, REF, "critic", "reward_model")),
+    *_PLACES,
+)
 
 TRAIN_RULES: list[Rule[TrainConfig]] = [
     files("data.train_files"),
@@ -317,23 +302,25 @@ TRAIN_RULES: list[Rule[TrainConfig]] = [
     model("critic.model.path", "config.json"),
     model("reward_model.model.path", "config.json"),
     Rule(("reward_model.enable", "reward_model.model.path", "custom_reward_function.path"), _reward_model),
+    fused_head(f"{POLICY}.model"),
+    *(liger(f"{at}.model") for at in (POLICY, "critic", "reward_model")),
     own_code("algorithm.adv_estimator"),
     own_code(f"{ACTOR}.policy_loss.loss_mode"),
     _mini_batch(f"{ACTOR}.ppo_mini_batch_size"),
     _mini_batch("critic.ppo_mini_batch_size"),
-    _token_budget(f"{ACTOR}.use_dynamic_bsz", f"{ACTOR}.ppo_max_token_len_per_gpu", _LENGTHS),
+    token_budget(f"{ACTOR}.use_dynamic_bsz", f"{ACTOR}.ppo_max_token_len_per_gpu", _LENGTHS),
     _log_prob_budget(
         REF, lambda config: config.needs_reference, (f"{ACTOR}.use_kl_loss", "algorithm.use_kl_in_reward")
     ),
     _log_prob_budget(ROLLOUT),
-    _token_budget(
+    token_budget(
         "critic.use_dynamic_bsz",
         "critic.ppo_max_token_len_per_gpu",
         _LENGTHS,
         lambda config: config.needs_critic,
         reads=("algorithm.adv_estimator",),
     ),
-    _token_budget(
+    token_budget(
         "critic.use_dynamic_bsz",
         "critic.forward_max_token_len_per_gpu",
         _LENGTHS,
@@ -341,7 +328,7 @@ TRAIN_RULES: list[Rule[TrainConfig]] = [
         reads=("algorithm.adv_estimator",),
         source=lambda config: config.critic.use_dynamic_bsz,
     ),
-    _token_budget(
+    token_budget(
         "reward_model.use_dynamic_bsz",
         "reward_model.forward_max_token_len_per_gpu",
         _LENGTHS,
@@ -349,12 +336,14 @@ TRAIN_RULES: list[Rule[TrainConfig]] = [
         reads=("algorithm.adv_estimator", "reward_model.enable"),
         source=lambda config: config.needs_critic and config.critic.use_dynamic_bsz,
     ),
+    *activation_rules(f"{POLICY}.model"),
+    *activation_rules("critic.model"),
+    no_activations("reward_model.model"),
     Rule(_PLACES, placement.placement),
     Rule((*_PLACES, "trainer.n_gpus_per_node", "trainer.nnodes", "trainer.backend"), placement.devices),
     Rule((*_PLACES, "trainer.worker_classes"), placement.worker_classes),
     Rule(("trainer.cluster.address",), placement.address),
-    unsplit(f"{ACTOR}.ulysses_sequence_parallel_size", "each sequence"),
-    unsplit("critic.ulysses_sequence_parallel_size", "each sequence"),
+    Rule(_SPLITS, placement.model_split),
     Rule((f"{ROLLOUT}.tensor_model_parallel_size", f"{ROLLOUT}.name", *_PLACES), placement.rollout_split),
     servers(ROLLOUT, training=True),
     Rule(("algorithm.adv_estimator", f"{ROLLOUT}.n"), _group_size),
@@ -363,18 +352,8 @@ TRAIN_RULES: list[Rule[TrainConfig]] = [
     min_tokens(f"{ROLLOUT}.min_tokens"),
     min_tokens(f"{ROLLOUT}.val_kwargs.min_tokens"),
     Rule((f"{ROLLOUT}.logprobs_mode", f"{ROLLOUT}.temperature"), _logprobs_mode),
-    Rule(("data.val_files", "trainer.test_freq", "trainer.val_only"), _validation_data),
-    Rule(("trainer.max_restarts", "trainer.save_freq"), _restarts),
-    Rule(("trainer.resume_mode", "trainer.resume_from_path"), resume),
-]
-
-SFT_RULES: list[Rule[SFTConfig]] = [
-    files("data.train_files"),
-    files("data.val_files"),
-    model("model.path", "config.json"),
-    model("model.tokenizer_path", "tokenizer_config.json"),
-    _token_budget("use_dynamic_bsz", "max_token_len_per_gpu", ("data.max_length",)),
-    Rule(("trainer.n_gpus_per_node", "trainer.nnodes"), _one_process),
-    Rule(("data.val_files", "trainer.test_freq"), _validation_data),
+    Rule(("data.val_files", "trainer.test_freq", "trainer.val_only"), validation_data),
+    Rule(("trainer.max_restarts", "trainer.save_freq"), restarts),
+    Rule(("trainer.keep_best", "trainer.test_freq"), keep_best),
     Rule(("trainer.resume_mode", "trainer.resume_from_path"), resume),
 ]

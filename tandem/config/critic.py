@@ -85,7 +85,7 @@ class CriticConfig(Section):
         read_by="workers.losses",
         inherits=f"{ACTOR}.loss_agg_mode",
     )
-    ulysses_sequence_parallel_size: int = key(1, "devices that share one sequence", read_by="config", ge=1)
+    ulysses_sequence_parallel_size: int = key(1, "devices that share one sequence", read_by=WORKER, ge=1)
     optim: OptimConfig = OptimConfig(lr=1e-5)
     fsdp_config: FSDPConfig = FSDPConfig()
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from tandem.config.deprecated import DEPRECATED
+from tandem.config.deprecated import DEPRECATED, Deprecated
 from tandem.config.generate import EvalConfig, GenerateConfig
+from tandem.config.rm import RMConfig
 from tandem.config.root import TrainConfig
 from tandem.config.schema import Key, keys, sections, shown, unknown_key
 from tandem.config.section import Section
@@ -14,6 +15,7 @@ from tandem.config.sft import SFTConfig
 COMMANDS: Mapping[str, type[Section]] = {
     "tandem train": TrainConfig,
     "tandem sft": SFTConfig,
+    "tandem rm": RMConfig,
     "tandem generate": GenerateConfig,
     "tandem eval": EvalConfig,
 }
@@ -29,7 +31,9 @@ def explain(name: str) -> str:
         f"{name} ({command})\n{text}" for command, root in COMMANDS.items() if (text := _explain(root, name))
     ]
     if name in DEPRECATED:
-        parts.append(f"{name} (tandem train)\n  deprecated: {DEPRECATED[name]}")
+        rule = DEPRECATED[name]
+        kind = "deprecated: " if isinstance(rule, Deprecated) else ""
+        parts.append(f"{name} (tandem train)\n  {kind}{rule}")
     if not parts:
         raise unknown_key(name, [known for root in COMMANDS.values() for known in keys(root)])
     return "\n\n".join(parts)

@@ -1,4 +1,4 @@
-"""Rules about files and folders: what is named exists."""
+"""Rules about files and folders: what is named exists, or will be written."""
 
 from __future__ import annotations
 
@@ -11,6 +11,18 @@ from tandem.config.rule import Rule
 from tandem.config.schema import value_at
 from tandem.config.section import Section
 from tandem.errors import ConfigError
+
+
+def keep_best(config: Any, changed: frozenset[str]) -> Iterator[ConfigError]:
+    """Checkpoints judged by a validation metric need validations."""
+    name = config.trainer.keep_best
+    if name is not None and name.startswith("val/") and config.trainer.test_freq < 1:
+        yield ConfigError(
+            "judges checkpoints by a validation, and there is none",
+            field="trainer.keep_best",
+            got=name,
+            remedy="set trainer.test_freq to a divisor of trainer.save_freq",
+        )
 
 
 def resume(config: Any, changed: frozenset[str]) -> Iterator[ConfigError]:

@@ -22,6 +22,17 @@ class FSDPConfig(Section):
     reshard_after_forward: bool = key(
         True, "free a layer's gathered parameters after its forward, to gather them again", read_by=ENGINE
     )
+    fsdp_size: int = key(
+        -1,
+        "devices that share one copy of the weights (hybrid sharding); -1: all of the model's",
+        read_by=ENGINE,
+    )
+    tensor_parallel_size: int = key(
+        1,
+        "devices that split each layer of the model among them; FSDP shards each one's part",
+        read_by=ENGINE,
+        ge=1,
+    )
     forward_prefetch: bool = key(
         False, "gather the next layer's parameters during a layer's forward", read_by=ENGINE
     )

@@ -11,10 +11,12 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from tandem.config.check import Findings, check_sft, check_train
+from tandem.config.check import Findings, check_train
 from tandem.config.check_offline import check_eval, check_generate
-from tandem.config.deprecated import DEPRECATED, Deprecated, modernise
+from tandem.config.check_supervised import check_rm, check_sft
+from tandem.config.deprecated import DEPRECATED, Deprecated, Settled, modernise
 from tandem.config.generate import OTHER_NAMES, EvalConfig, GenerateConfig
+from tandem.config.rm import RMConfig
 from tandem.config.root import TrainConfig
 from tandem.config.schema import REQUIRED, Key, keys, nested, sections, shown, unknown_key, value_at
 from tandem.config.section import Section, nearest_remedy
@@ -58,6 +60,11 @@ def load_sft_config(path: str | None = None, overrides: Sequence[str] = ()) -> L
     return _load(SFTConfig, check_sft, {}, path, overrides)
 
 
+def load_rm_config(path: str | None = None, overrides: Sequence[str] = ()) -> Loaded[RMConfig]:
+    """The config of `tandem rm`; as `load_train_config`."""
+    return _load(RMConfig, check_rm, {}, path, overrides)
+
+
 def load_generate_config(path: str | None = None, overrides: Sequence[str] = ()) -> Loaded[GenerateConfig]:
     """The config of `tandem generate`; as `load_train_config`."""
     return _load(GenerateConfig, check_generate, OTHER_NAMES, path, overrides)
@@ -81,7 +88,7 @@ def to_yaml(config: Section) -> str:
 def _load(
     root: type[C],
     check: Check[C],
-    deprecated: Mapping[str, Deprecated],
+    deprecated: Mapping[str, Deprecated | Settled],
     path: str | None,
     overrides: Sequence[str],
 ) -> Loaded[C]:

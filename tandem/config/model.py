@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from tandem.config.section import LocalPath, Section, key
+from typing import Annotated
+
+from tandem.config.section import LocalPath, Names, OneOf, Section, key
 
 LOADING = "models.loading"
+ACTIVATIONS = "models.activations"
 
 
 class BackboneConfig(Section):
@@ -13,12 +16,59 @@ class BackboneConfig(Section):
     path: LocalPath = key(..., "Hugging Face model folder", read_by=LOADING)
     trust_remote_code: bool = key(False, "run Python code that lies in the model folder", read_by=LOADING)
     enable_gradient_checkpointing: bool = key(
-        True, "recompute activations in the backward pass, to save memory", read_by="engines.train.fsdp"
+        True, "recompute activations in the backward pass, to save memory", read_by=ACTIVATIONS
+    )
+    gradient_checkpointing_mode: Annotated[str, OneOf(("full", "first", "every", "ops"))] = key(
+        "full",
+        "layers that recompute; full: all; first: the first so many; every: one in so many; ops: all, but "
+        "some operators' outputs are kept",
+        read_by=ACTIVATIONS,
+    )
+    gradient_checkpointing_layers: int | None = key(
+        None,
+        "how many: with mode first the layers that recompute, with every one in so many",
+        ge=1,
+        read_by=ACTIVATIONS,
+    )
+    gradient_checkpointing_ops: Names = key(
+        ("matmul", "attention"),
+        "with mode ops, whose outputs are kept: matmul, attention, or operators of PyTorch such as aten.mm",
+        read_by=ACTIVATIONS,
+    )
+    enable_activation_offload: bool = key(
+        False, "keep activations in host memory between forward and backward", read_by=ACTIVATIONS
+    )
+    activation_offload_mode: Annotated[str, OneOf(("async", "sync"))] = key(
+        "async",
+        "async: copies run beside the next layer's computation; sync: computation waits for them",
+        read_by=ACTIVATIONS,
     )
     use_remove_padding: bool = key(
         True,
         "pack sequences end to end; false: pad each micro-batch to its longest",
         read_by="engines.train.fsdp",
+    )
+    use_liger: bool = key(
+        False,
+        "Liger's kernels for norms, rotary embeddings and gated layers; a CUDA device and liger-kernel "
+        "are needed",
+        read_by="models.liger",
+    )
+
+    @property
+    def head(self) -> str:
+        """Which implementation makes log-probs and entropies, of `tandem.models.heads`."""
+        return "torch"
+
+
+class FusedKernelOptions(Section):
+    """How the fused head is made."""
+
+    impl_backend: Annotated[str, OneOf(("auto", "torch", "triton", "liger"))] = key(
+        "auto",
+        "kernels of the head, with use_fused_kernels; auto: triton on a CUDA device, else torch; liger's "
+        "entropy is of the model's precision",
+        read_by="models.heads",
     )
 
 
@@ -29,3 +79,14 @@ class ModelConfig(BackboneConfig):
     custom_chat_template: str | None = key(
         None, "Jinja chat template; null: the tokenizer's own", read_by=LOADING
     )
+    use_fused_kernels: bool = key(
+        False,
+        "log-probs and entropies by the kernels of fused_kernel_options; false: by PyTorch's operators, "
+        "tile by tile, which does not hold all logits at once either",
+        read_by="models.heads",
+    )
+    fused_kernel_options: FusedKernelOptions = FusedKernelOptions()
+
+    @property
+    def head(self) -> str:
+        return self.fused_kernel_options.impl_backend if self.use_fused_kernels else "torch"

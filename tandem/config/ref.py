@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from tandem.config.batching import LogProbSection
 from tandem.config.fsdp import FSDPConfig
+from tandem.config.section import key
 
 
 class RefConfig(LogProbSection):
     """The frozen policy; it exists when a KL term asks for it."""
 
+    ulysses_sequence_parallel_size: int = key(
+        1,
+        "devices that share one sequence",
+        read_by="workers.actor",
+        inherits="actor_rollout_ref.actor.ulysses_sequence_parallel_size",
+        ge=1,
+    )
     fsdp_config: FSDPConfig = FSDPConfig()

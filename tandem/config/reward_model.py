@@ -33,6 +33,7 @@ class RewardModelConfig(Section):
         read_by=WORKER,
         inherits="critic.use_dynamic_bsz",
     )
+    ulysses_sequence_parallel_size: int = key(1, "devices that share one sequence", read_by=WORKER, ge=1)
     forward_micro_batch_size_per_gpu: int | None = key(
         None, "samples per micro-batch and device; null: the whole share", read_by=WORKER, ge=1
     )

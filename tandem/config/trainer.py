@@ -40,6 +40,21 @@ class RunConfig(Section):
     max_ckpt_to_keep: int | None = key(
         None, "newest checkpoints that are kept; null: all", read_by="checkpoint", ge=1
     )
+    keep_best: str | None = key(
+        None,
+        "metric, such as val/accuracy, by which the best checkpoint is kept beside the newest; one of a step "
+        "without it does not count; null: none",
+        read_by="trainer.saving",
+    )
+    keep_best_mode: Literal["max", "min"] = key(
+        "max", "whether the most or the least of keep_best is the best", read_by="trainer.saving"
+    )
+    async_save: bool = key(
+        False,
+        "write checkpoints while training goes on; each process needs memory on the host for a copy of its "
+        "share of weights and optimizer",
+        read_by="trainer.saving",
+    )
     resume_mode: Annotated[str, OneOf(("auto", "disable", "resume_path"), {"path": "resume_path"})] = key(
         "auto",
         "auto: go on from the run folder's newest whole checkpoint; resume_path: from resume_from_path",
@@ -48,17 +63,40 @@ class RunConfig(Section):
     resume_from_path: LocalPath | None = key(
         None, "checkpoint folder for resume_mode=resume_path", read_by="trainer.session"
     )
-
-
-class TrainerConfig(RunConfig):
-    """A reinforcement learning run."""
-
     backend: Literal["auto", "local", "ray"] = key(
         "auto",
         "how workers run; local: in this process; ray: in processes of their own; auto: local for one "
         "process, else ray",
         read_by="trainer.launch",
     )
+    balance_batch: bool = key(
+        True, "share samples out so that all devices get as many tokens", read_by="trainer.launch"
+    )
+    max_restarts: int = key(
+        0,
+        "how often a run goes on by itself, from its newest checkpoint, after a worker failed",
+        read_by="trainer.run",
+        ge=0,
+    )
+    timeouts: TimeoutsConfig = TimeoutsConfig()
+    cluster: ClusterConfig = ClusterConfig()
+
+    @property
+    def pools(self) -> dict[str, tuple[int, ...]]:
+        """Processes on each node, by pool; at least one pool."""
+        return {POOL: (self.n_gpus_per_node,) * self.nnodes}
+
+    @property
+    def resolved_backend(self) -> Literal["local", "ray"]:
+        """The backend, auto decided."""
+        if self.backend != "auto":
+            return self.backend
+        return "local" if sum(map(sum, self.pools.values())) == 1 else "ray"
+
+
+class TrainerConfig(RunConfig):
+    """A reinforcement learning run."""
+
     resource_pools: Annotated[dict[str, Counts], ByName] = key(
         {},
         "pools of processes, each with a device unless only reward functions are there: {name: [processes on "
@@ -78,17 +116,6 @@ class TrainerConfig(RunConfig):
         "batch, data",
         read_by="trainer.launch",
     )
-    balance_batch: bool = key(
-        True, "share samples out so that all devices get as many tokens", read_by="trainer.launch"
-    )
-    max_restarts: int = key(
-        0,
-        "how often a run goes on by itself, from its newest checkpoint, after a worker failed",
-        read_by="trainer.run",
-        ge=0,
-    )
-    timeouts: TimeoutsConfig = TimeoutsConfig()
-    cluster: ClusterConfig = ClusterConfig()
     critic_warmup: int = key(
         0, "first training steps in which only the critic learns", read_by="trainer.ppo", ge=0
     )
@@ -104,7 +131,7 @@ class TrainerConfig(RunConfig):
     @property
     def pools(self) -> dict[str, tuple[int, ...]]:
         """Processes on each node, by pool; at least one pool."""
-        return dict(self.resource_pools) or {POOL: (self.n_gpus_per_node,) * self.nnodes}
+        return dict(self.resource_pools) or super().pools
 
     def placed(self, role: str) -> str | None:
         """The name of a role's pool; None: reward functions in a CPU process of their own.
@@ -126,10 +153,3 @@ class TrainerConfig(RunConfig):
         on_devices = {self.placed(role) for role in ROLES if role != "reward"}
         without = {self.placed("reward")} - on_devices
         return sum(sum(counts) for name, counts in self.pools.items() if name not in without)
-
-    @property
-    def resolved_backend(self) -> Literal["local", "ray"]:
-        """The backend, auto decided."""
-        if self.backend != "auto":
-            return self.backend
-        return "local" if sum(map(sum, self.pools.values())) == 1 else "ray"

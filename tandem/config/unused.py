@@ -4,49 +4,19 @@ would change results, a notice if it only concerns speed, memory or a part that 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from tandem.config.generate import EvalConfig
-from tandem.config.optim import OptimConfig
 from tandem.config.root import TrainConfig
 from tandem.config.schema import value_at
-from tandem.config.section import Section
-from tandem.config.sft import SFTConfig
+from tandem.config.supervised import SupervisedConfig
 from tandem.config.tables import SERVER_ENGINES, loss_options, needs
+from tandem.config.unused_optim import optimizer_errors, optimizer_notices
+from tandem.config.use import C, Use
 from tandem.errors import ConfigError
-
-C = TypeVar("C", bound=Section)
 
 POLICY = "actor_rollout_ref"
 ACTOR, REF, ROLLOUT = f"{POLICY}.actor", f"{POLICY}.ref", f"{POLICY}.rollout"
-
-
-@dataclass(frozen=True)
-class Use(Generic[C]):
-    """When some keys count.
-
-    Attributes:
-        keys: dotted paths; one that ends in a dot stands for everything below it.
-        reads: the keys that `applies` looks at.
-        applies: whether the keys count.
-        condition: the same in words: "counts only <condition>".
-        neutral: values that ask for nothing, so that they may stand where the key does not count.
-    """
-
-    keys: tuple[str, ...]
-    reads: tuple[str, ...]
-    applies: Callable[[C], bool]
-    condition: str
-    neutral: tuple[Any, ...] = ()
-
-    def unused(self, config: C, changed: frozenset[str], bad: frozenset[str]) -> list[str]:
-        """The changed keys that do nothing, in alphabetical order."""
-        if bad.intersection(self.reads) or self.applies(config):
-            return []
-        prefixes = tuple(key for key in self.keys if key.endswith("."))
-        mine = (key for key in changed - bad if key in self.keys or (prefixes and key.startswith(prefixes)))
-        return sorted(key for key in mine if value_at(config, key) not in self.neutral)
 
 
 def unused_errors(
@@ -96,28 +66,6 @@ def _scales(config: TrainConfig) -> bool:
     return "seq-mean-token-sum-norm" in modes
 
 
-def _schedule(at: str, get: Callable[[C], OptimConfig]) -> list[Use[C]]:
-    """The rules of one optimizer section, which lies at path `at`."""
-    kind, steps, ratio = f"{at}.lr_scheduler_type", f"{at}.lr_warmup_steps", f"{at}.lr_warmup_steps_ratio"
-    return [
-        Use(
-            (f"{at}.min_lr_ratio",),
-            (kind,),
-            lambda config: get(config).lr_scheduler_type != "constant",
-            f"with {kind}=linear or cosine",
-        ),
-        Use((ratio,), (steps,), lambda config: get(config).lr_warmup_steps < 0, f"without {steps}", (0,)),
-        Use(
-            (f"{at}.total_training_steps",),
-            (kind, ratio),
-            lambda config: (
-                get(config).lr_scheduler_type != "constant" or get(config).lr_warmup_steps_ratio > 0
-            ),
-            f"with {kind}=linear or cosine, or with {ratio}",
-        ),
-    ]
-
-
 def _cut(by_tokens: str, samples: str, tokens: str) -> list[Use[Any]]:
     """The rules of one phase's micro-batches: either its token key counts or its sample key."""
     return [
@@ -147,8 +95,35 @@ def _with_engine(at: str, names: Sequence[str], engines: Sequence[str]) -> Use[A
     )
 
 
+def _kernels(at: str) -> Use[Any]:
+    """The head's kernels, of the model section that lies at path `at`."""
+    switch = f"{at}.use_fused_kernels"
+    return Use(
+        (f"{at}.fused_kernel_options.impl_backend",),
+        (switch,),
+        lambda config: bool(value_at(config, switch)),
+        f"with {switch}=true",
+    )
+
+
 def _engine_errors(at: str) -> list[Use[Any]]:
-    return [_with_engine(at, ("mode",), ("vllm",)), _with_engine(at, ("server.",), SERVER_ENGINES)]
+    name, mode = f"{at}.name", f"{at}.mode"
+    on_servers: Use[Any] = Use(
+        (f"{at}.server.",),
+        (name, mode),
+        lambda config: (
+            value_at(config, name) in SERVER_ENGINES
+            or (value_at(config, name) == "vllm" and value_at(config, mode) == "server")
+        ),
+        f"with {name}={' or '.join(SERVER_ENGINES)}, or with {name}=vllm and {mode}=server",
+    )
+    only_vllms: Use[Any] = Use(
+        (f"{at}.server.weights_backend",),
+        (name,),
+        lambda config: value_at(config, name) not in SERVER_ENGINES,
+        f"with {name}=vllm",
+    )
+    return [_with_engine(at, ("mode",), ("vllm",)), on_servers, only_vllms]
 
 
 def _engine_notices(at: str) -> list[Use[Any]]:
@@ -164,6 +139,13 @@ _RESUME: Use[Any] = Use(
     "with trainer.resume_mode=resume_path",
 )
 
+_BEST: Use[Any] = Use(
+    ("trainer.keep_best_mode",),
+    ("trainer.keep_best",),
+    lambda config: config.trainer.keep_best is not None,
+    "with trainer.keep_best",
+)
+
 _REWARD_FUNCTION: Use[Any] = Use(
     ("custom_reward_function.name", "custom_reward_function.reward_kwargs"),
     ("custom_reward_function.path",),
@@ -174,6 +156,27 @@ _REWARD_FUNCTION: Use[Any] = Use(
 _PROCESSES = tuple(
     f"trainer.{name}" for name in ("backend", "n_gpus_per_node", "nnodes", "resource_pools", "placement")
 )
+
+_PROCESSES_NOTICES: list[Use[Any]] = [
+    Use(
+        ("trainer.cluster.", "trainer.timeouts.", "trainer.max_restarts"),
+        _PROCESSES,
+        lambda config: config.trainer.resolved_backend == "ray",
+        "with more than one process, or trainer.backend=ray",
+    ),
+    Use(
+        ("trainer.balance_batch",),
+        _PROCESSES,
+        lambda config: any(sum(counts) > 1 for counts in config.trainer.pools.values()),
+        "with a pool of more than one process",
+    ),
+    Use(
+        ("trainer.cluster.object_store_gb", "trainer.cluster.temp_dir"),
+        ("trainer.cluster.address",),
+        lambda config: config.trainer.cluster.address is None,
+        "with trainer.cluster.address=null, where Ray is started for the run",
+    ),
+]
 
 TRAIN_ERRORS: list[Use[TrainConfig]] = [
     Use(
@@ -227,9 +230,10 @@ TRAIN_ERRORS: list[Use[TrainConfig]] = [
         "with an algorithm.adv_estimator that has a critic",
     ),
     *_engine_errors(ROLLOUT),
-    *_schedule(f"{ACTOR}.optim", lambda config: config.actor_rollout_ref.actor.optim),
-    *_schedule("critic.optim", lambda config: config.critic.optim),
+    *optimizer_errors(f"{ACTOR}.optim", lambda config: config.actor_rollout_ref.actor.optim),
+    *optimizer_errors("critic.optim", lambda config: config.critic.optim),
     _RESUME,
+    _BEST,
 ]
 
 TRAIN_NOTICES: list[Use[TrainConfig]] = [
@@ -245,24 +249,7 @@ TRAIN_NOTICES: list[Use[TrainConfig]] = [
         lambda config: config.reward_model.enable,
         "with reward_model.enable=true",
     ),
-    Use(
-        ("trainer.cluster.", "trainer.timeouts.", "trainer.max_restarts"),
-        _PROCESSES,
-        lambda config: config.trainer.resolved_backend == "ray",
-        "with more than one process, or trainer.backend=ray",
-    ),
-    Use(
-        ("trainer.balance_batch",),
-        _PROCESSES,
-        lambda config: any(sum(counts) > 1 for counts in config.trainer.pools.values()),
-        "with a pool of more than one process",
-    ),
-    Use(
-        ("trainer.cluster.object_store_gb", "trainer.cluster.temp_dir"),
-        ("trainer.cluster.address",),
-        lambda config: config.trainer.cluster.address is None,
-        "with trainer.cluster.address=null, where Ray is started for the run",
-    ),
+    *_PROCESSES_NOTICES,
     Use(
         (f"{REF}.",),
         (f"{ACTOR}.use_kl_loss", "algorithm.use_kl_in_reward"),
@@ -290,6 +277,9 @@ TRAIN_NOTICES: list[Use[TrainConfig]] = [
         f"with {ROLLOUT}.ignore_eos=false, or with {ROLLOUT}.stop",
     ),
     *_engine_notices(ROLLOUT),
+    *optimizer_notices(ACTOR, lambda config: config.actor_rollout_ref.actor.optim),
+    *optimizer_notices("critic", lambda config: config.critic.optim),
+    _kernels(f"{POLICY}.model"),
     Use(
         (f"{ROLLOUT}.update_weights_bucket_megabytes",),
         ("trainer.resource_pools", "trainer.placement", "trainer.worker_classes"),
@@ -330,9 +320,16 @@ TRAIN_NOTICES: list[Use[TrainConfig]] = [
     ),
 ]
 
-SFT_ERRORS: list[Use[SFTConfig]] = [*_schedule("optim", lambda config: config.optim), _RESUME]
+SUPERVISED_ERRORS: list[Use[SupervisedConfig]] = [
+    *optimizer_errors("optim", lambda config: config.optim),
+    _RESUME,
+    _BEST,
+]
 
-SFT_NOTICES: list[Use[SFTConfig]] = [
+SUPERVISED_NOTICES: list[Use[SupervisedConfig]] = [
+    *_PROCESSES_NOTICES,
+    _kernels("model"),
+    *optimizer_notices("", lambda config: config.optim),
     Use(("data.seed",), ("data.shuffle",), lambda config: config.data.shuffle, "with data.shuffle=true"),
     *_cut("use_dynamic_bsz", "micro_batch_size_per_gpu", "max_token_len_per_gpu"),
 ]

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tandem.errors import ConfigError, EngineError
-from tandem.models.heads import token_log_probs
+from tandem.models.heads import Head, token_log_probs
 from tandem.models.packing import PackedInputs
+from tandem.models.tensor_group import TensorGroup
+from tandem.models.vocab_parallel import split_token_log_probs
 
 POLICY_OUTPUTS = frozenset({"log_probs", "entropy"})
 
@@ -25,14 +27,22 @@ class PolicyModel(nn.Module):
     Args:
         model: the transformers model, loaded with `attention=PACKED`.
         temperature: divides the logits of every output; that of the rollout.
+        head: makes the outputs from the hidden states.
+
+    Attributes:
+        tensor_group: the ranks that share the layers, and the vocabulary; None: this one has all.
 
     Raises:
         ConfigError: a temperature of zero or below.
     """
 
     whole_sequences = False
+    starts_at_zero: frozenset[str] = frozenset()
+    tensor_group: TensorGroup | None = None
 
-    def __init__(self, model: PreTrainedModel, *, temperature: float = 1.0) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, temperature: float = 1.0, head: Head = token_log_probs
+    ) -> None:
         super().__init__()
         if temperature <= 0:
             raise ConfigError(
@@ -40,6 +50,7 @@ class PolicyModel(nn.Module):
             )
         self.model: Any = model
         self.temperature = temperature
+        self.head = head
 
     @property
     def decoder(self) -> Any:
@@ -58,13 +69,14 @@ class PolicyModel(nn.Module):
         """
         check_outputs(outputs, POLICY_OUTPUTS, "policy")
         hidden_KD = decode(self.decoder, inputs).index_select(0, inputs.sources)
-        log_probs_K, entropy_K = token_log_probs(
-            hidden_KD,
-            self.model.get_output_embeddings().weight,
-            inputs.targets,
-            temperature=self.temperature,
-            with_entropy="entropy" in outputs,
-        )
+        weight = self.model.get_output_embeddings().weight
+        options: Any = {"temperature": self.temperature, "with_entropy": "entropy" in outputs}
+        if self.tensor_group is None:
+            log_probs_K, entropy_K = self.head(hidden_KD, weight, inputs.targets, **options)
+        else:
+            log_probs_K, entropy_K = split_token_log_probs(
+                hidden_KD, weight, inputs.targets, self.tensor_group, **options
+            )
         found = {"log_probs": log_probs_K, "entropy": entropy_K}
         return {
             name: at_places(value, inputs)
@@ -90,10 +102,12 @@ def decode(decoder: Any, inputs: PackedInputs) -> Tensor:
 
 
 def at_places(values_K: Tensor, inputs: PackedInputs) -> Tensor:
-    """(T): the values at the tokens they concern, zero elsewhere."""
-    return torch.zeros(inputs.total, dtype=values_K.dtype, device=values_K.device).index_copy(
-        0, inputs.places, values_K
-    )
+    """(T): the values at the tokens they concern, zero elsewhere; on every rank those of all ranks that share
+    the tokens."""
+    values_T = torch.zeros(inputs.total, dtype=values_K.dtype, device=values_K.device)
+    values_T = values_T.index_copy(0, inputs.places, values_K)
+    split = inputs.packing.split
+    return values_T if split is None else split.gather(values_T)
 
 
 def check_outputs(asked: Iterable[str], known: frozenset[str], kind: str) -> None:

@@ -25,6 +25,7 @@ class ScoreModel(nn.Module):
     """
 
     whole_sequences = True
+    starts_at_zero: frozenset[str] = frozenset()
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -35,6 +36,12 @@ class ScoreModel(nn.Module):
         """The whole language model below the head."""
         return self.model.model
 
+    @property
+    def head(self) -> nn.Linear:
+        """What judges a hidden state."""
+        score: nn.Linear = self.model.score
+        return score
+
     def forward(self, inputs: PackedInputs, outputs: frozenset[str]) -> dict[str, Tensor]:
         """ "scores", (T) in fp32 (fp64 for an fp64 model): at the last token of each sequence the head's
         output there, zero elsewhere.
@@ -43,7 +50,7 @@ class ScoreModel(nn.Module):
             EngineError: an output that a score model does not have.
         """
         check_outputs(outputs, SCORE_OUTPUTS, "score")
-        return {"scores": at_places(one_number(self.model.score, self.decoder, inputs), inputs)}
+        return {"scores": at_places(one_number(self.head, self.decoder, inputs), inputs)}
 
     def hf_name(self, name: str) -> str:
         """The Hugging Face name of a parameter of this module."""

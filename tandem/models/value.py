@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from tandem.models.packing import PackedInputs
 from tandem.models.policy import at_places, check_outputs, decode
+from tandem.models.tensor_group import local
 
 VALUE_OUTPUTS = frozenset({"values"})
 
@@ -26,6 +27,8 @@ class ValueModel(nn.Module):
     """
 
     whole_sequences = False
+    starts_at_zero: frozenset[str] = frozenset({"value_head.weight", "value_head.bias"})
+    """Parameters that are no part of a folder."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -41,6 +44,11 @@ class ValueModel(nn.Module):
     def decoder(self) -> Any:
         """The whole language model below the head."""
         return self.model
+
+    @property
+    def head(self) -> nn.Linear:
+        """What judges a hidden state."""
+        return self.value_head
 
     def forward(self, inputs: PackedInputs, outputs: frozenset[str]) -> dict[str, Tensor]:
         """ "values", (T) in fp32 (fp64 for an fp64 model): entry t is predicted from the tokens
@@ -62,5 +70,5 @@ def one_number(head: nn.Linear, decoder: Any, inputs: PackedInputs) -> Tensor:
     output's precision, at least fp32: bf16 would round it to three digits."""
     hidden_KD = decode(decoder, inputs).index_select(0, inputs.sources)
     out_type = torch.promote_types(hidden_KD.dtype, torch.float32)
-    bias_1 = None if head.bias is None else head.bias.to(out_type)
-    return nn.functional.linear(hidden_KD.to(out_type), head.weight.to(out_type), bias_1).squeeze(-1)
+    bias_1 = None if head.bias is None else local(head.bias).to(out_type)
+    return nn.functional.linear(hidden_KD.to(out_type), local(head.weight).to(out_type), bias_1).squeeze(-1)

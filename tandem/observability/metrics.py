@@ -6,13 +6,15 @@ fetches everything at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from tandem.device import to_device
 
 Reduction = Literal["sum", "mean", "max", "min"]
 
@@ -74,8 +76,7 @@ class Metrics(dict[str, Metric]):
             names = sorted(name for name, m in self.items() if m.reduction == reduction)
             if not names:
                 continue
-            rows = [(self[name].value, self[name].weight) for name in names]
-            table = torch.stack([torch.stack([_scalar(part, device) for part in row]) for row in rows])
+            table = _table([(self[name].value, self[name].weight) for name in names], device)
             dist.all_reduce(table, op=op, group=group)
             for name, row in zip(names, table, strict=True):
                 out[name] = Metric(row[0], row[1], reduction)
@@ -115,5 +116,17 @@ def _detached(value: Tensor | float) -> Tensor | float:
     return value.detach() if isinstance(value, Tensor) else value
 
 
-def _scalar(value: Tensor | float, device: torch.device | None = None) -> Tensor:
-    return torch.as_tensor(value, dtype=torch.float64, device=device).reshape(())
+def _scalar(value: Tensor | float) -> Tensor:
+    return torch.as_tensor(value, dtype=torch.float64).reshape(())
+
+
+def _table(rows: Sequence[tuple[Tensor | float, Tensor | float]], device: torch.device) -> Tensor:
+    """fp64 (rows, 2) on the device. What the host knows goes there in one copy."""
+    parts = [part for row in rows for part in row]
+    far = [isinstance(part, Tensor) and part.device.type != "cpu" for part in parts]
+    known = [0.0 if away else float(part) for part, away in zip(parts, far, strict=True)]
+    (table,) = to_device([torch.tensor(known, dtype=torch.float64)], device)
+    for entry, part, away in zip(table, parts, far, strict=True):
+        if away:
+            entry.copy_(_scalar(part))
+    return table.view(-1, 2)

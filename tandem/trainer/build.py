@@ -13,6 +13,7 @@ from tandem.algorithms.registry import AdvantageSpec, advantage_estimator, polic
 from tandem.config.algorithm import KLControllerConfig
 from tandem.config.fsdp import FSDPConfig
 from tandem.config.load import to_dict, to_yaml
+from tandem.config.optim import OptimConfig
 from tandem.config.root import TrainConfig
 from tandem.device import choose_device
 from tandem.models.loading import load_tokenizer
@@ -51,7 +52,7 @@ def build_ppo(
     with ExitStack() as undo, plain_errors():
         undo.callback(run.folder.remove_if_unused)
         undo.callback(withdraw_stacks, run.folder.logs)
-        backend = make_backend(config, run.folder, say)
+        backend = make_backend(config.trainer, run.folder, say)
         undo.callback(backend.shutdown)
         launcher = Launcher(config, played_roles(config, spec), backend, run.folder, tokenizer, reward)
         placement = configured_placement(config)
@@ -91,7 +92,9 @@ def _checked(config: TrainConfig, say: Callable[[str], None]) -> AdvantageSpec:
         on_cpu = choose_device(trainer.device).type == "cpu"
     spec = advantage_estimator(config.algorithm.adv_estimator)
     played = played_roles(config, spec)
-    say_unused_offload(_sharded(config, played), on_cpu, say)
+    say_unused_offload(_sharded(config, played), _optimizers(config, played), on_cpu, say)
+    if on_cpu:
+        _say_counted_offload(config, played, say)
     spec.select_options({}, config.algorithm.adv_kwargs)  # refuses what does not fit
     own_loss = config.actor_rollout_ref.actor.policy_loss
     policy_loss(own_loss.loss_mode).select_options({}, own_loss.kwargs)
@@ -99,11 +102,17 @@ def _checked(config: TrainConfig, say: Callable[[str], None]) -> AdvantageSpec:
     return spec
 
 
-def say_unused_offload(configs: Mapping[str, FSDPConfig], on_cpu: bool, say: Callable[[str], None]) -> None:
+def say_unused_offload(
+    configs: Mapping[str, FSDPConfig],
+    optimizers: Mapping[str, OptimConfig],
+    on_cpu: bool,
+    say: Callable[[str], None],
+) -> None:
     """Tells the user of offload that there is nothing to gain from.
 
     Args:
         configs: the sections of the models that run, by dotted path.
+        optimizers: of those that learn.
     """
     names = [
         f"{at}.{part}"
@@ -111,8 +120,20 @@ def say_unused_offload(configs: Mapping[str, FSDPConfig], on_cpu: bool, say: Cal
         for part in ("param_offload", "optimizer_offload")
         if getattr(config, part)
     ]
+    names += [f"{at}.optimizer=adamw_cpu" for at, o in optimizers.items() if o.optimizer == "adamw_cpu"]
     if names and on_cpu:
         say(f"{', '.join(names)}: no effect on a CPU, whose memory is the host's.")
+
+
+def _say_counted_offload(config: TrainConfig, played: frozenset[str], say: Callable[[str], None]) -> None:
+    """Tells the user of a CPU that activations stay where they are."""
+    models = {
+        "actor": ("actor_rollout_ref.model", config.actor_rollout_ref.model),
+        "critic": ("critic.model", config.critic.model),
+    }
+    for role, (at, model) in models.items():
+        if role in played and model.enable_activation_offload:
+            say(f"{at}.enable_activation_offload: on a CPU nothing moves; what would is counted.")
 
 
 def _sharded(config: TrainConfig, played: frozenset[str]) -> dict[str, FSDPConfig]:
@@ -125,6 +146,15 @@ def _sharded(config: TrainConfig, played: frozenset[str]) -> dict[str, FSDPConfi
         "reward_model": ("reward_model", config.reward_model.fsdp_config),
     }
     return {f"{at}.fsdp_config": section for role, (at, section) in sections.items() if role in played}
+
+
+def _optimizers(config: TrainConfig, played: frozenset[str]) -> dict[str, OptimConfig]:
+    """The sections of the models that learn."""
+    sections = {
+        "actor": ("actor_rollout_ref.actor.optim", config.actor_rollout_ref.actor.optim),
+        "critic": ("critic.optim", config.critic.optim),
+    }
+    return {at: section for role, (at, section) in sections.items() if role in played}
 
 
 def _reward(config: TrainConfig) -> Reward | None:

@@ -11,6 +11,7 @@ from importlib import import_module
 from transformers import PreTrainedTokenizerBase
 
 from tandem.config.root import TrainConfig
+from tandem.config.trainer import RunConfig
 from tandem.errors import ConfigError, TandemError, WorkerFailure
 from tandem.observability.run import RunFolder
 from tandem.rewards import Reward
@@ -25,13 +26,12 @@ from tandem.workers.data import DataWorker
 RAY = "tandem.runtime.ray_backend:RayBackend"
 
 
-def make_backend(config: TrainConfig, run: RunFolder, say: Callable[[str], None]) -> Backend:
+def make_backend(trainer: RunConfig, run: RunFolder, say: Callable[[str], None]) -> Backend:
     """The backend that the config asks for.
 
     Raises:
         ConfigError: it is not installed, or there is no cluster where one is named.
     """
-    trainer = config.trainer
     if trainer.resolved_backend == "local":
         return LocalBackend()
     make = ray_backend(asked=trainer.backend)

@@ -94,6 +94,7 @@ class PPOTrainer:
                 if due(trainer.save_freq, step, last) or stop:
                     self._save(step, metrics)
                 session.log(step, metrics | session.timeline.take())
+                session.check_save()
                 self._done = step, metrics
                 self.at_step_boundary(step)
 
@@ -152,9 +153,9 @@ class PPOTrainer:
         self._forget_measures()
         return metrics
 
-    def _save(self, step: int, metrics: dict[str, float]) -> Path:
-        """A checkpoint; its folder."""
-        path = self.session.save(step, self.state_dict(), metrics)
+    def _save(self, step: int, metrics: dict[str, float], *, wait: bool = False) -> Path:
+        """A checkpoint; its folder. See `Session.save`."""
+        path = self.session.save(step, self.state_dict(), metrics, wait=wait)
         self._forget_measures()
         return path
 
@@ -214,7 +215,7 @@ class PPOTrainer:
                 checkpoint.
         """
         step, metrics = self._done
-        path = self._save(step, metrics)
+        path = self._save(step, metrics, wait=True)
         self.roles = self.launcher.move(self.roles, placement, self.plan)
         self.session.members = self.roles.members
         self.session.load_members(path)

@@ -1,4 +1,4 @@
-"""Training prompts in the controller: which batch is next, and its data asked for ahead of time."""
+"""Training batches in the controller: which is next, and its data asked for ahead of time."""
 
 from __future__ import annotations
 

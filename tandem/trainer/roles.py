@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,11 +133,7 @@ class Roles:
 
     def take_timings(self) -> dict[str, float]:
         """`timing/PHASE`, seconds since the last call; of several ranks the slowest's."""
-        seconds: dict[str, float] = {}
-        for group in self.groups:
-            for taken in _offered(group, "take_timings"):
-                seconds |= {name: max(value, seconds.get(name, 0.0)) for name, value in taken.items()}
-        return seconds
+        return slowest_timings(self.groups)
 
     def take_usage(self, elapsed_s: float) -> dict[str, float]:
         """Per role since the last call: the share of the elapsed time that its ranks were busy, their
@@ -151,6 +147,15 @@ class Roles:
             out[f"perf/transfer_s/{group.role}"] = sum(u.transfer_s for u in taken) / ranks
             out[f"perf/transfer_bytes/{group.role}"] = float(sum(u.transfer_bytes for u in taken))
         return out
+
+
+def slowest_timings(groups: Iterable[WorkerGroup]) -> dict[str, float]:
+    """`timing/PHASE` of all groups, seconds since the last call; of several ranks the slowest's."""
+    seconds: dict[str, float] = {}
+    for group in groups:
+        for taken in _offered(group, "take_timings"):
+            seconds |= {name: max(value, seconds.get(name, 0.0)) for name, value in taken.items()}
+    return seconds
 
 
 def _offered(group: WorkerGroup, method: str) -> list[Any]:

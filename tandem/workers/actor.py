@@ -8,15 +8,15 @@ import weakref
 from collections.abc import Collection, Generator, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from tandem.config.fsdp import FSDPConfig
+from tandem.config.actor import ActorConfig
 from tandem.config.optim import OptimConfig
+from tandem.config.ref import RefConfig
 from tandem.config.root import TrainConfig
 from tandem.engines.rollout.base import (
     SLEEP_TAGS,
@@ -27,7 +27,7 @@ from tandem.engines.rollout.base import (
     finished,
 )
 from tandem.engines.rollout.native.tensor_parallel import WHOLE, TensorParallel
-from tandem.engines.rollout.registry import make_rollout_engine
+from tandem.engines.rollout.registry import make_rollout_engine, stall_timeout_s
 from tandem.engines.train.base import TrainEngine
 from tandem.engines.train.fsdp import FSDPEngine
 from tandem.engines.weight_sync import Arrival, Digest, Sent, WeightBucket, buckets, check_arrival
@@ -36,7 +36,7 @@ from tandem.observability.metrics import Metrics
 from tandem.observability.run import RunFolder
 from tandem.protocol import DataProto, Ragged, Request, Sample, SamplingParams
 from tandem.runtime import Dispatch, Part, register
-from tandem.workers.base import EngineWorker, micro_batching
+from tandem.workers.base import EngineWorker, closed_after, micro_batching
 from tandem.workers.losses import ActorLoss
 from tandem.workers.probes import add_evidence, add_rollout_gap, difference_limit, gap_columns
 from tandem.workers.samples import requests_of, rollout_batch
@@ -91,13 +91,11 @@ class ActorWorker(EngineWorker):
         }
         self.loss = ActorLoss.from_config(policy.actor, recomputed=recompute_old)
         if "actor" in parts:
-            self._add_engine(
-                "actor", policy.actor.fsdp_config, policy.actor.optim, total_steps, updates_per_step
-            )
+            self._add_engine("actor", policy.actor, policy.actor.optim, total_steps, updates_per_step)
         elif "rollout" in parts:
-            self._add_engine("rollout", policy.actor.fsdp_config)
+            self._add_engine("rollout", policy.actor)
         if "ref" in parts:
-            self._add_engine("ref", policy.ref.fsdp_config)
+            self._add_engine("ref", policy.ref)
         self._rollout = self._rollout_engine(tokenizer) if "rollout" in parts else None
         self._sent: dict[str, Sent] = {}  # by receiver, what it was sent last
         self._export = ExitStack()  # what is held between the first bucket and the last
@@ -106,21 +104,23 @@ class ActorWorker(EngineWorker):
     def _add_engine(
         self,
         role: PolicyPart,
-        fsdp: FSDPConfig,
+        section: ActorConfig | RefConfig,
         optim: OptimConfig | None = None,
         total_steps: int = 0,
         updates_per_step: int = 1,
     ) -> None:
         policy = self._config.actor_rollout_ref
+        whole = {"tensor_parallel_size": 1} if role == "rollout" else {}  # it samples from its own layers
         engine = FSDPEngine(
             policy.model.path,
             kind="policy",
             model=policy.model,
-            fsdp=fsdp,
+            fsdp=section.fsdp_config.model_copy(update=whole),
             optim=optim,
             total_steps=total_steps,
             updates_per_step=updates_per_step,
             temperature=policy.rollout.temperature,
+            sequence_parallel=1 if role == "rollout" else section.ulysses_sequence_parallel_size,
             device=self.device,
         )
         self.hold(role, engine)
@@ -137,7 +137,9 @@ class ActorWorker(EngineWorker):
             share=(self.rank, self.world_size),
             split=split,
             model_path=self._config.actor_rollout_ref.model.path,
+            trust_remote_code=self._config.actor_rollout_ref.model.trust_remote_code,
             dtype=self._engine("actor", "rollout").compute_dtype,
+            log_file=self.run.logs / f"vllm_server_rank_{self.rank}.log",
             log=functools.partial(ActorWorker.say, weakref.proxy(self)),  # so that no engine keeps its worker
         )
         weakref.finalize(self, engine.close)
@@ -224,22 +226,19 @@ class ActorWorker(EngineWorker):
         rollout = self._rollout
         if rollout is None:
             raise EngineError("this worker holds no rollout", expected="a worker made with the part rollout")
-        held = ExitStack()
-        try:
+        limit_s = stall_timeout_s(self._config.actor_rollout_ref.rollout)
+        with closed_after(ExitStack(), lambda: self.timeline.phase("gen")) as held:
             with self.timeline.phase("gen"):
                 self._give_weights(rollout, held)
-            parts = held.enter_context(
-                closing(finished(rollout, requests, at_least=-(-len(requests) // _PARTS)))
-            )
+            at_least = -(-len(requests) // _PARTS)
+            parts = finished(rollout, requests, at_least=at_least, stall_timeout_s=limit_s)
+            held.enter_context(closing(parts))
             while True:
                 with self.timeline.phase("gen"), self.timeline.phase("generate_sequences"):
                     samples = next(parts, None)
                 if samples is None:
                     break
                 yield samples
-        finally:
-            with self.timeline.phase("gen"):
-                held.close()
 
     def _give_weights(self, rollout: RolloutEngine, held: ExitStack) -> None:
         """The policy's weights to the engine: its own module where the engine can share it, unsharded while
@@ -251,7 +250,7 @@ class ActorWorker(EngineWorker):
         """
         tags = SLEEP_TAGS if self._config.actor_rollout_ref.rollout.free_cache_engine else ()
         engine = self._engine("actor", "rollout")
-        if SharedModule in rollout.takes:
+        if SharedModule in rollout.takes and engine.unshards:
             held.enter_context(self.on_device(engine))
             sent = self._digest(engine)
             with self.timeline.phase("reshard"), self._counted_memory():
@@ -301,13 +300,13 @@ class ActorWorker(EngineWorker):
         dtype = self._engine("actor", "rollout").output_dtype
         return rollout_batch(table, requests, samples, dtype=dtype, reshaped=params.reshapes)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, balance="tokens")
+    @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, mesh="actor", blocking=False, balance="tokens")
     def compute_log_prob(self, batch: DataProto) -> DataProto:
         """`old_log_probs`, ragged fp32 (fp64 for an fp64 model), nats; also measures how far the rollout's
         own are from them."""
         out = self._log_probs("actor", "old_log_prob", batch)
         columns = {name: batch.ragged(name).values for name in gap_columns(batch)}
-        if columns and len(out.values):
+        if columns and len(out.values) and self.actor.share.leads:
             add_rollout_gap(self.observed, out.values, columns, batch.ragged("response_mask").values)
             self._add_evidence(batch)
         return DataProto({"old_log_probs": out})
@@ -317,7 +316,7 @@ class ActorWorker(EngineWorker):
         limit = difference_limit(rollout.log_prob_diff_limit, self.actor.compute_dtype, rollout.temperature)
         add_evidence(self.observed, batch, self.actor.version, limit)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, balance="tokens")
+    @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, mesh="ref", blocking=False, balance="tokens")
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """`ref_log_probs`, ragged fp32 (fp64 for an fp64 model), nats."""
         return DataProto({"ref_log_probs": self._log_probs("ref", "ref", batch)})
@@ -327,17 +326,24 @@ class ActorWorker(EngineWorker):
         with self.timeline.phase(phase), self.on_device(engine):
             return engine.forward(batch, outputs=frozenset({"log_probs"}), micro=micro).ragged("log_probs")
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, collect="first", balance="tokens")
+    @register(
+        dispatch_mode=Dispatch.ND_COMPUTE_PROTO,
+        mesh="actor",
+        blocking=False,
+        collect="first",
+        balance="tokens",
+    )
     def update_actor(self, batch: DataProto) -> Metrics:
         """One optimizer step on a mini-batch. Where its log-probs are the first under the policy that
         sampled, it also measures how far the rollout's own are from them."""
-        batching, loss = self._config.actor_rollout_ref.actor.train_batching, self.loss
+        config, loss = self._config.actor_rollout_ref.actor, self.loss
         if not loss.recomputed:
             loss = replace(loss, compared=gap_columns(batch))
-        if loss.compared and len(batch):
+        if loss.compared and len(batch) and self.actor.share.leads:
             self._add_evidence(batch)
         with self.timeline.phase("update_actor"), self.on_device(self.actor, training=True):
-            return self.guarded_step(self.actor, batch, loss, batching, "actor")
+            batching, optim = config.train_batching, config.optim
+            return self.guarded_step(self.actor, batch, loss, batching, "actor", optim)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, collect="first")
     def weight_buckets(self) -> int:
@@ -388,10 +394,6 @@ class ActorWorker(EngineWorker):
         """That of the policy that learns, in compute dtype."""
         return self.actor.digest()
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, path: Path) -> None:
-        self.actor.save(path)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, path: Path) -> None:
-        self.actor.load(path)
+    def trained(self) -> TrainEngine:
+        """See `EngineWorker.trained`."""
+        return self.actor

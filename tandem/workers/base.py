@@ -3,17 +3,21 @@ share of the process group, and the record of an update that went wrong."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import TypeVar
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from tandem.checkpoint.background import BackgroundWrite, written_mark
 from tandem.config.batching import Batching
+from tandem.config.optim import OptimConfig
 from tandem.device import choose_device
 from tandem.engines.train.base import LossFn, MicroBatching, TrainEngine
-from tandem.errors import NonFiniteError
+from tandem.errors import EngineError, NonFiniteError
 from tandem.models.parallel import init_distributed
 from tandem.observability.metrics import Metrics
 from tandem.observability.run import RunFolder
@@ -33,6 +37,27 @@ def response_texts(tokenizer: PreTrainedTokenizerBase, batch: DataProto) -> list
     rows = zip(batch.ragged("tokens"), batch.ragged("response_mask"), strict=True)
     # One by one: `batch_decode` takes an empty list for one empty response.
     return [str(tokenizer.decode(row[keep].tolist(), skip_special_tokens=True)) for row, keep in rows]
+
+
+@contextmanager
+def closed_after(
+    held: ExitStack, during: Callable[[], AbstractContextManager[object]]
+) -> Iterator[ExitStack]:
+    """Closes what is held at the end. After an error, an EngineError of the closing is left out: it comes of
+    the first, which is the one to see.
+
+    Args:
+        during: a context to close it in.
+    """
+    try:
+        yield held
+    except (Exception, KeyboardInterrupt):
+        with during(), suppress(EngineError):
+            held.close()
+        raise
+    finally:
+        with during():
+            held.close()
 
 
 class TimedWorker(Worker):
@@ -91,10 +116,48 @@ class EngineWorker(TimedWorker):
         init_distributed(self.device, timeout_s=collective_timeout_s)
         super().__init__(run, name, self.device)
         self.engines: dict[str, TrainEngine] = {}
+        self._in_succession = Counter[str]()  # by role, its last steps that were skipped
+        self._skipped = Counter[str]()
+        self._write = BackgroundWrite()
+
+    def trained(self) -> TrainEngine:
+        """The engine whose state goes into checkpoints.
+
+        Raises:
+            EngineError: this worker trains none.
+        """
+        raise EngineError("this worker trains no model", got=self._track, expected="an actor or a critic")
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, path: Path) -> None:
+        """Writes the trained model, its optimizer and version into the empty folder `path`."""
+        self.trained().save(path)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def begin_save(self, path: Path) -> None:
+        """The same while training goes on: returns once the state is copied to the host. The folder's
+        `written_mark` appears when all ranks have written."""
+        write = self.trained().stage(path)
+        self._write.start(write, written_mark(path) if self.rank == 0 else None)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def check_save(self) -> None:
+        """
+        Raises:
+            Exception: what a write begun by `begin_save` met with.
+        """
+        self._write.check()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, path: Path) -> None:
+        """Goes on from what was saved, at this or another number of ranks."""
+        self.trained().load(path)
 
     def hold(self, role: str, engine: AnyEngine) -> AnyEngine:
-        """Takes a new engine in: its collectives are reported under `role`; it starts offloaded."""
+        """Takes a new engine in: its collectives are reported under `role`, and batches for it are divided
+        over the mesh of that name; it starts offloaded."""
         self.engines[role] = engine
+        self.register_mesh(role, engine.share.rank, engine.share.size, collects=engine.share.leads)
         engine.offload()
         return engine
 
@@ -121,18 +184,30 @@ class EngineWorker(TimedWorker):
             engine.offload()
 
     def guarded_step(
-        self, engine: TrainEngine, batch: DataProto, loss: LossFn, batching: Batching, role: str
+        self,
+        engine: TrainEngine,
+        batch: DataProto,
+        loss: LossFn,
+        batching: Batching,
+        role: str,
+        optim: OptimConfig,
     ) -> Metrics:
-        """One optimizer step.
+        """One optimizer step, or none where the loss or gradient is not finite and fewer than
+        `skip_non_finite_steps` were skipped just before: then nothing changes, the version and so the
+        schedule included. Where steps may be skipped the metrics hold skipped_steps, the number since this
+        worker began; those of a skipped step hold nothing else.
 
         Raises:
             NonFiniteError: as the engine raised it on every rank, with the path this rank's share of
                 the batch was saved to.
         """
+        before = self._in_succession[role]
         try:
-            return engine.train_step(batch, loss, micro=micro_batching(batching))
+            metrics = engine.train_step(batch, loss, micro=micro_batching(batching))
+            self._in_succession[role] = 0
         except NonFiniteError as error:
-            path = self.run.logs / f"{role}_update_{engine.version}_rank_{self.rank}.pt"
+            again = f"_again_{before}" if before else ""
+            path = self.run.logs / f"{role}_update_{engine.version}{again}_rank_{self.rank}.pt"
             batch.save(path)
             error.field = f"{role} update {engine.version}"
             error.remedy = (
@@ -140,4 +215,15 @@ class EngineWorker(TimedWorker):
                 + (" and the other ranks' shares beside it" if self.world_size > 1 else "")
                 + "; lower the learning rate or check the rewards"
             )
-            raise
+            if before >= optim.skip_non_finite_steps:
+                raise
+            self._in_succession[role] += 1
+            self._skipped[role] += 1
+            self.say(
+                f"{error.field}: {error.message}; skipped, {before + 1} in succession of "
+                f"{optim.skip_non_finite_steps} allowed; {error.remedy}"
+            )
+            metrics = Metrics()
+        if optim.skip_non_finite_steps:
+            metrics.add_max("skipped_steps", self._skipped[role])
+        return metrics

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from tandem.config.critic import CriticConfig
+from tandem.engines.train.base import TrainEngine
 from tandem.engines.train.fsdp import FSDPEngine
 from tandem.observability.metrics import Metrics
 from tandem.observability.run import RunFolder
@@ -49,27 +48,31 @@ class CriticWorker(EngineWorker):
                 optim=config.optim,
                 total_steps=total_steps,
                 updates_per_step=updates_per_step,
+                sequence_parallel=config.ulysses_sequence_parallel_size,
                 device=self.device,
             ),
         )
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, balance="tokens")
+    @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, mesh="critic", blocking=False, balance="tokens")
     def compute_values(self, batch: DataProto) -> DataProto:
         """`values`, ragged fp32 (fp64 for an fp64 model): the expected return before each token."""
         with self.timeline.phase("values"), self.on_device(self.engine):
             micro = micro_batching(self.config.forward_batching)
             return self.engine.forward(batch, outputs=frozenset({"values"}), micro=micro)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, collect="first", balance="tokens")
+    @register(
+        dispatch_mode=Dispatch.ND_COMPUTE_PROTO,
+        mesh="critic",
+        blocking=False,
+        collect="first",
+        balance="tokens",
+    )
     def update_critic(self, batch: DataProto) -> Metrics:
         """One optimizer step on a mini-batch with `values`, `returns` and `response_mask`."""
         with self.timeline.phase("update_critic"), self.on_device(self.engine, training=True):
-            return self.guarded_step(self.engine, batch, self.loss, self.config.train_batching, "critic")
+            batching, optim = self.config.train_batching, self.config.optim
+            return self.guarded_step(self.engine, batch, self.loss, batching, "critic", optim)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, path: Path) -> None:
-        self.engine.save(path)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, path: Path) -> None:
-        self.engine.load(path)
+    def trained(self) -> TrainEngine:
+        """See `EngineWorker.trained`."""
+        return self.engine

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tandem.config.reward_model import RewardModelConfig
 from tandem.engines.train.fsdp import FSDPEngine
-from tandem.models.loading import check_vocabulary, load_config
+from tandem.models.loading import check_vocabulary, load_config, require_scorer
 from tandem.observability.run import RunFolder
 from tandem.protocol import DataProto
 from tandem.runtime import Dispatch, register
@@ -41,8 +41,9 @@ class RewardModelWorker(EngineWorker):
         self.config = config
         self.tokenizer = tokenizer
         model, remote = config.model, config.model.trust_remote_code
-        vocabulary = load_config(model.path, trust_remote_code=remote).get_text_config().vocab_size
-        check_vocabulary(model.path, vocabulary, tokenizer, trust_remote_code=remote)
+        folder = load_config(model.path, trust_remote_code=remote)
+        require_scorer(model.path, folder)
+        check_vocabulary(model.path, folder.get_text_config().vocab_size, tokenizer, trust_remote_code=remote)
         self.engine = self.hold(
             "reward_model",
             FSDPEngine(
@@ -52,11 +53,12 @@ class RewardModelWorker(EngineWorker):
                 fsdp=config.fsdp_config,
                 optim=None,
                 total_steps=0,
+                sequence_parallel=config.ulysses_sequence_parallel_size,
                 device=self.device,
             ),
         )
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, balance="tokens")
+    @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, mesh="reward_model", blocking=False, balance="tokens")
     def compute_rm_score(self, batch: DataProto) -> DataProto:
         """Scores prompt and response together.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.config import Batching, SFTConfig, TrainConfig
+from tandem.config import Batching, RMConfig, SFTConfig, TrainConfig
 from tandem.config.actor import ActorConfig
 from tandem.config.critic import CriticConfig, CriticModelConfig
 from tandem.config.model import ModelConfig
@@ -50,6 +50,7 @@ DEFAULTS = {
     f"{A}.optim.weight_decay": 0.01,
     f"{A}.optim.betas": (0.9, 0.999),
     f"{A}.optim.clip_grad": 1.0,
+    f"{A}.optim.optimizer": "adamw",
     f"{A}.optim.lr_scheduler_type": "constant",
     f"{A}.fsdp_config.param_offload": False,
     f"{A}.fsdp_config.optimizer_offload": False,
@@ -98,6 +99,9 @@ DEFAULTS = {
     "trainer.resume_mode": "auto",
     "trainer.critic_warmup": 0,
     "trainer.max_ckpt_to_keep": None,
+    "trainer.keep_best": None,
+    "trainer.keep_best_mode": "max",
+    "trainer.async_save": False,
 }
 
 
@@ -176,7 +180,7 @@ def test_sections_built_on_their_own_hold_the_same_values_as_loaded_ones(load, m
     assert ActorConfig(clip_ratio=0.1).clip_ratio_high == 0.1
 
 
-@pytest.mark.parametrize("root", [TrainConfig, SFTConfig])
+@pytest.mark.parametrize("root", [TrainConfig, SFTConfig, RMConfig])
 def test_every_key_says_what_it_means_and_inherits_from_a_key(root):
     for key in keys(root).values():
         assert key.info.description, key.name

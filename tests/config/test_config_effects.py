@@ -18,11 +18,15 @@ NO_EFFECT = {
     ),
     f"{A}.loss_scale_factor=100": f"set only with {A}.loss_agg_mode=seq-mean-token-sum-norm",
     "custom_reward_function.name=mine": "set only with custom_reward_function.path",
-    f"{A}.optim.min_lr_ratio=0.1": f"set only with {A}.optim.lr_scheduler_type=linear or cosine",
+    f"{A}.optim.min_lr_ratio=0.1": f"set only with {A}.optim.lr_scheduler_type=linear, cosine or wsd",
+    f"{A}.optim.muon_momentum=0.9": f"set only with {A}.optim.optimizer=muon",
+    "critic.optim.lr_wsd_decay_ratio=0.2": "set only with critic.optim.lr_scheduler_type=wsd",
+    f"{A}.optim.lr_wsd_decay_style=linear": f"set only with {A}.optim.lr_scheduler_type=wsd",
     "critic.optim.total_training_steps=9": (
-        "set only with critic.optim.lr_scheduler_type=linear or cosine, "
+        "set only with critic.optim.lr_scheduler_type=linear, cosine or wsd, "
         "or with critic.optim.lr_warmup_steps_ratio"
     ),
+    "trainer.keep_best_mode=min": "set only with trainer.keep_best",
     "trainer.resume_from_path=/tmp": "set only with trainer.resume_mode=resume_path",
 }
 
@@ -48,6 +52,9 @@ def test_setting_a_result_where_it_has_no_effect_is_an_error(errors, override):
         (*GRPO, "algorithm.norm_adv_by_std_in_grpo=false"),
         (f"{A}.optim.lr_scheduler_type=cosine", f"{A}.optim.min_lr_ratio=0.1"),
         (f"{A}.optim.lr=0",),
+        (f"{A}.optim.optimizer=muon", f"{A}.optim.muon_momentum=0.9", f"{A}.optim.no_weight_decay=[]"),
+        ("critic.optim.optimizer=AdamW", "critic.optim.fused=false", "critic.optim.no_weight_decay=bias"),
+        (f"{A}.optim.lr_scheduler_type=wsd", f"{A}.optim.lr_wsd_decay_style=linear"),
         ("critic.loss_agg_mode=seq-mean-token-sum-norm", f"{A}.loss_scale_factor=100"),
         ("algorithm.adv_estimator=my_package.module:estimator", "algorithm.adv_kwargs={anything: 1}"),
     ],
@@ -64,3 +71,9 @@ def test_adaptive_control_reads_its_target_and_horizon(load, errors):
     assert set(errors(on, *keys)) == {"algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl"}
     found = errors(on, "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=0")
     assert found["algorithm.kl_ctrl.horizon"].expected == "integer > 0"
+
+
+def test_the_best_by_a_validation_needs_one(errors):
+    (error,) = errors("trainer.keep_best=val/accuracy").values()
+    assert error.field == "trainer.keep_best" and error.got == "val/accuracy"
+    assert "there is none" in error.message and "trainer.test_freq" in error.remedy

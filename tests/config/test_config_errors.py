@@ -244,13 +244,6 @@ WRONG = {
         "1; further devices take further samples",
         f"set {R}.tensor_model_parallel_size=1, or actor_rollout_ref.rollout.name=native",
     ),
-    "sequence parallel": (
-        [f"{A}.ulysses_sequence_parallel_size=4", "trainer.n_gpus_per_node=4"],
-        f"{A}.ulysses_sequence_parallel_size",
-        "this build keeps each sequence on one device",
-        "1; further devices take further samples",
-        f"set {A}.ulysses_sequence_parallel_size=1",
-    ),
     "reward model without a folder": (
         ["reward_model.enable=true"],
         "reward_model.model.path",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+MODEL = "actor_rollout_ref.model"
 GRPO = ("algorithm.adv_estimator=grpo", f"{R}.n=4")
 
 
@@ -55,6 +56,57 @@ NOTICES = {
     "runner of another engine": (
         [f"{R}.name=hf", f"{R}.runner=module"],
         [f"{R}.runner: no effect; counts only with {R}.name=native."],
+    ),
+    "fused in another library": (
+        [f"{A}.optim.optimizer=adamw_8bit", f"{A}.optim.fused=false"],
+        [f"{A}.optim.fused: no effect; counts only with another {A}.optim.optimizer than adamw_8bit."],
+    ),
+    "offload of what is on the host": (
+        ["critic.optim.optimizer=adamw_cpu", "critic.fsdp_config.optimizer_offload=true"],
+        [
+            "critic.fsdp_config.optimizer_offload: no effect; counts only with another "
+            "critic.optim.optimizer than adamw_cpu, whose state is always on the host."
+        ],
+    ),
+    "schedule by its old name": (
+        [f"{A}.optim.warmup_style=cosine"],
+        [f"{A}.optim.warmup_style is deprecated: use {A}.optim.lr_scheduler_type=cosine."],
+    ),
+    "head's kernels unused": (
+        [f"{MODEL}.fused_kernel_options.impl_backend=triton"],
+        [
+            f"{MODEL}.fused_kernel_options.impl_backend: no effect; counts only with "
+            f"{MODEL}.use_fused_kernels=true."
+        ],
+    ),
+    "fused head on a CPU": (
+        [f"{MODEL}.use_fused_kernels=true", "trainer.device=cpu"],
+        [
+            f"{MODEL}.use_fused_kernels=true: no effect; the head is PyTorch's, fused tile by tile, without "
+            "it too."
+        ],
+    ),
+    "fused head that is there anyway": (
+        [f"{MODEL}.use_fused_kernels=true", f"{MODEL}.fused_kernel_options.impl_backend=torch"],
+        [
+            f"{MODEL}.use_fused_kernels=true: no effect; the head is PyTorch's, fused tile by tile, without "
+            "it too."
+        ],
+    ),
+    "fused head where it may count": ([f"{MODEL}.use_fused_kernels=true"], []),
+    "entropy in chunks": (
+        ["actor_rollout_ref.ref.entropy_from_logits_with_chunking=True"],
+        [
+            "actor_rollout_ref.ref.entropy_from_logits_with_chunking=true: always true here: the head works "
+            "through the vocabulary in tiles and never holds all logits at once."
+        ],
+    ),
+    "entropy not computed again": (
+        [f"{A}.entropy_checkpointing=false"],
+        [
+            f"{A}.entropy_checkpointing=false: always true here: the backward pass makes the logits again, "
+            "tile by tile, and keeps none of them."
+        ],
     ),
     "seed of no order": (
         ["data.shuffle=false", "data.seed=4"],

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.config import derived, load_sft_config, load_train_config
+from tandem.config import derived, load_train_config
 from tandem.config.cluster import ROLES
 from tandem.config.trainer import TrainerConfig
-from tandem.errors import ConfigErrors
 
 P, Q, W = "trainer.placement", "trainer.resource_pools", "trainer.worker_classes"
 POOLS = f"{Q}={{a: [2], b: [1], c: [1]}}"
@@ -224,30 +223,3 @@ def test_roles_of_a_run(load):
     on = ("reward_model.enable=true", "reward_model.model.path=${actor_rollout_ref.model.path}")
     assert roles(*on) == ("actor", "rollout", "critic", "reward_model")
     assert roles("algorithm.adv_estimator=my.module:mine") == ("actor", "rollout", "critic", "reward")
-
-
-@pytest.mark.parametrize(
-    ("word", "message", "remedy"),
-    [
-        (
-            "trainer.n_gpus_per_node=2",
-            "`tandem sft` runs in one process",
-            "set trainer.n_gpus_per_node=1 trainer.nnodes=1",
-        ),
-        (
-            "trainer.nnodes=2",
-            "`tandem sft` runs in one process",
-            "set trainer.n_gpus_per_node=1 trainer.nnodes=1",
-        ),
-        (
-            "trainer.backend=ray",
-            "unknown value",
-            "`tandem sft` runs in one process: leave this key out",
-        ),
-    ],
-)
-def test_supervised_runs_stay_in_one_process(train_file, model, word, message, remedy):
-    with pytest.raises(ConfigErrors) as caught:
-        load_sft_config(None, [f"data.train_files={train_file}", f"model.path={model}", word])
-    (error,) = caught.value.errors
-    assert (error.field, error.message, error.remedy) == (word.split("=")[0], message, remedy)

@@ -9,24 +9,21 @@ from pathlib import Path
 import pytest
 
 import tandem.config
-from tandem.config import EvalConfig, GenerateConfig, SFTConfig, TrainConfig
+from tandem.config import EvalConfig, GenerateConfig, RMConfig, SFTConfig, TrainConfig
 from tandem.config.schema import keys
 
 PACKAGE = Path(tandem.config.__file__).parent.parent
-ROOTS = (TrainConfig, SFTConfig, GenerateConfig, EvalConfig)
+ROOTS = (TrainConfig, SFTConfig, RMConfig, GenerateConfig, EvalConfig)
 ALL_KEYS = [key for root in ROOTS for key in keys(root).values()]
 
-REFUSED = {
-    # one allowed value in this build, which the rules see to
-    "strategy",
-    "ulysses_sequence_parallel_size",
-}
+REFUSED = {"strategy"}  # one allowed value in this build, which the rules see to
 
 
 @cache
 def attributes_read() -> frozenset[str]:
     """Names read as attributes anywhere but in the rules and the sizes."""
-    names = ("check.py", "check_offline.py", "files.py", "placement.py", "unused.py", "sizes.py")
+    names = ("check.py", "check_offline.py", "check_supervised.py", "files.py", "placement.py", "sizes.py")
+    names += ("unused.py", "unused_optim.py", "use.py")
     rules = {PACKAGE / "config" / name for name in names}
     return frozenset(
         node.attr

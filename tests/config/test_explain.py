@@ -6,19 +6,18 @@ import pytest
 
 from tandem.cli.check import check
 from tandem.cli.config import config as config_command
-from tandem.config import SFTConfig, TrainConfig, explain
+from tandem.config import RMConfig, SFTConfig, TrainConfig, explain
 from tandem.config.schema import keys
 from tandem.errors import ConfigError
 
+COMMANDS = {TrainConfig: "tandem train", SFTConfig: "tandem sft", RMConfig: "tandem rm"}
 
-@pytest.mark.parametrize(
-    ("root", "name"), [(root, name) for root in (TrainConfig, SFTConfig) for name in keys(root)]
-)
+
+@pytest.mark.parametrize(("root", "name"), [(root, name) for root in COMMANDS for name in keys(root)])
 def test_every_key(root, name):
     lines = explain(name).splitlines()
     key = keys(root)[name]
-    command = "tandem train" if root is TrainConfig else "tandem sft"
-    start = lines.index(f"{name} ({command})")
+    start = lines.index(f"{name} ({COMMANDS[root]})")
     assert lines[start + 1] == f"  type:    {key.expected}"
     assert lines[start + 2].startswith("  default: ")
     assert lines[start + 3] == f"  meaning: {key.info.description}"
@@ -91,3 +90,10 @@ def test_check_command(capsys, required, train_file, model):
     assert out.endswith("the config is sound\n")
     assert check(["--sft", f"data.train_files={train_file}", f"model.path={model}"]) == 0
     assert capsys.readouterr().out == "the config is sound\n"
+
+
+def test_switch_that_is_always_on_says_why():
+    text = explain("actor_rollout_ref.actor.entropy_checkpointing")
+    assert text.startswith(
+        "actor_rollout_ref.actor.entropy_checkpointing (tandem train)\n  always true here: the backward pass"
+    )

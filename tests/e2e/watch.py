@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
+from tandem.engines.train.fsdp import FSDPEngine
 from tandem.engines.train.state import TrainState
 from tandem.models.packing import PackedInputs
 from tandem.models.policy import PolicyModel
@@ -46,12 +47,19 @@ class Watched:
 
 
 def watch(patch: pytest.MonkeyPatch) -> Watched:
-    """Records everything from here to the end of the patch."""
-    seen = Watched()
+    """Records everything from here to the end of the patch, but for the first forwards of a new engine."""
+    seen, warms_up = Watched(), False
     forward, layer, move = PolicyModel.forward, Qwen2DecoderLayer.forward, TrainState.move
+    warm_up = FSDPEngine._warm_up
+
+    def watched_warm_up(self: FSDPEngine, *model):
+        nonlocal warms_up
+        warms_up = True
+        warm_up(self, *model)
+        warms_up = False
 
     def watched_forward(self: PolicyModel, inputs: PackedInputs, outputs: frozenset[str]):
-        if outputs:
+        if outputs and not warms_up:
             frozen = not any(p.requires_grad for p in self.parameters())
             phase = seen.update if torch.is_grad_enabled() else seen.ref if frozen else seen.old_log_prob
             phase.append(MicroBatch(len(inputs.packing.cu_seqlens) - 1, len(inputs.input_ids)))
@@ -62,11 +70,12 @@ def watch(patch: pytest.MonkeyPatch) -> Watched:
         return layer(self, *args, **kwargs)
 
     def watched_move(self: TrainState, device, *, parameters: bool, optimizer: bool):
-        owner = "ref" if self.optimizer is None else "actor"
+        owner = "actor" if self.optimizers else "ref"
         seen.moved[f"{owner} parameters"] += parameters
         seen.moved[f"{owner} optimizer"] += optimizer
         return move(self, device, parameters=parameters, optimizer=optimizer)
 
+    patch.setattr(FSDPEngine, "_warm_up", watched_warm_up)
     patch.setattr(PolicyModel, "forward", watched_forward)
     patch.setattr(Qwen2DecoderLayer, "forward", watched_layer)
     patch.setattr(TrainState, "move", watched_move)

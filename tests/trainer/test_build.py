@@ -11,6 +11,8 @@ from tandem.trainer import build
 from tests.support.runs import Lab
 
 OFFLOAD = "actor_rollout_ref.actor.fsdp_config.param_offload"
+HOST = "actor_rollout_ref.actor.optim.optimizer=adamw_cpu"
+ACTIVATIONS = "actor_rollout_ref.model.enable_activation_offload"
 
 
 @pytest.mark.parametrize(
@@ -32,8 +34,14 @@ def test_offload_without_effect(
         lab.trainer(
             lab.folder / "unmade",
             f"{OFFLOAD}=true",
+            HOST,
+            f"{ACTIVATIONS}=true",
             f"trainer.backend={backend}",
             f"trainer.device={device}",
             said=said,
         )
-    assert said == [f"{OFFLOAD}: no effect on a CPU, whose memory is the host's."] * told
+    sentences = [
+        f"{OFFLOAD}, {HOST}: no effect on a CPU, whose memory is the host's.",
+        f"{ACTIVATIONS}: on a CPU nothing moves; what would is counted.",
+    ]
+    assert said == sentences * told

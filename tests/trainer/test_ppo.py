@@ -189,3 +189,31 @@ def test_the_schedule_counts_training_steps_whatever_the_mini_batches(lab: Lab) 
     )
     rates = [row["actor/lr"] for row in run.rows]
     assert rates == pytest.approx([0.0, 0.005, 0.01, 0.0075, 0.005, 0.0025])
+
+
+def test_a_run_skips_a_step_whose_gradient_is_not_finite(lab: Lab) -> None:
+    """One of the two updates of the second step is bad; the file of metrics counts it from then on."""
+    (lab.folder / "spoilt.py").write_text(
+        "from tandem.algorithms.advantages.grpo import grpo\n"
+        "calls = []\n"
+        "def spoilt(token_level_rewards, response_mask, offsets, group):\n"
+        "    calls.append(1)\n"
+        "    found = grpo(token_level_rewards, response_mask, offsets, group)\n"
+        "    if len(calls) == 2:\n"
+        "        found.advantages[response_mask.nonzero()[0]] = float('nan')\n"
+        "    return found\n"
+    )
+    run = lab.run(
+        "skips",
+        f"algorithm.adv_estimator={lab.folder / 'spoilt.py'}:spoilt",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        "actor_rollout_ref.actor.optim.skip_non_finite_steps=1",
+        "trainer.total_training_steps=3",
+    )
+    assert [row["actor/skipped_steps"] for row in run.rows] == [0, 1, 1]
+    assert all(isinstance(row["actor/loss"], float) for row in run.rows)
+    (line,) = (
+        line for line in (run.folder / "log" / "run.log").read_text().splitlines() if "skipped" in line
+    )
+    assert "actor update 2: the loss is not finite" in line and "actor_update_2_rank_0.pt" in line
+    assert run.actor.actor.version == 5

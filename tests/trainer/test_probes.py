@@ -16,7 +16,7 @@ from tandem.engines.rollout.hf import HFEngine
 from tandem.models.loading import load_policy
 from tandem.observability.metrics import Metrics
 from tandem.protocol import DataProto, Ragged, Request, SamplingParams
-from tandem.trainer.probes import Cause, Evidence, TrustProbe, diagnose, pearson
+from tandem.trainer.probes import Cause, Evidence, TrustProbe, diagnose, pearson, sentence
 from tandem.workers.losses import ActorLoss
 from tandem.workers.probes import (
     FINGERPRINT,
@@ -199,6 +199,15 @@ def evidence(**changes: Any) -> Evidence:
 )
 def test_the_diagnosis_by_its_evidence(changes: dict[str, Any], cause: Cause | None) -> None:
     assert diagnose(evidence(**changes)) is cause
+
+
+def test_changed_tokens_are_no_difference_of_log_probs() -> None:
+    said = sentence(Cause.RETOKENISED, evidence(difference=0.0, changed_samples=3))
+    assert said.startswith("Tokens were changed between the engine and training in 3 samples. Remedy: pass")
+    both = sentence(Cause.RETOKENISED, evidence(difference=0.1, changed_samples=3))
+    assert both.startswith(
+        "The rollout's log-probs differ from training's by 0.1 nats on average (limit 0.02)"
+    )
 
 
 def test_each_cause_is_said_once(worker: Any) -> None:

@@ -15,7 +15,7 @@ import torch
 from tandem.engines.rollout.base import SLEEP_TAGS
 from tandem.engines.rollout.hf import HFEngine
 from tandem.engines.weight_sync import WeightSyncError
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, EngineError
 from tandem.protocol import DataProto
 from tandem.workers import actor as actor_module
 from tests.workers import roles
@@ -190,6 +190,39 @@ def test_memory_is_given_back_after_generation_as_the_config_says(
     assert slept == ([tags, SLEEP_TAGS] if free else [tags])
 
 
+def test_the_first_error_is_the_one_that_is_seen(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes of it when the engine is put to sleep is not."""
+    worker = streaming(config, "actor", "rollout")
+
+    def fails(message: str) -> Any:
+        def call(*_: Any, **__: Any) -> Any:
+            raise EngineError(message)
+
+        return call
+
+    monkeypatch.setattr(worker._rollout, "poll", fails("out of memory"), raising=False)
+    monkeypatch.setattr(worker._rollout, "sleep", fails("requests are pending"), raising=False)
+    with pytest.raises(EngineError, match="out of memory"):
+        generate(worker)
+    monkeypatch.setattr(worker._rollout, "poll", worker._rollout._inner.poll, raising=False)
+    with pytest.raises(EngineError, match="requests are pending"):  # where it is the first, it is seen
+        generate(worker)
+
+
+def test_an_engine_has_its_servers_time(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[float] = []
+    original = actor_module.finished
+
+    def noted(*args: Any, **options: Any) -> Any:
+        limits.append(options["stall_timeout_s"])
+        return original(*args, **options)
+
+    monkeypatch.setattr(actor_module, "finished", noted)
+    monkeypatch.setattr(actor_module, "stall_timeout_s", lambda rollout: 4321.0)
+    generate(streaming(config, "actor", "rollout"))
+    assert limits == [4321.0]
+
+
 def test_the_engine_is_closed_with_its_worker(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[int] = []
     monkeypatch.setattr(HFEngine, "close", lambda engine: closed.append(id(engine)))
@@ -205,7 +238,7 @@ def test_the_engine_is_closed_with_its_worker(config: Any, monkeypatch: pytest.M
 def test_an_engine_that_takes_no_weights_is_refused_for_training(
     config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(HFEngine, "takes", frozenset())
+    monkeypatch.setattr("tandem.engines.rollout.hf.kinds_taken", lambda own: frozenset())
     with pytest.raises(ConfigError, match="weights cannot be changed") as caught:
         roles.make_actor(config, "actor", "rollout")
     assert caught.value.field == "actor_rollout_ref.rollout.name"

@@ -3,7 +3,7 @@ nothing of algorithms: a loss is handed to it with the columns it needs."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tandem.engines.weight_sync import Digest
+from tandem.models.parallel import Share
 from tandem.observability.metrics import Metrics
 from tandem.protocol import DataProto
 
@@ -46,9 +47,10 @@ class MicroBatching:
 class LossFn(Protocol):
     """A micro-batch's share of a mini-batch's loss.
 
-    `outputs` names model outputs ("log_probs", "entropy", "values"), `columns` ragged columns of
-    the batch. Both arrive as flat tensors over the micro-batch's tokens, aligned with `offsets`
-    (B+1, on the tensors' device). Summed over all micro-batches of all ranks the returned scalars
+    `outputs` names model outputs ("log_probs", "entropy", "values", "scores"), `columns` ragged or dense
+    columns of the batch. Outputs and ragged columns arrive as flat tensors over the micro-batch's tokens,
+    aligned with `offsets` (B+1, on the tensors' device), those of the sequences where a row holds several;
+    dense ones with an entry per row. Summed over all micro-batches of all ranks the returned scalars
     are the loss, because `counts` are global. Ghost micro-batches have a false response mask throughout.
     """
 
@@ -73,6 +75,10 @@ class TrainEngine(Protocol):
 
     version: int
     """Optimizer steps taken."""
+    share: Share
+    """Which rows this rank takes."""
+    unshards: bool
+    """Whether `unsharded` gives the module; not where ranks split its layers."""
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -100,7 +106,11 @@ class TrainEngine(Protocol):
         ...
 
     def unsharded(self) -> AbstractContextManager[nn.Module]:
-        """The transformers model with whole, compute-dtype weights; no train_step inside."""
+        """The transformers model with whole, compute-dtype weights; no train_step inside.
+
+        Raises:
+            EngineError: ranks split the layers, so that none has a whole one.
+        """
         ...
 
     def weights(
@@ -144,6 +154,14 @@ class TrainEngine(Protocol):
 
     def save(self, path: Path) -> None:
         """This model's shards, optimizer, schedule and version into the folder `path`."""
+        ...
+
+    def stage(self, path: Path) -> Callable[[], None]:
+        """A copy on the host of what `save` writes, as it is now.
+
+        Returns:
+            what writes it, once on every rank, on any thread, while the engine goes on.
+        """
         ...
 
     def load(self, path: Path) -> None: ...

@@ -2,38 +2,38 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
 from tandem.config.fsdp import FSDPConfig
 from tandem.config.model import BackboneConfig
 from tandem.config.optim import OptimConfig
 from tandem.engines.train.base import Counts, LossFn, MicroBatching
+from tandem.engines.train.division import Division
+from tandem.engines.train.gradients import check_finite
 from tandem.engines.train.microbatch import CPU_BLOCK_TOKENS, MicroBatch, assemble, cut, equalise
+from tandem.engines.train.module import Kind, unsharded_module
 from tandem.engines.train.optim import learning_rate
-from tandem.engines.train.state import TrainState, local
+from tandem.engines.train.optimizers import require_optimizer
+from tandem.engines.train.shards import gathered
+from tandem.engines.train.state import TrainState
 from tandem.engines.weight_sync import Digest
-from tandem.errors import DataError, EngineError, NonFiniteError
+from tandem.errors import DataError, EngineError
+from tandem.models.activations import manage_activations
 from tandem.models.collectives import CollectiveMeter, all_reduce_bytes
-from tandem.models.loading import load_policy, load_scorer
-from tandem.models.parallel import init_distributed, shard
-from tandem.models.policy import PolicyModel
-from tandem.models.score import ScoreModel
-from tandem.models.value import ValueModel
+from tandem.models.packed_check import LIMITS, check_sequences, require_packed
+from tandem.models.parallel import shard
+from tandem.models.tensor_parallel import parallelize
 from tandem.observability.metrics import Metrics
 from tandem.protocol import DataProto, Ragged
 
-Kind = Literal["policy", "value", "score"]
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
@@ -49,10 +49,13 @@ class FSDPEngine:
         total_steps: steps the learning rate's schedule spans, where `optim` does not say.
         updates_per_step: optimizer steps that count as one step of the schedule.
         temperature: divides the policy's logits.
+        sequence_parallel: ranks that share the tokens of each micro-batch (Ulysses), and take the same rows.
         device: where it runs.
 
     Raises:
-        ModelError: a folder that cannot be used.
+        ModelError: a folder that cannot be used, or a model that cannot be divided so.
+        ConfigError: sizes that do not divide the number of ranks, or parts of the model; an optimizer whose
+            library is not installed, or kernels that cannot run here. Nothing is loaded then.
     """
 
     def __init__(
@@ -66,8 +69,10 @@ class FSDPEngine:
         total_steps: int,
         updates_per_step: int = 1,
         temperature: float = 1.0,
+        sequence_parallel: int = 1,
         device: torch.device,
     ) -> None:
+        require_optimizer(optim)
         self.device = device
         self.version = 0
         self._fsdp = fsdp
@@ -78,28 +83,41 @@ class FSDPEngine:
         self._pad_to_longest = not model.use_remove_padding
         self._master = _DTYPES[fsdp.model_dtype]
         self._compute = _compute_dtype(fsdp, device)
-        mesh = init_distributed(device)
-        self._world = mesh.size()
         self._meter = CollectiveMeter()
-        self.module = _module(
-            kind, model_path, model, self._master, temperature=temperature, trains=optim is not None
+        division = Division.of(model_path, model, fsdp, sequence_parallel, device=device, meter=self._meter)
+        self.grid, self.share, self._split = division.grid, division.grid.share, division.sequence
+        self._division, self.unshards = division, division.tensor is None
+        self._others = self.grid.work["data"].get_group()  # with other rows
+        self.module, files = unsharded_module(
+            kind,
+            model_path,
+            model,
+            self._master,
+            device,
+            temperature=temperature,
+            trains=optim is not None,
         )
+        if division.tensor is not None:
+            parallelize(self.module, division.tensor)
         # One rank gains nothing from giving up parameters it would at once gather from itself.
-        self._reshard_after_forward = fsdp.reshard_after_forward and self._world > 1
+        self._reshard_after_forward = fsdp.reshard_after_forward and self.grid.weights["shard"].size() > 1
         layers: Any = self.module.decoder.layers
+        self._offload = manage_activations(layers, model, device) if optim is not None else None
         self._units: list[FSDPModule] = shard(
             self.module,
             list(layers),
-            mesh,
+            self.grid.fsdp,
             compute_dtype=self._compute,
             master_dtype=self._master,
             reshard_after_forward=self._reshard_after_forward,
             forward_prefetch=fsdp.forward_prefetch,
             meter=self._meter,
         )
+        if files is not None:
+            files.fill(self.module, device)
         self._fix_prefetch()
-        self._warm_up()
-        self._state = TrainState(self.module, optim)
+        self._warm_up(kind, model_path)
+        self._state = TrainState(self.module, optim, self._meter)
 
     def _fix_prefetch(self) -> None:
         """Each unit's backward gathers the layer before it, and nothing else. FSDP's own guess goes by the
@@ -109,14 +127,24 @@ class FSDPEngine:
             unit.set_modules_to_backward_prefetch([earlier])
         self._units[0].set_modules_to_backward_prefetch([self._root])  # which is gathered then
 
-    def _warm_up(self) -> None:
-        """A first forward through the root, on one token: FSDP takes the module that runs first for
-        its root, and that may otherwise be a layer that the rollout calls."""
-        token = DataProto({"tokens": Ragged.from_list([[0]], dtype=torch.int64)})
-        inputs = assemble(token, [0], frozenset(), device=self.device).inputs
-        with torch.no_grad():
-            self.module(inputs, frozenset())
-        self._reshard()
+    def _warm_up(self, kind: Kind, model_path: str | Path) -> None:
+        """First forwards through the root: FSDP takes the module that runs first for its root, and that may
+        otherwise be a layer that the rollout calls. A policy must give packed sequences what it gives each
+        of them alone.
+
+        Raises:
+            ModelError: it does not.
+        """
+        if kind != "policy":
+            token = DataProto({"tokens": Ragged.from_list([[0]], dtype=torch.int64)})
+            self.forward(token, outputs=frozenset(), micro=MicroBatching())
+            return
+        tokens = DataProto({"tokens": check_sequences(self.module.decoder.config.vocab_size)})
+        together, alone = (
+            self.forward(tokens, outputs=frozenset({"log_probs"}), micro=micro).ragged("log_probs").values
+            for micro in (MicroBatching(), MicroBatching(max_samples=1))
+        )
+        require_packed(together, alone, LIMITS[self._compute], str(model_path))
 
     def _reshard(self) -> None:
         for unit in self._units:
@@ -125,8 +153,8 @@ class FSDPEngine:
     def _micro_batches(
         self, batch: DataProto, columns: frozenset[str], micro: MicroBatching
     ) -> Iterator[MicroBatch]:
-        mask = {"response_mask"} & set(batch.batch)
-        batch = batch.select(sorted({"tokens", *mask, *columns}), ())
+        kept = {"response_mask", "sequence_lengths"} & set(batch.batch)
+        batch = batch.select(sorted({"tokens", *kept, *columns}), ())
         lengths = batch.ragged("tokens").lengths.tolist()
         block_tokens = CPU_BLOCK_TOKENS if self.device.type == "cpu" else None
         for rows in equalise(cut(lengths, micro, block_tokens=block_tokens), self._meter):
@@ -137,6 +165,7 @@ class FSDPEngine:
                 device=self.device,
                 pad_to_longest=self._pad_to_longest,
                 whole=self.module.whole_sequences,
+                split=self._split,
             )
 
     def forward(self, batch: DataProto, *, outputs: frozenset[str], micro: MicroBatching) -> DataProto:
@@ -164,8 +193,7 @@ class FSDPEngine:
         if not rows:
             empty = batch.ragged("tokens").with_values(torch.empty(0, dtype=self.output_dtype))
             return DataProto(dict.fromkeys(parts, empty))
-        back = torch.empty(len(rows), dtype=torch.int64)
-        back[torch.tensor(rows)] = torch.arange(len(rows))
+        back = torch.tensor(rows).argsort()
         return DataProto(
             {
                 name: Ragged.from_lengths(torch.cat(values).cpu(), torch.cat(lengths))[back]
@@ -175,7 +203,7 @@ class FSDPEngine:
 
     def train_step(self, batch: DataProto, loss: LossFn, *, micro: MicroBatching) -> Metrics:
         """See `TrainEngine.train_step`. Its metrics are the loss's own, grad_norm (before clipping)
-        and lr.
+        and lr; with activation offload those of `ActivationOffload.report`, over all ranks.
 
         Raises:
             NonFiniteError: the loss or the gradient norm is not finite; nothing has changed.
@@ -197,7 +225,7 @@ class FSDPEngine:
             metrics, total = self._accumulate(micro_batches, loss, counts)
             self._interrupted = False
             grad_norm = self._state.gradient_norm()
-            self._check_finite(total, grad_norm)
+            check_finite(total, grad_norm)
             self._state.step(lr, grad_norm, self._optim.clip_grad)
         finally:
             self._state.zero_grad()
@@ -221,14 +249,16 @@ class FSDPEngine:
             out = self.module(part.inputs, loss.outputs)
             share, metrics = loss(out, part.columns, part.offsets, counts)
             torch.autograd.backward(share)
+            if self._offload is not None:
+                self._offload.report(metrics)
             parts.append(metrics)
             total += share.detach()
         merged = Metrics.merged(parts)
-        self._meter.all_reduce(total)
-        if self._world > 1:
+        self._meter.all_reduce(total, group=self._others)
+        if self.share.size > 1:
             table_bytes = 16 * len(merged)  # a value and a weight in fp64
-            with self._meter.measure(self.device, all_reduce_bytes(table_bytes, self._world)):
-                merged = merged.all_reduced(None, self.device)
+            with self._meter.measure(self.device, all_reduce_bytes(table_bytes, self.share.size)):
+                merged = merged.all_reduced(self._others, self.device)
         return merged, total
 
     @property
@@ -242,26 +272,19 @@ class FSDPEngine:
         answered = torch.zeros(len(mask), dtype=torch.bool)
         answered[mask.row_ids()[mask.values].cpu()] = True
         both = torch.tensor([tokens, int(answered.sum())])
-        self._meter.all_reduce(both)
+        self._meter.all_reduce(both, group=self._others)
         if int(both[0]) == 0:
             raise DataError("no response token in the whole mini-batch", field="response_mask")
         return Counts(tokens=int(both[0]), sequences=int(both[1]))
 
-    @staticmethod
-    def _check_finite(loss: Tensor, grad_norm: Tensor) -> None:
-        values = torch.stack([loss, grad_norm.to(loss.dtype)]).tolist()
-        for name, value in zip(("loss", "gradient norm"), values, strict=True):
-            if not math.isfinite(value):
-                raise NonFiniteError(
-                    f"the {name} is not finite; no weight has changed",
-                    field=name,
-                    got=value,
-                    expected="a finite number",
-                )
-
     @contextmanager
     def unsharded(self) -> Iterator[nn.Module]:
-        """See `TrainEngine.unsharded`. The module is in eval mode inside."""
+        """See `TrainEngine.unsharded`. The module is in eval mode inside.
+
+        Raises:
+            EngineError: tensor parallelism splits the layers; see `unshards`.
+        """
+        self._division.check_whole()
         training = self.module.training
         for unit in self._units:
             unit.unshard()
@@ -282,7 +305,7 @@ class FSDPEngine:
         tensors there is one at a time."""
         for name, parameter in self._state.named().items():
             if names is None or name in names:
-                yield name, self._whole(parameter.detach(), dtype or self._master)
+                yield name, gathered(parameter.detach(), dtype or self._master, self._meter)
 
     @property
     def weight_shapes(self) -> dict[str, torch.Size]:
@@ -293,23 +316,9 @@ class FSDPEngine:
         """See `TrainEngine.digest`."""
         sums = self._state.checksums(dtype or self._compute)
         total = torch.stack(list(sums.values()))
-        self._meter.all_reduce(total)
+        for name in ("shard", "tp"):
+            self._meter.all_reduce(total, group=self.grid.weights[name].get_group())
         return dict(zip(sums, total.tolist(), strict=True))
-
-    def _whole(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
-        """Gathers straight into the whole tensor: `full_tensor` would hold it twice."""
-        shard = local(parameter).to(dtype)
-        if self._world == 1:
-            return shard
-        rows = -(-parameter.shape[0] // self._world)
-        if len(shard) < rows:
-            shard = torch.cat([shard, shard.new_empty(rows - len(shard), *shard.shape[1:])])
-        whole = shard.new_empty(self._world * rows, *shard.shape[1:])
-        group = dist.distributed_c10d._get_default_group()
-        received = (parameter.numel() - local(parameter).numel()) * dtype.itemsize
-        with self._meter.measure(self.device, received):
-            DefaultAllGather()(whole, shard, group)
-        return whole[: parameter.shape[0]]  # only the last shards are padded
 
     def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int, *, whole: bool = True) -> None:
         """See `TrainEngine.load_weights`."""
@@ -334,6 +343,10 @@ class FSDPEngine:
     def save(self, path: Path) -> None:
         """Writes model, optimizer and version into the folder `path`, each rank its own shards."""
         self._state.save(path, self.version)
+
+    def stage(self, path: Path) -> Callable[[], None]:
+        """See `TrainEngine.stage`."""
+        return self._state.stage(path, self.version)
 
     def load(self, path: Path) -> None:
         """Reads what `save` wrote, at this or another number of ranks.
@@ -361,38 +374,13 @@ class FSDPEngine:
             "parameters": sum(parameter.numel() for parameter in self.module.parameters()),
             "master_dtype": str(self._master),
             "compute_dtype": str(self._compute),
-            "world_size": self._world,
+            "world_size": self.grid.work.size(),
             "device": str(self.device),
             "offload_applies": self.device.type != "cpu",
             **self._state.bytes_by_device(),
         }
 
 
-def _module(
-    kind: Kind,
-    path: str | Path,
-    model: BackboneConfig,
-    dtype: torch.dtype,
-    *,
-    temperature: float,
-    trains: bool,
-) -> PolicyModel | ValueModel | ScoreModel:
-    """The unsharded model of that kind."""
-    load = load_scorer if kind == "score" else load_policy
-    backbone = load(path, dtype=dtype, trust_remote_code=model.trust_remote_code)
-    if model.enable_gradient_checkpointing and trains:
-        backbone.gradient_checkpointing_enable(
-            gradient_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": False}
-        )
-    module: PolicyModel | ValueModel | ScoreModel
-    if kind == "policy":
-        module = PolicyModel(backbone, temperature=temperature)
-    else:
-        module = ValueModel(backbone) if kind == "value" else ScoreModel(backbone)
-    return module.requires_grad_(trains)
-
-
 def _compute_dtype(fsdp: FSDPConfig, device: torch.device) -> torch.dtype:
-    if fsdp.dtype != "auto":
-        return _DTYPES[fsdp.dtype]
-    return torch.bfloat16 if device.type == "cuda" else _DTYPES[fsdp.model_dtype]
+    auto = torch.bfloat16 if device.type == "cuda" else _DTYPES[fsdp.model_dtype]
+    return _DTYPES.get(fsdp.dtype, auto)

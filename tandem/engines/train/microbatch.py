@@ -10,9 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tandem.balance import within_budget
+from tandem.device import to_device
 from tandem.engines.train.base import MicroBatching
 from tandem.models.collectives import CollectiveMeter
 from tandem.models.packing import PackedInputs, pack
+from tandem.models.sequence_parallel import SequenceSplit
 from tandem.protocol import DataProto, Ragged
 
 # On a CPU larger micro-batches are not faster, as their activations leave the caches (measured: 5%
@@ -79,7 +81,7 @@ class MicroBatch:
     rows: the share's rows in it; none for a ghost.
     inputs: what the model takes.
     columns: the loss's columns, flat over the rows' tokens.
-    offsets: (B+1) int64; all on the model's device.
+    offsets: (B+1) int64, of the sequences; all on the model's device.
     lengths: tokens per row, on the host.
     """
 
@@ -98,32 +100,47 @@ def assemble(
     device: torch.device,
     pad_to_longest: bool = False,
     whole: bool = False,
+    split: SequenceSplit | None = None,
 ) -> MicroBatch:
     """One micro-batch on the model's device. No rows make a ghost: one sequence of one token, whose
     columns are all zero, its `response_mask` false. It takes part in every collective and adds nothing.
 
     Args:
-        batch: the rank's share, with `tokens` and, unless every token's outcome is wanted,
-            `response_mask`.
+        batch: the rank's share, with `tokens`; unless every token's outcome is wanted, `response_mask`;
+            where a row holds several sequences, `sequence_lengths`.
         columns: ragged or dense columns for the loss.
-        pad_to_longest, whole: see `pack`.
+        pad_to_longest, whole, split: see `pack`.
 
     Raises:
         DataError: a column that is not there.
     """
     part = batch[rows] if rows else _ghost(batch)
-    tokens = part.ragged("tokens").to("cpu")
+    tokens = sequences(part) if rows else part.ragged("tokens")
     wanted = part.ragged("response_mask").values.cpu() if "response_mask" in part else None
+    names = sorted(columns)
+    offsets, *values = to_device([tokens.offsets, *(flat(part, name) for name in names)], device)
     return MicroBatch(
         rows=rows,
-        inputs=pack(tokens, wanted, device=device, pad_to_longest=pad_to_longest, whole=whole),
-        columns={name: _values(part, name).to(device) for name in sorted(columns)},
-        offsets=tokens.offsets.to(device),
-        lengths=tokens.lengths,
+        inputs=pack(
+            tokens.to("cpu"), wanted, device=device, pad_to_longest=pad_to_longest, whole=whole, split=split
+        ),
+        columns=dict(zip(names, values, strict=True)),
+        offsets=offsets,
+        lengths=part.ragged("tokens").lengths,
     )
 
 
-def _values(part: DataProto, name: str) -> Tensor:
+def sequences(batch: DataProto) -> Ragged:
+    """The sequences that the model sees, one after the other: a row's `tokens` each, or, where there is a
+    column `sequence_lengths`, ragged int64, as many in each row as it has entries."""
+    tokens = batch.ragged("tokens")
+    if "sequence_lengths" not in batch:
+        return tokens
+    return Ragged.from_lengths(tokens.values, batch.ragged("sequence_lengths").values)
+
+
+def flat(part: DataProto, name: str) -> Tensor:
+    """A column as a loss takes it: the values of all rows in succession, or one for each row."""
     return part.dense(name) if isinstance(part.batch.get(name), Tensor) else part.ragged(name).values
 
 

@@ -3,71 +3,68 @@ place and checkpoint."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
 
 from tandem.config.optim import OptimConfig
-from tandem.engines.weight_sync import checksum
+from tandem.engines.train import shards
+from tandem.engines.train.gradients import clip, gradient_norm
+from tandem.engines.train.optimizers import build_optimizers, set_learning_rate
 from tandem.errors import CheckpointError, EngineError
+from tandem.models.collectives import CollectiveMeter
 from tandem.models.policy import PolicyModel
 from tandem.models.score import ScoreModel
+from tandem.models.tensor_group import local
 from tandem.models.value import ValueModel
 
 
 class TrainState:
-    """Parameters of a sharded module and the AdamW that updates them.
+    """Parameters of a sharded module and the optimizers that update them.
 
     Args:
         module: sharded by FSDP2, with every parameter in its final place.
         optim: the optimizer's numbers; None for a frozen module.
+        meter: counts the optimizer's collectives.
+
+    Raises:
+        ConfigError: an optimizer whose library is not installed.
     """
 
-    def __init__(self, module: PolicyModel | ValueModel | ScoreModel, optim: OptimConfig | None) -> None:
+    def __init__(
+        self,
+        module: PolicyModel | ValueModel | ScoreModel,
+        optim: OptimConfig | None,
+        meter: CollectiveMeter,
+    ) -> None:
         self.module = module
-        self.optimizer: torch.optim.AdamW | None = None
-        if optim is not None:
-            self.optimizer = torch.optim.AdamW(
-                module.parameters(),
-                lr=optim.lr,
-                betas=(optim.betas[0], optim.betas[1]),
-                eps=optim.eps,
-                weight_decay=optim.weight_decay,
-                fused=True,
-            )
-            self._allocate(self.optimizer)
-
-    def _allocate(self, optimizer: torch.optim.AdamW) -> None:
-        """AdamW's state before the first step, so that memory is known from the start and
-        a checkpoint of version 0 is complete."""
-        for parameter in self.module.parameters():
-            optimizer.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                "exp_avg": torch.zeros_like(parameter, requires_grad=False),
-                "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
-            }
+        self._writers: dist.ProcessGroup | None = None
+        self._stays = optim is not None and optim.optimizer == "adamw_cpu"
+        layers: Any = module.decoder.layers
+        self.optimizers = [] if optim is None else build_optimizers(module, layers, optim, meter)
+        self._slots = {p: slots for optimizer in self.optimizers for p, slots in optimizer.state.items()}
 
     def gradient_norm(self) -> Tensor:
-        """Euclidean norm of the whole gradient over all ranks; a scalar on the device."""
-        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        """Euclidean norm of the whole gradient over all ranks; a float64 scalar on the device."""
+        return gradient_norm(self.module.parameters())
 
     def step(self, lr: float, grad_norm: Tensor, clip_grad: float) -> None:
-        """One AdamW step with the gradient scaled to norm `clip_grad` if it is longer."""
-        assert self.optimizer is not None
-        scale = (clip_grad / (grad_norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_([local(p.grad) for p in self.module.parameters() if p.grad is not None], scale)
-        self.optimizer.param_groups[0]["lr"] = lr
-        self.optimizer.step()
+        """One optimizer step with the gradient scaled to norm `clip_grad` if it is longer."""
+        assert self.optimizers
+        clip(self.module.parameters(), grad_norm, clip_grad)
+        for optimizer in self.optimizers:
+            set_learning_rate(optimizer, lr)
+            optimizer.step()
 
     def zero_grad(self) -> None:
         self.module.zero_grad(set_to_none=True)
@@ -75,10 +72,11 @@ class TrainState:
     def move(self, device: torch.device | str, *, parameters: bool, optimizer: bool) -> None:
         if parameters:
             self.module.to(device)
-        if optimizer and self.optimizer is not None:
-            for state in self.optimizer.state.values():
-                for name, value in state.items():
-                    state[name] = value.to(device)
+        if optimizer and not self._stays:
+            for slots in self._slots.values():
+                for name, value in slots.items():
+                    if value.ndim:  # counters stay where their update reads them
+                        slots[name] = value.to(device)
 
     def bytes_by_device(self) -> dict[str, int]:
         """Bytes of this rank's shards: "parameters@DEVICE" and "optimizer@DEVICE"."""
@@ -87,13 +85,12 @@ class TrainState:
             for tensor in tensors:
                 shard = local(tensor.detach())
                 key = f"{kind}@{shard.device}"
-                total[key] = total.get(key, 0) + shard.numel() * shard.element_size()
+                total[key] = total.get(key, 0) + _bytes(shard)
         return total
 
     def _moments(self) -> Iterator[Tensor]:
-        if self.optimizer is not None:
-            for state in self.optimizer.state.values():
-                yield from state.values()
+        for slots in self._slots.values():
+            yield from slots.values()
 
     def copy_in(self, stream: Iterable[tuple[str, Tensor]], *, whole: bool) -> None:
         """Takes over full tensors by Hugging Face name, each rank its shards; optimizer state stays.
@@ -117,7 +114,7 @@ class TrainState:
                     expected=None if parameter is None else tuple(parameter.shape),
                     remedy="load weights of the same model",
                 )
-            _copy_shard(parameter.detach(), value)
+            shards.copy_in(parameter.detach(), value)
         if whole and left:
             raise EngineError(
                 f"{len(left)} weights are missing, the first is {next(iter(left))}",
@@ -126,12 +123,9 @@ class TrainState:
             )
 
     def checksums(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """By Hugging Face name the `checksum` of this rank's shard in `dtype`; all ranks' add up to that of
-        the whole."""
-        return {
-            name: checksum(local(value.detach()).to(dtype), _first_row(value))
-            for name, value in self.named().items()
-        }
+        """By Hugging Face name the `checksum` of this rank's shard in `dtype`; those of the ranks of
+        one copy add up to that of the whole."""
+        return {name: shards.part_checksum(value.detach(), dtype) for name, value in self.named().items()}
 
     def named(self) -> dict[str, Tensor]:
         """The parameters by Hugging Face name; tied ones once."""
@@ -141,8 +135,8 @@ class TrainState:
         """Tensors by Hugging Face name; a load writes into these very tensors."""
         named = self.named()
         state: dict[str, Any] = {"model": {name: p.detach() for name, p in named.items()}}
-        if self.optimizer is not None:
-            state["optimizer"] = {name: self.optimizer.state[p] for name, p in named.items()}
+        if self.optimizers:
+            state["optimizer"] = {name: self._slots[p] for name, p in named.items()}
         state["version"] = torch.tensor(version)
         return state
 
@@ -152,10 +146,20 @@ class TrainState:
         Raises:
             OSError, RuntimeError: what writing met with, on the first rank that failed.
         """
-        try:
-            save_shards(self._state_dict(version), checkpoint_id=path)
-        except CheckpointException as error:  # no Exception to PyTorch; callers clean up after one
-            raise next(cause for cause, _ in error.failures.values()) from error
+        _write(self._state_dict(version), path, None)
+
+    def stage(self, path: Path, version: int) -> Callable[[], None]:
+        """A copy of what `save` writes, on the host, for writing while training goes on. Collective.
+
+        Returns:
+            what writes it, on every rank, on any thread; raises as `save`.
+        """
+        if self._writers is None:  # collectives of a thread of its own must not meet those of training
+            self._writers = dist.new_group(backend="gloo")
+        state = tree_map(_host_copy, self._state_dict(version))
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return functools.partial(_write, state, path, self._writers)
 
     def load(self, path: Path) -> int:
         """Reads what `save` wrote, resharding as needed. Collective.
@@ -181,23 +185,26 @@ class TrainState:
         return int(state["version"])
 
 
-def local(tensor: Tensor) -> Tensor:
-    """This rank's shard; the same memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def _bytes(shard: Tensor) -> int:
+    """That it takes in memory; one of 8 bits is made of several tensors."""
+    flatten = getattr(shard, "__tensor_flatten__", None)
+    if flatten is not None:
+        return sum(_bytes(getattr(shard, name)) for name in flatten()[0])
+    return shard.numel() * shard.element_size()
 
 
-def _first_row(value: Tensor) -> int:
-    """The number of this rank's first row, of the rows that `checksum` counts. FSDP cuts the first dimension
-    into shares of equal size, rounded up; the last ones may be smaller, or empty."""
-    assert isinstance(value, DTensor), "no shard: the model is unsharded"
-    mesh = value.device_mesh
-    first = min(mesh.get_local_rank() * -(-value.shape[0] // mesh.size()), value.shape[0])
-    return first * math.prod(value.shape[1:-1])
+def _write(state: dict[str, Any], path: Path, group: dist.ProcessGroup | None) -> None:
+    try:
+        save_shards(state, checkpoint_id=path, process_group=group)
+    except CheckpointException as error:  # no Exception to PyTorch; callers clean up after one
+        raise next(cause for cause, _ in error.failures.values()) from error
 
 
-def _copy_shard(parameter: Tensor, value: Tensor) -> None:
-    """Every rank has the whole value, so nothing is sent."""
-    if isinstance(parameter, DTensor):
-        mesh, placements = parameter.device_mesh, parameter.placements
-        value = distribute_tensor(value, mesh, placements, src_data_rank=None)
-    local(parameter).copy_(local(value))
+def _host_copy(value: Tensor) -> Tensor:
+    """In pinned memory where it comes from a GPU, so that the copies of all tensors overlap."""
+    shard = local(value)
+    host = torch.empty_like(shard, device="cpu", pin_memory=shard.is_cuda)
+    host.copy_(shard, non_blocking=True)
+    if not isinstance(value, DTensor):
+        return host
+    return DTensor(host, value._spec, requires_grad=False)  # type: ignore[no-untyped-call]

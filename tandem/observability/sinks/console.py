@@ -13,6 +13,8 @@ from tandem.observability.sinks.base import RunInfo
 # What a step's line shows where the step has it: metric, format.
 _HEADLINES = {
     "sft/loss": "loss {:.4f}",
+    "rm/loss": "loss {:.4f}",
+    "rm/accuracy": "training accuracy {:.3f}",
     "val/loss": "validation loss {:.4f}",
     "reward/mean": "reward {:.3f}",
     "val/accuracy": "accuracy {:.3f}",

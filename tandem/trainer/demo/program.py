@@ -28,7 +28,7 @@ from tandem.trainer.demo.problems import (
 from tandem.trainer.export import export_checkpoint
 from tandem.trainer.launch import ray_backend
 from tandem.trainer.run import run_ppo
-from tandem.trainer.sft import build_sft
+from tandem.trainer.sft import run_sft
 
 TRAIN_PROBLEMS = 4000
 VALIDATION_PROBLEMS = 512
@@ -172,7 +172,7 @@ def warm_up(folder: Path, seed: int, say: Callable[[str], None]) -> Path:
         "trainer.resume_mode=disable",
         "trainer.logger=[console]",
     ]
-    build_sft(load_sft_config(None, words).config, say=say).fit()
+    run_sft(load_sft_config(None, words).config, say=say)
     out = folder / "warm_model"
     for old in sorted(out.glob("*")):
         old.unlink()

@@ -42,9 +42,9 @@ SHAPE = {
 }
 
 
-def save_model(folder):
+def save_model(folder, **shape):
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(Qwen2Config(**SHAPE)).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(Qwen2Config(**{**SHAPE, **shape})).save_pretrained(folder)
     return folder
 
 

@@ -159,14 +159,18 @@ def test_update_is_clipped_adamw_at_the_scheduled_rate(folder):
     engine = make_engine(folder, optim=optim)
     batch = make_batch()
     reference = {name: torch.nn.Parameter(value) for name, value in synthetic.weights(engine).items()}
-    adamw = torch.optim.AdamW(reference.values(), lr=0.01, weight_decay=0.1, betas=(0.8, 0.9), eps=1e-8)
+    decayed = [p for name, p in reference.items() if p.ndim == 2]  # no norms, no biases
+    spared = {"params": [p for p in reference.values() if p.ndim == 1], "weight_decay": 0.0}
+    groups = [{"params": decayed}, spared]
+    adamw = torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1, betas=(0.8, 0.9), eps=1e-8)
     for lr in (0.0, 0.005, 0.01, 0.01):
         found, metrics = gradients(engine, batch, SyntheticLoss(), CUTS["three"])
         engine.version -= 1
         assert metrics["grad_norm"] > 0.05
         for name, parameter in reference.items():
             parameter.grad = found[f"model.{name}"] * (0.05 / (metrics["grad_norm"] + 1e-6))
-        adamw.param_groups[0]["lr"] = lr
+        for group in adamw.param_groups:
+            group["lr"] = lr
         adamw.step()
         metrics = engine.train_step(batch, SyntheticLoss(), micro=CUTS["three"]).to_floats()
         assert metrics["lr"] == lr
