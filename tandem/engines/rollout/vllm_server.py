@@ -116,8 +116,15 @@ class VLLMServerEngine(HTTPEngine):
         self._before: dict[str, float] = {}
 
     async def connect(self) -> None:
-        """Tries one token: the only one of a distribution cut to one has log-prob 0, and less in another."""
-        sampling = {"max_tokens": 1, "logprobs": 0, "top_k": 1, "detokenize": False}
+        """Tries one token: the only one of a distribution cut to one has log-prob 0, and less in another. A
+        bias singles it out, for a server without weights yet may give all tokens the same logit."""
+        sampling = {
+            "max_tokens": 1,
+            "logprobs": 0,
+            "top_k": 1,
+            "logit_bias": {"0": 100.0},
+            "detokenize": False,
+        }
         said = await self.ask("POST", self.route, json={"token_ids": [0], "sampling_params": sampling})
         log_prob = said["choices"][0]["logprobs"]["content"][0]["logprob"]
         if log_prob < -1e-6:
