@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -43,6 +45,17 @@ def test_weights_go_through_memory_that_has_no_name_and_no_limit_of_its_own(serv
     assert len(server.files) > 3
     assert set(server.files) == {"/memfd:tandem-weights (deleted)"}
     assert all(torch.equal(server.held[name], value) for name, value in model.named_parameters())
+
+
+def test_a_server_whose_tokens_all_have_one_logit_passes_its_trial(engine, monkeypatch):
+    """As one without weights may; top_k=1 keeps all that are as likely as the first."""
+
+    async def ask(self: Any, method: str, path: str, *, json: Any) -> Any:
+        likeliest = len(json["sampling_params"].get("logit_bias", range(46)))
+        return {"choices": [{"logprobs": {"content": [{"logprob": -math.log(likeliest)}]}}]}
+
+    monkeypatch.setattr(VLLMServerEngine, "ask", ask)
+    asyncio.run(engine.connect())
 
 
 def test_weights_go_over_the_network_in_one_group_for_all_versions(server):
