@@ -36,12 +36,6 @@ def part_checksum(value: Tensor, dtype: torch.dtype) -> Tensor:
     return checksum(part, first_row, first_column=lies[-1].start, columns=value.shape[-1])
 
 
-def cut_dimensions(value: DTensor) -> tuple[int, ...]:
-    """The dimensions of its mesh over whose ranks its elements are divided."""
-    divided = [at for at, placement in enumerate(value.placements) if _axis(placement) is not None]
-    return tuple(at for at in divided if value.device_mesh.size(at) > 1)
-
-
 def gathered(value: Tensor, dtype: torch.dtype, meter: CollectiveMeter) -> Tensor:
     """The whole tensor in `dtype`. Collective; FSDP's shards straight into it, as `full_tensor` would hold it
     twice."""

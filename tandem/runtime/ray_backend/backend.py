@@ -9,6 +9,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.machinery import PathFinder
@@ -290,13 +291,11 @@ class RayBackend:
     def _end(self, ending: Sequence[Hosts]) -> None:
         """Orderly where they still answer, then in any case."""
         actors = [actor for hosts in ending for actor in hosts.actors]
-        try:
+        with suppress(RayError, WorkerFailure):  # they are killed below, whatever state they are in
             self._watch.check()
             closing = [actor.close.remote() for actor in actors]
             if closing:
                 ray.wait(closing, num_returns=len(closing), timeout=self._stop_s)
-        except (RayError, WorkerFailure):
-            pass  # they are killed below, whatever state they are in
         for actor in actors:
             ray.kill(actor)
         for hosts in ending:
