@@ -35,6 +35,7 @@ def test_every_mode_on_four_workers(start: Start) -> None:
     history = group.history()
     assert isinstance(history, Future)
     assert history.get(timeout_s=30.0) == [[2], [2], [2], [1]]
+    assert history.get() == [[2], [2], [2], [1]]  # as often as one asks
     shifted = group.scores(batch, offset=1.0)
     assert torch.equal(shifted.dense("score"), batch.dense("score") + 1)
     assert list(shifted.non_tensor_batch["uid"]) == list(batch.non_tensor_batch["uid"])

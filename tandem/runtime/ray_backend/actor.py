@@ -12,14 +12,16 @@ from typing import Any
 import ray
 
 from tandem.runtime.backend import Usage
+from tandem.runtime.dispatch import Call
 from tandem.runtime.failure import Status
 from tandem.runtime.host import Host, Setup
 from tandem.runtime.index import Index
 from tandem.runtime.ray_backend.cluster import interface_of
 from tandem.runtime.worker import WorkerFactory
 
-RemoteCall = tuple[str, str, tuple[Any, ...], Mapping[str, Any]]
-"""Role, method and its arguments; one argument to Ray, which packs each apart."""
+PLAIN = (bool, int, float, str)
+RemoteCall = tuple[str, str, tuple[Any, ...], Mapping[str, Any]] | bytes
+"""Role, method and its arguments; one argument to Ray, which packs each apart. See `packed_call`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,18 @@ class Whereabouts:
 def packed_index(batch: Any) -> bytes:
     """A batch's index as the controller receives it."""
     return pickle.dumps(Index.of(batch), protocol=5)
+
+
+def packed_call(role: str, method: str, call: Call) -> RemoteCall:
+    """What to give to an actor. Of plain values Ray needs to know nothing, and bytes cost it the least."""
+    args, kwargs = call
+    whole = (role, method, args, kwargs)
+    plain = all(value is None or type(value) in PLAIN for value in (*args, *kwargs.values()))
+    return pickle.dumps(whole, protocol=5) if plain else whole
+
+
+def _unpacked(call: RemoteCall) -> tuple[str, str, tuple[Any, ...], Mapping[str, Any]]:
+    return pickle.loads(call) if isinstance(call, bytes) else call
 
 
 class _HostActor:
@@ -78,17 +92,17 @@ class _HostActor:
         self.host.remove(role)
 
     def execute(self, call: RemoteCall) -> Any:
-        return self.host.execute(*call)
+        return self.host.execute(*_unpacked(call))
 
     @ray.method(num_returns=2)
     def execute_kept(self, call: RemoteCall) -> tuple[bytes | None, Any]:
         """The result's index for the controller, and the result for whoever uses it."""
-        result = self.host.execute(*call)
+        result = self.host.execute(*_unpacked(call))
         return packed_index(result), result
 
     def parts(self, call: RemoteCall) -> Iterator[tuple[Any, bytes, list[ray.ObjectRef[Any]]]]:
         """Each part's rows and index for the controller, and a reference to the part."""
-        for part in self.host.parts(*call):
+        for part in self.host.parts(*_unpacked(call)):
             yield part.rows, packed_index(part.batch), [ray.put(part.batch)]
 
     def take_usage(self, role: str) -> Usage:

@@ -15,6 +15,7 @@ from tandem.protocol import DataProto, Ragged
 from tandem.runtime.future import owned
 from tandem.runtime.host import INPUTS
 from tandem.runtime.index import Index
+from tandem.runtime.ray_backend.together import Together
 from tandem.runtime.ray_backend.watch import Watch
 
 
@@ -25,7 +26,7 @@ class RayHandle:
         value: the result.
         index: its pickled index, if it is a batch that stays with its worker.
         watch: the controller's; None elsewhere.
-        together: the results of the same call, see `Watch.get`.
+        together: what the workers of the same call return.
     """
 
     borrowed = True
@@ -36,14 +37,14 @@ class RayHandle:
         value: ray.ObjectRef[Any],
         index: ray.ObjectRef[bytes] | bytes | None,
         watch: Watch | None = None,
-        together: list[Any] | None = None,
+        together: Together | None = None,
     ) -> None:
         self._value = value
         self._index = index
         self._watch = watch
         self._together = together
         if together is not None:
-            together.append(self.first)
+            together.refs.append(self.first)
         self._known: Index | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:

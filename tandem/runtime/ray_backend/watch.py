@@ -21,6 +21,7 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError, Ray
 from tandem.errors import TandemError, WorkerFailure
 from tandem.runtime.failure import CallFailed, Fault, Place, Record, Status, first_failure
 from tandem.runtime.ray_backend.actor import Actor
+from tandem.runtime.ray_backend.together import Together
 
 REASON = 600
 """Characters of Ray's own words on why a process died that the report shows."""
@@ -174,14 +175,13 @@ class Watch:
         timeout_s: float | None = None,
         *,
         sign: ray.ObjectRef[Any] | None = None,
-        together: list[Any] | None = None,
+        together: Together | None = None,
     ) -> Any:
         """The value behind a reference.
 
         Args:
             sign: a smaller reference that exists when this one does; None is this one.
-            together: such references of all workers of the same call, which are waited for at once, as that
-                costs the least. Empty when all are there; that is what it becomes.
+            together: of the workers of the same call; `sign` is one of them.
 
         Raises:
             WorkerFailure: its worker, or another, failed.
@@ -191,11 +191,12 @@ class Watch:
         try:
             # Not by short gets: a transfer from another node begins anew with each.
             sign = sign or ref
-            while not _there(sign, [sign] if together is None else together, min(POLL_S, _left(deadline))):
+            together = together or Together([sign])
+            while not together.wait(sign, min(POLL_S, _left(deadline))):
                 self.check()
                 if time.monotonic() >= deadline:
                     raise TimeoutError(f"no result after {timeout_s:g} s")
-            return ray.get(ref, timeout=max(POLL_S, min(self._call_s, _left(deadline))))
+            return together.take(ref, max(POLL_S, min(self._call_s, _left(deadline))))
         except GetTimeoutError:
             self.check()
             raise TimeoutError("the result is there and could not be brought here in time") from None
@@ -345,16 +346,6 @@ class Watch:
         """The report; everything that raised until now is told with it."""
         self._raised.clear()
         return fault.report({place: str(answer) for place, answer in answers.items() if place != fault.place})
-
-
-def _there(sign: ray.ObjectRef[Any], together: list[Any], timeout_s: float) -> bool:
-    """Whether a result exists, after waiting for those of its call."""
-    if together:
-        found, missing = ray.wait(together, num_returns=len(together), timeout=timeout_s, fetch_local=False)
-        if missing:
-            return sign in found
-        together.clear()
-    return True
 
 
 def _left(deadline: float) -> float:

@@ -13,8 +13,9 @@ from tandem.protocol import DataProto
 from tandem.runtime.backend import StreamPart, Usage
 from tandem.runtime.dispatch import Call
 from tandem.runtime.future import BatchFuture, Handle
-from tandem.runtime.ray_backend.actor import Actor, packed_index
+from tandem.runtime.ray_backend.actor import Actor, packed_call, packed_index
 from tandem.runtime.ray_backend.handles import RayHandle
+from tandem.runtime.ray_backend.together import Together
 from tandem.runtime.ray_backend.watch import Watch
 
 
@@ -38,7 +39,7 @@ class RayWorkers:
 
     def call(self, method: str, calls: Sequence[Call | None], *, keeps: bool) -> list[Handle | None]:
         handles: list[Handle | None] = []
-        together: list[Any] = []
+        together = Together()
         for actor, call in zip(self._actors, _sent_once(calls), strict=True):
             if call is None:
                 handles.append(None)
@@ -46,11 +47,12 @@ class RayWorkers:
                 handles.append(self._called(actor, method, call, keeps, together))
         return handles
 
-    def _called(self, actor: Actor, method: str, call: Call, keeps: bool, together: list[Any]) -> RayHandle:
+    def _called(self, actor: Actor, method: str, call: Call, keeps: bool, together: Together) -> RayHandle:
+        packed = packed_call(self._role, method, call)
         if keeps:
-            index, value = actor.execute_kept.remote((self._role, method, *call))
+            index, value = actor.execute_kept.remote(packed)
         else:
-            index, value = None, actor.execute.remote((self._role, method, *call))
+            index, value = None, actor.execute.remote(packed)
         handle = RayHandle(value, index, self._watch, together)
         self._watch.sent(actor, self._role, method, handle)
         return handle
@@ -59,7 +61,8 @@ class RayWorkers:
         ranks, ends = {}, []
         for rank, (actor, call) in enumerate(zip(self._actors, _sent_once(calls), strict=True)):
             if call is not None:
-                parts = actor.parts.options(num_returns="streaming").remote((self._role, method, *call))
+                packed = packed_call(self._role, method, call)
+                parts = actor.parts.options(num_returns="streaming").remote(packed)
                 ends.append(RayHandle(parts.completed(), None, self._watch))
                 self._watch.sent(actor, self._role, method, ends[-1])
                 ranks[parts] = rank
