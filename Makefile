@@ -81,7 +81,7 @@ $(DEV): $(CORE)
 
 # Tandem on top of vLLM, for the tests of the engine that drives it.
 .peers/vllm/.tandem-installed: .peers/vllm/.installed pyproject.toml
-	.peers/vllm/bin/python $(PIP_INSTALL) -e . pytest pytest-timeout pytest-xdist scipy
+	.peers/vllm/bin/python $(PIP_INSTALL) -e . hypothesis pytest pytest-timeout pytest-xdist scipy
 	touch $@
 
 .peers/verl/.installed: | .peers/verl/bin/python
