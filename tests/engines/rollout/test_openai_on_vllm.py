@@ -10,6 +10,9 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from tandem.engines.rollout.base import generate
 from tandem.engines.rollout.http.connection import Server
@@ -17,7 +20,7 @@ from tandem.engines.rollout.http.openai import OpenAIEngine
 from tandem.engines.rollout.vllm_process import VLLMProcess
 from tandem.errors import EngineError
 from tandem.protocol import Request, SamplingParams
-from tests.engines.rollout.vllm_models import build, log_probs, make_requests, save
+from tests.engines.rollout.vllm_models import VOCABULARY, build, log_probs, make_requests, save
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 SEED = 9
@@ -29,12 +32,14 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """(its log-probs, its URL)"""
     folder = tmp_path_factory.mktemp("model")
     save(build(seed=SEED), folder)
+    words = Tokenizer(WordLevel({f"w{token}": token for token in range(VOCABULARY)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", "96"]
-    command += ["--skip-tokenizer-init", "--logprobs-mode", request.param, *ON_CPU]
+    command += ["--logprobs-mode", request.param, *ON_CPU]
     environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
     url = f"http://127.0.0.1:{port}"
     process = VLLMProcess(command, url, folder / "server.log", environment=environment, start_timeout_s=300.0)
