@@ -21,6 +21,9 @@ T = TypeVar("T")
 
 _PAUSES_S = (0.25, 0.5, 1.0, 2.0, 4.0)  # before each further try of a request that has not begun
 _BUSY = (429, 503)
+_IDLE_S = 2.0
+"""How long a connection nobody uses is kept. Servers close theirs, most after 5 s, and a request that is just
+then on its way is lost."""
 CLOSING_S = 10.0
 """For what ends something: a server that hangs is not waited for."""
 
@@ -72,7 +75,9 @@ class Connection:
             base_url=server.url,
             headers={"Authorization": f"Bearer {server.api_key}"} if server.api_key else None,
             timeout=httpx2.Timeout(None, connect=server.connect_timeout_s),
-            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=kept),
+            limits=httpx2.Limits(
+                max_connections=None, max_keepalive_connections=kept, keepalive_expiry=_IDLE_S
+            ),
             trust_env=not is_local(server.url),
         )
         self._thread = threading.Thread(

@@ -7,7 +7,8 @@ import time
 import pytest
 
 from tandem.engines.rollout.base import generate
-from tandem.engines.rollout.http.connection import ServerLost, is_local
+from tandem.engines.rollout.http import connection
+from tandem.engines.rollout.http.connection import Server, ServerLost, is_local
 from tests.engines.rollout.http.fakes import Reply
 from tests.engines.rollout.http.test_openai import check, make, requests, server
 
@@ -37,6 +38,24 @@ def test_a_schema_that_cannot_be_read_now_is_not_taken_for_none(server, make):
         engine.submit([])
     server.answer = answer
     assert len(generate(engine, requests(1, min_p=0.1))) == 1  # a parameter outside OpenAI's own
+
+
+def test_a_connection_is_not_used_when_the_server_may_be_closing_it(server, monkeypatch):
+    assert connection._IDLE_S < 5.0  # uvicorn's, and so vLLM's and SGLang's
+    monkeypatch.setattr(connection, "_IDLE_S", 0.3)
+    ports, respond = [], server.respond
+
+    def noted(path, body, handler):
+        ports.append(handler.client_address[1])
+        respond(path, body, handler)
+
+    server.respond = noted
+    made = connection.Connection(Server(server.url), kept=4)
+    for pause_s in (0.0, 0.0, 0.6):
+        time.sleep(pause_s)
+        made.wait(made.ask("GET", "/v1/models"))
+    made.close()
+    assert ports[0] == ports[1] != ports[2]
 
 
 def test_no_proxy_is_asked_for_a_server_on_this_machine(server, make, monkeypatch):
