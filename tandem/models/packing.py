@@ -21,6 +21,8 @@ from tandem.protocol.ragged import span_indices
 # more would compute padding, less would make more kernel calls than they are worth.
 _SLACK_SHARE = 8
 _SLACK_TOKENS = 8
+# What fills a row up lies in sequences of so many tokens: the work of attention grows with the square.
+_FILLER_TOKENS = 128
 
 
 class Packing:
@@ -106,6 +108,8 @@ class PackedInputs:
         targets: (K) int64, the token ids they predict, or the last ones themselves.
         places: (K) int64, where the targets stand in the micro-batch's flat token column.
         total: entries of that column.
+        hidden: (1, N, D), what the layers of an earlier stage of a pipeline made of the tokens; None where
+            the model begins with the ids.
     """
 
     input_ids: Tensor
@@ -114,6 +118,7 @@ class PackedInputs:
     targets: Tensor
     places: Tensor
     total: int
+    hidden: Tensor | None = None
 
 
 def pack(
@@ -124,6 +129,7 @@ def pack(
     pad_to_longest: bool = False,
     whole: bool = False,
     split: SequenceSplit | None = None,
+    fill: int = 0,
 ) -> PackedInputs:
     """Lays sequences out for the model.
 
@@ -136,13 +142,12 @@ def pack(
             the padding, changes nothing in the result.
         whole: sequences are judged, not continued: each goes in with its last token, and the outcome
             there is the only one needed, whatever `wanted` says.
-        split: the ranks that share the tokens. One more sequence, of which nothing is asked, makes their
-            number a multiple of the ranks'.
+        split: the ranks that share the tokens. More sequences, of which nothing is asked, make their number
+            a multiple of the ranks'.
+        fill: such sequences make the number of tokens at least this.
     """
     lengths_B = tokens.lengths
-    widths_B = lengths_B if whole else (lengths_B - 1).clamp(min=1)
-    if pad_to_longest:
-        widths_B = widths_B.max().expand_as(widths_B)
+    widths_B = input_lengths(lengths_B, pad_to_longest=pad_to_longest, whole=whole)
     columns_N = span_indices(torch.zeros_like(widths_B), widths_B)
     ends_N = (lengths_B - 1).repeat_interleave(widths_B)
     picks_N = tokens.offsets[:-1].repeat_interleave(widths_B) + columns_N.minimum(ends_N)
@@ -159,10 +164,12 @@ def pack(
         places_K = predicted_T.nonzero().squeeze(1)
         sources_K = places_K - 1 + shift_B[tokens.row_ids()[places_K]]
     input_ids_N, widths = tokens.values[picks_N], widths_B.tolist()
-    filler = -len(input_ids_N) % split.size if split else 0
+    filled = max(fill, len(input_ids_N))
+    filler = filled + (-filled % split.size if split else 0) - len(input_ids_N)
     if filler:
         input_ids_N = torch.cat([input_ids_N, input_ids_N.new_zeros(filler)])
-        widths.append(filler)
+        widths += [_FILLER_TOKENS] * (filler // _FILLER_TOKENS)
+        widths += [filler % _FILLER_TOKENS] if filler % _FILLER_TOKENS else []
     share = _share(split, len(input_ids_N))
     here_K = (sources_K >= share.start) & (sources_K < share.stop)
     places_K, sources_K = places_K[here_K], sources_K[here_K] - share.start
@@ -170,6 +177,12 @@ def pack(
     input_ids, sources, targets, places = to_device(host, device)
     packing = Packing(widths, device, split)
     return PackedInputs(input_ids, packing, sources, targets, places, total=len(tokens.values))
+
+
+def input_lengths(lengths_B: Tensor, *, pad_to_longest: bool, whole: bool) -> Tensor:
+    """(B): how many tokens of each sequence the model sees; see `pack`."""
+    widths_B = lengths_B if whole else (lengths_B - 1).clamp(min=1)
+    return widths_B.max().expand_as(widths_B) if pad_to_longest else widths_B
 
 
 def _share(split: SequenceSplit | None, tokens: int) -> slice:

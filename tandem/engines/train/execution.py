@@ -1,0 +1,118 @@
+"""How an engine runs the micro-batches of a step: what all ways offer, and the way of one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from tandem.engines.train.base import Counts, LossFn
+from tandem.engines.train.microbatch import MicroBatch
+from tandem.models.activation_offload import ActivationOffload
+from tandem.models.weight_files import Model
+from tandem.observability.metrics import Metrics
+from tandem.protocol import DataProto, Ragged
+
+
+class Execution(Protocol):
+    """All methods are collective over the ranks that take the same rows."""
+
+    def outputs(
+        self, parts: Iterable[MicroBatch], wanted: frozenset[str]
+    ) -> Iterator[tuple[MicroBatch, Mapping[str, Tensor]]]:
+        """Each micro-batch and the outputs of the model there, without gradient."""
+        ...
+
+    def gradients(self, parts: Sequence[MicroBatch], loss: LossFn, counts: Counts) -> tuple[Metrics, Tensor]:
+        """Leaves the gradients of these micro-batches with the parameters, over all ranks, in the last
+        backward of which they meet.
+
+        Returns:
+            metrics, and the fp64 sum of losses; both are this rank's, and empty and zero on those that see
+            no loss.
+        """
+        ...
+
+    def told(self, metrics: Metrics, total: Tensor) -> tuple[Metrics, Tensor]:
+        """Both from a rank that sees the loss, for those that do not."""
+        ...
+
+
+def collected(
+    runs: Iterable[tuple[MicroBatch, Mapping[str, Tensor]]],
+    names: Collection[str],
+    tokens: Ragged,
+    dtype: torch.dtype,
+) -> DataProto:
+    """The outputs of all micro-batches as columns on the host, in the order of the rows.
+
+    Args:
+        tokens: the column they are aligned with.
+        dtype: of outputs.
+    """
+    rows: list[int] = []
+    lengths: list[Tensor] = []
+    parts: dict[str, list[Tensor]] = {name: [] for name in sorted(names)}
+    for part, out in runs:
+        if not part.rows:
+            continue
+        rows += part.rows
+        lengths.append(part.lengths)
+        for name in parts:
+            parts[name].append(out[name])
+    if not rows:
+        return DataProto(dict.fromkeys(parts, tokens.with_values(torch.empty(0, dtype=dtype))))
+    back = torch.tensor(rows).argsort()
+    return DataProto(
+        {
+            name: Ragged.from_lengths(torch.cat(values).cpu(), torch.cat(lengths))[back]
+            for name, values in parts.items()
+        }
+    )
+
+
+class OneByOne:
+    """Micro-batches one after the other.
+
+    Args:
+        module: sharded.
+        root: its FSDP unit.
+        offload: moves its activations; None: they stay.
+    """
+
+    def __init__(
+        self, module: Model, root: FSDPModule, offload: ActivationOffload | None, device: torch.device
+    ) -> None:
+        self._module, self._root = module, root
+        self._offload, self._device = offload, device
+
+    def outputs(
+        self, parts: Iterable[MicroBatch], wanted: frozenset[str]
+    ) -> Iterator[tuple[MicroBatch, Mapping[str, Tensor]]]:
+        """See `Execution`."""
+        for part in parts:
+            yield part, self._module(part.inputs, wanted)
+
+    def gradients(self, parts: Sequence[MicroBatch], loss: LossFn, counts: Counts) -> tuple[Metrics, Tensor]:
+        """See `Execution`. Weights stay gathered between micro-batches."""
+        found: list[Metrics] = []
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for index, part in enumerate(parts):
+            last = index == len(parts) - 1
+            self._root.set_requires_gradient_sync(last)
+            self._root.set_reshard_after_backward(last)
+            out = self._module(part.inputs, loss.outputs)
+            share, metrics = loss(out, part.columns, part.offsets, counts)
+            torch.autograd.backward(share)
+            if self._offload is not None:
+                self._offload.report(metrics)
+            found.append(metrics)
+            total += share.detach()
+        return Metrics.merged(found), total
+
+    def told(self, metrics: Metrics, total: Tensor) -> tuple[Metrics, Tensor]:
+        """See `Execution`: every rank sees the loss."""
+        return metrics, total

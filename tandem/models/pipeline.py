@@ -1,0 +1,203 @@
+"""Pipeline parallelism: the ranks of each stage have some successive layers of the model, and a micro-batch
+goes through the stages one after the other (Huang et al. 2018, "GPipe", https://arxiv.org/abs/1811.06965).
+
+The first stage begins with the embedding, the last ends with the norm and the head. Where those two share one
+matrix, both stages hold it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tandem.errors import ConfigError, ModelError
+from tandem.models.collectives import CollectiveMeter
+from tandem.models.packing import PackedInputs
+from tandem.models.parallel import collective_timeout
+from tandem.models.policy import PolicyModel, hidden_states
+from tandem.models.weight_files import Model
+
+FIELD = "fsdp_config.pipeline_parallel_size"
+HIDDEN = "hidden"
+"""The output of every stage but the last, (1, N, D)."""
+# Those whose decoder is embedding, layers and norm, and nothing between them.
+_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+def check_pipeline(config: Any, stages: int) -> None:
+    """
+    Args:
+        config: a transformers config of a language model.
+
+    Raises:
+        ModelError: an architecture that is not known to be embedding, layers and norm.
+        ConfigError: more stages than layers.
+    """
+    text = config.get_text_config()
+    if text.model_type not in _MODEL_TYPES:
+        raise ModelError(
+            "no stages can be made of this architecture",
+            field=FIELD,
+            got=f"{stages}, model_type {text.model_type}",
+            expected=f"1, or a model of type {', '.join(_MODEL_TYPES)}",
+            remedy="leave pipeline_parallel_size at 1: FSDP shards any model",
+        )
+    if stages > text.num_hidden_layers:
+        raise ConfigError(
+            "more stages than the model has layers",
+            field=FIELD,
+            got=f"{stages}, num_hidden_layers={text.num_hidden_layers}",
+            expected=f"at most {text.num_hidden_layers}",
+            remedy="make fewer stages; FSDP shards over all other ranks",
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Pipeline:
+    """This rank's place in its pipeline.
+
+    Attributes:
+        stage, size: this rank's stage, of how many.
+        group: one rank of each stage, in their order; they take the same rows.
+        ends: of these the first and the last; None on the ranks between them.
+        meter: counts what is exchanged.
+    """
+
+    stage: int
+    size: int
+    group: dist.ProcessGroup
+    ends: dist.ProcessGroup | None
+    meter: CollectiveMeter
+
+    @classmethod
+    def of(cls, ranks: DeviceMesh, meter: CollectiveMeter) -> Pipeline:
+        """Collective over all ranks.
+
+        Args:
+            ranks: of all pipelines; its first dimension is that of the stages.
+        """
+        rank, timeout = dist.get_rank(), collective_timeout()
+        found: dict[str, Any] = {}
+        for column in ranks.mesh.flatten(1).T.tolist():
+            group = dist.new_group(column, timeout=timeout)
+            ends = dist.new_group([column[0], column[-1]], timeout=timeout)
+            if rank in column:
+                found = {
+                    "stage": column.index(rank),
+                    "group": group,
+                    "ends": ends if rank in (column[0], column[-1]) else None,
+                }
+        return cls(**found, size=ranks.size(0), meter=meter)
+
+    @property
+    def last(self) -> bool:
+        """Whether this is the last stage."""
+        return self.stage == self.size - 1
+
+    def broadcast(self, tensor: Tensor, stage: int) -> Tensor:
+        """In place, contiguous: what that stage has. Collective over the pipeline."""
+        with self.meter.measure(tensor.device, 0 if self.stage == stage else tensor.nbytes):
+            dist.broadcast(tensor, group=self.group, group_src=stage)
+        return tensor
+
+    def broadcast_object(self, value: Any) -> Any:
+        """What the last stage gives, anything that can be pickled. Collective over the pipeline."""
+        held = [value]
+        dist.broadcast_object_list(
+            held, group=self.group, group_src=self.size - 1, device=torch.device("cpu")
+        )
+        return held[0]
+
+    def sum_ends(self, tensor: Tensor) -> None:
+        """In place, contiguous: the sum of the first and the last stage's. Collective over these two."""
+        assert self.ends is not None
+        self.meter.all_reduce(tensor, group=self.ends)
+
+    def total(self, tensor: Tensor) -> Tensor:
+        """In place, the sum over stages. Collective over the pipeline."""
+        self.meter.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def stage_of(self, layer: int, layers: int) -> int:
+        """Of one of the model's layers. Shares differ by one layer at most, and none is smaller than that of
+        the last stage, which has the head too."""
+        return next(stage for stage in range(self.size) if layer * self.size < layers * (stage + 1))
+
+    def cut(self, module: Model) -> Parts:
+        """Leaves of a whole model, in place, what this stage has; before it is sharded. Layers keep their
+        places and names.
+
+        Returns:
+            where all its weights are.
+        """
+        decoder: Any = module.decoder
+        head: Any = module.model.get_output_embeddings() if isinstance(module, PolicyModel) else module.head
+        named = {module.hf_name(name): parameter for name, parameter in module.named_parameters()}
+        stages: dict[Tensor, int] = dict.fromkeys(decoder.embed_tokens.parameters(), 0)
+        for index, layer in enumerate(decoder.layers):
+            stage = self.stage_of(index, len(decoder.layers))
+            stages |= dict.fromkeys(layer.parameters(), stage)
+            if stage != self.stage:
+                decoder.layers[index] = Elsewhere()
+        tied = head.weight is decoder.embed_tokens.weight
+        if self.stage > 0 and not (tied and self.last):
+            _empty(decoder.embed_tokens)
+        if not self.last:
+            decoder.norm = nn.Identity()
+            _empty(head)
+            module.forward = partial(_passed_on, module)  # type: ignore[method-assign]
+        shapes = {name: parameter.shape for name, parameter in named.items()}
+        return Parts(shapes, {name: stages.get(p, self.size - 1) for name, p in named.items()}, tied)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Where the weights of a model in stages are.
+
+    Attributes:
+        shapes: of all its weights, by Hugging Face name, tied ones once.
+        stages: the stage that has each; where embedding and output head are tied the first.
+        tied: whether they are, so that the last stage has that weight too.
+    """
+
+    shapes: dict[str, torch.Size]
+    stages: dict[str, int]
+    tied: bool
+
+
+class Elsewhere(nn.Module):
+    """Stands where a layer of another stage would, and changes nothing."""
+
+    def forward(self, hidden_states: Tensor, **options: Any) -> Tensor:
+        return hidden_states
+
+
+def own_layers(module: Model) -> list[nn.Module]:
+    """The decoder's layers that are of this rank's stage; all where there is but one."""
+    layers: Any = module.decoder.layers
+    return [layer for layer in layers if not isinstance(layer, Elsewhere)]
+
+
+def present(units: Sequence[Sequence[nn.Module]], module: Model) -> list[list[nn.Module]]:
+    """What this rank's stage has of units that were chosen in the whole model; all where there is but one."""
+    left = {part for part in module.modules() if any(True for _ in part.parameters())}
+    here = [[part for part in unit if part in left] for unit in units]
+    return [unit for unit in here if unit]
+
+
+def _empty(module: nn.Module) -> None:
+    """Takes its weights away, which are another stage's."""
+    for name, _ in list(module.named_parameters(recurse=False)):
+        module.register_parameter(name, None)
+
+
+def _passed_on(module: Model, inputs: PackedInputs, outputs: frozenset[str]) -> dict[str, Tensor]:
+    """The forward of every stage but the last."""
+    return {HIDDEN: hidden_states(module.decoder, inputs)}
