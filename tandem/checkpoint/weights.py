@@ -15,8 +15,6 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 
 from tandem.errors import CheckpointError
 
-_MODEL = "model."
-
 
 class _Reader(FileSystemReader):
     """Reads the table of contents once, not for every tensor."""
@@ -29,11 +27,12 @@ class _Reader(FileSystemReader):
         return self.contents
 
 
-def read_weights(path: Path) -> Iterator[tuple[str, Tensor]]:
+def read_weights(path: Path, section: str = "model.") -> Iterator[tuple[str, Tensor]]:
     """The model's weights by name, in the type they were trained in, each whole on the host.
 
     Args:
         path: what an engine's `save` wrote, at whatever number of ranks.
+        section: what the keys of other tensors begin with, if not the model's are wanted.
 
     Raises:
         CheckpointError: nothing of the kind there, or it cannot be read.
@@ -43,10 +42,10 @@ def read_weights(path: Path) -> Iterator[tuple[str, Tensor]]:
     except (OSError, EOFError, ValueError, RuntimeError) as error:
         raise CheckpointError("no training state in this folder", got=f"{path}: {error}") from error
     for key, entry in reader.contents.state_dict_metadata.items():
-        if key.startswith(_MODEL) and isinstance(entry, TensorStorageMetadata):
+        if key.startswith(section) and isinstance(entry, TensorStorageMetadata):
             value = torch.empty(entry.size, dtype=entry.properties.dtype)
             _read_into(value, key, reader, path)
-            yield key.removeprefix(_MODEL), value
+            yield key.removeprefix(section), value
 
 
 def _read_into(value: Tensor, key: str, reader: _Reader, path: Path) -> None:
@@ -57,5 +56,5 @@ def _read_into(value: Tensor, key: str, reader: _Reader, path: Path) -> None:
     except (CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
         causes = [cause for cause, _ in getattr(error, "failures", {}).values()] or [error]
         raise CheckpointError(
-            "a weight cannot be read", field=key.removeprefix(_MODEL), got=f"{path}: {causes[0]}"
+            "a weight cannot be read", field=key.removeprefix("model."), got=f"{path}: {causes[0]}"
         ) from error

@@ -23,12 +23,20 @@ def _export(
     max_shard_mb: Annotated[
         int, typer.Option(min=1, help="size of a weights file at most, MB (10^6 bytes); memory it takes")
     ] = 5000,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="the adapters alone (LoRA), as a folder that peft loads")
+    ] = False,
     best: Annotated[bool, typer.Option("--best", help="of RUN, the best by trainer.keep_best")] = False,
 ) -> None:
     """Writes a checkpoint's policy or trained reward model as a folder that transformers loads."""
     torch = import_module("torch")
     export_checkpoint = import_module("tandem.trainer.export").export_checkpoint
     wrote = export_checkpoint(
-        checkpoint, out, dtype=getattr(torch, dtype), best=best, max_shard_bytes=max_shard_mb * 10**6
+        checkpoint,
+        out,
+        dtype=getattr(torch, dtype),
+        best=best,
+        adapter=adapter,
+        max_shard_bytes=max_shard_mb * 10**6,
     )
     print(f"wrote {wrote}")

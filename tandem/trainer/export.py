@@ -20,6 +20,7 @@ from tandem.checkpoint.weights import read_weights
 from tandem.config.model import ModelConfig
 from tandem.errors import CheckpointError
 from tandem.models.loading import load_config, load_tokenizer
+from tandem.trainer.export_lora import export_adapter, merged_weights
 
 
 def export_checkpoint(
@@ -28,17 +29,19 @@ def export_checkpoint(
     *,
     dtype: torch.dtype = torch.float32,
     best: bool = False,
+    adapter: bool = False,
     max_shard_bytes: int = 5_000_000_000,
 ) -> Path:
     """Writes what a checkpoint has learnt as a folder that `transformers` loads: a policy as a causal
-    language model, a reward model as a sequence classifier with one label. The weights are read and written
-    one after the other; the model is never built.
+    language model, a reward model as a sequence classifier with one label, either with its adapters merged.
+    The weights are read and written one after the other; the model is never built.
 
     Args:
         checkpoint: RUN/checkpoints/step_NNNNNN, or RUN for its newest whole checkpoint.
         out: the folder to write; must not exist or be empty.
         dtype: of the written weights.
         best: of RUN, the best checkpoint by its `trainer.keep_best` instead of the newest.
+        adapter: write the adapters alone, as a folder that peft loads.
         max_shard_bytes: size of one weights file at most, and about what is held in memory.
 
     Raises:
@@ -47,17 +50,7 @@ def export_checkpoint(
     if out.exists() and any(out.iterdir()):
         raise CheckpointError("the folder to write is not empty", field=str(out), remedy="name a new folder")
     run = checkpoint if (checkpoint / "config.yaml").is_file() else checkpoint.parent.parent
-    manager = CheckpointManager(run / "checkpoints", read_only=True)
-    if best:
-        found: Checkpoint | None = _best(manager, run, checkpoint)
-    else:
-        found = manager.latest() if run == checkpoint else manager.open(checkpoint)
-    if found is None or not (run / "config.yaml").is_file():
-        raise CheckpointError(
-            "no checkpoint of a run",
-            field=str(checkpoint),
-            expected="RUN/checkpoints/step_NNNNNN, or RUN, with RUN/config.yaml",
-        )
+    found = _found(run, checkpoint, best=best)
     model = _model_config(run / "config.yaml")
     scores = (found.path / "reward_model").is_dir()
     tokenizer = load_tokenizer(
@@ -65,12 +58,15 @@ def export_checkpoint(
         custom_chat_template=model.custom_chat_template,
         trust_remote_code=model.trust_remote_code,
     )
+    saved = found.path / ("reward_model" if scores else "actor")
+    if adapter:
+        return export_adapter(saved, model, tokenizer, out, dtype, scores=scores)
     config = load_config(model.path, trust_remote_code=model.trust_remote_code)
     if scores:
         config.num_labels = 1
         config.pad_token_id = _padding(tokenizer)
     return export(
-        read_weights(found.path / ("reward_model" if scores else "actor")),
+        merged_weights(saved, model, scores=scores) if model.lora_rank else read_weights(saved),
         config,
         tokenizer,
         out,
@@ -79,6 +75,21 @@ def export_checkpoint(
         trust_remote_code=model.trust_remote_code,
         auto_class=AutoModelForSequenceClassification if scores else AutoModelForCausalLM,
     )
+
+
+def _found(run: Path, given: Path, *, best: bool) -> Checkpoint:
+    manager = CheckpointManager(run / "checkpoints", read_only=True)
+    if best:
+        found: Checkpoint | None = _best(manager, run, given)
+    else:
+        found = manager.latest() if run == given else manager.open(given)
+    if found is None or not (run / "config.yaml").is_file():
+        raise CheckpointError(
+            "no checkpoint of a run",
+            field=str(given),
+            expected="RUN/checkpoints/step_NNNNNN, or RUN, with RUN/config.yaml",
+        )
+    return found
 
 
 def _padding(tokenizer: PreTrainedTokenizerBase) -> int | None:

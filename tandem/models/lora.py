@@ -1,0 +1,204 @@
+"""Low-rank adapters (LoRA, Hu et al. 2021, https://arxiv.org/abs/2106.09685): an adapted linear map computes
+x (W + s B A)ᵀ with W frozen and s = lora_alpha / lora_rank. The layers are those of the library peft.
+
+Shapes: A is (rank, inputs), B is (outputs, rank), W is (outputs, inputs).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from tandem.config.model import BackboneConfig
+from tandem.config.section import nearest_remedy
+from tandem.errors import ConfigError
+from tandem.models.linear import speed_up_linears
+from tandem.models.lora_files import check_adapter_folder, read_adapters
+from tandem.models.tensor_group import local, place
+
+_RANK, _TARGETS = "model.lora_rank", "model.target_modules"
+_INSTALL = "pip install 'tandem[lora]'"
+ALL_LINEAR = "all-linear"
+ADAPTER = "default"
+"""peft's name of the only adapter."""
+_OF_PEFT = re.compile(rf"\.base_layer(?=\.)|(?<=\.lora_[AB])\.{ADAPTER}(?=\.)")
+_TASKS = {"policy": "CAUSAL_LM", "value": "FEATURE_EXTRACTION", "score": "SEQ_CLS"}
+
+
+def require_peft(model: BackboneConfig) -> None:
+    """Finds out before anything is loaded whether adapters can be had.
+
+    Raises:
+        ConfigError: peft is not installed.
+    """
+    if model.lora_rank and find_spec("peft") is None:
+        raise ConfigError(
+            "the package peft, which adapters need, is not installed",
+            field=_RANK,
+            got=model.lora_rank,
+            remedy=f"{_INSTALL}, or set {_RANK}=0 to train all weights",
+        )
+
+
+def lora_config(model: BackboneConfig, kind: str, **more: Any) -> Any:
+    """peft's LoraConfig.
+
+    Args:
+        kind: "policy", "value" or "score", as of an engine.
+        more: further arguments of it, which win.
+    """
+    everything = model.target_modules == (ALL_LINEAR,)
+    options: dict[str, Any] = {
+        "r": model.lora_rank,
+        "lora_alpha": model.lora_alpha,
+        "target_modules": ALL_LINEAR if everything else list(model.target_modules),
+        "exclude_modules": list(model.exclude_modules) or None,
+        "task_type": _TASKS[kind],
+    }
+    return import_module("peft").LoraConfig(**options | more)
+
+
+def add_adapters(backbone: PreTrainedModel, model: BackboneConfig, kind: str, dtype: torch.dtype) -> None:
+    """Puts adapters into a model whose parameters may still be on the meta device, in place. They have no
+    values before `draw_adapters`.
+
+    Args:
+        kind: see `lora_config`.
+        dtype: of the adapters.
+
+    Raises:
+        ConfigError: a target that is no linear layer of the model's decoder, or is not there; a folder to
+            start from that holds other adapters.
+    """
+    peft, unmade = import_module("peft"), next(backbone.parameters()).is_meta
+    names = [name for name, _ in backbone.named_modules() if name]
+    for target in () if model.target_modules == (ALL_LINEAR,) else model.target_modules:
+        if not any(name == target or name.endswith(f".{target}") for name in names):
+            raise _bad_target(model, f"{target} is nowhere in the model", names, target)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            peft.inject_adapter_in_model(
+                lora_config(model, kind), backbone, ADAPTER, low_cpu_mem_usage=unmade
+            )
+    except ValueError as error:
+        raise _bad_target(model, str(error).partition("\n")[0], names) from error
+    _check_targets(backbone, model, names)
+    for layer in adapted_layers(backbone).values():
+        layer.lora_A.to(dtype)
+        layer.lora_B.to(dtype)
+    if model.lora_adapter_path is not None:
+        found = {plain_name(name): p.shape for name, p in backbone.named_parameters() if is_adapter(name)}
+        check_adapter_folder(model, found)
+    speed_up_linears(backbone)
+
+
+def _check_targets(backbone: PreTrainedModel, model: BackboneConfig, names: list[str]) -> None:
+    kind = import_module("peft.tuners.lora").Linear
+    found = adapted_layers(backbone)
+    language_model: Any = backbone
+    heads = (language_model.get_output_embeddings(), getattr(backbone, "score", None))
+    for name, layer in found.items():
+        if type(layer) is not kind or type(layer.base_layer) is not nn.Linear or layer in heads:
+            raise _bad_target(model, f"{name} is no linear layer of the decoder", names)
+
+
+def _bad_target(model: BackboneConfig, got: str, names: list[str], target: str = "") -> ConfigError:
+    leaves = sorted({name.rpartition(".")[2] for name in names})
+    return ConfigError(
+        "adapters cannot be put there",
+        field=_TARGETS,
+        got=got,
+        expected=f"{ALL_LINEAR}, or names of linear layers of {model.path}",
+        remedy=(nearest_remedy(target, leaves) if target else None) or f"set {_TARGETS}={ALL_LINEAR}",
+    )
+
+
+def adapted_layers(module: nn.Module) -> dict[str, Any]:
+    """peft's layers by their names in the module; none in a model without adapters."""
+    return {name: layer for name, layer in module.named_modules() if hasattr(layer, "lora_A")}
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of that name is an adapter's."""
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def plain_name(name: str) -> str:
+    """The name of a parameter without what peft's layers put into it: that of an adapted weight is then the
+    one it has without adapters, and that of an adapter the one it has in peft's files."""
+    return _OF_PEFT.sub("", name)
+
+
+def train_adapters_alone(module: nn.Module, head: nn.Module | None, base_dtype: torch.dtype) -> None:
+    """Freezes all but the adapters of a model that has them.
+
+    Args:
+        head: a head of ours, which is trained whole.
+        base_dtype: of what is frozen.
+    """
+    ours = set() if head is None else set(head.parameters())
+    for name, parameter in module.named_parameters():
+        learns = is_adapter(name) or parameter in ours
+        parameter.requires_grad_(learns)
+        if not learns:
+            parameter.data = parameter.data.to(base_dtype)
+
+
+@torch.no_grad()
+def draw_adapters(module: nn.Module, folder: str | None = None) -> None:
+    """Gives the adapters, sharded or not, their first values: B is zero, so that the model computes what it
+    did without them, and A is uniform in ±1/√inputs, as in peft. Each A is drawn whole, in fp32, by a
+    generator of its own, seeded by PyTorch's seed and the name: it is the same at any number of ranks.
+
+    Args:
+        folder: one that `check_adapter_folder` has accepted, to take the values from instead.
+    """
+    if folder is not None:
+        named: Any = module
+        read_adapters({named.hf_name(n): p for n, p in module.named_parameters() if is_adapter(n)}, folder)
+        return
+    for name, layer in adapted_layers(module).items():
+        a, b = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+        digest = hashlib.sha256(f"{torch.initial_seed()} {name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        bound = a.shape[1] ** -0.5
+        drawn = torch.empty(a.shape, dtype=torch.float32).uniform_(-bound, bound, generator=generator)
+        local(a).copy_(drawn[place(a)])
+        local(b).zero_()
+
+
+@contextmanager
+def without_adapters(module: nn.Module) -> Iterator[None]:
+    """Inside, the model computes what its base does, bit for bit."""
+    layers = adapted_layers(module).values()
+    for layer in layers:
+        layer._disable_adapters = True  # what enable_adapters sets; that would freeze them too
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+def merged(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
+    """W + s B A, or the part of it that belongs to a part of W and the same rows of B and columns of A."""
+    return torch.addmm(weight, b, a, alpha=scaling)
+
+
+def scaling_of(layer: Any) -> float:
+    """s, of one of peft's layers."""
+    return float(layer.scaling[ADAPTER])
+
+
+def factors(layer: Any) -> tuple[Tensor, Tensor]:
+    """A and B of one of peft's layers."""
+    return layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight

@@ -1,0 +1,131 @@
+"""Export of adapters: merged with the weights they were trained beside, or alone as peft keeps them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from tandem.checkpoint.staging import staged
+from tandem.checkpoint.weights import read_weights
+from tandem.config.model import ModelConfig
+from tandem.engines.train.lora import BASE, BASE_TYPE, SCALING
+from tandem.engines.weight_sync import checksum
+from tandem.errors import CheckpointError
+from tandem.models.loading import load_policy, load_scorer
+from tandem.models.lora import is_adapter, lora_config, merged, require_peft
+from tandem.models.lora_files import PREFIX, WEIGHTS
+from tandem.models.weight_files import WeightFiles
+
+_A, _B = ".lora_A.weight", ".lora_B.weight"
+
+
+def merged_weights(path: Path, model: ModelConfig, *, scores: bool) -> Iterator[tuple[str, Tensor]]:
+    """The weights of the model without adapters that computes the same, one after the other, in the type the
+    adapters were trained in. All adapters are held, and of the model one weight.
+
+    Args:
+        path: what an engine saved.
+        model: of the run.
+        scores: whether it is a reward model.
+
+    Raises:
+        CheckpointError: the model's folder no longer holds the weights that the adapters were trained beside.
+    """
+    trained = dict(read_weights(path))
+    adapters = {name: trained.pop(name) for name in list(trained) if is_adapter(name)}
+    digests = dict(read_weights(path, f"{BASE}."))
+    scaling = float(dict(read_weights(path, SCALING))[""])
+    yield from trained.items()
+    for name, weight in _base_weights(model, scores=scores, without=trained):
+        if int(checksum(weight.to(BASE_TYPE))) != int(digests.get(name, 0)):
+            raise CheckpointError(
+                "the adapters were trained beside other weights than the model's folder holds now",
+                field=name,
+                got=model.path,
+                expected="the folder as it was when the run began",
+                remedy="bring it back; the adapters alone can be exported without it: --adapter",
+            )
+        stem = name.removesuffix(".weight")
+        if stem + _A in adapters:
+            a, b = adapters[stem + _A], adapters[stem + _B]
+            weight = merged(weight.to(a.dtype), a, b, scaling)
+        yield name, weight
+
+
+def export_adapter(
+    path: Path,
+    model: ModelConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    out: Path,
+    dtype: torch.dtype,
+    *,
+    scores: bool,
+) -> Path:
+    """Writes a folder that `peft.PeftModel.from_pretrained` loads beside the base model: the adapters, a
+    reward model's head, the tokenizer.
+
+    Args:
+        path, model, scores: see `merged_weights`.
+        out: must not exist, or be empty.
+        dtype: of the written tensors.
+
+    Raises:
+        CheckpointError: the run has trained all weights.
+        ConfigError: peft is not installed.
+    """
+    if not model.lora_rank:
+        raise CheckpointError(
+            "the run has trained all weights and has no adapters", got=path, remedy="leave --adapter out"
+        )
+    require_peft(model)
+    tensors = {name: value.to(dtype) for name, value in read_weights(path)}
+    adapted = {name.removesuffix(_A) for name in tensors if name.endswith(_A)}
+    config = lora_config(
+        model,
+        "score" if scores else "policy",
+        target_modules=_targets(_model(model, scores=scores, weights=False), adapted),
+        exclude_modules=None,
+        modules_to_save=sorted({name.rpartition(".")[0] for name in tensors if not is_adapter(name)}) or None,
+        base_model_name_or_path=str(Path(model.path).absolute()),
+        inference_mode=True,
+    )
+    with staged(out) as folder:
+        config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        named = {PREFIX + name: value.contiguous() for name, value in tensors.items()}
+        save_file(named, folder / WEIGHTS, metadata={"format": "pt"})
+    return out
+
+
+def _targets(skeleton: PreTrainedModel, adapted: set[str]) -> list[str]:
+    """The ends of the adapted layers' names, or the whole names where other layers have these ends too."""
+    ends = {name.rpartition(".")[2] for name in adapted}
+    alike = {name for name, _ in skeleton.named_modules() if name.rpartition(".")[2] in ends}
+    return sorted(ends if alike == adapted else adapted)
+
+
+def _model(model: ModelConfig, *, scores: bool, weights: bool) -> PreTrainedModel:
+    remote = model.trust_remote_code
+    if scores:
+        return load_scorer(model.path, trust_remote_code=remote, new_head=True, weights=weights)
+    return load_policy(model.path, trust_remote_code=remote, weights=weights)
+
+
+def _base_weights(
+    model: ModelConfig, *, scores: bool, without: dict[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """The folder's weights but for some. Where its files are not those of the model, weight by weight, the
+    whole model is loaded."""
+    skeleton = _model(model, scores=scores, weights=False)
+    shapes = {name: p.shape for name, p in skeleton.named_parameters() if name not in without}
+    files = WeightFiles.find(model.path)
+    if files is not None and files.fit(skeleton, shapes):
+        yield from files.read(shapes)
+        return
+    whole = dict(_model(model, scores=scores, weights=True).named_parameters())
+    yield from ((name, whole[name].detach()) for name in shapes)

@@ -1,0 +1,83 @@
+"""Run by torchrun on two ranks: FOLDER of a model, SAVED checkpoint of one rank, RESULTS. Trains adapters
+under every division of the model; takes over a checkpoint and passes it on."""
+
+import sys
+from pathlib import Path
+
+import lora_models
+import synthetic
+import torch
+import torch.distributed as dist
+from split_job import gathered, my_rows
+
+from tandem.engines.weight_sync import digest
+from tandem.models.parallel import init_distributed, leave_distributed
+
+
+def trained(folder, division):
+    kind = division[0]
+    engine = lora_models.engine_of(folder, *division)
+    rows = my_rows(engine, lora_models.batch())
+    drawn = lora_models.adapters(engine)
+    metrics, forward = lora_models.train(engine, rows, kind)
+    weights = synthetic.weights(engine)
+    half = digest(engine.weights(dtype=torch.bfloat16))
+    same_base = kind == "value" or torch.equal(
+        lora_models.base_log_probs(engine, rows),
+        lora_models.plain_log_probs(folder, rows, *division[1:4]),
+    )
+    parts = gathered((engine.share, forward))
+    led = [found for share, found in sorted(parts, key=lambda part: part[0].rank) if share.leads]
+    return {
+        "drawn": drawn,
+        "metrics": metrics,
+        "forward": {key: torch.cat([found[key] for found in led]) for key in forward},
+        "weights": weights,
+        "shapes": engine.weight_shapes,
+        "digests": gathered(
+            (engine.digest() == digest(weights.items()), engine.digest(torch.bfloat16) == half)
+        ),
+        "same base": gathered(same_base),
+        "info": engine.state_info(),
+        "unshards": engine.unshards,
+        "adapters": lora_models.adapters(engine),
+    }
+
+
+def resumed(folder, saved, results):
+    """The adapters' next step from one rank's checkpoint, and one another's."""
+    found = {}
+    for name in ("sharded", "tensor"):
+        division = lora_models.DIVISIONS[name]
+        engine = lora_models.engine_of(folder, *division)
+        engine.load(saved)
+        engine.save(results / name)
+        rows = my_rows(engine, lora_models.batch())
+        lora_models.train(engine, rows, "policy", steps=1)
+        found[name] = engine.version, lora_models.adapters(engine)
+    return found
+
+
+def started(folder, adapter):
+    """Weights of engines that start from a folder of peft's."""
+    keys = {"lora_adapter_path": str(adapter)}
+    found = {}
+    for name in ("sharded", "tensor"):
+        engine = lora_models.engine_of(folder, *lora_models.DIVISIONS[name][:4], keys)
+        found[name] = synthetic.weights(engine)
+    return found
+
+
+def main():
+    folder, saved, results = (Path(argument) for argument in sys.argv[1:])
+    record = {name: trained(folder, division) for name, division in lora_models.DIVISIONS.items()}
+    record["resumed"] = resumed(folder, saved, results)
+    record["started"] = started(folder, results / "adapter")
+    if dist.get_rank() == 0:
+        torch.save(record, results / "record.pt")
+
+
+if __name__ == "__main__":
+    init_distributed(torch.device("cpu"))
+    main()
+    leave_distributed(together=True)

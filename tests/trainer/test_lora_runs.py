@@ -1,0 +1,218 @@
+"""Runs that train adapters: reinforcement, its resume and exports, fine-tuning, reward models."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from tandem.cli.main import main
+from tandem.errors import CheckpointError
+from tandem.trainer.export import export_checkpoint
+from tandem.trainer.ppo import PPOTrainer
+from tests.support.runs import Finished, Lab, lab, same_weights, without_times
+from tests.support.school import School, school
+
+__all__ = ["lab", "school"]
+
+WORDS = (
+    "actor_rollout_ref.model.lora_rank=8",
+    "actor_rollout_ref.model.lora_alpha=16",
+    "actor_rollout_ref.actor.use_kl_loss=true",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    "trainer.total_training_steps=4",
+    "trainer.save_freq=2",
+)
+IDS = torch.tensor([[5, 6, 13, 7, 4, 1], [9, 3, 14, 6, 12, 1]])
+
+
+class Stop(Exception):
+    """Stands for whatever ends a process."""
+
+
+def rewarded(lab: Lab, expression: str) -> str:
+    """Keys for a reward that is this of the response `text`."""
+    file = lab.folder / f"reward_{len(expression)}.py"
+    head = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):"
+    file.write_text(f"{head}\n    text = solution_str\n    return {expression}\n")
+    return f"custom_reward_function.path={file}"
+
+
+@pytest.fixture(scope="module")
+def words(lab: Lab) -> tuple[str, ...]:
+    return (*WORDS, rewarded(lab, "sum(c.isdigit() for c in text) / 6"))
+
+
+@pytest.fixture(scope="module")
+def whole(lab: Lab, words: tuple[str, ...]) -> Finished:
+    return lab.run("whole", *words)
+
+
+def log_probs(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return torch.log_softmax(model(IDS).logits.double(), -1)
+
+
+def test_adapters_alone_move(lab: Lab, whole: Finished) -> None:
+    base = AutoModelForCausalLM.from_pretrained(lab.model).state_dict()
+    moved = {name for name, value in whole.weights().items() if not torch.equal(value, base[name])}
+    assert moved == {name for name in whole.weights() if name.endswith("_proj.weight")}
+    worker = whole.actor
+    for name, parameter in worker.actor.module.named_parameters():
+        plain = worker.actor.module.hf_name(name)
+        if not parameter.requires_grad:
+            assert torch.equal(parameter.full_tensor(), base[plain]), name
+    first, last = whole.rows[0], whole.rows[-1]
+    assert set(worker.engines) == {"actor"}
+    assert first["actor/grad_norm"] > 0
+    assert first["actor/kl"] >= 0 and last["actor/kl"] > 1e-4
+    for row in whole.rows:
+        assert row["rollout/log_prob_diff_max"] < 1e-4  # fp32
+    assert any("parameters are trained" in line for line in log_of(whole))
+
+
+def test_a_bandit_is_learnt(lab: Lab) -> None:
+    """Responses that start with a 7 are rewarded, and become the rule."""
+    run = lab.run(
+        "bandit",
+        rewarded(lab, "float(text.startswith('7'))"),
+        "actor_rollout_ref.model.lora_rank=8",
+        "data.max_response_length=2",
+        "actor_rollout_ref.rollout.n=16",
+        "actor_rollout_ref.actor.optim.lr=0.02",
+        "trainer.total_training_steps=25",
+    )
+    rewards = [row["reward/mean"] for row in run.rows]
+    assert rewards[0] < 0.2
+    assert sum(rewards[-3:]) / 3 > 0.7
+    assert max(row["rollout/log_prob_diff_max"] for row in run.rows) < 1e-4
+
+
+def log_of(run: Finished) -> list[str]:
+    return (run.folder / "log" / "run.log").read_text().splitlines()
+
+
+def test_a_resumed_run_equals_the_whole_one(
+    lab: Lab, words: tuple[str, ...], whole: Finished, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = PPOTrainer.step
+
+    def breaks(self: PPOTrainer, number: int, prompts: Any) -> dict[str, float]:
+        metrics = original(self, number, prompts)
+        if number == 3:
+            raise Stop
+        return metrics
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PPOTrainer, "step", breaks)
+        with pytest.raises(Stop):
+            lab.run("stopped", *words)
+    resumed = lab.run("stopped", *words)
+    assert same_weights(resumed, whole)
+    assert without_times(resumed.rows) == without_times(whole.rows)
+
+
+def test_exports_compute_what_the_adapters_do(lab: Lab, whole: Finished, tmp_path: Path) -> None:
+    """Merged as a folder of transformers, and alone as one of peft."""
+    assert main(["export", str(whole.folder), str(tmp_path / "merged")]) == 0
+    assert main(["export", str(whole.folder), str(tmp_path / "adapter"), "--adapter"]) == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float64)
+    named = dict(merged.named_parameters())
+    for name, value in whole.weights().items():
+        assert torch.allclose(named[name].float(), value, rtol=0, atol=1e-6), name
+    files = {path.name for path in (tmp_path / "adapter").iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= files
+    assert not {name for name in files if name.startswith("model")}
+    base = AutoModelForCausalLM.from_pretrained(lab.model, dtype=torch.float64)
+    before = log_probs(base)
+    adapted = PeftModel.from_pretrained(base, tmp_path / "adapter")
+    assert adapted.peft_config["default"].target_modules == {
+        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+    }  # fmt: skip
+    found, wanted = log_probs(adapted), log_probs(merged)
+    assert (found - before).abs().max() > 1e-3
+    assert torch.allclose(found, wanted, rtol=0, atol=1e-5)
+    tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert len(tensors) == 2 * 7 * 2 and all(
+        name.startswith("base_model.model.model.layers.") for name in tensors
+    )
+
+
+def test_a_base_that_changed_is_not_merged(
+    lab: Lab, words: tuple[str, ...], whole: Finished, tmp_path: Path
+) -> None:
+    """The adapters alone can still be had."""
+    file = lab.model / "model.safetensors"
+    kept = file.read_bytes()
+    model = AutoModelForCausalLM.from_pretrained(lab.model)
+    try:
+        with torch.no_grad():
+            model.model.norm.weight[3] += 0.01
+        model.save_pretrained(lab.model)
+        with pytest.raises(
+            CheckpointError, match=r"model\.norm\.weight: the adapters were trained beside other"
+        ):
+            export_checkpoint(whole.folder, tmp_path / "merged")
+        assert not (tmp_path / "merged").exists()
+        export_checkpoint(whole.folder, tmp_path / "adapter", adapter=True)
+        with pytest.raises(
+            CheckpointError, match=r"model\.norm\.weight: the adapters were trained beside the"
+        ):
+            lab.run("whole", *words, "trainer.total_training_steps=6")
+    finally:
+        file.write_bytes(kept)
+
+
+def test_a_run_without_adapters_has_none_to_export(lab: Lab, tmp_path: Path) -> None:
+    run = lab.run("full", "trainer.total_training_steps=1", "trainer.save_freq=1")
+    with pytest.raises(CheckpointError, match="has no adapters"):
+        export_checkpoint(run.folder, tmp_path / "out", adapter=True)
+
+
+def test_a_critic_with_adapters_learns_and_goes_on(lab: Lab) -> None:
+    words = (
+        "algorithm.adv_estimator=gae",
+        "critic.model.lora_rank=4",
+        "critic.optim.lr=0.01",
+        "trainer.save_freq=2",
+    )
+    run = lab.run("critic", *words, "trainer.total_training_steps=4")
+    lab.run("critic_resumed", *words, "trainer.total_training_steps=2")
+    resumed = lab.run("critic_resumed", *words, "trainer.total_training_steps=4")
+    assert math.isfinite(run.rows[-1]["critic/loss"])
+    assert without_times(resumed.rows) == without_times(run.rows)
+
+
+def test_fine_tuning(school: School, tmp_path: Path) -> None:
+    """A low loss with adapters, whose exports compute the same."""
+    words = ("model.lora_rank=8", "trainer.save_freq=6")
+    run = school.run("sft", "adapted", *words)
+    assert run.rows[-1]["sft/loss"] < run.rows[0]["sft/loss"]
+    merged = AutoModelForCausalLM.from_pretrained(
+        export_checkpoint(run.folder, tmp_path / "merged"), dtype=torch.float64
+    )
+    adapter = export_checkpoint(run.folder, tmp_path / "adapter", adapter=True)
+    base = AutoModelForCausalLM.from_pretrained(school.model, dtype=torch.float64)
+    assert torch.allclose(
+        log_probs(PeftModel.from_pretrained(base, adapter)), log_probs(merged), rtol=0, atol=1e-5
+    )
+
+
+def test_a_reward_model(school: School, tmp_path: Path) -> None:
+    """Its new head is learnt whole and goes with the adapters."""
+    run = school.run("rm", "adapted_rm", "model.lora_rank=4", "trainer.save_freq=6")
+    out = export_checkpoint(run.folder, tmp_path / "merged")
+    merged = AutoModelForSequenceClassification.from_pretrained(out, dtype=torch.float64)
+    adapter = export_checkpoint(run.folder, tmp_path / "adapter", adapter=True)
+    base = AutoModelForSequenceClassification.from_pretrained(school.model, num_labels=1, dtype=torch.float64)
+    base.config.pad_token_id = AutoTokenizer.from_pretrained(school.model).pad_token_id
+    with torch.no_grad():
+        wanted, found = merged(IDS).logits, PeftModel.from_pretrained(base, adapter)(IDS).logits
+    assert wanted.abs().max() > 1e-3
+    assert torch.allclose(found, wanted, rtol=0, atol=1e-5)
