@@ -24,7 +24,7 @@ _LAYERS, _OPS = "gradient_checkpointing_layers", "gradient_checkpointing_ops"
 
 # What the short names stand for, on every device. Not every build of PyTorch has all of them.
 _SHORT = {
-    "matmul": ("aten.mm", "aten.addmm", "mkldnn._linear_pointwise"),
+    "matmul": ("aten.mm", "aten.addmm", "mkldnn._linear_pointwise", "tandem.onednn_linear"),
     "attention": (
         "aten._scaled_dot_product_flash_attention",
         "aten._scaled_dot_product_efficient_attention",
@@ -75,7 +75,7 @@ def checkpoint_layers(
             each so many; "ops", every layer, but the outputs of the operators `ops` are kept as well and
             not computed again.
         ops: "matmul" (the products of linear layers), "attention", or operators of PyTorch such as
-            "aten.mm".
+            "aten.mm". Compiled layers write most products into buffers of theirs, and run those again.
 
     Raises:
         ConfigError: see `manage_activations`.
@@ -133,11 +133,11 @@ def operators(names: Sequence[str]) -> list[torch._ops.OpOverload]:
 
 
 def _overloads(name: str) -> list[torch._ops.OpOverload]:
-    """Those of "namespace.operator"; none if there is no such operator."""
+    """Those of "namespace.operator" that give a new tensor; none if there is no such operator."""
     namespace, _, operator = name.partition(".")
     try:
         packet = getattr(getattr(torch.ops, namespace), operator)
-        return [getattr(packet, overload) for overload in packet.overloads()]
+        return [getattr(packet, overload) for overload in packet.overloads() if not overload.endswith("out")]
     except (AttributeError, RuntimeError):  # either, by version
         return []
 

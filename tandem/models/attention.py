@@ -129,4 +129,27 @@ def _dense(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, scale: float) -> Tens
     return out.view(B, H, T, D)
 
 
-AttentionInterface.register(PACKED, packed_attention)
+def _between(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    """`packed_attention` between the parts of a compiled layer. What it returns is no view: of what it would
+    be one differs from micro-batch to micro-batch."""
+    out_1NHD, weights = packed_attention(*args, **kwargs)
+    return no_view(out_1NHD), weights
+
+
+def no_view(tensor: Tensor) -> Tensor:
+    """The tensor itself, but that autograd does not know of what it is a view."""
+    out: Tensor = torch.ops.aten._unsafe_view(tensor, tensor.shape)
+    return out
+
+
+_uncompiled: Any = torch.compiler.disable(_between)  # type: ignore[no-untyped-call]
+
+
+def _attention(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    if torch.compiler.is_compiling():
+        out_1NHD, weights = _uncompiled(*args, **kwargs)
+        return out_1NHD, weights
+    return packed_attention(*args, **kwargs)
+
+
+AttentionInterface.register(PACKED, _attention)

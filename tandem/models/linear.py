@@ -93,8 +93,26 @@ def _bf16_products() -> bool:
 
 
 def _product(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if torch.compiler.is_compiling():
+        compiled: Tensor = torch.ops.tandem.onednn_linear(inputs, weight, bias)
+        return compiled
+    return _onednn(inputs, weight, bias)
+
+
+def _onednn(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     out: Tensor = torch.ops.mkldnn._linear_pointwise.default(inputs, weight, bias, "none", [], "")
     return out
+
+
+def _shape(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return inputs.new_empty(*inputs.shape[:-1], weight.shape[0])
+
+
+# The compiler takes PyTorch's own operator with constant weights alone.
+_LIBRARY: Any = torch.library.Library("tandem", "DEF")  # type: ignore[no-untyped-call]
+_LIBRARY.define("onednn_linear(Tensor inputs, Tensor weight, Tensor? bias) -> Tensor")
+_LIBRARY.impl("onednn_linear", _onednn, "CPU")
+torch.library.register_fake("tandem::onednn_linear", _shape, lib=_LIBRARY)
 
 
 class _Linear(torch.autograd.Function):

@@ -51,6 +51,13 @@ def _without_fsdp(part: FSDPModule) -> list[tuple[_Hooks, _Hooks]]:
     tables: list[_Hooks] = [part._forward_pre_hooks, part._forward_hooks]  # type: ignore[attr-defined]
     before = [(hooks, dict(hooks)) for hooks in tables]
     for hooks in tables:
-        for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is state]:
+        for key in [key for key, hook in hooks.items() if _is_of(hook, state)]:
             del hooks[key]
     return before
+
+
+def _is_of(hook: object, state: object) -> bool:
+    """Whether the hook is a method of the state, or wraps one: modules that share a unit have such."""
+    while hook is not None and getattr(hook, "__self__", None) is not state:
+        hook = getattr(hook, "__wrapped__", None)
+    return hook is not None

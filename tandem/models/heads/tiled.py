@@ -13,6 +13,7 @@ Shapes: M positions, D hidden features, V vocabulary entries, T entries of a til
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -116,7 +117,17 @@ class Tiles(Protocol):
 
 
 class TorchTiles:
-    """`Tiles` in PyTorch's operators."""
+    """`Tiles` in PyTorch's operators.
+
+    Args:
+        reduced, graded: what is done with a tile's logits, forward and backward: `reduced_tile` and
+            `graded_tile`, or what computes the same.
+    """
+
+    def __init__(
+        self, reduced: Callable[..., Any] | None = None, graded: Callable[..., Any] | None = None
+    ) -> None:
+        self._reduced, self._graded = reduced or reduced_tile, graded or graded_tile
 
     def sums(
         self,
@@ -126,19 +137,19 @@ class TorchTiles:
         temperature: float,
         with_moment: bool,
     ) -> Sums:
-        peaks, totals, moments = [], [], []
+        peaks, totals = [], []
+        moments: list[Tensor] = []
         target_M: Tensor | None = None
         for start, weight_TD in _tiles(weight_VD, tile_width(hidden_MD)):
             z_MT = _logits(hidden_MD, weight_TD, temperature)
             here_M, index_M1 = _places(targets_M - start, len(weight_TD))
             found_M = z_MT.gather(1, index_M1).squeeze(1)
             target_M = found_M if target_M is None else torch.where(here_M, found_M, target_M)
-            peaks.append(z_MT.amax(1))
-            z_MT.sub_(peaks[-1].unsqueeze(1))
-            weights_MT = z_MT.exp() if with_moment else z_MT.exp_()
-            totals.append(weights_MT.sum(1))
-            if with_moment:
-                moments.append(torch.linalg.vecdot(weights_MT, z_MT))
+            peak_M, total_M, moment_M = self._reduced(z_MT, with_moment)
+            peaks.append(peak_M)
+            totals.append(total_M)
+            if moment_M is not None:
+                moments.append(moment_M)
         assert target_M is not None
         moment_SM = torch.stack(moments) if with_moment else None
         return Sums(torch.stack(peaks), torch.stack(totals), moment_SM, target_M)
@@ -151,18 +162,32 @@ class TorchTiles:
         temperature: float,
         wanted: LogitGradient,
     ) -> Tensor:
-        # Two subtractions: their sum, rounded, would be off by 5e-4 for logits of 1e4.
-        log_p_MT = _logits(hidden_MD, weight_TD, temperature)
-        log_p_MT.sub_(wanted.peak_M.unsqueeze(1)).sub_(wanted.log_total_M.unsqueeze(1))
-        grad_MT = log_p_MT.exp()
-        constant_M1 = wanted.constant_M.unsqueeze(1)
-        if wanted.slope_M is None:
-            grad_MT.mul_(constant_M1)
-        else:
-            grad_MT.mul_(log_p_MT.mul_(wanted.slope_M.unsqueeze(1)).add_(constant_M1))
+        z_MT = _logits(hidden_MD, weight_TD, temperature)
+        grad_MT = self._graded(z_MT, wanted.peak_M, wanted.log_total_M, wanted.constant_M, wanted.slope_M)
         here_M, index_M1 = _places(targets_M, len(weight_TD))
         grad_MT.scatter_add_(1, index_M1, (wanted.target_M * here_M).unsqueeze(1))
         return grad_MT.to(hidden_MD.dtype)
+
+
+def reduced_tile(z_MT: Tensor, with_moment: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """A tile's part of `Sums`: peak, total and moment, each (M). The logits are used up."""
+    peak_M = z_MT.amax(1)
+    z_MT.sub_(peak_M.unsqueeze(1))
+    weights_MT = z_MT.exp() if with_moment else z_MT.exp_()
+    moment_M = torch.linalg.vecdot(weights_MT, z_MT) if with_moment else None
+    return peak_M, weights_MT.sum(1), moment_M
+
+
+def graded_tile(
+    z_MT: Tensor, peak_M: Tensor, log_total_M: Tensor, constant_M: Tensor, slope_M: Tensor | None
+) -> Tensor:
+    """(M, T): what `LogitGradient` says of a tile's logits, but at the targets. The logits are used up."""
+    # Two subtractions: their sum, rounded, would be off by 5e-4 for logits of 1e4.
+    log_p_MT = z_MT.sub_(peak_M.unsqueeze(1)).sub_(log_total_M.unsqueeze(1))
+    grad_MT = log_p_MT.exp()
+    if slope_M is None:
+        return grad_MT.mul_(constant_M.unsqueeze(1))
+    return grad_MT.mul_(log_p_MT.mul_(slope_M.unsqueeze(1)).add_(constant_M.unsqueeze(1)))
 
 
 class _TiledLogProbs(torch.autograd.Function):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from tandem.engines.rollout.native.attention import Attention
 from tandem.engines.rollout.native.ops import Heads, make_ops
@@ -37,9 +38,14 @@ def why_not_fused(module: nn.Module) -> str | None:
     if config.hidden_act != "silu":
         return f"activation {config.hidden_act}"
     for name, child in module.named_modules():
-        if name.endswith((*_PROJECTIONS, *_MLP, "lm_head")) and type(child) is not nn.Linear:
+        if name.endswith((*_PROJECTIONS, *_MLP, "lm_head")) and not _is_linear(child):
             return f"{name} is a {type(child).__name__}, not a Linear"
     return None
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Also where FSDP has made it a unit, and a class of its own."""
+    return type(module) is nn.Linear or type(module).__bases__ == (FSDPModule, nn.Linear)
 
 
 _COPY_UP_TO_BYTES = 2**31

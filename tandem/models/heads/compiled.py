@@ -1,0 +1,50 @@
+"""The head in tiles whose logits torch.compile takes through few kernels."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.models.heads.tiled import TorchTiles, graded_tile, reduced_tile, tiled_log_probs
+
+_MIN_ROWS = 8  # below, a tile goes through PyTorch's operators; one row would be compiled on its own
+
+
+def token_log_probs(
+    hidden_MD: Tensor, weight_VD: Tensor, targets_M: Tensor, *, temperature: float, with_entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    """See `Head`."""
+    return tiled_log_probs(_tiles(), hidden_MD, weight_VD, targets_M, temperature, with_entropy)
+
+
+@cache
+def _tiles() -> TorchTiles:
+    reduced: Any = torch.compile(_reduced, dynamic=True)
+    graded: Any = torch.compile(_graded, dynamic=True)
+    return TorchTiles(
+        lambda z_MT, *rest: (reduced if len(z_MT) >= _MIN_ROWS else reduced_tile)(z_MT, *rest),
+        lambda z_MT, *rest: (graded if len(z_MT) >= _MIN_ROWS else graded_tile)(z_MT, *rest),
+    )
+
+
+def _reduced(z_MT: Tensor, with_moment: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`reduced_tile`, with nothing written in place."""
+    peak_M = z_MT.amax(1)
+    shifted_MT = z_MT - peak_M.unsqueeze(1)
+    weights_MT = shifted_MT.exp()
+    moment_M = (weights_MT * shifted_MT).sum(1) if with_moment else None
+    return peak_M, weights_MT.sum(1), moment_M
+
+
+def _graded(
+    z_MT: Tensor, peak_M: Tensor, log_total_M: Tensor, constant_M: Tensor, slope_M: Tensor | None
+) -> Tensor:
+    """`graded_tile`, with nothing written in place."""
+    log_p_MT = z_MT - peak_M.unsqueeze(1) - log_total_M.unsqueeze(1)
+    factor_MT = constant_M.unsqueeze(1)
+    if slope_M is not None:
+        factor_MT = log_p_MT * slope_M.unsqueeze(1) + factor_MT
+    return log_p_MT.exp() * factor_MT

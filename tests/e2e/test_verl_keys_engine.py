@@ -1,0 +1,96 @@
+"""Keys of verl's training engine that are not on the document's command line do what they say: each is
+changed, and an effect named that the change has on a run."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from tandem.config.explain import explain
+from tandem.models.compiled import _forward
+from tandem.models.policy import PolicyModel
+from tests.e2e.keys import ACTOR, REF, responses
+from tests.e2e.shop import Shop
+from tests.support.runs import Finished, same_weights
+
+WRAP = f"{ACTOR}.fsdp_config.wrap_policy"
+LAYERS = 2
+
+
+def units(run: Finished, role: str = "actor") -> int:
+    """Beside the root's."""
+    return len(run.actor.engines[role]._units) - 1
+
+
+@pytest.mark.parametrize(
+    ("word", "count"),
+    [
+        (f"{WRAP}.min_num_params=0", LAYERS),
+        (f"{WRAP}.min_num_params=7000", LAYERS),
+        (f"{WRAP}.min_num_params=10000", 1),
+        (f"{WRAP}.min_num_params=100000", 0),
+        (f"{WRAP}.transformer_layer_cls_to_wrap=[Qwen2DecoderLayer]", LAYERS),
+        (f"{WRAP}.transformer_layer_cls_to_wrap=[Qwen2Attention, Qwen2MLP]", 2 * LAYERS),
+    ],
+)
+def test_the_wrap_policy_makes_the_units(shop: Shop, base: Finished, word: str, count: int) -> None:
+    """Of the actor; nothing that it computes depends on them."""
+    run = shop.run(f"wrapped_{word.split('.')[-1]}", word)
+    assert (units(run), units(run, "ref")) == (count, LAYERS)
+    assert same_weights(run, base) and responses(run) == responses(base)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+def test_the_layers_are_compiled_for_actor_and_reference(shop: Shop, base: Finished) -> None:
+    """By the key's older name, which says where it is now; the rollout is not compiled."""
+
+    def compiled(run: Finished, role: str) -> bool:
+        parts = [run.actor.engines[role].module.decoder.layers[0].forward]
+        while hasattr(parts[-1], "func"):
+            parts += [parts[-1].func, *(part for part in parts[-1].args if hasattr(part, "func"))]
+        return any(part is _forward for part in parts)
+
+    before = counters["stats"]["unique_graphs"]
+    run = shop.run("compiled", f"{ACTOR}.use_torch_compile=true")
+    assert counters["stats"]["unique_graphs"] > before
+    old, now = f"{ACTOR}.use_torch_compile", f"{ACTOR}.fsdp_config.use_torch_compile"
+    assert f"{old} is deprecated: use {now}=True." in run.said
+    assert compiled(run, "actor") and compiled(run, "ref") and not compiled(base, "actor")
+    assert responses(run) == responses(base)
+    for name in ("actor/grad_norm", "actor/entropy", "actor/kl"):
+        assert run.rows[0][name] == pytest.approx(base.rows[0][name], rel=1e-4, abs=1e-6)
+    apart = shop.run("actor_compiled", f"{now}=true", f"{REF}.fsdp_config.use_torch_compile=false")
+    assert compiled(apart, "actor") and not compiled(apart, "ref")
+
+
+def test_determinism_is_asked_for_in_the_actors_work_alone(
+    shop: Shop, base: Finished, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward, seen = PolicyModel.forward, []
+
+    def watched(self, inputs, outputs):
+        frozen = not any(p.requires_grad for p in self.parameters())
+        seen.append((frozen, torch.are_deterministic_algorithms_enabled()))
+        return forward(self, inputs, outputs)
+
+    monkeypatch.setattr(PolicyModel, "forward", watched)
+    run = shop.run("deterministic", f"{ACTOR}.fsdp_config.full_determinism=true")
+    assert set(seen) == {(False, True), (True, False)}
+    seen.clear()
+    both = [f"{at}.fsdp_config.full_determinism=true" for at in (ACTOR, REF)]
+    again = shop.run("deterministic_again", *both)
+    assert set(seen) == {(False, True), (True, True)}
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert same_weights(run, again) and same_weights(run, base)
+
+
+def test_explained() -> None:
+    for at in (ACTOR, REF, "critic"):
+        assert f"{at}.fsdp_config.use_torch_compile" in explain(f"{at}.use_torch_compile")
+    text = explain(f"{REF}.fsdp_config.use_torch_compile")
+    assert f"default: the value of {ACTOR}.fsdp_config.use_torch_compile" in text
+    assert "tandem.models.wrap" in explain(f"{WRAP}.min_num_params")
+    assert "read by: tandem.engines.train.deterministic" in explain("fsdp_config.full_determinism")
