@@ -91,8 +91,13 @@ def even(count: int, parts: int) -> list[slice]:
     return [slice(start, stop) for start, stop in itertools.pairwise(starts)]
 
 
-def within_budget(weights: Sequence[int], budget: int) -> list[list[int]]:
+def within_budget(weights: Sequence[int], budget: int, at_least: int = 1) -> list[list[int]]:
     """Divides items into few sets of nearly equal weight, none above `budget`.
+
+    Args:
+        weights: one number >= 0 per item.
+        budget: what a set may weigh.
+        at_least: how many sets to make, if there are as many items.
 
     Returns:
         The items' indices per set; no set is empty, and no items give no sets.
@@ -109,7 +114,7 @@ def within_budget(weights: Sequence[int], budget: int) -> list[list[int]]:
             expected=f"<= {budget}",
             remedy="raise the *max_token_len_per_gpu key, or shorten prompts and responses",
         )
-    parts = max(1, -(-sum(weights) // budget))
+    parts = max(at_least, -(-sum(weights) // budget))
     while True:
         sets = partition(weights, parts)
         if max(sum(weights[item] for item in items) for items in sets) <= budget:

@@ -80,6 +80,12 @@ def test_budget_is_kept_and_sets_are_few(items, budget):
     assert len(sets) <= max(1, 2 * -(-sum(items) // budget)) or not items
 
 
+def test_a_budget_with_a_number_of_sets():
+    assert [len(within_budget([9, 8, 7, 6], 30, least)) for least in (1, 2, 3, 4, 9)] == [1, 2, 3, 4, 4]
+    assert within_budget([9, 8, 7, 6], 30, 2) == [[0, 3], [1, 2]]
+    assert within_budget([], 30, 2) == []
+
+
 def test_budget_below_one_item():
     with pytest.raises(ConfigError, match="101 tokens"):
         within_budget([3, 101], 100)

@@ -13,7 +13,7 @@ from tandem.balance import within_budget
 from tandem.device import to_device
 from tandem.engines.train.base import MicroBatching
 from tandem.models.collectives import CollectiveMeter
-from tandem.models.packing import PackedInputs, pack
+from tandem.models.packing import PackedInputs, input_lengths, pack
 from tandem.models.sequence_parallel import SequenceSplit
 from tandem.protocol import DataProto, Ragged
 
@@ -22,7 +22,41 @@ from tandem.protocol import DataProto, Ragged
 CPU_BLOCK_TOKENS = 4096
 
 
-def cut(lengths: Sequence[int], micro: MicroBatching, *, block_tokens: int | None = None) -> list[list[int]]:
+def cut_alike(
+    lengths: Sequence[int],
+    micro: MicroBatching,
+    meter: CollectiveMeter,
+    *,
+    block_tokens: int | None = None,
+    least: int = 1,
+) -> list[list[int]]:
+    """`cut` on every rank into the same number of micro-batches, at least `least`, as ranks wait for each
+    other in each. Under a token budget a rank that needs fewer makes its own smaller: ranks with about as
+    many tokens then have equal ones at every turn. Where rows are too few, or the rule leaves no choice,
+    empty ones are added, which run as ghosts. Collective, on the host.
+
+    Raises:
+        ConfigError: see `cut`.
+    """
+    parts = _spread(cut(lengths, micro, block_tokens=block_tokens), lengths, least)
+    most = _most(max(least, len(parts)), meter)
+    if micro.max_tokens is not None:
+        if len(parts) < most:
+            parts = _spread(cut(lengths, micro, block_tokens=block_tokens, at_least=most), lengths, least)
+        most = _most(max(least, len(parts)), meter)
+    return parts + [[] for _ in range(most - len(parts))]
+
+
+def _most(count: int, meter: CollectiveMeter) -> int:
+    """The largest of all ranks' counts."""
+    largest = torch.tensor(count)
+    meter.all_reduce(largest, dist.ReduceOp.MAX)
+    return int(largest)
+
+
+def cut(
+    lengths: Sequence[int], micro: MicroBatching, *, block_tokens: int | None = None, at_least: int = 1
+) -> list[list[int]]:
     """Rows of each micro-batch. Sequences of like length share one where the rule leaves a choice,
     and stand longest first within it; the micro-batch with the longest sequences comes first, so that
     what needs most memory is known at once.
@@ -31,24 +65,25 @@ def cut(lengths: Sequence[int], micro: MicroBatching, *, block_tokens: int | Non
         lengths: tokens of each row of the share.
         block_tokens: cut further where a micro-batch would hold more tokens than this (one long
             sequence may).
+        at_least: micro-batches to make under a token budget, if there are as many rows.
 
     Raises:
         ConfigError: a row alone exceeds the token budget.
     """
-    parts = _by_rule(lengths, micro)
+    parts = _by_rule(lengths, micro, at_least)
     if block_tokens is None:
         return parts
     return [block for rows in parts for block in _blocks(rows, lengths, block_tokens)]
 
 
-def _by_rule(lengths: Sequence[int], micro: MicroBatching) -> list[list[int]]:
+def _by_rule(lengths: Sequence[int], micro: MicroBatching, at_least: int) -> list[list[int]]:
     assert micro.max_samples is None or micro.max_tokens is None, micro
 
     def longest_first(rows: Iterable[int]) -> list[int]:
         return sorted(rows, key=lambda row: (-lengths[row], row))
 
     if micro.max_tokens is not None:
-        parts = [longest_first(rows) for rows in within_budget(lengths, micro.max_tokens)]
+        parts = [longest_first(rows) for rows in within_budget(lengths, micro.max_tokens, at_least)]
         return sorted(parts, key=lambda rows: (-lengths[rows[0]], rows[0]))
     ordered = longest_first(range(len(lengths)))
     size = micro.max_samples or len(ordered)
@@ -67,12 +102,23 @@ def _blocks(rows: list[int], lengths: Sequence[int], limit: int) -> list[list[in
     return blocks
 
 
-def equalise(parts: list[list[int]], meter: CollectiveMeter) -> list[list[int]]:
-    """The same number of micro-batches on every rank, at least one: short ranks get empty ones,
-    which run as ghosts. Collective, on the host."""
-    count = torch.tensor(max(1, len(parts)))
-    meter.all_reduce(count, dist.ReduceOp.MAX)
-    return parts + [[] for _ in range(int(count) - len(parts))]
+def _spread(parts: list[list[int]], lengths: Sequence[int], least: int) -> list[list[int]]:
+    """At least so many micro-batches, where there are as many rows: the largest is cut in two, as often as it
+    takes.
+
+    Args:
+        parts: rows of each, longest first.
+        lengths: tokens of each row of the share.
+    """
+    parts = list(parts)
+    while len(parts) < least:
+        tokens = [sum(lengths[row] for row in rows) if len(rows) > 1 else 0 for rows in parts]
+        if not any(tokens):
+            break
+        at = tokens.index(max(tokens))
+        rows = parts[at]
+        parts[at : at + 1] = rows[::2], rows[1::2]
+    return parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +147,7 @@ def assemble(
     pad_to_longest: bool = False,
     whole: bool = False,
     split: SequenceSplit | None = None,
+    fill: int = 0,
 ) -> MicroBatch:
     """One micro-batch on the model's device. No rows make a ghost: one sequence of one token, whose
     columns are all zero, its `response_mask` false. It takes part in every collective and adds nothing.
@@ -109,7 +156,7 @@ def assemble(
         batch: the rank's share, with `tokens`; unless every token's outcome is wanted, `response_mask`;
             where a row holds several sequences, `sequence_lengths`.
         columns: ragged or dense columns for the loss.
-        pad_to_longest, whole, split: see `pack`.
+        pad_to_longest, whole, split, fill: see `pack`.
 
     Raises:
         DataError: a column that is not there.
@@ -122,12 +169,36 @@ def assemble(
     return MicroBatch(
         rows=rows,
         inputs=pack(
-            tokens.to("cpu"), wanted, device=device, pad_to_longest=pad_to_longest, whole=whole, split=split
+            tokens.to("cpu"),
+            wanted,
+            device=device,
+            pad_to_longest=pad_to_longest,
+            whole=whole,
+            split=split,
+            fill=fill,
         ),
         columns=dict(zip(names, values, strict=True)),
         offsets=offsets,
         lengths=part.ragged("tokens").lengths,
     )
+
+
+def most_tokens(
+    batch: DataProto, parts: Sequence[Sequence[int]], *, pad_to_longest: bool = False, whole: bool = False
+) -> int:
+    """Tokens that the model sees of the largest of these micro-batches; at least the one of a ghost.
+
+    Args:
+        batch, pad_to_longest, whole: see `assemble`.
+        parts: rows of each.
+    """
+    kept = batch.select(sorted({"tokens", "sequence_lengths"} & set(batch.batch)), ())
+    sizes = (
+        input_lengths(sequences(kept[list(rows)]).lengths, pad_to_longest=pad_to_longest, whole=whole).sum()
+        for rows in parts
+        if rows
+    )
+    return max(map(int, sizes), default=1)
 
 
 def sequences(batch: DataProto) -> Ragged:

@@ -70,6 +70,11 @@ def test_gradients_and_metrics_equal_one_rank(single, pair):
     assert checked == 5 * 4 + 2 + 5
 
 
+def test_the_rank_with_fewer_tokens_cuts_them_as_often(pair):
+    """60 and 24 tokens under a budget of 30; by samples there are empty micro-batches instead."""
+    assert pair["cuts"] == {"tokens": [[2, 2, 1], [1, 2, 1]], "samples": [[2, 2, 1], [2, 2, 0]]}
+
+
 def test_forward_keeps_the_order_of_rows(single, pair):
     assert torch.allclose(pair["forward"], single["forward"], atol=1e-12, rtol=0)
 

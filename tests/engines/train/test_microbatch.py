@@ -7,10 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.engines.train.base import MicroBatching
-from tandem.engines.train.microbatch import assemble, cut, equalise
+from tandem.engines.train.microbatch import assemble, cut, cut_alike, most_tokens
 from tandem.errors import ConfigError, DataError
 from tandem.models.collectives import CollectiveMeter
 from tandem.models.parallel import init_distributed
+from tandem.protocol import DataProto, Ragged
 
 CPU = torch.device("cpu")
 lengths = st.lists(st.integers(1, 50), max_size=30)
@@ -38,6 +39,13 @@ def test_tokens_are_balanced():
     assert [sum([10, 9, 8, 7, 6, 5, 4, 3][i] for i in part) for part in parts] == [26, 26]
 
 
+def test_more_micro_batches_than_the_budget_asks_for():
+    rows = [10, 9, 8, 7, 6, 5, 4, 3]
+    parts = cut(rows, MicroBatching(max_tokens=60), at_least=4)
+    assert parts == [[0, 7], [1, 6], [2, 5], [3, 4]]  # 13 tokens each
+    assert len(cut(rows, MicroBatching(max_samples=8), at_least=4)) == 1
+
+
 def test_blocks_cut_further_but_leave_long_sequences_whole():
     rows = [50, 10, 9, 8, 7, 6, 5]
     assert cut(rows, MicroBatching(), block_tokens=20) == [[0], [1, 2], [3, 4], [5, 6]]
@@ -51,8 +59,32 @@ def test_a_sequence_over_the_budget():
 
 def test_an_empty_share_gets_a_ghost():
     init_distributed(CPU)
-    assert equalise([], CollectiveMeter()) == [[]]
-    assert equalise([[1], [0]], CollectiveMeter()) == [[1], [0]]
+    assert cut_alike([], MicroBatching(), CollectiveMeter()) == [[]]
+    assert cut_alike([3, 4], MicroBatching(max_samples=1), CollectiveMeter()) == [[1], [0]]
+
+
+def test_the_largest_is_cut_until_there_are_enough():
+    init_distributed(CPU)
+
+    def parts(rows, least, **rule):
+        return cut_alike(rows, MicroBatching(**rule), CollectiveMeter(), least=least)
+
+    rows = [9, 8, 7, 6, 2, 1]
+    assert parts(rows, 2, max_samples=4) == [[0, 1, 2, 3], [4, 5]]
+    assert parts(rows, 4, max_samples=4) == [[0], [2], [1, 3], [4, 5]]
+    assert parts(rows[:2], 5) == [[0], [1], [], [], []]
+    assert parts([], 2) == [[], []]
+
+
+def test_the_most_tokens_that_a_model_sees_at_once():
+    batch = synthetic.make_batch()  # rows of 5, 17, 30 … tokens, the last of each seen by none
+    parts = [[0, 1], [2], []]
+    assert most_tokens(batch, parts) == 29
+    assert most_tokens(batch, parts, whole=True) == 30
+    assert most_tokens(batch, parts, pad_to_longest=True) == 32
+    assert most_tokens(batch, [[]]) == 1
+    held = Ragged.from_list([[2, 3], [17], [10] * 3, *([n] for n in synthetic.LENGTHS[3:])])
+    assert most_tokens(batch.union(DataProto({"sequence_lengths": held})), parts) == 27
 
 
 def test_columns_follow_their_rows():

@@ -8,6 +8,9 @@ import synthetic
 import torch
 import torch.distributed as dist
 
+from tandem.engines.train.base import MicroBatching
+from tandem.engines.train.microbatch import cut_alike
+from tandem.models.collectives import CollectiveMeter
 from tandem.models.parallel import leave_distributed
 
 SHARES = {"uneven": (7, 10), "empty": (10, 10)}  # where the second rank's rows begin and end
@@ -36,6 +39,17 @@ def all_gradients(folder, precision):
         loss, micro = synthetic.SyntheticLoss(mode), synthetic.CUTS[cut]
         found[precision, share, mode, cut] = synthetic.gradients(engine, my_rows(batch, share), loss, micro)
     return engine, found
+
+
+def cuts():
+    """Both ranks' micro-batches of rows of 12 and of 6 tokens, under a budget and a number of samples."""
+    lengths = [12] * 5 if dist.get_rank() == 0 else [6] * 4
+    found = {}
+    for name, micro in (("tokens", MicroBatching(max_tokens=30)), ("samples", MicroBatching(max_samples=2))):
+        parts = [None, None]
+        dist.all_gather_object(parts, cut_alike(lengths, micro, CollectiveMeter()))
+        found[name] = [[len(rows) for rows in own] for own in parts]
+    return found
 
 
 def forwards(engine):
@@ -147,6 +161,7 @@ def main():
     record = {
         "gradients": found | all_gradients(folder, "fp32")[1],
         "forward": forwards(engine),
+        "cuts": cuts(),
         "checkpoints": checkpoints(folder, saved, results),
         "non_finite": non_finite(engine),
         "unsharded": unsharded_sum(engine),
