@@ -47,6 +47,9 @@ bench: $(DEV) peers ## the performance claims, each against its peer
 	$(BIN)/python benchmarks/controller_traffic.py
 	$(BIN)/python benchmarks/weight_sync.py
 	$(BIN)/python benchmarks/log_prob_head.py
+	$(BIN)/python benchmarks/levers.py
+	$(BIN)/python benchmarks/packing.py
+	$(BIN)/python benchmarks/update_vs_trl.py
 
 peers: .peers/trl/.installed .peers/verl/.installed .peers/vllm/.installed ## what we measure ourselves against
 
