@@ -14,7 +14,14 @@ LOSSES = "workers.losses"
 
 Strategy = Annotated[
     str,
-    OneOf(("fsdp2",), {"fsdp": "fsdp2"}, {"megatron": "this build trains with FSDP2: set strategy=fsdp2"}),
+    OneOf(
+        ("fsdp2",),
+        {"fsdp": "fsdp2"},
+        {
+            "megatron": "this build trains with FSDP2, which splits layers and stages too: set "
+            "strategy=fsdp2, fsdp_config.tensor_parallel_size and fsdp_config.pipeline_parallel_size"
+        },
+    ),
 ]
 Aggregation = Annotated[str, OneOf(tables.AGGREGATIONS)]
 KLKind = Annotated[str, OneOf(tables.KL_KINDS)]

@@ -8,8 +8,10 @@ from typing import Any
 
 from tandem.config import placement
 from tandem.config.activations import activation_rules, no_activations
+from tandem.config.engine import engine_rule
 from tandem.config.files import files, keep_best, model, own_code, resume, reward_file
 from tandem.config.kernels import fused_head, liger
+from tandem.config.lora import REFERENCE_NOTICE, lora_rules, no_lora, second_copy
 from tandem.config.root import TrainConfig
 from tandem.config.rule import C, Rule
 from tandem.config.schema import value_at
@@ -47,7 +49,7 @@ def check_train(config: TrainConfig, changed: frozenset[str], bad: frozenset[str
     """
     found = found_by(TRAIN_RULES, config, changed, bad)
     found.errors.extend(unused_errors(TRAIN_ERRORS, config, changed, bad))
-    found.notices.extend(unused_notices(TRAIN_NOTICES, config, changed, bad))
+    found.notices.extend(unused_notices([*TRAIN_NOTICES, REFERENCE_NOTICE], config, changed, bad))
     return found
 
 
@@ -290,6 +292,7 @@ _SPLITS = (
     *(f"{at}.ulysses_sequence_parallel_size" for at in (ACTOR, REF, "critic", "reward_model")),
     *(f"{at}.fsdp_config.fsdp_size" for at in (ACTOR, REF, "critic", "reward_model")),
     *(f"{at}.fsdp_config.tensor_parallel_size" for at in (ACTOR, REF, "critic", "reward_model")),
+    *(f"{at}.fsdp_config.pipeline_parallel_size" for at in (ACTOR, REF, "critic", "reward_model")),
     *_PLACES,
 )
 
@@ -304,6 +307,10 @@ TRAIN_RULES: list[Rule[TrainConfig]] = [
     Rule(("reward_model.enable", "reward_model.model.path", "custom_reward_function.path"), _reward_model),
     fused_head(f"{POLICY}.model"),
     *(liger(f"{at}.model") for at in (POLICY, "critic", "reward_model")),
+    engine_rule(f"{ACTOR}.fsdp_config", f"{POLICY}.model"),
+    engine_rule(f"{REF}.fsdp_config", f"{POLICY}.model", trains=False),
+    engine_rule("critic.fsdp_config", "critic.model"),
+    engine_rule("reward_model.fsdp_config", "reward_model.model", trains=False),
     own_code("algorithm.adv_estimator"),
     own_code(f"{ACTOR}.policy_loss.loss_mode"),
     _mini_batch(f"{ACTOR}.ppo_mini_batch_size"),
@@ -339,6 +346,10 @@ TRAIN_RULES: list[Rule[TrainConfig]] = [
     *activation_rules(f"{POLICY}.model"),
     *activation_rules("critic.model"),
     no_activations("reward_model.model"),
+    *lora_rules(f"{POLICY}.model"),
+    *lora_rules("critic.model"),
+    no_lora("reward_model.model"),
+    Rule((f"{POLICY}.model.lora_rank", f"{ACTOR}.use_kl_loss", "algorithm.use_kl_in_reward"), second_copy),
     Rule(_PLACES, placement.placement),
     Rule((*_PLACES, "trainer.n_gpus_per_node", "trainer.nnodes", "trainer.backend"), placement.devices),
     Rule((*_PLACES, "trainer.worker_classes"), placement.worker_classes),

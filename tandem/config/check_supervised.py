@@ -8,8 +8,10 @@ from typing import Any
 from tandem.config import placement
 from tandem.config.activations import activation_rules
 from tandem.config.check import Findings, found_by, restarts, token_budget, validation_data
+from tandem.config.engine import engine_rule
 from tandem.config.files import files, keep_best, model, resume
 from tandem.config.kernels import fused_head, liger
+from tandem.config.lora import lora_rules
 from tandem.config.rm import RMConfig
 from tandem.config.rule import Rule
 from tandem.config.sft import SFTConfig
@@ -39,6 +41,8 @@ def _check(
 _SPLITS = (
     "ulysses_sequence_parallel_size",
     "fsdp_config.fsdp_size",
+    "fsdp_config.tensor_parallel_size",
+    "fsdp_config.pipeline_parallel_size",
     "trainer.n_gpus_per_node",
     "trainer.nnodes",
 )
@@ -55,8 +59,10 @@ def _rules(*lengths: str) -> list[Rule[Any]]:
         model("model.path", "config.json"),
         model("model.tokenizer_path", "tokenizer_config.json"),
         *activation_rules("model"),
+        *lora_rules("model"),
         fused_head("model"),
         liger("model"),
+        engine_rule("fsdp_config", "model"),
         token_budget("use_dynamic_bsz", "max_token_len_per_gpu", lengths),
         Rule(("trainer.n_gpus_per_node", "trainer.nnodes", "trainer.backend"), placement.backend),
         Rule(("trainer.cluster.address",), placement.address),

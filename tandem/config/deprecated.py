@@ -60,6 +60,20 @@ DEPRECATED: dict[str, Deprecated | Settled] = {
     "critic.grad_clip": Deprecated("critic.optim.clip_grad"),
     f"{_POLICY}.actor.optim.warmup_style": Deprecated(f"{_POLICY}.actor.optim.lr_scheduler_type"),
     "critic.optim.warmup_style": Deprecated("critic.optim.lr_scheduler_type"),
+    **{
+        f"{at}.use_torch_compile": Deprecated(f"{at}.fsdp_config.use_torch_compile")
+        for at in (f"{_POLICY}.actor", f"{_POLICY}.ref", "critic")
+    },
+    **{
+        f"{at}.lora.{old}": Deprecated(f"{at}.{new}")
+        for at in (f"{_POLICY}.model", "critic.model")
+        for old, new in (
+            ("rank", "lora_rank"),
+            ("alpha", "lora_alpha"),
+            ("target_modules", "target_modules"),
+            ("exclude_modules", "exclude_modules"),
+        )
+    },
     "trainer.ray_wait_register_center_timeout": Deprecated("trainer.timeouts.start"),
     **{
         f"{_POLICY}.{role}.{name}": Settled(why)

@@ -4,15 +4,36 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from tandem.config.section import OneOf, Section, key
+from tandem.config.section import Names, OneOf, Section, key
 
 ENGINE = "engines.train.fsdp"
+WRAP = "models.wrap"
+COMPILE = "actor_rollout_ref.actor.fsdp_config.use_torch_compile"
 SPELLINGS = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64"}
+
+
+class WrapPolicyConfig(Section):
+    """Which modules are gathered, and freed, together."""
+
+    transformer_layer_cls_to_wrap: Names = key(
+        (),
+        "classes of the decoder whose modules are units of FSDP, such as [Qwen2DecoderLayer, Embedding]; all "
+        "else is in one; null: the decoder layers",
+        read_by=WRAP,
+    )
+    min_num_params: int = key(
+        0,
+        "parameters that a unit has at least: modules that follow each other share one until they have so "
+        "many; 0: each has its own",
+        read_by=WRAP,
+        ge=0,
+    )
 
 
 class FSDPConfig(Section):
     """How FSDP2 holds a model."""
 
+    wrap_policy: WrapPolicyConfig = WrapPolicyConfig()
     param_offload: bool = key(
         False, "keep the parameters in host memory while the model is idle", read_by=ENGINE
     )
@@ -33,6 +54,20 @@ class FSDPConfig(Section):
         read_by=ENGINE,
         ge=1,
     )
+    pipeline_parallel_size: int = key(
+        1,
+        "groups of devices that each hold a stage, some successive layers of the model; a micro-batch goes "
+        "through all of them",
+        read_by="engines.train.division",
+        ge=1,
+    )
+    pipeline_schedule: Annotated[str, OneOf(("1f1b", "gpipe"))] = key(
+        "1f1b",
+        "order of the micro-batches' passes through the stages; 1f1b: a stage takes backward passes as they "
+        "come, and holds the activations of at most as many micro-batches as there are stages; gpipe: all "
+        "forward passes first",
+        read_by="engines.train.division",
+    )
     forward_prefetch: bool = key(
         False, "gather the next layer's parameters during a layer's forward", read_by=ENGINE
     )
@@ -41,4 +76,34 @@ class FSDPConfig(Section):
     )
     dtype: Annotated[str, OneOf(("auto", "fp32", "bf16", "fp64"), SPELLINGS)] = key(
         "auto", "precision of forward and backward; auto: bf16 on CUDA, model_dtype on CPU", read_by=ENGINE
+    )
+    use_torch_compile: bool = key(
+        False,
+        "compile the decoder layers and the head's tiles; off by default, unlike in verl, as the first steps "
+        "wait for the compiler, on a CPU for half a minute and more",
+        read_by=f"{ENGINE}, models.compiled",
+    )
+    full_determinism: bool = key(
+        False,
+        "forward and update with deterministic kernels alone, so that the same run gives the same bits; "
+        "what has none is refused",
+        read_by="engines.train.deterministic",
+    )
+
+    @property
+    def undivided(self) -> FSDPConfig:
+        """The same for a model that samples from its own module: every rank has all layers whole, and they
+        compute nothing else."""
+        whole = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "use_torch_compile": False}
+        return self.model_copy(update=whole)
+
+
+class RefFSDPConfig(FSDPConfig):
+    """How it holds the reference, which is compiled where the actor is."""
+
+    use_torch_compile: bool = key(
+        False,
+        "compile the decoder layers and the head's tiles",
+        read_by=f"{ENGINE}, models.compiled",
+        inherits=COMPILE,
     )

@@ -8,6 +8,7 @@ from tandem.config.section import LocalPath, Names, OneOf, Section, key
 
 LOADING = "models.loading"
 ACTIVATIONS = "models.activations"
+LORA = "models.lora"
 
 
 class BackboneConfig(Section):
@@ -54,6 +55,33 @@ class BackboneConfig(Section):
         "are needed",
         read_by="models.liger",
     )
+
+    lora_rank: int = key(
+        0,
+        "rank of the low-rank adapters (LoRA) that are trained while the weights stay as they are; 0: no "
+        "adapters, all weights are trained",
+        read_by=LORA,
+        ge=0,
+    )
+    lora_alpha: int = key(16, "what adapters add is scaled by lora_alpha / lora_rank", read_by=LORA, ge=1)
+    target_modules: Names = key(
+        ("all-linear",),
+        "linear layers that get adapters: all-linear, all but the head, or the ends of their names",
+        read_by=LORA,
+        min_length=1,
+    )
+    exclude_modules: Names = key((), "of these, the ends of the names that get none", read_by=LORA)
+    lora_adapter_path: LocalPath | None = key(
+        None,
+        "folder of adapters, as peft writes it, to start from; null: they start by changing nothing. The "
+        "reference policy is without them either way",
+        read_by=f"{LORA}_files",
+    )
+
+    @property
+    def without_adapters(self) -> BackboneConfig:
+        """The same model with all of its weights and nothing else."""
+        return self.model_copy(update={"lora_rank": 0})
 
     @property
     def head(self) -> str:

@@ -117,6 +117,7 @@ def model_split(config: TrainConfig, changed: Changed) -> Iterator[ConfigError]:
         "actor_rollout_ref.ref.ulysses_sequence_parallel_size",
         "actor_rollout_ref.ref.fsdp_config.fsdp_size",
         "actor_rollout_ref.ref.fsdp_config.tensor_parallel_size",
+        "actor_rollout_ref.ref.fsdp_config.pipeline_parallel_size",
     }
     apart = config.trainer.placed("ref") != config.trainer.placed("actor")
     if config.needs_reference and (apart or own & changed):  # else the actor's are its own
@@ -144,6 +145,10 @@ def _model_split(at: str, section: Any, path: str, devices: int) -> Iterator[Con
     fsdp, sequence = section.fsdp_config, section.ulysses_sequence_parallel_size
     tensor, copies = fsdp.tensor_parallel_size, fsdp.fsdp_size
     by_layer, by_token = f"{at}fsdp_config.tensor_parallel_size", f"{at}ulysses_sequence_parallel_size"
+    stages = fsdp.pipeline_parallel_size
+    unstaged = list(_stages(f"{at}fsdp_config.pipeline_parallel_size", stages, path, devices))
+    yield from unstaged
+    devices = devices if unstaged else devices // stages
     wrong = list(_divides(by_layer, tensor, devices, remedy=f"set {by_layer}=1"))
     yield from wrong
     parts = devices if wrong else devices // tensor
@@ -169,6 +174,20 @@ def _model_split(at: str, section: Any, path: str, devices: int) -> Iterator[Con
             got=f"{sequence} devices, {each} heads in {path}"
             + (f" for each of {tensor}" if tensor > 1 else ""),
             expected=f"a divisor of {each}",
+        )
+
+
+def _stages(field: str, stages: int, path: str, devices: int) -> Iterator[ConfigError]:
+    uneven = list(_divides(field, stages, devices, remedy=f"set {field}=1"))
+    yield from uneven
+    layers = _number(path, "num_hidden_layers")
+    if not uneven and layers is not None and stages > layers:
+        yield ConfigError(
+            "more stages than the model has layers",
+            field=field,
+            got=f"{stages} stages, num_hidden_layers {layers} in {path}",
+            expected=f"at most {layers}",
+            remedy=f"set {field}={layers} or less",
         )
 
 

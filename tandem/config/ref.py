@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tandem.config.batching import LogProbSection
-from tandem.config.fsdp import FSDPConfig
+from tandem.config.fsdp import RefFSDPConfig
 from tandem.config.section import key
 
 
@@ -17,4 +17,4 @@ class RefConfig(LogProbSection):
         inherits="actor_rollout_ref.actor.ulysses_sequence_parallel_size",
         ge=1,
     )
-    fsdp_config: FSDPConfig = FSDPConfig()
+    fsdp_config: RefFSDPConfig = RefFSDPConfig()

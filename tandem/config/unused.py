@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from tandem.config.generate import EvalConfig
+from tandem.config.pipeline import schedule
 from tandem.config.root import TrainConfig
 from tandem.config.schema import value_at
 from tandem.config.supervised import SupervisedConfig
@@ -280,6 +281,7 @@ TRAIN_NOTICES: list[Use[TrainConfig]] = [
     *optimizer_notices(ACTOR, lambda config: config.actor_rollout_ref.actor.optim),
     *optimizer_notices("critic", lambda config: config.critic.optim),
     _kernels(f"{POLICY}.model"),
+    *(schedule(f"{at}.", trains=at in (ACTOR, "critic")) for at in (ACTOR, "critic", REF, "reward_model")),
     Use(
         (f"{ROLLOUT}.update_weights_bucket_megabytes",),
         ("trainer.resource_pools", "trainer.placement", "trainer.worker_classes"),
@@ -329,6 +331,7 @@ SUPERVISED_ERRORS: list[Use[SupervisedConfig]] = [
 SUPERVISED_NOTICES: list[Use[SupervisedConfig]] = [
     *_PROCESSES_NOTICES,
     _kernels("model"),
+    schedule(""),
     *optimizer_notices("", lambda config: config.optim),
     Use(("data.seed",), ("data.shuffle",), lambda config: config.data.shuffle, "with data.shuffle=true"),
     *_cut("use_dynamic_bsz", "micro_batch_size_per_gpu", "max_token_len_per_gpu"),

@@ -56,6 +56,10 @@ class CollectiveMeter:
         if len(self._events) > _MANY_EVENTS:
             self._read(wait=False)
 
+    def count(self, received: int) -> None:
+        """Bytes that came from one other rank; the wait for them is not timed."""
+        self._bytes += received
+
     def all_reduce(
         self,
         tensor: Tensor,

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,13 +42,15 @@ class Grid:
     """How a model is divided over ranks. Neighbours by rank share the tokens of a micro-batch; ranks that do
     not share them take different rows. Weights are sharded over all ranks, or over groups of neighbours that
     hold one copy each (hybrid sharding). Nearest neighbours may split each layer (tensor parallelism): they
-    take the same tokens, and what is sharded is each one's part of the layer.
+    take the same tokens, and what is sharded is each one's part of the layer. All of this may be there once
+    for each stage of a pipeline, the first stage on the first ranks: those at the same place of every stage
+    take the same rows.
 
     Attributes:
-        weights: ("replicate", "shard", "tp"): copies of the weights, the shards of each, and the parts of
-            each layer.
-        work: ("data", "sequence", "tp"): ranks with different rows, those that share each row, and those
-            that split the layers.
+        weights: ("pp", "replicate", "shard", "tp"): the stages, of each the copies of its weights, the shards
+            of a copy, and the parts of each layer.
+        work: ("pp", "data", "sequence", "tp"): the stages, of each the ranks with different rows, those that
+            share each row, and those that split the layers.
     """
 
     weights: DeviceMesh
@@ -55,36 +58,50 @@ class Grid:
 
     @classmethod
     def over_all_ranks(
-        cls, device: torch.device, *, fsdp_size: int = -1, sequence: int = 1, tensor: int = 1
+        cls,
+        device: torch.device,
+        *,
+        fsdp_size: int = -1,
+        sequence: int = 1,
+        tensor: int = 1,
+        stages: int = 1,
     ) -> Grid:
         """
         Args:
             fsdp_size: ranks over which each part of a layer is sharded; -1: all.
             sequence: ranks that share the tokens of each micro-batch.
             tensor: ranks that split each layer.
+            stages: of the pipeline.
 
         Raises:
             ConfigError: a size that does not divide the number of ranks.
         """
         world = dist.get_world_size()
+        _check_divides("fsdp_config.pipeline_parallel_size", stages, world)
+        world //= stages
         _check_divides("fsdp_config.tensor_parallel_size", tensor, world)
         parts = world // tensor
         shards = parts if fsdp_size == -1 else fsdp_size
         _check_divides("fsdp_config.fsdp_size", shards, parts)
         _check_divides("ulysses_sequence_parallel_size", sequence, parts)
         weights = init_device_mesh(
-            device.type, (parts // shards, shards, tensor), mesh_dim_names=("replicate", "shard", "tp")
+            device.type,
+            (stages, parts // shards, shards, tensor),
+            mesh_dim_names=("pp", "replicate", "shard", "tp"),
         )
         work = init_device_mesh(
-            device.type, (parts // sequence, sequence, tensor), mesh_dim_names=("data", "sequence", "tp")
+            device.type,
+            (stages, parts // sequence, sequence, tensor),
+            mesh_dim_names=("pp", "data", "sequence", "tp"),
         )
         return cls(weights, work)
 
     @property
     def share(self) -> Share:
         """This rank's of a batch's rows."""
-        data, sequence, tensor = (self.work[name] for name in ("data", "sequence", "tp"))
+        data, sequence, tensor, stage = (self.work[name] for name in ("data", "sequence", "tp", "pp"))
         leads = sequence.get_local_rank() == 0 and tensor.get_local_rank() == 0
+        leads = leads and stage.get_local_rank() == stage.size() - 1
         return Share(data.get_local_rank(), data.size(), leads)
 
     @property
@@ -124,6 +141,14 @@ def init_distributed(device: torch.device, *, timeout_s: float | None = None) ->
         atexit.register(leave_distributed)
 
 
+def collective_timeout() -> timedelta:
+    """How long a collective of the process group may take. A group made of some of its ranks would otherwise
+    get PyTorch's own limit."""
+    world: Any = dist.distributed_c10d._get_default_group()
+    limit: timedelta = world._get_backend(torch.device("cpu")).options._timeout
+    return limit
+
+
 def leave_distributed(*, together: bool = False) -> None:
     """Ends the process group, if there is one; at the process's exit at the latest.
 
@@ -139,7 +164,7 @@ def leave_distributed(*, together: bool = False) -> None:
 
 def shard(
     model: nn.Module,
-    layers: Sequence[nn.Module],
+    parts: Sequence[Sequence[nn.Module]],
     mesh: DeviceMesh,
     *,
     compute_dtype: torch.dtype,
@@ -148,20 +173,21 @@ def shard(
     forward_prefetch: bool,
     meter: CollectiveMeter,
 ) -> list[FSDPModule]:
-    """Applies FSDP2 in place: each layer a unit of its own, all else the root's. Parameters stay in
-    `master_dtype`; compute sees them in `compute_dtype`; gradients are summed, not averaged, over
-    ranks in `master_dtype`.
+    """Applies FSDP2 in place. Parameters stay in `master_dtype`; compute sees them in `compute_dtype`;
+    gradients are summed, not averaged, over ranks in `master_dtype`.
 
     Args:
+        parts: modules that share a unit, as `tandem.models.wrap.wrapped` gives them; all else is the root's.
         meter: counts the units' collectives.
 
     Returns:
-        The units, root last.
+        The units, each by the first of its modules, root last.
 
     Raises:
-        ConfigError: parameters of another type than `master_dtype`.
+        ConfigError: trained parameters of another type than `master_dtype`.
     """
-    wrong = next((name for name, p in model.named_parameters() if p.dtype != master_dtype), None)
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    wrong = next((name for name, p in trained if p.dtype != master_dtype), None)
     if wrong is not None:
         raise ConfigError("a parameter is not in the master type", field=wrong, expected=master_dtype)
     mixed = compute_dtype != master_dtype
@@ -170,12 +196,15 @@ def shard(
         reduce_dtype=master_dtype if mixed else None,
         cast_forward_inputs=False,
     )
-    for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    for part in reversed(parts):
+        fully_shard(list(part), mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     fully_shard(model, mesh=mesh, mp_policy=policy, shard_placement_fn=_across)
-    units: list[FSDPModule] = [unit for unit in (*layers, model) if isinstance(unit, FSDPModule)]
+    units: list[FSDPModule] = [
+        unit for unit in (*(part[0] for part in parts), model) if isinstance(unit, FSDPModule)
+    ]
     for unit in units:
-        unit.set_gradient_divide_factor(1.0)
+        if mesh.size() > 1:  # for one rank FSDP would copy the gradient, to divide it by one
+            unit.set_gradient_divide_factor(1.0)
         # Gloo has no scaling sum, not even for a factor of one.
         unit.set_force_sum_reduction_for_comms(True)
         meter.attach(unit)

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from tandem.errors import ConfigError, EngineError
 from tandem.models.heads import Head, token_log_probs
+from tandem.models.lora import plain_name
 from tandem.models.packing import PackedInputs
 from tandem.models.tensor_group import TensorGroup
 from tandem.models.vocab_parallel import split_token_log_probs
@@ -86,19 +87,25 @@ class PolicyModel(nn.Module):
 
     def hf_name(self, name: str) -> str:
         """The Hugging Face name of a parameter of this module."""
-        return name.removeprefix("model.")
+        return plain_name(name.removeprefix("model."))
 
 
 def decode(decoder: Any, inputs: PackedInputs) -> Tensor:
     """(N, D) last hidden states, normalised, of the packed tokens."""
+    return hidden_states(decoder, inputs).squeeze(0)
+
+
+def hidden_states(decoder: Any, inputs: PackedInputs) -> Tensor:
+    """(1, N, D): what the decoder makes of the tokens, or of the hidden states that stand for them."""
+    ids = inputs.input_ids.unsqueeze(0)
     out = decoder(
-        input_ids=inputs.input_ids.unsqueeze(0),
+        **({"input_ids": ids} if inputs.hidden is None else {"inputs_embeds": inputs.hidden}),
         position_ids=inputs.packing.position_ids.unsqueeze(0),
         use_cache=False,
         packing=inputs.packing,
     )
     hidden: Tensor = out.last_hidden_state
-    return hidden.squeeze(0)
+    return hidden
 
 
 def at_places(values_K: Tensor, inputs: PackedInputs) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from tandem.models.lora import plain_name
 from tandem.models.packing import PackedInputs
 from tandem.models.policy import at_places, check_outputs
 from tandem.models.value import one_number
@@ -54,4 +55,4 @@ class ScoreModel(nn.Module):
 
     def hf_name(self, name: str) -> str:
         """The Hugging Face name of a parameter of this module."""
-        return name.removeprefix("model.")
+        return plain_name(name.removeprefix("model."))

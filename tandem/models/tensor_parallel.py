@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from tandem.errors import ConfigError, ModelError
+from tandem.models.lora import ADAPTER, adapted_layers
 from tandem.models.policy import PolicyModel
 from tandem.models.score import ScoreModel
 from tandem.models.tensor_group import TensorGroup, local
@@ -93,7 +94,7 @@ def parallelize(model: PolicyModel | ValueModel | ScoreModel, group: TensorGroup
     head = model.model.get_output_embeddings() if isinstance(model, PolicyModel) else None
     tied = head is not None and head.weight is decoder.embed_tokens.weight
     for layer in decoder.layers:
-        _apply(layer, _layer_plan(group), group.mesh)
+        _apply(layer, _with_adapters(layer, _layer_plan(group), group), group.mesh)
     _apply(decoder, {"embed_tokens": Vocabulary(group), "norm": Replicated()}, group.mesh)
     if head is not None and tied:
         head.weight = decoder.embed_tokens.weight
@@ -131,6 +132,25 @@ def _layer_plan(group: TensorGroup) -> dict[str, ParallelStyle]:
         "mlp.up_proj": columns,
         "mlp.down_proj": rows,
     }
+
+
+def _with_adapters(
+    layer: nn.Module, plan: dict[str, ParallelStyle], group: TensorGroup
+) -> dict[str, ParallelStyle]:
+    """The plan of a layer of which some maps have adapters. Where outputs are cut, so are the rows of B, and
+    each rank's gradient of A is a share; where inputs are cut, so are the columns of A, and what it gives, a
+    few numbers a token, is summed."""
+    found = dict(plan)
+    for name in adapted_layers(layer):
+        style = found.pop(name, None)
+        if isinstance(style, Columnwise | Rowwise):
+            by_outputs = isinstance(style, Columnwise)
+            found |= {
+                f"{name}.base_layer": style,
+                f"{name}.lora_A.{ADAPTER}": Replicated(group) if by_outputs else style,
+                f"{name}.lora_B.{ADAPTER}": style if by_outputs else Replicated(),
+            }
+    return found
 
 
 def _apply(module: nn.Module, plan: dict[str, ParallelStyle], mesh: DeviceMesh) -> None:

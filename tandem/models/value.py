@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from tandem.models.lora import plain_name
 from tandem.models.packing import PackedInputs
 from tandem.models.policy import at_places, check_outputs, decode
 from tandem.models.tensor_group import local
@@ -62,7 +63,7 @@ class ValueModel(nn.Module):
 
     def hf_name(self, name: str) -> str:
         """The name of a parameter in a folder that `load_policy` reads; the head has one of its own."""
-        return name
+        return plain_name(name)
 
 
 def one_number(head: nn.Linear, decoder: Any, inputs: PackedInputs) -> Tensor:

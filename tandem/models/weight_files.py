@@ -4,6 +4,7 @@ ever holds more of the model than its own shards."""
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -11,8 +12,9 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
+from tandem.models.lora import is_adapter
 from tandem.models.policy import PolicyModel
 from tandem.models.score import ScoreModel
 from tandem.models.tensor_group import local, place
@@ -63,15 +65,24 @@ class WeightFiles:
     def hold(self, module: Model) -> bool:
         """Whether each weight that the module needs is there, under its name and in its shape. A folder
         of which that is not true may still be one that transformers can convert."""
-        needed = {name: tuple(value.shape) for name, value in _stored(module).items()}
-        tied = getattr(module.model, "all_tied_weights_keys", {})
+        return self.fit(module.model, {name: value.shape for name, value in _stored(module).items()})
+
+    def fit(self, model: nn.Module, needed: Mapping[str, Sequence[int]]) -> bool:
+        """The same of a transformers model, of which shapes are needed by name."""
+        tied = getattr(model, "all_tied_weights_keys", {})
         twice = any(target in self._file and source in self._file for target, source in tied.items())
-        return not twice and all(self._shape.get(name) == shape for name, shape in needed.items())
+        return not twice and all(self._shape.get(name) == tuple(shape) for name, shape in needed.items())
+
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors of the files, one after the other, in the type they are stored in."""
+        for name in names:
+            with _opened(self._file[name]) as stored:
+                yield name, stored.get_tensor(name)
 
     @torch.no_grad()
     def fill(self, module: Model, device: torch.device) -> None:
         """Gives a sharded module on the meta device its memory, and each of its shards what the files hold
-        there, in the shard's type. What no folder holds starts at zero.
+        there, in the shard's type. What no folder holds starts at zero, but for adapters.
 
         Args:
             module: one that the files `hold`.
@@ -96,11 +107,15 @@ class WeightFiles:
 
 def _stored(module: Model) -> dict[str, Tensor]:
     """What a folder holds of a module, by Hugging Face name: parameters, tied ones once, and persistent
-    buffers."""
+    buffers; no adapters."""
     persistent = module.state_dict(keep_vars=True).keys()
     buffers = {name: value for name, value in module.named_buffers() if name in persistent}
     named = {**dict(module.named_parameters()), **buffers}
-    return {module.hf_name(n): value.detach() for n, value in named.items() if n not in module.starts_at_zero}
+    return {
+        module.hf_name(n): value.detach()
+        for n, value in named.items()
+        if n not in module.starts_at_zero and not is_adapter(n)
+    }
 
 
 def _read(handle: Any, name: str, part: tuple[slice, ...]) -> Tensor:

@@ -6,11 +6,10 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Collection, Generator, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import Literal
 
-import torch
 import torch.distributed as dist
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
@@ -36,7 +35,7 @@ from tandem.observability.metrics import Metrics
 from tandem.observability.run import RunFolder
 from tandem.protocol import DataProto, Ragged, Request, Sample, SamplingParams
 from tandem.runtime import Dispatch, Part, register
-from tandem.workers.base import EngineWorker, closed_after, micro_batching
+from tandem.workers.base import EngineWorker, closed_after, micro_batching, seeded
 from tandem.workers.losses import ActorLoss
 from tandem.workers.probes import add_evidence, add_rollout_gap, difference_limit, gap_columns
 from tandem.workers.samples import requests_of, rollout_batch
@@ -94,7 +93,10 @@ class ActorWorker(EngineWorker):
             self._add_engine("actor", policy.actor, policy.actor.optim, total_steps, updates_per_step)
         elif "rollout" in parts:
             self._add_engine("rollout", policy.actor)
-        if "ref" in parts:
+        if "ref" in parts and "actor" in parts and policy.model.lora_rank:
+            share = self.actor.share  # its base is the reference, and needs no second copy
+            self.register_mesh("ref", share.rank, share.size, collects=share.leads)
+        elif "ref" in parts:
             self._add_engine("ref", policy.ref)
         self._rollout = self._rollout_engine(tokenizer) if "rollout" in parts else None
         self._sent: dict[str, Sent] = {}  # by receiver, what it was sent last
@@ -110,19 +112,19 @@ class ActorWorker(EngineWorker):
         updates_per_step: int = 1,
     ) -> None:
         policy = self._config.actor_rollout_ref
-        whole = {"tensor_parallel_size": 1} if role == "rollout" else {}  # it samples from its own layers
-        engine = FSDPEngine(
-            policy.model.path,
-            kind="policy",
-            model=policy.model,
-            fsdp=section.fsdp_config.model_copy(update=whole),
-            optim=optim,
-            total_steps=total_steps,
-            updates_per_step=updates_per_step,
-            temperature=policy.rollout.temperature,
-            sequence_parallel=1 if role == "rollout" else section.ulysses_sequence_parallel_size,
-            device=self.device,
-        )
+        with seeded(self._config.trainer.seed):
+            engine = FSDPEngine(
+                policy.model.path,
+                kind="policy",
+                model=policy.model if role == "actor" else policy.model.without_adapters,
+                fsdp=section.fsdp_config.undivided if role == "rollout" else section.fsdp_config,
+                optim=optim,
+                total_steps=total_steps,
+                updates_per_step=updates_per_step,
+                temperature=policy.rollout.temperature,
+                sequence_parallel=1 if role == "rollout" else section.ulysses_sequence_parallel_size,
+                device=self.device,
+            )
         self.hold(role, engine)
 
     def _rollout_engine(self, tokenizer: PreTrainedTokenizerBase) -> RolloutEngine:
@@ -253,7 +255,7 @@ class ActorWorker(EngineWorker):
         if SharedModule in rollout.takes and engine.unshards:
             held.enter_context(self.on_device(engine))
             sent = self._digest(engine)
-            with self.timeline.phase("reshard"), self._counted_memory():
+            with self.timeline.phase("reshard"), self.counted_memory("perf/weight_sync_peak_bytes"):
                 module = held.enter_context(engine.unsharded())
             held.callback(rollout.sleep, tags or ("weights",))  # these go when the module is sharded again
             self._update(rollout, SharedModule(module), sent)
@@ -261,7 +263,7 @@ class ActorWorker(EngineWorker):
             if tags:
                 held.callback(rollout.sleep, tags)
             if WeightStream in rollout.takes:
-                with self.on_device(engine), self._counted_memory():
+                with self.on_device(engine), self.counted_memory("perf/weight_sync_peak_bytes"):
                     sent = self._digest(engine)
                     self._update(rollout, WeightStream(engine.weights(dtype=engine.compute_dtype)), sent)
 
@@ -281,18 +283,6 @@ class ActorWorker(EngineWorker):
         name = self._config.actor_rollout_ref.rollout.name
         check_arrival(sent, found, engine=name, before=self._sent.get(receiver))
         self._sent[receiver] = sent
-
-    @contextmanager
-    def _counted_memory(self) -> Iterator[None]:
-        """The most memory that was taken inside, beyond what was in use before, on a GPU."""
-        if self.device.type != "cuda":
-            yield
-            return
-        before = torch.cuda.memory_allocated(self.device)
-        torch.cuda.reset_peak_memory_stats(self.device)
-        yield
-        peak = torch.cuda.max_memory_allocated(self.device) - before
-        self.observed.add_max("perf/weight_sync_peak_bytes", float(peak))
 
     def _batch(
         self, table: DataProto, requests: list[Request], samples: list[Sample], params: SamplingParams
@@ -318,13 +308,16 @@ class ActorWorker(EngineWorker):
 
     @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, mesh="ref", blocking=False, balance="tokens")
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
-        """`ref_log_probs`, ragged fp32 (fp64 for an fp64 model), nats."""
+        """`ref_log_probs`, ragged fp32 (fp64 for an fp64 model), nats. Where the actor trains adapters and no
+        other engine is here, its base is the reference."""
         return DataProto({"ref_log_probs": self._log_probs("ref", "ref", batch)})
 
     def _log_probs(self, role: PolicyPart, phase: str, batch: DataProto) -> Ragged:
-        engine, micro = self._engine(role), micro_batching(self._batching[role])
+        adapter = role in self.engines or "ref" not in self.meshes()
+        engine = self._engine(role) if adapter else self.actor
+        outputs, micro = frozenset({"log_probs"}), micro_batching(self._batching[role])
         with self.timeline.phase(phase), self.on_device(engine):
-            return engine.forward(batch, outputs=frozenset({"log_probs"}), micro=micro).ragged("log_probs")
+            return engine.forward(batch, outputs=outputs, micro=micro, adapter=adapter).ragged("log_probs")
 
     @register(
         dispatch_mode=Dispatch.ND_COMPUTE_PROTO,

@@ -60,6 +60,14 @@ def closed_after(
             held.close()
 
 
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Weights made inside that no folder holds are drawn by this seed, the same on every rank."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
 class TimedWorker(Worker):
     """A worker with timed phases, observations, and a voice.
 
@@ -155,8 +163,14 @@ class EngineWorker(TimedWorker):
 
     def hold(self, role: str, engine: AnyEngine) -> AnyEngine:
         """Takes a new engine in: its collectives are reported under `role`, and batches for it are divided
-        over the mesh of that name; it starts offloaded."""
+        over the mesh of that name; it starts offloaded. Where not all of its parameters are trained, the user
+        hears how many are."""
         self.engines[role] = engine
+        info = engine.state_info()
+        if 0 < info["trainable_parameters"] < info["parameters"]:
+            self.say(
+                f"{role}: {info['trainable_parameters']:,} of {info['parameters']:,} parameters are trained."
+            )
         self.register_mesh(role, engine.share.rank, engine.share.size, collects=engine.share.leads)
         engine.offload()
         return engine
@@ -182,6 +196,18 @@ class EngineWorker(TimedWorker):
             yield
         finally:
             engine.offload()
+
+    @contextmanager
+    def counted_memory(self, name: str) -> Iterator[None]:
+        """The most memory that was taken inside, beyond what was in use before, on a GPU, as a metric."""
+        if self.device.type != "cuda":
+            yield
+            return
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        yield
+        peak = torch.cuda.max_memory_allocated(self.device) - before
+        self.observed.add_max(name, float(peak))
 
     def guarded_step(
         self,

@@ -9,7 +9,7 @@ from tandem.observability.metrics import Metrics
 from tandem.observability.run import RunFolder
 from tandem.protocol import DataProto
 from tandem.runtime import Dispatch, register
-from tandem.workers.base import EngineWorker, micro_batching
+from tandem.workers.base import EngineWorker, micro_batching, seeded
 from tandem.workers.losses import CriticLoss
 
 
@@ -38,9 +38,8 @@ class CriticWorker(EngineWorker):
         super().__init__(run, "critic", device, collective_timeout_s)
         self.config = config
         self.loss = CriticLoss.from_config(config, norm_length=norm_length)
-        self.engine = self.hold(
-            "critic",
-            FSDPEngine(
+        with seeded(0):
+            engine = FSDPEngine(
                 config.model.path,
                 kind="value",
                 model=config.model,
@@ -50,8 +49,8 @@ class CriticWorker(EngineWorker):
                 updates_per_step=updates_per_step,
                 sequence_parallel=config.ulysses_sequence_parallel_size,
                 device=self.device,
-            ),
-        )
+            )
+        self.engine = self.hold("critic", engine)
 
     @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, mesh="critic", blocking=False, balance="tokens")
     def compute_values(self, batch: DataProto) -> DataProto:

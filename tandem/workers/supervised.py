@@ -13,7 +13,7 @@ from tandem.observability.metrics import Metrics
 from tandem.observability.run import RunFolder
 from tandem.protocol import DataProto
 from tandem.runtime import Dispatch, register
-from tandem.workers.base import EngineWorker, micro_batching
+from tandem.workers.base import EngineWorker, micro_batching, seeded
 
 
 class SupervisedWorker(EngineWorker):
@@ -43,8 +43,7 @@ class SupervisedWorker(EngineWorker):
         self.batching, self.optim = config.train_batching, config.optim
         self.role = role
         self.loss = loss
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(trainer.seed)  # of a new head, the same on every rank
+        with seeded(trainer.seed):
             engine = FSDPEngine(
                 config.model.path,
                 kind=kind,

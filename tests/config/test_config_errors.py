@@ -157,7 +157,8 @@ WRONG = {
         f"{A}.strategy",
         "unknown value",
         "one of fsdp2, fsdp",
-        "this build trains with FSDP2: set strategy=fsdp2",
+        "this build trains with FSDP2, which splits layers and stages too: set strategy=fsdp2, "
+        "fsdp_config.tensor_parallel_size and fsdp_config.pipeline_parallel_size",
     ),
     "interpolation of no key": (
         ["trainer.seed=${data.sead}"],

@@ -9,7 +9,13 @@ import pytest
 
 A = "actor_rollout_ref.actor"
 LAYERS, TOKENS = f"{A}.fsdp_config.tensor_parallel_size", f"{A}.ulysses_sequence_parallel_size"
-SIZES = {"num_attention_heads": 12, "num_key_value_heads": 2, "intermediate_size": 6}
+STAGES, SCHEDULE = f"{A}.fsdp_config.pipeline_parallel_size", f"{A}.fsdp_config.pipeline_schedule"
+SIZES = {
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "intermediate_size": 6,
+    "num_hidden_layers": 3,
+}
 
 
 @pytest.mark.parametrize(
@@ -19,6 +25,10 @@ SIZES = {"num_attention_heads": 12, "num_key_value_heads": 2, "intermediate_size
         ([f"{LAYERS}=4"], LAYERS, "4 devices, num_key_value_heads 2, intermediate_size 6 in"),
         ([f"{LAYERS}=2", f"{TOKENS}=4"], TOKENS, "4 devices, 6 heads"),
         ([f"{TOKENS}=8"], TOKENS, "8 devices, 12 heads"),
+        ([f"{STAGES}=3"], STAGES, "3, of 8 devices"),
+        ([f"{STAGES}=4"], STAGES, "4 stages, num_hidden_layers 3 in"),
+        ([f"{STAGES}=2", f"{LAYERS}=3"], LAYERS, "3, of 4 devices"),
+        ([f"{STAGES}=2", f"{A}.fsdp_config.fsdp_size=8"], f"{A}.fsdp_config.fsdp_size", "8, of 4 devices"),
         ([f"{LAYERS}=2", f"{A}.fsdp_config.fsdp_size=8"], f"{A}.fsdp_config.fsdp_size", "8, of 4 devices"),
     ],
 )
@@ -37,5 +47,31 @@ def test_devices_that_do_not_divide_are_told_what_would(errors):
 
 def test_sizes_that_go_together(errors, load, model):
     (Path(model) / "config.json").write_text(json.dumps(SIZES))
-    loaded = load("trainer.n_gpus_per_node=8", f"{LAYERS}=2", f"{TOKENS}=2", f"{A}.fsdp_config.fsdp_size=2")
-    assert loaded.config.actor_rollout_ref.actor.fsdp_config.tensor_parallel_size == 2
+    loaded = load(
+        "trainer.n_gpus_per_node=8",
+        f"{LAYERS}=2",
+        f"{TOKENS}=2",
+        f"{STAGES}=2",
+        f"{SCHEDULE}=gpipe",
+        f"{A}.fsdp_config.fsdp_size=2",
+    )
+    found = loaded.config.actor_rollout_ref.actor.fsdp_config
+    assert (found.tensor_parallel_size, found.pipeline_parallel_size) == (2, 2)
+    assert found.pipeline_schedule == "gpipe" and not any(SCHEDULE in notice for notice in loaded.notices)
+
+
+def test_activations_of_a_stage_stay_on_the_device(errors):
+    offload = "actor_rollout_ref.model.enable_activation_offload"
+    found = errors("trainer.n_gpus_per_node=2", f"{STAGES}=2", f"{offload}=true")
+    assert found[offload].got == f"true with {STAGES}=2"
+
+
+def test_a_model_in_stages_has_no_adapters(errors):
+    rank = "actor_rollout_ref.model.lora_rank"
+    found = errors("trainer.n_gpus_per_node=2", f"{STAGES}=2", f"{rank}=8")
+    assert found[rank].got == f"8 with {STAGES}=2"
+
+
+def test_a_schedule_of_one_stage_is_said_to_do_nothing(load):
+    notices = load(f"{SCHEDULE}=gpipe").notices
+    assert f"{SCHEDULE}: no effect; counts only with {STAGES}=2 or more." in notices

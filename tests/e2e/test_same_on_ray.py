@@ -56,6 +56,23 @@ LAYOUTS = {
         ),
     ),
 }
+POLICY_STAGES = tuple(
+    f"{model}.fsdp_config.pipeline_parallel_size=2"
+    for model in ("actor_rollout_ref.actor", "actor_rollout_ref.ref")
+)
+LAYOUTS |= {
+    "stages colocated": (
+        "trainer.n_gpus_per_node=2",
+        *POLICY_STAGES,
+        "critic.fsdp_config.pipeline_parallel_size=2",
+        "critic.fsdp_config.pipeline_schedule=gpipe",
+    ),
+    "stages apart": (
+        "trainer.resource_pools={trains: [2], samples: [1]}",
+        "trainer.placement={actor: trains, rollout: samples}",
+        *POLICY_STAGES,
+    ),
+}
 LEARNT = ("reward/mean", "actor/loss", "actor/kl", "actor/entropy", "actor/grad_norm", "critic/loss")
 
 
@@ -88,7 +105,10 @@ def alone(lab: Lab) -> dict[str, list[list[float]]]:
 
 
 @pytest.mark.timeout(480)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(name, marks=pytest.mark.slow if name.startswith("stages") else ()) for name in LAYOUTS],
+)
 def test_float64_agrees_to_1e_9(
     lab: Lab,
     alone: dict[str, list[list[float]]],

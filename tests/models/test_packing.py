@@ -86,3 +86,19 @@ def test_whole_sequences_are_judged_at_their_last_token(pad_to_longest, rows):
     assert inputs.packing.position_ids[inputs.sources].tolist() == [n - 1 for n in rows]
     sizes = [max(rows)] * len(rows) if pad_to_longest else rows
     assert inputs.packing.cu_seqlens.diff().tolist() == sizes
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_filling_adds_sequences_of_which_nothing_is_asked(whole):
+    tokens = Ragged.from_list([[5, 6, 7], [8], [9, 10]])
+    plain = pack(tokens, None, device=CPU, whole=whole)
+    filled = pack(tokens, None, device=CPU, whole=whole, fill=300)
+    own = len(plain.input_ids)
+    assert filled.input_ids.tolist() == plain.input_ids.tolist() + [0] * (300 - own)
+    for name in ("sources", "targets", "places"):
+        assert torch.equal(getattr(filled, name), getattr(plain, name))
+    lengths = filled.packing.cu_seqlens.diff().tolist()
+    assert lengths[:3] == plain.packing.cu_seqlens.diff().tolist()
+    assert lengths[3:] == [128, 128, 300 - own - 256]
+    less = pack(tokens, None, device=CPU, whole=whole, fill=own - 1)
+    assert torch.equal(less.input_ids, plain.input_ids)

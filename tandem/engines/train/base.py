@@ -78,7 +78,8 @@ class TrainEngine(Protocol):
     share: Share
     """Which rows this rank takes."""
     unshards: bool
-    """Whether `unsharded` gives the module; not where ranks split its layers."""
+    """Whether `unsharded` gives the module; not where ranks split its layers, or have some of them, nor with
+    adapters."""
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -90,10 +91,16 @@ class TrainEngine(Protocol):
         """That of outputs: fp32, or fp64 where the model computes in fp64."""
         ...
 
-    def forward(self, batch: DataProto, *, outputs: frozenset[str], micro: MicroBatching) -> DataProto:
+    def forward(
+        self, batch: DataProto, *, outputs: frozenset[str], micro: MicroBatching, adapter: bool = True
+    ) -> DataProto:
         """Without gradient: each output as a ragged column aligned with `tokens`, fp32, or fp64 where
         the model computes in fp64. Entry t of log_probs, entropy, values concerns token t given the
-        tokens before it, entry 0 is zero; of scores, the last entry is the sequence's, the rest zero."""
+        tokens before it, entry 0 is zero; of scores, the last entry is the sequence's, the rest zero.
+
+        Args:
+            adapter: false: what the base model gives, bit for bit, whose adapters are trained.
+        """
         ...
 
     def train_step(self, batch: DataProto, loss: LossFn, *, micro: MicroBatching) -> Metrics:
@@ -109,7 +116,7 @@ class TrainEngine(Protocol):
         """The transformers model with whole, compute-dtype weights; no train_step inside.
 
         Raises:
-            EngineError: ranks split the layers, so that none has a whole one.
+            EngineError: no rank has all layers whole, or there are adapters; see `unshards`.
         """
         ...
 
@@ -117,7 +124,7 @@ class TrainEngine(Protocol):
         self, *, dtype: torch.dtype | None = None, names: Collection[str] | None = None
     ) -> Iterator[tuple[str, Tensor]]:
         """Full tensors by Hugging Face name, each only until the next is asked for; tied ones once; the same
-        order on all ranks.
+        order on all ranks. Adapters are merged into the weights they stand beside.
 
         Args:
             dtype: None gives master precision.
@@ -144,7 +151,7 @@ class TrainEngine(Protocol):
 
         Raises:
             EngineError: a name of this model that is missing, one that is unknown or comes twice, a
-                tensor of another shape.
+                tensor of another shape; a model with adapters.
         """
         ...
 

@@ -13,6 +13,7 @@ from tandem.errors import EngineError
 from tandem.models.collectives import CollectiveMeter
 from tandem.models.loading import load_config
 from tandem.models.parallel import Grid, init_distributed
+from tandem.models.pipeline import Pipeline, check_pipeline
 from tandem.models.sequence_parallel import SequenceSplit
 from tandem.models.tensor_group import TensorGroup
 from tandem.models.tensor_parallel import check_tensor_parallel
@@ -26,11 +27,15 @@ class Division:
         grid: all of them.
         sequence: the ranks that share the tokens of its micro-batches; None: it has them to itself.
         tensor: the ranks that split the layers; None: it has them whole.
+        pipeline: the ranks of the other stages; None: it has all layers.
+        schedule: of the pipeline, by name.
     """
 
     grid: Grid
     sequence: SequenceSplit | None
     tensor: TensorGroup | None
+    pipeline: Pipeline | None
+    schedule: str
 
     @classmethod
     def of(
@@ -50,11 +55,16 @@ class Division:
 
         Raises:
             ConfigError: sizes that do not divide the number of ranks, or parts of the model.
-            ModelError: attention heads that cannot be shared out, or layers that cannot be split.
+            ModelError: attention heads that cannot be shared out, layers that cannot be split, or a model of
+                which no stages can be made.
         """
         init_distributed(device)
         grid = Grid.over_all_ranks(
-            device, fsdp_size=fsdp.fsdp_size, sequence=sequence_parallel, tensor=fsdp.tensor_parallel_size
+            device,
+            fsdp_size=fsdp.fsdp_size,
+            sequence=sequence_parallel,
+            tensor=fsdp.tensor_parallel_size,
+            stages=fsdp.pipeline_parallel_size,
         )
         sequence, tensor = grid.work["sequence"], grid.work["tp"]
         split, group = SequenceSplit.of(sequence, meter), None
@@ -65,13 +75,35 @@ class Division:
             shards = grid.weights["shard"].size()
             check_tensor_parallel(config, tensor.size(), sequence=sequence.size(), shards=shards)
             group = TensorGroup(grid.weights["tp"], meter)
-        return cls(grid, split, group)
+        pipeline = None
+        if fsdp.pipeline_parallel_size > 1:
+            config = load_config(model_path, trust_remote_code=model.trust_remote_code)
+            check_pipeline(config, fsdp.pipeline_parallel_size)
+            pipeline = Pipeline.of(grid.work, meter)
+        return cls(grid, split, group, pipeline, fsdp.pipeline_schedule)
+
+    @property
+    def stages(self) -> int:
+        """Of the pipeline."""
+        return 1 if self.pipeline is None else self.pipeline.size
+
+    @property
+    def whole(self) -> bool:
+        """Whether each rank can have the whole model, and not only its part of every layer or some layers."""
+        return self.tensor is None and self.pipeline is None
 
     def check_whole(self) -> None:
         """
         Raises:
-            EngineError: no rank has a whole layer.
+            EngineError: no rank can have it.
         """
+        if self.pipeline is not None:
+            raise EngineError(
+                "each rank has only the layers of its stage, so no module can be shared whole",
+                field="fsdp_config.pipeline_parallel_size",
+                got=self.pipeline.size,
+                expected="1, or a receiver that takes a stream of weights",
+            )
         if self.tensor is not None:
             raise EngineError(
                 "each rank has only its part of every layer, so no module can be shared whole",

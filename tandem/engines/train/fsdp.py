@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,21 +16,28 @@ from tandem.config.fsdp import FSDPConfig
 from tandem.config.model import BackboneConfig
 from tandem.config.optim import OptimConfig
 from tandem.engines.train.base import Counts, LossFn, MicroBatching
+from tandem.engines.train.deterministic import repeatable
 from tandem.engines.train.division import Division
+from tandem.engines.train.execution import Execution, OneByOne, collected
 from tandem.engines.train.gradients import check_finite
-from tandem.engines.train.microbatch import CPU_BLOCK_TOKENS, MicroBatch, assemble, cut, equalise
+from tandem.engines.train.microbatch import CPU_BLOCK_TOKENS, MicroBatch, assemble, cut_alike, most_tokens
 from tandem.engines.train.module import Kind, unsharded_module
 from tandem.engines.train.optim import learning_rate
-from tandem.engines.train.optimizers import require_optimizer
-from tandem.engines.train.shards import gathered
+from tandem.engines.train.options import check_options
+from tandem.engines.train.pipelined import Pipelined
+from tandem.engines.train.stages import Stages
 from tandem.engines.train.state import TrainState
 from tandem.engines.weight_sync import Digest
 from tandem.errors import DataError, EngineError
 from tandem.models.activations import manage_activations
 from tandem.models.collectives import CollectiveMeter, all_reduce_bytes
+from tandem.models.compiled import compile_model
+from tandem.models.lora import draw_adapters, without_adapters
 from tandem.models.packed_check import LIMITS, check_sequences, require_packed
 from tandem.models.parallel import shard
+from tandem.models.pipeline import present
 from tandem.models.tensor_parallel import parallelize
+from tandem.models.wrap import wrapped
 from tandem.observability.metrics import Metrics
 from tandem.protocol import DataProto, Ragged
 
@@ -72,13 +79,11 @@ class FSDPEngine:
         sequence_parallel: int = 1,
         device: torch.device,
     ) -> None:
-        require_optimizer(optim)
+        check_options(model, fsdp, optim, device)
         self.device = device
         self.version = 0
-        self._fsdp = fsdp
-        self._optim = optim
-        self._total_steps = total_steps
-        self._updates_per_step = updates_per_step
+        self._fsdp, self._optim = fsdp, optim
+        self._total_steps, self._updates_per_step = total_steps, updates_per_step
         self._interrupted = False
         self._pad_to_longest = not model.use_remove_padding
         self._master = _DTYPES[fsdp.model_dtype]
@@ -86,7 +91,7 @@ class FSDPEngine:
         self._meter = CollectiveMeter()
         division = Division.of(model_path, model, fsdp, sequence_parallel, device=device, meter=self._meter)
         self.grid, self.share, self._split = division.grid, division.grid.share, division.sequence
-        self._division, self.unshards = division, division.tensor is None
+        self._division, self.unshards = division, division.whole and not model.lora_rank
         self._others = self.grid.work["data"].get_group()  # with other rows
         self.module, files = unsharded_module(
             kind,
@@ -96,16 +101,34 @@ class FSDPEngine:
             device,
             temperature=temperature,
             trains=optim is not None,
+            base_dtype=self._compute,
         )
+        units = wrapped(self.module, fsdp.wrap_policy)
+        stages = None if division.pipeline is None else Stages(division.pipeline, self.module)
         if division.tensor is not None:
             parallelize(self.module, division.tensor)
+        self._units = self._sharded(units, model, fsdp)
+        if files is not None:
+            files.fill(self.module, device)
+        draw_adapters(self.module, model.lora_adapter_path)
+        self._execution = self._made_execution(stages)
+        self._fix_prefetch()
+        self._warm_up(kind, model_path)
+        self._state = TrainState(self.module, optim, self._meter, self.grid, stages)
+
+    def _sharded(
+        self, units: list[list[nn.Module]], model: BackboneConfig, fsdp: FSDPConfig
+    ) -> list[FSDPModule]:
+        """The units of FSDP, the root last, after all that changes how layers run."""
         # One rank gains nothing from giving up parameters it would at once gather from itself.
         self._reshard_after_forward = fsdp.reshard_after_forward and self.grid.weights["shard"].size() > 1
+        if fsdp.use_torch_compile:
+            compile_model(self.module)
         layers: Any = self.module.decoder.layers
-        self._offload = manage_activations(layers, model, device) if optim is not None else None
-        self._units: list[FSDPModule] = shard(
+        self._offload = manage_activations(layers, model, self.device) if self._optim is not None else None
+        return shard(
             self.module,
-            list(layers),
+            present(units, self.module),
             self.grid.fsdp,
             compute_dtype=self._compute,
             master_dtype=self._master,
@@ -113,11 +136,13 @@ class FSDPEngine:
             forward_prefetch=fsdp.forward_prefetch,
             meter=self._meter,
         )
-        if files is not None:
-            files.fill(self.module, device)
-        self._fix_prefetch()
-        self._warm_up(kind, model_path)
-        self._state = TrainState(self.module, optim, self._meter)
+
+    def _made_execution(self, stages: Stages | None) -> Execution:
+        if stages is None:
+            return OneByOne(self.module, self._root, self._offload, self.device)
+        types = {"compute_dtype": self._compute, "output_dtype": self.output_dtype}
+        schedule = self._division.schedule
+        return Pipelined(self.module, self._root, stages, schedule, self.device, **types)
 
     def _fix_prefetch(self) -> None:
         """Each unit's backward gathers the layer before it, and nothing else. FSDP's own guess goes by the
@@ -125,7 +150,8 @@ class FSDPEngine:
         which would then wait for each other in different gathers."""
         for earlier, unit in pairwise(self._units):
             unit.set_modules_to_backward_prefetch([earlier])
-        self._units[0].set_modules_to_backward_prefetch([self._root])  # which is gathered then
+        if len(self._units) > 1:
+            self._units[0].set_modules_to_backward_prefetch([self._root])  # which is gathered then
 
     def _warm_up(self, kind: Kind, model_path: str | Path) -> None:
         """First forwards through the root: FSDP takes the module that runs first for its root, and that may
@@ -157,50 +183,32 @@ class FSDPEngine:
         batch = batch.select(sorted({"tokens", *kept, *columns}), ())
         lengths = batch.ragged("tokens").lengths.tolist()
         block_tokens = CPU_BLOCK_TOKENS if self.device.type == "cpu" else None
-        for rows in equalise(cut(lengths, micro, block_tokens=block_tokens), self._meter):
-            yield assemble(
-                batch,
-                rows,
-                columns,
-                device=self.device,
-                pad_to_longest=self._pad_to_longest,
-                whole=self.module.whole_sequences,
-                split=self._split,
-            )
+        stages, fill = self._division.stages, 0
+        parts = cut_alike(lengths, micro, self._meter, block_tokens=block_tokens, least=stages)
+        laid = {"pad_to_longest": self._pad_to_longest, "whole": self.module.whole_sequences}
+        if stages > 1:
+            fill = most_tokens(batch, parts, **laid)
+        for rows in parts:
+            yield assemble(batch, rows, columns, device=self.device, split=self._split, fill=fill, **laid)
 
-    def forward(self, batch: DataProto, *, outputs: frozenset[str], micro: MicroBatching) -> DataProto:
+    @repeatable
+    def forward(
+        self, batch: DataProto, *, outputs: frozenset[str], micro: MicroBatching, adapter: bool = True
+    ) -> DataProto:
         """See `TrainEngine.forward`. Outputs are evaluated where `response_mask` is true, if the
         batch has one, and zero elsewhere; they come back on the host.
 
         Raises:
             EngineError: an output this kind of model does not have.
         """
-        rows: list[int] = []
-        lengths: list[Tensor] = []
-        parts: dict[str, list[Tensor]] = {name: [] for name in sorted(outputs)}
         try:
-            with torch.no_grad():
-                for part in self._micro_batches(batch, frozenset(), micro):
-                    out = self.module(part.inputs, outputs)
-                    if not part.rows:
-                        continue
-                    rows += part.rows
-                    lengths.append(part.lengths)
-                    for name in parts:
-                        parts[name].append(out[name])
+            with torch.no_grad(), nullcontext() if adapter else without_adapters(self.module):
+                runs = self._execution.outputs(self._micro_batches(batch, frozenset(), micro), outputs)
+                return collected(runs, outputs, batch.ragged("tokens"), self.output_dtype)
         finally:
             self._reshard()
-        if not rows:
-            empty = batch.ragged("tokens").with_values(torch.empty(0, dtype=self.output_dtype))
-            return DataProto(dict.fromkeys(parts, empty))
-        back = torch.tensor(rows).argsort()
-        return DataProto(
-            {
-                name: Ragged.from_lengths(torch.cat(values).cpu(), torch.cat(lengths))[back]
-                for name, values in parts.items()
-            }
-        )
 
+    @repeatable
     def train_step(self, batch: DataProto, loss: LossFn, *, micro: MicroBatching) -> Metrics:
         """See `TrainEngine.train_step`. Its metrics are the loss's own, grad_norm (before clipping)
         and lr; with activation offload those of `ActivationOffload.report`, over all ranks.
@@ -238,28 +246,14 @@ class FSDPEngine:
     def _accumulate(
         self, micro_batches: list[MicroBatch], loss: LossFn, counts: Counts
     ) -> tuple[Metrics, Tensor]:
-        """Gradients of the whole mini-batch; its metrics and loss over all ranks. Weights stay
-        gathered between micro-batches, and gradients meet once, in the last backward."""
-        parts: list[Metrics] = []
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for index, part in enumerate(micro_batches):
-            last = index == len(micro_batches) - 1
-            self._root.set_requires_gradient_sync(last)
-            self._root.set_reshard_after_backward(last)
-            out = self.module(part.inputs, loss.outputs)
-            share, metrics = loss(out, part.columns, part.offsets, counts)
-            torch.autograd.backward(share)
-            if self._offload is not None:
-                self._offload.report(metrics)
-            parts.append(metrics)
-            total += share.detach()
-        merged = Metrics.merged(parts)
+        """Gradients of the whole mini-batch; its metrics and loss over all ranks."""
+        merged, total = self._execution.gradients(micro_batches, loss, counts)
         self._meter.all_reduce(total, group=self._others)
         if self.share.size > 1:
             table_bytes = 16 * len(merged)  # a value and a weight in fp64
             with self._meter.measure(self.device, all_reduce_bytes(table_bytes, self.share.size)):
                 merged = merged.all_reduced(self._others, self.device)
-        return merged, total
+        return self._execution.told(merged, total)
 
     @property
     def _root(self) -> FSDPModule:
@@ -282,9 +276,10 @@ class FSDPEngine:
         """See `TrainEngine.unsharded`. The module is in eval mode inside.
 
         Raises:
-            EngineError: tensor parallelism splits the layers; see `unshards`.
+            EngineError: no rank has all layers whole, or there are adapters; see `unshards`.
         """
         self._division.check_whole()
+        self._state.adapters.check_whole()
         training = self.module.training
         for unit in self._units:
             unit.unshard()
@@ -301,22 +296,20 @@ class FSDPEngine:
     def weights(
         self, *, dtype: torch.dtype | None = None, names: Collection[str] | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """See `TrainEngine.weights`. Shards change their type before they are gathered; of the gathered
-        tensors there is one at a time."""
-        for name, parameter in self._state.named().items():
-            if names is None or name in names:
-                yield name, gathered(parameter.detach(), dtype or self._master, self._meter)
+        """See `TrainEngine.weights`. Shards are merged with their adapters and change their type before they
+        are gathered; of the gathered tensors there is one at a time."""
+        yield from self._state.weights(dtype or self._master, names)
 
     @property
     def weight_shapes(self) -> dict[str, torch.Size]:
         """See `TrainEngine.weight_shapes`."""
-        return {name: parameter.shape for name, parameter in self._state.named().items()}
+        return self._state.shapes()
 
     def digest(self, dtype: torch.dtype | None = None) -> Digest:
         """See `TrainEngine.digest`."""
         sums = self._state.checksums(dtype or self._compute)
         total = torch.stack(list(sums.values()))
-        for name in ("shard", "tp"):
+        for name in ("shard", "tp", "pp"):
             self._meter.all_reduce(total, group=self.grid.weights[name].get_group())
         return dict(zip(sums, total.tolist(), strict=True))
 
@@ -369,9 +362,10 @@ class FSDPEngine:
         )
 
     def state_info(self) -> dict[str, Any]:
-        """parameters; bytes of this rank's parameters and optimizer state by device; dtypes; ranks."""
+        """parameters; trainable_parameters; bytes of this rank's parameters and optimizer state by device;
+        dtypes; ranks."""
         return {
-            "parameters": sum(parameter.numel() for parameter in self.module.parameters()),
+            **self._state.counts(),
             "master_dtype": str(self._master),
             "compute_dtype": str(self._compute),
             "world_size": self.grid.work.size(),

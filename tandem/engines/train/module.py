@@ -12,6 +12,7 @@ from tandem.config.model import BackboneConfig
 from tandem.models.heads import make_head
 from tandem.models.liger import use_liger
 from tandem.models.loading import load_policy, load_scorer
+from tandem.models.lora import add_adapters, require_peft, train_adapters_alone
 from tandem.models.policy import PolicyModel
 from tandem.models.score import ScoreModel
 from tandem.models.value import ValueModel
@@ -29,6 +30,7 @@ def unsharded_module(
     *,
     temperature: float,
     trains: bool,
+    base_dtype: torch.dtype | None = None,
 ) -> tuple[Model, WeightFiles | None]:
     """The model of that kind and, where it is still without its weights, the files to fill it from once it is
     sharded. It comes with them where the folder's files are not those of the model, weight by weight:
@@ -38,23 +40,32 @@ def unsharded_module(
         kind, path, model, temperature: see `FSDPEngine`.
         dtype: of the parameters.
         device: where it will run.
-        trains: whether the parameters take gradients.
+        trains: whether the parameters take gradients; of a model with adapters these, and a head of ours.
+        base_dtype: of the weights that adapters stand beside, which no optimizer updates; None: `dtype`.
 
     Raises:
         ModelError: a folder that cannot be used.
+        ConfigError: kernels that cannot run here, or adapters for layers that the model has not.
     """
+    require_peft(model)
     load = partial(load_scorer, new_head=True) if kind == "score" else load_policy
 
     def made(*, weights: bool) -> Model:
         backbone = load(path, dtype=dtype, trust_remote_code=model.trust_remote_code, weights=weights)
         if model.use_liger:
             use_liger(backbone, device)
+        if model.lora_rank:
+            add_adapters(backbone, model, kind, dtype)
         module: Model
         if kind == "policy":
             module = PolicyModel(backbone, temperature=temperature, head=make_head(model.head, device))
         else:
             module = (ValueModel if kind == "value" else ScoreModel)(backbone)
-        return module.requires_grad_(trains).train(trains)
+        module.requires_grad_(trains).train(trains)
+        if model.lora_rank and trains:
+            head = None if isinstance(module, PolicyModel) else module.head
+            train_adapters_alone(module, head, base_dtype or dtype)
+        return module
 
     files = WeightFiles.find(path)
     if files is not None:

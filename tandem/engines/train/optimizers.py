@@ -57,8 +57,8 @@ def _kind(layer: nn.Module, name: str) -> Kind:
 def build_optimizers(
     module: nn.Module, layers: Iterable[nn.Module], optim: OptimConfig, meter: CollectiveMeter
 ) -> list[Optimizer]:
-    """The optimizers that together update every parameter, with their state allocated, so that memory is
-    known from the start and a checkpoint of version 0 is complete.
+    """The optimizers that together update every parameter that takes a gradient, with their state allocated,
+    so that memory is known from the start and a checkpoint of version 0 is complete.
 
     Args:
         module: sharded, with every parameter in its final place.
@@ -69,7 +69,7 @@ def build_optimizers(
         ConfigError: see `require_optimizer`.
     """
     require_optimizer(optim)
-    kinds = weight_kinds(module)
+    kinds = {p: kind for p, kind in weight_kinds(module).items() if p.requires_grad}
     adamw: dict[str, Any] = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps}
     if optim.optimizer == "adamw_8bit":
         return [_adamw_8bit(_groups(kinds, list(kinds), optim), adamw)]
@@ -77,9 +77,13 @@ def build_optimizers(
         return [HostAdamW(_groups(kinds, list(kinds), optim), **adamw, fused=optim.fused)]
     hidden: set[Tensor] = set()
     if optim.optimizer == "muon":
-        hidden = {p for layer in layers for p in layer.parameters() if p.ndim == 2 and kinds[p] == "other"}
+        hidden = {
+            p for layer in layers for p in layer.parameters() if p.ndim == 2 and kinds.get(p) == "other"
+        }
     rest = [p for p in kinds if p not in hidden]
-    optimizers: list[Optimizer] = [_adamw(_groups(kinds, rest, optim), adamw, fused=optim.fused)]
+    optimizers: list[Optimizer] = []
+    if rest:
+        optimizers.append(_adamw(_groups(kinds, rest, optim), adamw, fused=optim.fused))
     if hidden:
         groups = _groups(kinds, [p for p in kinds if p in hidden], optim)
         optimizers.append(Muon(groups, lr=optim.lr, momentum=optim.muon_momentum, meter=meter))

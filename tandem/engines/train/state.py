@@ -4,7 +4,7 @@ place and checkpoint."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,13 @@ from torch.utils._pytree import tree_map
 from tandem.config.optim import OptimConfig
 from tandem.engines.train import shards
 from tandem.engines.train.gradients import clip, gradient_norm
+from tandem.engines.train.lora import Adapters, trained
 from tandem.engines.train.optimizers import build_optimizers, set_learning_rate
+from tandem.engines.train.stages import Stages
 from tandem.errors import CheckpointError, EngineError
 from tandem.models.collectives import CollectiveMeter
+from tandem.models.lora import is_adapter
+from tandem.models.parallel import Grid
 from tandem.models.policy import PolicyModel
 from tandem.models.score import ScoreModel
 from tandem.models.tensor_group import local
@@ -36,6 +40,8 @@ class TrainState:
         module: sharded by FSDP2, with every parameter in its final place.
         optim: the optimizer's numbers; None for a frozen module.
         meter: counts the optimizer's collectives.
+        grid: the ranks that hold parts of one copy.
+        stages: the other stages' weights, where the module is a stage of a pipeline.
 
     Raises:
         ConfigError: an optimizer whose library is not installed.
@@ -46,8 +52,12 @@ class TrainState:
         module: PolicyModel | ValueModel | ScoreModel,
         optim: OptimConfig | None,
         meter: CollectiveMeter,
+        grid: Grid,
+        stages: Stages | None = None,
     ) -> None:
         self.module = module
+        self.adapters = Adapters(module, meter, grid)
+        self._meter, self._stages = meter, stages
         self._writers: dist.ProcessGroup | None = None
         self._stays = optim is not None and optim.optimizer == "adamw_cpu"
         layers: Any = module.decoder.layers
@@ -56,6 +66,8 @@ class TrainState:
 
     def gradient_norm(self) -> Tensor:
         """Euclidean norm of the whole gradient over all ranks; a float64 scalar on the device."""
+        if self._stages is not None:
+            return self._stages.gradient_norm()
         return gradient_norm(self.module.parameters())
 
     def step(self, lr: float, grad_norm: Tensor, clip_grad: float) -> None:
@@ -100,21 +112,23 @@ class TrainState:
 
         Raises:
             EngineError: a name of this model that is missing, one that is unknown or comes twice, a
-                tensor of another shape.
+                tensor of another shape; a model with adapters.
         """
-        left = self.named()
+        self.adapters.check_whole()
+        mine, left = self._mine(), self.shapes()
         for name, value in stream:
-            parameter = left.pop(name, None)
-            if parameter is None or parameter.shape != value.shape:
-                problem = "unknown, or comes twice" if parameter is None else "of another shape"
+            shape = left.pop(name, None)
+            if shape is None or shape != value.shape:
+                problem = "unknown, or comes twice" if shape is None else "of another shape"
                 raise EngineError(
                     f"the weight {name} is {problem}",
                     field=name,
                     got=tuple(value.shape),
-                    expected=None if parameter is None else tuple(parameter.shape),
+                    expected=None if shape is None else tuple(shape),
                     remedy="load weights of the same model",
                 )
-            shards.copy_in(parameter.detach(), value)
+            if name in mine:
+                shards.copy_in(mine[name].detach(), value)
         if whole and left:
             raise EngineError(
                 f"{len(left)} weights are missing, the first is {next(iter(left))}",
@@ -124,17 +138,58 @@ class TrainState:
 
     def checksums(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """By Hugging Face name the `checksum` of this rank's shard in `dtype`; those of the ranks of
-        one copy add up to that of the whole."""
-        return {name: shards.part_checksum(value.detach(), dtype) for name, value in self.named().items()}
+        one copy add up to that of the whole. Collective where there are adapters."""
+        mine = self._mine().items()
+        sums = {name: shards.part_checksum(self.adapters.merged(value), dtype) for name, value in mine}
+        return sums if self._stages is None else self._stages.completed(sums)
+
+    def weights(self, dtype: torch.dtype, names: Collection[str] | None) -> Iterator[tuple[str, Tensor]]:
+        """See `TrainEngine.weights`."""
+
+        def whole(value: Tensor) -> Tensor:
+            return shards.gathered(self.adapters.merged(value), dtype, self._meter)
+
+        mine = self._mine()
+        if self._stages is not None:
+            yield from self._stages.weights(mine, names, whole, dtype)
+            return
+        for name, value in mine.items():
+            if names is None or name in names:
+                yield name, whole(value)
+
+    def shapes(self) -> dict[str, torch.Size]:
+        """Of all the model's weights, without adapters, by Hugging Face name, whatever this rank has of
+        them."""
+        if self._stages is not None:
+            return dict(self._stages.shapes)
+        return {name: parameter.shape for name, parameter in self._mine().items()}
+
+    def counts(self) -> dict[str, int]:
+        """parameters of the model, with adapters; trainable_parameters."""
+        mine = self.named().items()
+        whole = sum(shape.numel() for shape in self.shapes().values())
+        whole += sum(p.numel() for name, p in mine if is_adapter(name))
+        if self.adapters:
+            learns = sum(p.numel() for _, p in mine if p.requires_grad)
+        else:
+            learns = whole if self.optimizers else 0
+        return {"parameters": whole, "trainable_parameters": learns}
+
+    def _mine(self) -> dict[str, Tensor]:
+        """Those of `named` that are no adapters."""
+        return {name: p for name, p in self.named().items() if not is_adapter(name)}
 
     def named(self) -> dict[str, Tensor]:
-        """The parameters by Hugging Face name; tied ones once."""
+        """The parameters of this rank's stage by Hugging Face name, adapters by peft's; tied ones once."""
         return {self.module.hf_name(name): p for name, p in self.module.named_parameters()}
 
     def _state_dict(self, version: int) -> dict[str, Any]:
-        """Tensors by Hugging Face name; a load writes into these very tensors."""
+        """Tensors by Hugging Face name; a load writes into these very tensors. With adapters only what is
+        trained, and what tells the base again."""
         named = self.named()
-        state: dict[str, Any] = {"model": {name: p.detach() for name, p in named.items()}}
+        state: dict[str, Any] = self.adapters.state(named) if self.adapters else {}
+        named = trained(named) if self.adapters else named
+        state["model"] = {name: p.detach() for name, p in named.items()}
         if self.optimizers:
             state["optimizer"] = {name: self._slots[p] for name, p in named.items()}
         state["version"] = torch.tensor(version)
@@ -168,13 +223,17 @@ class TrainState:
             The version of the saved weights.
 
         Raises:
-            CheckpointError: unreadable, or not of this model and optimizer.
+            CheckpointError: unreadable, or not of this model, its adapters and optimizer.
         """
         if not (path / ".metadata").is_file():
             raise CheckpointError("no training state in this folder", got=path)
         state = self._state_dict(0)
         try:
+            if self.adapters:
+                self.adapters.check_saved(path, state)
             load_shards(state, checkpoint_id=path)
+        except CheckpointError:
+            raise
         except (CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
             causes = [cause for cause, _ in getattr(error, "failures", {}).values()] or [error]
             raise CheckpointError(
