@@ -19,8 +19,8 @@ if not Path("/dev/nvidiactl").exists():  # Triton asks when it is first imported
 class OneRayAtATime(LoadScopeScheduling):
     """Tests that start a process for each rank, "ray" in the name of their file or parameter, all run in one
     worker: they have limits of time, and each wants the machine for itself. So do those of one file, which
-    share what it made for them. (`--dist loadgroup` would read
-    the same from marks, but xdist 3.8 cannot pass them on under pytest 9.)"""
+    share what it made for them. (`--dist loadgroup` would read the same from marks, but xdist 3.8 cannot
+    pass them on under pytest 9.)"""
 
     def _split_scope(self, nodeid: str) -> str:
         return "ray" if re.search(r"[_\[-]ray(backend)?[_\].-]", nodeid.lower()) else nodeid.split("::")[0]
