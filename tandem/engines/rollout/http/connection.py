@@ -21,6 +21,7 @@ T = TypeVar("T")
 
 _PAUSES_S = (0.25, 0.5, 1.0, 2.0, 4.0)  # before each further try of a request that has not begun
 _BUSY = (429, 503)
+_CUT = (httpx2.ReadError, httpx2.WriteError, httpx2.RemoteProtocolError)
 _IDLE_S = 2.0
 """How long a connection nobody uses is kept. Servers close theirs, most after 5 s, and a request that is just
 then on its way is lost."""
@@ -128,7 +129,10 @@ class Connection:
             Refused: a status of 4xx.
         """
         try:
-            response = await self._client.request(method, path, **options)
+            try:
+                response = await self._client.request(method, path, **options)
+            except _CUT:  # a kept connection that the server has closed; all that is asked may be asked again
+                response = await self._client.request(method, path, **options)
         except httpx2.TransportError as error:
             raise ServerLost("no connection", got=f"{self.server.url}{path}: {_said(error)}") from error
         if not response.is_success:

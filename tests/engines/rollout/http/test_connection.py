@@ -58,6 +58,27 @@ def test_a_connection_is_not_used_when_the_server_may_be_closing_it(server, monk
     assert ports[0] == ports[1] != ports[2]
 
 
+def test_what_was_asked_on_a_connection_that_was_cut_is_asked_again(server):
+    respond, cut = server.respond, []
+
+    def once(path, body, handler):
+        if cut:
+            respond(path, body, handler)
+        else:
+            cut.append(path)
+            handler.hang_up()
+
+    made = connection.Connection(Server(server.url), kept=4)
+    made.wait(made.ask("GET", "/v1/models"))
+    server.respond = once
+    assert made.wait(made.ask("GET", "/v1/models"))["data"]
+    server.respond = lambda path, body, handler: handler.hang_up()
+    with pytest.raises(ServerLost, match="no connection"):
+        made.wait(made.ask("GET", "/v1/models"))
+    made.close()
+    assert cut == ["/v1/models"]
+
+
 def test_no_proxy_is_asked_for_a_server_on_this_machine(server, make, monkeypatch):
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
