@@ -73,6 +73,24 @@ LAYOUTS |= {
         *POLICY_STAGES,
     ),
 }
+ADAPTERS = (
+    "actor_rollout_ref.model.lora_rank=4",
+    "actor_rollout_ref.model.lora_alpha=8",
+    "critic.model.lora_rank=4",
+)
+ADAPTED = {
+    "rollout splits layers": (
+        "trainer.n_gpus_per_node=2",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+        "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
+    ),
+    "rollout apart, layers and sequences split": (
+        "trainer.resource_pools={trains: [4], samples: [1]}",
+        "trainer.placement={actor: trains, rollout: samples}",
+        "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size=2",
+        "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
+    ),
+}
 LEARNT = ("reward/mean", "actor/loss", "actor/kl", "actor/entropy", "actor/grad_norm", "critic/loss")
 
 
@@ -104,6 +122,12 @@ def alone(lab: Lab) -> dict[str, list[list[float]]]:
     }
 
 
+@pytest.fixture(scope="module")
+def adapted(lab: Lab) -> list[list[float]]:
+    """The run of adapters in one process."""
+    return learnt(run(lab, "adapters", *FP64, *ADAPTERS))
+
+
 @pytest.mark.timeout(480)
 @pytest.mark.parametrize(
     "layout",
@@ -132,3 +156,16 @@ def test_float32_agrees_to_1e_5(
     rows = run(lab, f"fp32 {layout}", *LAYOUTS[layout])
     for got, expected in zip(learnt(rows), alone["fp32"], strict=True):
         assert got == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.timeout(480)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=pytest.mark.slow if "apart" in name else ()) for name in ADAPTED]
+)
+def test_adapters_agree_to_1e_9(
+    lab: Lab, adapted: list[list[float]], ray_cluster: None, layout: str
+) -> None:
+    rows = run(lab, f"adapters {layout}", *FP64, *ADAPTERS, *ADAPTED[layout])
+    for got, expected in zip(learnt(rows), adapted, strict=True):
+        assert got == pytest.approx(expected, rel=1e-9, abs=1e-9)
+    assert rows[-1]["rollout/log_prob_diff_max"] < 1e-9
