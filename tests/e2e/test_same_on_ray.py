@@ -162,9 +162,7 @@ def test_float32_agrees_to_1e_5(
 @pytest.mark.parametrize(
     "layout", [pytest.param(name, marks=pytest.mark.slow if "apart" in name else ()) for name in ADAPTED]
 )
-def test_adapters_agree_to_1e_9(
-    lab: Lab, adapted: list[list[float]], ray_cluster: None, layout: str
-) -> None:
+def test_adapters_agree_to_1e_9(lab: Lab, adapted: list[list[float]], ray_cluster: None, layout: str) -> None:
     rows = run(lab, f"adapters {layout}", *FP64, *ADAPTERS, *ADAPTED[layout])
     for got, expected in zip(learnt(rows), adapted, strict=True):
         assert got == pytest.approx(expected, rel=1e-9, abs=1e-9)

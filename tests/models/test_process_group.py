@@ -1,13 +1,12 @@
 """The process group's limit on a collective, on two ranks started by torchrun."""
 
-import os
-import subprocess
-import sys
+from tests.support.ranks import torchrun
 
 JOB = """
 import os, time
 import torch, torch.distributed as dist
 from tandem.models.parallel import init_distributed
+from tests.support.ranks import torchrun
 init_distributed(torch.device("cpu"), timeout_s=2)
 dist.all_reduce(torch.ones(1))
 if os.environ["RANK"] == "1":
@@ -25,11 +24,6 @@ os._exit(0)
 def test_a_collective_ends_at_its_limit(tmp_path):
     job = tmp_path / "job.py"
     job.write_text(JOB)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [*launcher, str(job)], env=environment, capture_output=True, text=True, timeout=100, check=False
-    )
-    [line] = [line for line in done.stdout.splitlines() if line.startswith("rank 0")]
+    [line] = [line for line in torchrun(job, timeout=100).splitlines() if line.startswith("rank 0")]
     assert line.startswith("rank 0 gave up after ")
     assert 1.5 <= float(line.split()[5]) < 7

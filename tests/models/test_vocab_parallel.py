@@ -1,7 +1,5 @@
 """The output head and the embedding over a vocabulary that three ranks share, against the slow definition."""
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,23 +10,15 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).parent))
 import split_vocabulary_job as job
 
+from tests.support.ranks import torchrun
+
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-6, torch.bfloat16: 2e-2}
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     results = tmp_path_factory.mktemp("vocabulary") / "record.pt"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
-    done = subprocess.run(
-        [*command, job.__file__, str(results)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    torchrun(job.__file__, results, ranks=3)
     return torch.load(results, weights_only=False)
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +10,7 @@ import torch
 
 from tandem.observability.timers import read_timeline
 from tandem.protocol import DataProto, Ragged
+from tests.support.ranks import torchrun
 from tests.workers import roles
 
 ROOT = Path(__file__).parents[2]
@@ -42,13 +40,7 @@ def one(folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def four(folder: Path) -> dict[str, Any]:
     results = folder / "record.pt"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    job = [str(Path(__file__).with_name("four_rank_job.py")), str(folder), str(results)]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    done = subprocess.run(
-        [*launcher, *job], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    torchrun(Path(__file__).with_name("four_rank_job.py"), folder, results, ranks=4)
     return torch.load(results, weights_only=False)
 
 

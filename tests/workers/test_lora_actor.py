@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +10,7 @@ import torch
 
 from tandem.engines.weight_sync import digest
 from tandem.protocol import DataProto
+from tests.support.ranks import torchrun
 from tests.workers import roles
 
 ROOT = Path(__file__).parents[2]
@@ -121,13 +119,7 @@ def test_the_user_hears_how_much_is_trained(folder: Path, tmp_path: Path) -> Non
 
 def test_two_ranks_sample_what_one_does(folder: Path, tmp_path: Path) -> None:
     """Streams of merged weights from shards, and from parts of layers, to each rank's own rollout."""
-    job = [str(Path(__file__).with_name("lora_sync_job.py")), str(folder), str(tmp_path / "record.pt")]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*launcher, *job], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    torchrun(Path(__file__).with_name("lora_sync_job.py"), folder, tmp_path / "record.pt")
     record = torch.load(tmp_path / "record.pt", weights_only=False)
     worker = roles.make_actor(
         roles.make_config(folder, f"trainer.default_local_dir={tmp_path}", LORA[0]), *roles.ALL

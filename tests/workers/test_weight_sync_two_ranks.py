@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.support.ranks import torchrun
 from tests.workers import roles
 from tests.workers.streamed import FAULTS, NAME
 
@@ -21,13 +19,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def record(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = roles.make_folder(tmp_path_factory.mktemp("models"))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    job = [str(Path(__file__).with_name("sync_job.py")), str(folder), str(folder / "record.pt")]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*launcher, *job], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    torchrun(Path(__file__).with_name("sync_job.py"), folder, folder / "record.pt")
     return torch.load(folder / "record.pt", weights_only=False)
 
 

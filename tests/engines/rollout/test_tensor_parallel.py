@@ -1,8 +1,5 @@
 """The native engine with its layers split over two ranks (gloo, torchrun), against one."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +12,7 @@ from tandem.engines.rollout.native.runner import make_runner
 from tandem.engines.rollout.native.tensor_parallel import TensorParallel
 from tandem.errors import ConfigError, EngineError
 from tandem.protocol import Request, SamplingParams
+from tests.support.ranks import torchrun
 
 JOB = Path(__file__).with_name("tensor_parallel_job.py")
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5}
@@ -48,17 +46,7 @@ def cases(tiny):
 def ranks(cases, tmp_path_factory):
     folder = tmp_path_factory.mktemp("split")
     torch.save(cases, folder / "cases.pt")
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*launcher, str(JOB), str(folder / "cases.pt"), str(folder)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    torchrun(JOB, folder / "cases.pt", folder)
     return [torch.load(folder / f"rank_{rank}.pt", weights_only=False) for rank in range(2)]
 
 

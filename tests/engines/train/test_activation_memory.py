@@ -1,14 +1,12 @@
 """Every way to keep activations gives the same gradients, on one rank and over layers sharded on two."""
 
-import os
-import subprocess
-import sys
-
 import activation_job
 import pytest
 import synthetic
 import torch
 from activation_job import MODES, OFFLOADS, batch_of, engine_with
+
+from tests.support.ranks import torchrun
 
 TOLERANCE = {"fp64": 1e-12, "fp32": 1e-6}
 TWO_RANKS = {"fp64": 1e-9, "fp32": 1e-5}  # sums over ranks are in another order
@@ -28,17 +26,7 @@ def plain(folder):
 @pytest.fixture(scope="module")
 def pair(folder, tmp_path_factory):
     results = tmp_path_factory.mktemp("results") / "record.pt"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, activation_job.__file__, str(folder), str(results)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    torchrun(activation_job.__file__, folder, results)
     return torch.load(results, weights_only=False)
 
 

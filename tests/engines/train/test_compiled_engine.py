@@ -1,9 +1,6 @@
 """Compiled layers and head: their gradients, how often they are compiled, and where they run as they are."""
 
-import os
 import shutil
-import subprocess
-import sys
 
 import compiled_job
 import pytest
@@ -21,6 +18,7 @@ from tandem.models import compiled
 from tandem.models.heads import tiled
 from tandem.models.heads.compiled import token_log_probs
 from tandem.protocol import DataProto, Ragged
+from tests.support.ranks import torchrun
 
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-5}
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
@@ -150,13 +148,7 @@ def test_the_heads_tiles(with_entropy):
 
 def test_two_ranks(folder, plain, tmp_path):
     """Sharded layers, and with Ulysses the exchange of tokens within attention."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, compiled_job.__file__, str(folder), str(tmp_path / "record.pt")],
-        env=environment, capture_output=True, text=True, timeout=500, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    torchrun(compiled_job.__file__, folder, tmp_path / "record.pt", timeout=500)
     wanted, metrics = plain["fp64"]
     engine = synthetic.make_engine(folder)
     engine.train_step(synthetic.make_batch(), LOSS, micro=MICRO)

@@ -1,8 +1,6 @@
 """Deterministic kernels: where they hold, what has none, and that runs repeat to the bit."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 import repeat_job
@@ -16,6 +14,7 @@ from tandem.engines.train.deterministic import deterministic_kernels, prepare
 from tandem.engines.train.options import check_options
 from tandem.errors import ConfigError, EngineError
 from tandem.protocol import DataProto
+from tests.support.ranks import torchrun
 
 EXACT = {"full_determinism": True}
 MICRO = synthetic.CUTS["three"]
@@ -102,16 +101,10 @@ def test_it_changes_no_weight(folder):
 
 
 def test_two_runs_on_two_ranks_are_the_same_to_the_bit(folder, tmp_path):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     runs = []
     for name in ("first.pt", "second.pt"):
         results = tmp_path / name
-        done = subprocess.run(
-            [*command, repeat_job.__file__, str(folder), str(results)],
-            env=environment, capture_output=True, text=True, timeout=280, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr[-3000:]
+        torchrun(repeat_job.__file__, folder, results)
         runs.append(torch.load(results))
     first, second = runs
     started = synthetic.weights(synthetic.make_engine(folder, precision="fp32"))

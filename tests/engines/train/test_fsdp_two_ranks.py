@@ -1,13 +1,12 @@
 """FSDP on two ranks, started by torchrun as a user would, against one rank in this process."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import synthetic
 import torch
+
+from tests.support.ranks import torchrun
 
 JOB = Path(__file__).with_name("two_rank_job.py")
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-5}
@@ -49,13 +48,7 @@ def results(folder, single, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pair(folder, single, results):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    arguments = [str(JOB), str(folder), str(single["saved"]), str(results)]
-    done = subprocess.run(
-        [*command, *arguments], env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    torchrun(JOB, folder, single["saved"], results)
     return torch.load(results / "record.pt", weights_only=False)
 
 

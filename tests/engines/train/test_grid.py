@@ -1,9 +1,6 @@
 """Sequence parallel and hybrid sharding on two and four ranks, started by torchrun, against one rank in this
 process."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +11,7 @@ from tandem.engines.weight_sync import digest
 from tandem.errors import ModelError
 from tandem.models.collectives import CollectiveMeter
 from tandem.models.sequence_parallel import SequenceSplit
+from tests.support.ranks import torchrun
 
 JOB = Path(__file__).with_name("grid_job.py")
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-5}
@@ -40,17 +38,7 @@ def single(folder):
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def record(folder, tmp_path_factory, request):
     results = tmp_path_factory.mktemp("grid") / "record.pt"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    done = subprocess.run(
-        [*command, str(request.param), str(JOB), str(folder), str(results)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    torchrun(JOB, folder, results, ranks=request.param, timeout=400)
     return torch.load(results, weights_only=False)
 
 

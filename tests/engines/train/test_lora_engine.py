@@ -1,9 +1,6 @@
 """Adapters in the training engine: at one rank against weights merged by hand, on two ranks, started by
 torchrun, against one."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import lora_models
@@ -21,6 +18,7 @@ from tandem.engines.train.module import unsharded_module
 from tandem.engines.weight_sync import digest
 from tandem.errors import CheckpointError, ConfigError, EngineError
 from tandem.models import lora
+from tests.support.ranks import torchrun
 
 JOB = Path(__file__).with_name("lora_job.py")
 ONE = ("policy", 1, -1, 1)
@@ -287,17 +285,7 @@ def test_parameters_have_no_memory_until_they_are_sharded(folder):
 def job(folder, saved, tmp_path_factory):
     results = tmp_path_factory.mktemp("lora")
     lora_models.peft_folder(folder, results / "adapter")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, str(JOB), str(folder), str(saved), str(results)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    torchrun(JOB, folder, saved, results)
     return results, torch.load(results / "record.pt", weights_only=False)
 
 

@@ -1,9 +1,6 @@
 """Each optimizer against its equation in float64, on one rank, on two, and on a mesh of two by two."""
 
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import optimizer_case
@@ -17,6 +14,7 @@ from tandem.engines.train.muon import orthogonalised
 from tandem.engines.train.optimizers import build_optimizers, weight_kinds
 from tandem.errors import CheckpointError, ConfigError
 from tandem.models.collectives import CollectiveMeter
+from tests.support.ranks import torchrun
 
 JOBS = {2: "optimizer_job.py", 4: "mesh_job.py"}
 CHOICES = tuple(optimizer_case.CHOICES)
@@ -42,15 +40,9 @@ def single(folder, tmp_path_factory):
 def many(request, folder, single, tmp_path_factory):
     """What so many ranks found, and where."""
     results = tmp_path_factory.mktemp("results")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    ranks = ["--standalone", "--nproc-per-node", str(request.param)]
     job = Path(__file__).with_name(JOBS[request.param])
-    command = [sys.executable, "-m", "torch.distributed.run", *ranks, str(job)]
-    arguments = [str(results), *((str(folder), str(single[0])) if request.param == 2 else ())]
-    done = subprocess.run(
-        [*command, *arguments], env=environment, capture_output=True, text=True, timeout=280, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    arguments = (folder, single[0]) if request.param == 2 else ()
+    torchrun(job, results, *arguments, ranks=request.param)
     return request.param, torch.load(results / "record.pt", weights_only=False), results
 
 

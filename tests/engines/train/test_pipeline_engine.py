@@ -1,9 +1,6 @@
 """Layers in stages, alone and with FSDP, tensor and sequence parallelism, on two and four ranks started by
 torchrun, against one rank in this process."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pipeline_models
@@ -13,23 +10,10 @@ import synthetic
 import torch
 
 from tandem.engines.weight_sync import digest
+from tests.support.ranks import torchrun
 
 HERE = Path(__file__).parent
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-5}
-
-
-def torchrun(ranks, job, *arguments):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    done = subprocess.run(
-        [*command, str(HERE / job), *map(str, arguments)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +65,7 @@ def saved(models, tmp_path_factory):
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def job(models, saved, tmp_path_factory, request):
     results = tmp_path_factory.mktemp("stages")
-    torchrun(request.param, "pipeline_job.py", models, saved[0], results)
+    torchrun(HERE / "pipeline_job.py", models, saved[0], results, ranks=request.param, timeout=500)
     cases = pipeline_models.CASES if request.param == 2 else pipeline_models.ON_FOUR
     return results, torch.load(results / "record.pt", weights_only=False), cases
 
@@ -226,7 +210,7 @@ def test_what_cannot_be_done_is_refused_on_all_ranks(job):
 
 
 def test_a_stage_that_fails_ends_the_others_in_limited_time(models, tmp_path):
-    torchrun(2, "broken_stage_job.py", models / "qwen2", tmp_path)
+    torchrun(HERE / "broken_stage_job.py", models / "qwen2", tmp_path)
     (first, waited), (last, _) = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in (0, 1))
     assert last == "DataError: the loss does not like it"
     assert first.startswith(("RuntimeError", "DistBackendError", "TimeoutError")) and waited < 60

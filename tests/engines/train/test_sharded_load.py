@@ -1,9 +1,6 @@
 """Two ranks load a model of which neither ever holds more than its half; checkpoints go on at fewer
 ranks, those that were written beside training too."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +10,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from tandem.protocol import DataProto
+from tests.support.ranks import torchrun
 
 JOB = Path(__file__).with_name("sharded_job.py")
 LARGE = {
@@ -26,21 +24,7 @@ LARGE = {
     "tie_word_embeddings": True,
 }
 TOLERANCE = {"fp64": 1e-12, "fp32": 1e-6}
-
-
-def torchrun(ranks, *arguments):
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(sys.path),
-        "MALLOC_MMAP_THRESHOLD_": "1000000",  # so that what is freed is given back
-    }
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    done = subprocess.run(
-        [*command, str(JOB), *map(str, arguments)],
-        env=environment, capture_output=True, text=True, timeout=280, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+FREED = {"MALLOC_MMAP_THRESHOLD_": "1000000"}  # so that what is freed is given back
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +38,7 @@ def large_folder(tmp_path_factory):
 
 
 def test_no_rank_holds_more_than_its_half(folder, large_folder, tmp_path):
-    torchrun(2, "load", folder, large_folder, tmp_path)
+    torchrun(JOB, "load", folder, large_folder, tmp_path, **FREED)
     first, second = (torch.load(tmp_path / f"rank_{rank}.pt") for rank in (0, 1))
     stored = {}
     for file in large_folder.glob("*.safetensors"):
@@ -85,7 +69,7 @@ def test_no_rank_holds_more_than_its_half(folder, large_folder, tmp_path):
 def saved(folder, tmp_path_factory, request):
     """Checkpoints of several ranks after two steps, and what their third step made of them."""
     path = tmp_path_factory.mktemp("ranks")
-    torchrun(request.param, "save", folder, path, path)
+    torchrun(JOB, "save", folder, path, path, ranks=request.param, **FREED)
     return path
 
 
@@ -103,7 +87,7 @@ def test_what_is_written_beside_training_is_the_state_when_it_began(saved):
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 1])
 def test_they_go_on_at_fewer(folder, saved, tmp_path, ranks):
-    torchrun(ranks, "resume", folder, saved, tmp_path)
+    torchrun(JOB, "resume", folder, saved, tmp_path, ranks=ranks, **FREED)
     wanted = torch.load(saved / "saved.pt")
     found = torch.load(tmp_path / f"resumed_{ranks}.pt")
     for precision, tolerance in TOLERANCE.items():

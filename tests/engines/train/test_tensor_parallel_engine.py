@@ -1,9 +1,6 @@
 """Layers split over ranks, alone and under FSDP, on two and four ranks started by torchrun, against one rank
 in this process."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +9,7 @@ import synthetic
 import torch
 
 from tandem.engines.weight_sync import digest
+from tests.support.ranks import torchrun
 
 JOB = Path(__file__).with_name("split_job.py")
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-5}
@@ -54,17 +52,7 @@ def saved(models, tmp_path_factory):
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def job(models, saved, tmp_path_factory, request):
     results = tmp_path_factory.mktemp("split")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    done = subprocess.run(
-        [*command, str(request.param), str(JOB), str(models), str(saved[0]), str(results)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    torchrun(JOB, models, saved[0], results, ranks=request.param, timeout=500)
     return results, torch.load(results / "record.pt", weights_only=False)
 
 

@@ -1,9 +1,5 @@
 """Units of FSDP as the wrap policy says: which there are, and that training does not depend on them."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import synthetic
 import torch
@@ -14,6 +10,7 @@ from tandem.config.fsdp import FSDPConfig
 from tandem.engines.rollout.borrowed import borrowed
 from tandem.engines.rollout.native.fused import why_not_fused
 from tandem.errors import ConfigError
+from tests.support.ranks import torchrun
 
 RANKS = 1e-9  # sums over ranks are in another order
 
@@ -26,17 +23,7 @@ def untied(tmp_path_factory):
 @pytest.fixture(scope="module")
 def pair(untied, tmp_path_factory):
     results = tmp_path_factory.mktemp("pair") / "record.pt"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, wrap_job.__file__, str(untied), str(results)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    torchrun(wrap_job.__file__, untied, results)
     return torch.load(results, weights_only=False)
 
 
