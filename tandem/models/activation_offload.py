@@ -17,6 +17,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 from torch.utils._pytree import tree_leaves
 
 from tandem.errors import EngineError
@@ -157,7 +160,8 @@ class _Layer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Handle:
-    """What autograd keeps in a saved tensor's place."""
+    """What autograd keeps in a saved tensor's place. Of a `whole` that ranks share, this rank's part is
+    moved."""
 
     layer: _Layer
     saved: _Saved
@@ -165,12 +169,29 @@ class _Handle:
     size: torch.Size
     stride: tuple[int, ...]
     offset: int | torch.SymInt
+    whole: _Whole | None
 
     def tensor(self) -> Tensor:
         storage = self.saved.storage
         assert storage is not None
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
-        return empty.set_(storage, self.offset, self.size, self.stride)
+        part = empty.set_(storage, self.offset, self.size, self.stride)
+        return part if self.whole is None else self.whole.around(part)
+
+
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """What a `DTensor` is beside this rank's part of it."""
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    size: torch.Size
+    stride: tuple[int, ...]
+
+    def around(self, part: Tensor) -> Tensor:
+        return DTensor.from_local(
+            part, self.mesh, self.placements, run_check=False, shape=self.size, stride=self.stride
+        )
 
 
 class ActivationOffload:
@@ -246,7 +267,8 @@ class ActivationOffload:
         return out
 
     def _pack(self, layer: _Layer, tensor: Tensor) -> Tensor | _Handle:
-        storage = tensor.untyped_storage()
+        part = _part(tensor)
+        storage = part.untyped_storage()
         address, nbytes = storage.data_ptr(), storage.nbytes()
         if tensor.device.type != self._device.type or address in layer.outside:
             return tensor
@@ -257,8 +279,11 @@ class ActivationOffload:
             layer.saved[address] = _Saved(nbytes, storage if self._lane is not None else None)
         if self._lane is None:
             return tensor
-        saved = layer.saved[address]
-        return _Handle(layer, saved, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+        whole = None
+        if isinstance(tensor, DTensor):
+            whole = _Whole(tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
+        shape = part.shape, part.stride(), part.storage_offset()
+        return _Handle(layer, layer.saved[address], part.dtype, *shape, whole)
 
     def _unpack(self, packed: Tensor | _Handle) -> Tensor:
         if isinstance(packed, Tensor):
@@ -311,7 +336,18 @@ def _outside(layer: nn.Module, kwargs: dict[str, Any]) -> set[int]:
             shared.append(leaf)
         elif isinstance(leaf, Packing):
             shared += leaf.tensors
-    return {tensor.untyped_storage().data_ptr() for tensor in shared}
+    return {_part(tensor).untyped_storage().data_ptr() for tensor in shared}
+
+
+def _part(tensor: Tensor) -> Tensor:
+    """The tensor itself, but this rank's part of one that ranks share, and the result of a collective once
+    it is there: these have no storage of their own."""
+    if isinstance(tensor, DTensor):
+        with torch.no_grad():
+            tensor = tensor.to_local()
+    if isinstance(tensor, AsyncCollectiveTensor):
+        return tensor.trigger_wait()  # type: ignore[no-untyped-call, no-any-return]
+    return tensor
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from tandem.engines.weight_sync import checksum
 from tandem.errors import EngineError, TandemError
+from tandem.models.activation_offload import SameStream
 from tandem.models.parallel import init_distributed, leave_distributed
 
 
@@ -124,9 +125,12 @@ def resumed(folder, saved, results):
     return found
 
 
-def one_step(folder, **options):
-    """Metrics of a first step."""
+def one_step(folder, *, moved=False, **options):
+    """Metrics of a first step. With `moved` what layers save really goes from host memory to host memory."""
     engine = engine_of(folder, "qwen2", "policy", "fp64", 2, -1, 1, **options)
+    if moved:
+        engine._offload._lane = SameStream()
+        engine._offload._min_bytes = 0
     metrics, _ = split_models.train(engine, my_rows(engine, split_models.batch_of("fp64")), "policy", steps=1)
     return metrics, synthetic.weights(engine)
 
@@ -165,6 +169,7 @@ def main():
         "exchanged": exchanged(folder),
         "scored": scored(folder),
         "recomputed": one_step(folder, model={"enable_gradient_checkpointing": True}),
+        "offloaded": one_step(folder, moved=True, model={"enable_activation_offload": True}),
         "mixed": one_step(folder, mixed=True),
         "resumed": resumed(folder, saved, results),
         "refusals": refusals(folder),
