@@ -24,6 +24,63 @@ class GroupStatistics(NamedTuple):
     size: Tensor
 
 
+class _Sorted(NamedTuple):
+    """Sequences by group.
+
+    Attributes:
+        order: (B) int64, the sequences of one group after those of another, in their own order.
+        offsets: (G+1) int64, where each group starts in that order.
+    """
+
+    order: Tensor
+    offsets: Tensor
+
+
+def _sorted(group: Tensor) -> _Sorted:
+    sizes = group.bincount()
+    return _Sorted(group.argsort(stable=True), torch.cat((sizes.new_zeros(1), sizes.cumsum(0))))
+
+
+def group_sum(values: Tensor, group: Tensor) -> Tensor:
+    """(B): the sum over each sequence's group, the same bits every time.
+
+    Args:
+        values: (B) float64.
+        group: (B) int64 from 0, in any order.
+    """
+    assert values.shape == group.shape, (values.shape, group.shape)
+    order, offsets = _sorted(group)
+    return segment_sum(values[order], offsets)[group]
+
+
+class BestTwo(NamedTuple):
+    """Of each group that has members.
+
+    Attributes:
+        best: int64, which sequence has the greatest score; the first of several.
+        second: the score next to it, zero where the best is alone.
+    """
+
+    best: Tensor
+    second: Tensor
+
+
+def best_two(scores: Tensor, group: Tensor) -> BestTwo:
+    """The best sequence of every group and the score of the second best.
+
+    Args:
+        scores: (B).
+        group: (B) int64 from 0, in any order.
+    """
+    assert scores.shape == group.shape, (scores.shape, group.shape)
+    falling = scores.argsort(descending=True, stable=True)
+    order, offsets = _sorted(group[falling])
+    order, sizes = falling[order], offsets.diff()
+    first = offsets[:-1][sizes > 0]
+    second = scores[order[(first + 1).clamp(max=max(len(order) - 1, 0))]]
+    return BestTwo(order[first], second.masked_fill(sizes[sizes > 0] == 1, 0))
+
+
 def group_statistics(scores: Tensor, group: Tensor) -> GroupStatistics:
     """Mean, standard deviation and size of every group.
 
@@ -35,9 +92,8 @@ def group_statistics(scores: Tensor, group: Tensor) -> GroupStatistics:
     """
     assert scores.shape == group.shape, (scores.shape, group.shape)
     assert scores.dtype == torch.float64, scores.dtype
-    order = group.argsort(stable=True)
-    sizes = group.bincount()
-    offsets = torch.cat((sizes.new_zeros(1), sizes.cumsum(0)))
+    order, offsets = _sorted(group)
+    sizes = offsets.diff()
     means = (segment_sum(scores[order], offsets) / sizes)[group]
     squares = (scores - means).square()
     variances = segment_sum(squares[order], offsets) / (sizes - 1).clamp(min=1)

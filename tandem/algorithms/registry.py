@@ -1,7 +1,7 @@
-"""Advantage estimators and policy losses by name.
+"""Advantage estimators, policy losses and KL estimators by name.
 
 A function's signature is its declaration. Positional parameters are columns of the batch,
-keyword-only parameters are options (numbers, bools, strings) with defaults:
+keyword-only parameters are options (numbers, bools, strings, tuples of numbers) with defaults:
 
     @register_advantage("mean_baseline")
     def mean_baseline(token_level_rewards, response_mask, offsets, *, scale=1.0): ...
@@ -16,18 +16,35 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
 from tandem.algorithms.loading import load_function
 from tandem.errors import ConfigError
 
-Option = bool | int | float | str
+Option = bool | int | float | str | tuple[float, ...]
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class Selection(Protocol):
+    """What chooses the `selected_tokens` of a policy loss; see `tandem.algorithms.selection`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def columns(self) -> tuple[str, ...]: ...
+    @property
+    def options(self) -> Mapping[str, Option]: ...
+
+    def __call__(self, columns: Mapping[str, Tensor], options: Mapping[str, Option]) -> Tensor: ...
+
+
+SELECTIONS: dict[Callable[..., Any], Selection] = {}
+"""By the loss's function."""
 
 
 class Advantages(NamedTuple):
@@ -78,12 +95,14 @@ class Spec:
                     expected=dict(self.options),
                     remedy=_nearest(name, self.options),
                 )
+            if isinstance(self.options[name], tuple) and isinstance(value, list):
+                value = chosen[name] = tuple(value)
             if not _fits(value, self.options[name]):
                 raise ConfigError(
                     f"an option of the {self.kind} '{self.name}' has the wrong type",
                     field=name,
                     got=repr(value),
-                    expected=type(self.options[name]).__name__,
+                    expected=_KINDS.get(type(self.options[name]), type(self.options[name]).__name__),
                 )
         return chosen
 
@@ -111,6 +130,11 @@ class AdvantageSpec(Spec):
             "response_mask": "(N) bool, tokens that the policy wrote",
             "old_log_probs": "(N) fp32, nats",
             "ref_log_probs": "(N) fp32, nats",
+            "rollout_log_probs": "(N) fp32, nats, of the engine that sampled",
+            "rollout_is_weights": "(N) fp32, the rollout correction's importance weights; ones without",
+            "sum_pi_squared": "(N) fp32, sum over the vocabulary of pi(v)**2 at the token's position",
+            "reward_baselines": "(B) fp32, total reward of the prompt's greedy response",
+            "reward_components": "(B, K) fp32, a sequence's rewards by component",
             "group": "(B) int64, which prompt each sequence answers",
             "offsets": "(B+1) int64, where each sequence starts",
         }
@@ -146,9 +170,18 @@ class PolicyLossSpec(Spec):
             "response_mask": "(N) bool, tokens that the policy wrote",
             "offsets": "(B+1) int64, where each sequence starts",
             "entropy": "(N) fp32, nats; carries the gradient",
+            "rollout_log_probs": "(N) fp32, nats, of the engine that sampled",
+            "rollout_is_weights": "(N) importance weights of the rollout correction, bounded; ones without; "
+            "the losses of a function that does not take them are multiplied by them",
+            "selected_tokens": "(N) bool, chosen over the whole batch, see `selects_tokens`",
         }
     )
     result = "(losses per token, {metric: per token})"
+
+    @property
+    def selection(self) -> Selection | None:
+        """What chooses its `selected_tokens`; its options are among the loss's own."""
+        return SELECTIONS.get(self.fn)
 
     def __call__(self, columns: Mapping[str, Tensor], **options: Option) -> tuple[Tensor, dict[str, Tensor]]:
         """Calls the function with the columns it declares.
@@ -156,7 +189,9 @@ class PolicyLossSpec(Spec):
         Raises:
             ConfigError: it returned something else than per-token losses and per-token metrics.
         """
-        result = self._call(columns, options)
+        elsewhere = self.selection.options if self.selection else ()
+        own = {name: value for name, value in options.items() if name not in elsewhere}
+        result = self._call(columns, own)
         shape = columns["log_probs"].shape
         if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
             raise self._wrong_result(result, "a tensor and a dict of tensors")
@@ -164,6 +199,32 @@ class PolicyLossSpec(Spec):
         if not _all_of_shape((losses, *metrics.values()), shape):
             raise self._wrong_result(result, f"tensors of shape {tuple(shape)}")
         return losses, metrics
+
+
+class KLSpec(Spec):
+    """An estimator of KL(policy || reference) from the tokens sampled."""
+
+    kind = "KL estimator"
+    known_columns = MappingProxyType(
+        {
+            "log_probs": "(N) fp32, nats, of the policy; may carry the gradient",
+            "ref_log_probs": "(N) fp32, nats, of the reference",
+        }
+    )
+    result = "an estimate per token"
+
+    def __call__(self, columns: Mapping[str, Tensor]) -> Tensor:
+        """Calls the function with the columns it declares.
+
+        Raises:
+            ConfigError: it returned something else than per-token estimates.
+        """
+        result = self._call(columns, {})
+        shape = columns["log_probs"].shape
+        if not _all_of_shape((result,), shape):
+            raise self._wrong_result(result, f"a tensor of shape {tuple(shape)}")
+        estimates: Tensor = result
+        return estimates
 
 
 AnySpec = TypeVar("AnySpec", bound=Spec)
@@ -236,8 +297,10 @@ def declared(spec: type[AnySpec], name: str, fn: Callable[..., Any]) -> AnySpec:
     faults: list[str] = []
     for parameter in inspect.signature(fn).parameters.values():
         if parameter.kind is parameter.KEYWORD_ONLY:
-            if not isinstance(parameter.default, Option):
-                faults.append(f"option '{parameter.name}' has no number, bool or string as its default")
+            if not isinstance(parameter.default, bool | int | float | str | tuple):
+                faults.append(
+                    f"option '{parameter.name}' has no number, bool, string or tuple as its default"
+                )
             options[parameter.name] = parameter.default
         elif parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             faults.append(f"'{parameter}' names nothing that could be provided")
@@ -246,6 +309,8 @@ def declared(spec: type[AnySpec], name: str, fn: Callable[..., Any]) -> AnySpec:
             faults.append(f"'{parameter.name}' is no column ({hint})")
         else:
             columns.append(parameter.name)
+    if spec is PolicyLossSpec:
+        faults.extend(_join_selection(fn, columns, options))
     if faults:
         known = "".join(f"\n      {column}: {meaning}" for column, meaning in spec.known_columns.items())
         raise ConfigError(
@@ -253,12 +318,30 @@ def declared(spec: type[AnySpec], name: str, fn: Callable[..., Any]) -> AnySpec:
             field=name,
             got=f"def {getattr(fn, '__name__', 'function')}{inspect.signature(fn)}",
             expected=f"def function(COLUMN, ..., *, OPTION=DEFAULT, ...) -> {spec.result}\n"
-            f"    where the columns are any of{known}\n    and the defaults are numbers, bools or strings",
+            f"    where the columns are any of{known}\n"
+            "    and the defaults are numbers, bools, strings or tuples of numbers",
         )
     return spec(name, fn, tuple(columns), MappingProxyType(options))
 
 
+_KINDS: dict[type, str] = {tuple: "a list of numbers"}
+
+
+def _join_selection(fn: Callable[..., Any], columns: list[str], options: dict[str, Option]) -> Iterator[str]:
+    """Adds the options of what chooses a loss's tokens to its own; what is wrong with the two."""
+    selection = SELECTIONS.get(fn)
+    if ("selected_tokens" in columns) != (selection is not None):
+        yield "'selected_tokens' and the decorator @selects_tokens(FUNCTION) belong together"
+    if selection is not None:
+        yield from (
+            f"option '{name}' is {selection.name}'s too" for name in selection.options if name in options
+        )
+        options.update(selection.options)
+
+
 def _fits(value: object, default: Option) -> bool:
+    if isinstance(default, tuple):
+        return isinstance(value, tuple) and all(_fits(each, 0.0) for each in value)
     if isinstance(default, float):
         return isinstance(value, int | float) and not isinstance(value, bool)
     return type(value) is type(default)
@@ -285,8 +368,11 @@ def _nearest(name: str, names: Mapping[str, Any] | tuple[str, ...]) -> str | Non
 
 ADVANTAGES = Registry(AdvantageSpec)
 POLICY_LOSSES = Registry(PolicyLossSpec)
+KL_ESTIMATORS = Registry(KLSpec)
 
 register_advantage = ADVANTAGES.register
 advantage_estimator = ADVANTAGES.find
 register_policy_loss = POLICY_LOSSES.register
 policy_loss = POLICY_LOSSES.find
+register_kl = KL_ESTIMATORS.register
+kl_estimator = KL_ESTIMATORS.find

@@ -44,6 +44,13 @@ def ragged_columns() -> Callable[..., Columns]:
             "old_log_probs": -normal().abs(),
             "advantages": torch.where(mask, normal(), 0),
             "group": torch.randint(0, max(1, (len(lengths) + 2) // 3), (len(lengths),), generator=generator),
+            "rollout_log_probs": torch.where(mask, -normal().abs(), torch.nan),
+            "sum_pi_squared": torch.where(mask, normal().abs().clamp(max=1), torch.nan),
+            "rollout_is_weights": torch.where(mask, normal().abs().clamp(max=2), torch.nan),
+            "reward_baselines": torch.rand(len(lengths), generator=generator, dtype=torch.float64).to(dtype),
+            "reward_components": torch.rand(len(lengths), 3, generator=generator, dtype=torch.float64).to(
+                dtype
+            ),
         }
 
     return make

@@ -16,7 +16,7 @@ from tandem.algorithms.masked import (
     masked_whiten,
     segment_sum,
     spread,
-    whiten,
+    whiten_,
 )
 
 LENGTHS = st.lists(st.integers(0, 300), min_size=1, max_size=8)
@@ -36,6 +36,44 @@ def test_segment_sum_and_spread(lengths, seed, ragged_columns, rows) -> None:
     spread_out = spread(counts, mask, offsets)
     for row, count in zip(rows(columns), counts.tolist(), strict=True):
         assert spread_out[row].tolist() == [count if on else 0 for on in mask[row].tolist()]
+
+
+@given(lengths=st.lists(st.sampled_from([0, 1, 3, 64, 1000]), min_size=1, max_size=5), seed=SEEDS)
+@settings(deadline=None, max_examples=40)
+def test_gradients_of_sums_and_spreads(lengths, seed, ragged_columns, rows) -> None:
+    """Sequences that begin in one block, and others too long for it."""
+    columns = ragged_columns(lengths, seed, torch.float64)
+    mask, offsets = columns["response_mask"], columns["offsets"]
+    weights = torch.rand(len(mask), dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    per_sequence = torch.ones(len(lengths), dtype=torch.float64, requires_grad=True)
+    (spread(per_sequence, mask, offsets) * weights).sum().backward()
+    want = torch.stack([(weights * mask)[row].sum() for row in rows(columns)])
+    torch.testing.assert_close(per_sequence.grad, want)
+    values = weights.clone().requires_grad_()
+    (segment_sum(values, offsets) * want).sum().backward()
+    assert torch.equal(values.grad, want.repeat_interleave(offsets.diff()))
+
+
+@given(
+    lengths=st.lists(st.sampled_from([0, 1, 63, 64, 65, 127, 128, 129, 1000, 4096]), min_size=1, max_size=9),
+    seed=SEEDS,
+)
+@settings(deadline=None, max_examples=60)
+def test_long_sequences_are_summed_in_blocks(lengths, seed, ragged_columns, rows) -> None:
+    """The neighbours are NaN, so that nothing of one may enter another's sum."""
+    columns = ragged_columns(lengths, seed)
+    values, offsets, spans = columns["log_probs"], columns["offsets"], rows(columns)
+    for i in range(0, len(lengths), 2):
+        values[spans[i]] = torch.nan
+    sums = segment_sum(values, offsets, dtype=torch.float64)
+    counts = segment_sum(columns["response_mask"], offsets)
+    assert (sums.dtype, counts.dtype) == (torch.float64, torch.int64)
+    spread_out = spread(torch.arange(len(lengths)) + 1.0, columns["response_mask"], offsets)
+    for i, row in enumerate(spans):
+        assert torch.equal(spread_out[row], torch.where(columns["response_mask"][row], i + 1.0, 0.0))
+        assert counts[i] == columns["response_mask"][row].sum()
+        if i % 2:
+            assert sums[i].item() == pytest.approx(math.fsum(values[row].tolist()), abs=1e-10)
 
 
 @given(lengths=LENGTHS, seed=SEEDS)
@@ -64,13 +102,13 @@ def test_statistics_against_numpy_with_nan_outside_the_mask(lengths, seed, ragge
 
 @pytest.mark.parametrize("count", [0, 1, 2, 7, 10_001])
 def test_whitening_equal_values_gives_exact_zeros(count: int) -> None:
-    assert whiten(torch.full((count,), 0.1)).tolist() == [0.0] * count
+    assert whiten_(torch.full((count,), 0.1)).tolist() == [0.0] * count
 
 
 def test_whitening_keeps_float32_precision_far_from_zero() -> None:
     values = 1000 + torch.randn(5000, generator=torch.Generator().manual_seed(0))
     want = (values.double() - values.double().mean()) / values.double().std()
-    torch.testing.assert_close(whiten(values).double(), want, rtol=0, atol=1e-4)
+    torch.testing.assert_close(whiten_(values).double(), want, rtol=0, atol=1e-4)
 
 
 def test_explained_variance() -> None:

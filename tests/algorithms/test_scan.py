@@ -7,7 +7,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tandem.algorithms.scan import last_indices, reverse_discounted_cumsum_
+from tandem.algorithms.scan import (
+    discounted_cumsum,
+    following,
+    last_indices,
+    longest_of,
+    reverse_discounted_cumsum_,
+    reverse_linear_scan_,
+)
 
 
 def offsets_of(lengths: list[int]) -> Tensor:
@@ -63,6 +70,49 @@ def test_returns_its_argument_overwritten() -> None:
 
 
 @given(
+    lengths=st.lists(st.sampled_from([0, 1, 63, 64, 65, 128, 129, 130, 200]), min_size=1, max_size=9),
+    discount=st.sampled_from([0.0, 0.01, 0.5, 1.0]),
+    seed=st.integers(0, 2**31),
+)
+@example(lengths=[64, 64, 192], discount=1.0, seed=0)
+@example(lengths=[129], discount=1.0, seed=0)
+@example(lengths=[1, 1, 1, 200, 1], discount=0.5, seed=0)
+@settings(deadline=None, max_examples=60)
+def test_sequences_that_end_anywhere_in_a_block(lengths: list[int], discount: float, seed: int) -> None:
+    """Neighbours are a hundred orders of magnitude apart, so that nothing of one may enter another's sum."""
+    parts = random_values(lengths, seed, torch.float64).split(lengths)
+    values = torch.cat([part * 1e100 if i % 2 else part for i, part in enumerate(parts)])
+    want = slow_sums(values, lengths, discount)
+    got = reverse_discounted_cumsum_(values.clone(), offsets_of(lengths), discount)
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
+    forwards = discounted_cumsum(values.flip(0), offsets_of(lengths[::-1]), discount)
+    torch.testing.assert_close(forwards.flip(0), want, rtol=1e-9, atol=1e-12)
+
+
+@given(lengths=st.lists(st.integers(0, 300), min_size=1, max_size=8), seed=st.integers(0, 2**31))
+@settings(deadline=None, max_examples=60)
+def test_a_coefficient_for_each_step(lengths: list[int], seed: int) -> None:
+    values = random_values(lengths, seed, torch.float64)
+    offsets = offsets_of(lengths)
+    coefficients = torch.rand(len(values), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    coefficients[last_indices(offsets)] = 0
+    want, running = [], 0.0
+    for x, a in zip(reversed(values.tolist()), reversed(coefficients.tolist()), strict=True):
+        running = x + a * running
+        want.append(running)
+    got = reverse_linear_scan_(values, coefficients, longest_of(offsets))
+    assert got is values
+    torch.testing.assert_close(got, torch.tensor(want[::-1], dtype=torch.float64), rtol=1e-12, atol=1e-12)
+
+
+def test_following() -> None:
+    values = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    assert following(values, torch.tensor([0, 0, 3, 4])).tolist() == [2.0, 3.0, 0.0, 0.0]
+    assert longest_of(torch.tensor([0, 0, 3, 4])) == 3
+    assert longest_of(torch.tensor([0])) == 0
+
+
+@given(
     lengths=st.lists(st.integers(1, 40), min_size=2, max_size=6),
     discount=st.floats(0, 1),
     seed=st.integers(0, 2**31),
@@ -95,7 +145,7 @@ def test_work_grows_with_the_logarithm_of_the_length() -> None:
             reverse_discounted_cumsum_(torch.ones(3 * length), torch.arange(4) * length, 1.0)
         counts.append(operations.count)
     per_pass = (counts[1] - counts[0]) / 5
-    assert per_pass <= 8, counts
+    assert per_pass <= 10, counts  # views are counted too
 
 
 def test_last_indices_skip_empty_sequences() -> None:

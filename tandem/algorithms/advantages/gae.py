@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tandem.algorithms.masked import kept_tokens, scatter, whiten
 from tandem.algorithms.registry import Advantages, register_advantage
-from tandem.algorithms.scan import last_indices, reverse_discounted_cumsum_
+from tandem.algorithms.responses import Responses
+from tandem.algorithms.scan import following, reverse_discounted_cumsum_
 
 
 @register_advantage("gae")
@@ -36,6 +36,14 @@ def gae(
         gamma: discount, in [0, 1].
         lam: in [0, 1]; 0 trusts the critic, 1 the rewards.
 
+    Returns:
+        The advantages A, whitened over the batch's response tokens; returns as above.
+
+    When to use: PPO with a critic, for rewards within a response or long ones whose credit should be told
+        apart token by token.
+    Watch: `critic/explained_variance` should rise from 0 towards 1; below 0 the critic misleads and lam
+        should be nearer to 1.
+    Cost: a critic: a second model, its forward and its update.
     Source: Schulman et al. 2016, https://arxiv.org/abs/1506.02438, eq. 11 to 16.
     """
     assert token_level_rewards.shape == values.shape == response_mask.shape, (
@@ -43,11 +51,10 @@ def gae(
         values.shape,
         response_mask.shape,
     )
-    kept, kept_offsets = kept_tokens(response_mask, offsets)
-    kept_values = values.index_select(0, kept)
-    sums = kept_values.roll(-1)  # becomes gamma * V_{t+1}, then delta, then A
-    sums[last_indices(kept_offsets)] = 0
-    sums.mul_(gamma).add_(token_level_rewards.index_select(0, kept)).sub_(kept_values)
-    reverse_discounted_cumsum_(sums, kept_offsets, gamma * lam)
-    returns = scatter(kept_values.add_(sums), kept, len(values))
-    return Advantages(scatter(whiten(sums), kept, len(values)), returns)
+    tokens = Responses.of(response_mask, offsets)
+    kept_values = tokens.take(values)
+    sums = following(kept_values, tokens.offsets).mul_(gamma).sub_(kept_values)
+    tokens.add_(sums, token_level_rewards)  # delta
+    reverse_discounted_cumsum_(sums, tokens.offsets, gamma * lam)
+    returns = tokens.put(kept_values.add_(sums))
+    return Advantages(tokens.whitened(sums), returns)

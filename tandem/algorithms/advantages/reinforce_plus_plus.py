@@ -5,8 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from tandem.algorithms.groups import group_statistics
-from tandem.algorithms.masked import kept_tokens, masked_whiten, scatter, segment_sum, spread, whiten
+from tandem.algorithms.masked import masked_whiten, spread
+from tandem.algorithms.outcome import total_rewards
 from tandem.algorithms.registry import Advantages, register_advantage
+from tandem.algorithms.responses import Responses
 from tandem.algorithms.scan import reverse_discounted_cumsum_
 
 
@@ -31,14 +33,17 @@ def reinforce_plus_plus(
     Returns:
         The advantages A; returns are G.
 
+    When to use: no critic and one sample of a prompt; rewards within a response count from where they are.
+    Watch: `actor/grad_norm` and `reward/mean`: the baseline is the batch's mean alone, so easy and hard
+        prompts in one batch make it noisy.
+    Cost: nothing.
     Source: Hu et al. 2025, https://arxiv.org/abs/2501.03262, section 3.
     """
     assert token_level_rewards.shape == response_mask.shape, (token_level_rewards.shape, response_mask.shape)
-    kept, kept_offsets = kept_tokens(response_mask, offsets)
-    sums = token_level_rewards.index_select(0, kept)
-    reverse_discounted_cumsum_(sums, kept_offsets, gamma)
-    total = len(response_mask)
-    return Advantages(scatter(whiten(sums), kept, total), scatter(sums, kept, total))
+    tokens = Responses.of(response_mask, offsets)
+    sums = reverse_discounted_cumsum_(tokens.take(token_level_rewards), tokens.offsets, gamma)
+    returns = tokens.put(sums)
+    return Advantages(tokens.whitened(sums.clone()), returns)
 
 
 @register_advantage("reinforce_plus_plus_baseline")
@@ -61,10 +66,13 @@ def reinforce_plus_plus_baseline(
     Returns:
         The advantages; returns are the same, for no critic is fitted.
 
+    When to use: several samples of a prompt, and one scale for the whole batch instead of GRPO's one per
+        prompt, which favours prompts of little spread.
+    Watch: `reward/mean` rises; `advantages/max` tells the outliers, in standard deviations of the batch.
+    Cost: nothing.
     Source: Hu et al. 2025, https://arxiv.org/abs/2501.03262, section 3 (REINFORCE++ with baseline).
     """
-    assert token_level_rewards.shape == response_mask.shape, (token_level_rewards.shape, response_mask.shape)
-    scores = segment_sum(token_level_rewards.double(), offsets)
+    scores = total_rewards(token_level_rewards, response_mask, offsets)
     scores = scores - group_statistics(scores, group).mean
     per_token = spread(scores.to(token_level_rewards.dtype), response_mask, offsets)
     advantages = masked_whiten(per_token, response_mask)

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from tandem.algorithms.groups import group_statistics
-from tandem.algorithms.masked import segment_sum, spread
+from tandem.algorithms.outcome import at_every_token, total_rewards
 from tandem.algorithms.registry import Advantages, register_advantage
 
 
-@register_advantage("rloo")
+@register_advantage("rloo", "rloo_vectorized")
 def rloo(token_level_rewards: Tensor, response_mask: Tensor, offsets: Tensor, group: Tensor) -> Advantages:
     """Each sequence's total reward against the mean of the other samples of the same prompt.
 
@@ -29,12 +29,13 @@ def rloo(token_level_rewards: Tensor, response_mask: Tensor, offsets: Tensor, gr
     Returns:
         The advantages; returns are the same, for no critic is fitted.
 
+    When to use: when the gradient should be unbiased for small groups, from 2 samples of a prompt on.
+    Watch: `reward/mean` rises; `advantages/max` is in units of the reward, and the learning rate goes
+        with it.
+    Cost: nothing.
     Source: Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740, eq. 8.
     """
-    assert token_level_rewards.shape == response_mask.shape, (token_level_rewards.shape, response_mask.shape)
-    scores = segment_sum(token_level_rewards.double(), offsets)
+    scores = total_rewards(token_level_rewards, response_mask, offsets)
     statistics = group_statistics(scores, group)
     factor = torch.where(statistics.size > 1, statistics.size / (statistics.size - 1), 1.0)
-    scores = (scores - statistics.mean) * factor
-    advantages = spread(scores.to(token_level_rewards.dtype), response_mask, offsets)
-    return Advantages(advantages, advantages)
+    return at_every_token((scores - statistics.mean) * factor, token_level_rewards, response_mask, offsets)

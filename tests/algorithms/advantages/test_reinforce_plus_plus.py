@@ -11,10 +11,15 @@ LENGTHS = st.lists(st.integers(0, 300), min_size=1, max_size=8)
 SEEDS = st.integers(0, 2**31)
 
 
-@given(lengths=LENGTHS, seed=SEEDS, gamma=st.sampled_from([0.0, 0.9, 1.0]) | st.floats(0, 1))
+@given(
+    lengths=LENGTHS,
+    seed=SEEDS,
+    gamma=st.sampled_from([0.0, 0.9, 1.0]) | st.floats(0, 1),
+    holes=st.sampled_from([0.0, 0.2]),
+)
 @settings(deadline=None, max_examples=80)
-def test_discounted_returns(lengths, seed, gamma, ragged_columns, rows, whitened) -> None:
-    columns = ragged_columns(lengths, seed, torch.float64)
+def test_discounted_returns(lengths, seed, gamma, holes, ragged_columns, rows, whitened) -> None:
+    columns = ragged_columns(lengths, seed, torch.float64, holes)
     rewards, mask = columns["token_level_rewards"], columns["response_mask"]
     want = torch.zeros_like(rewards)
     for row in rows(columns):

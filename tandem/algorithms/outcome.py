@@ -1,0 +1,25 @@
+"""What estimators share whose advantage is one number per sequence, from its total reward.
+
+Shapes: N tokens of all sequences together, B sequences.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tandem.algorithms.masked import segment_sum, spread
+from tandem.algorithms.registry import Advantages
+
+
+def total_rewards(token_level_rewards: Tensor, response_mask: Tensor, offsets: Tensor) -> Tensor:
+    """(B) float64: the sum of each sequence's rewards, so that differences of equal totals are zero."""
+    assert token_level_rewards.shape == response_mask.shape, (token_level_rewards.shape, response_mask.shape)
+    return segment_sum(token_level_rewards, offsets, dtype=torch.float64)
+
+
+def at_every_token(scores: Tensor, like: Tensor, response_mask: Tensor, offsets: Tensor) -> Advantages:
+    """(B) to (N): each sequence's advantage at its response tokens, in the type of `like`. Returns are the
+    same, for no critic is fitted."""
+    advantages = spread(scores.to(like.dtype), response_mask, offsets)
+    return Advantages(advantages, advantages)
