@@ -1,0 +1,49 @@
+"""Clipped importance-sampling policy optimisation."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tandem.algorithms.registry import register_policy_loss
+from tandem.algorithms.surrogate import log_ratio
+
+
+@register_policy_loss("cispo")
+def cispo(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    *,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.2,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """REINFORCE weighed by the clipped ratio: the weight is bounded, and no token loses its gradient.
+
+    Equation (rho = exp(log_probs - old_log_probs), the exponent clamped to [-20, 20]; sg stops the
+    gradient):
+
+        l = -sg(clip(rho, 1 - low, 1 + high)) * A * log_probs
+
+    When to use: several updates per batch where PPO's clip silences rare tokens that matter, such as those
+    that begin a reflection. The paper bounds the weight from above alone: clip_ratio_low=1. Usual
+    aggregation: token-mean.
+    Watch: `actor/clip_fraction` the share of tokens whose weight is bounded (they still learn);
+    `actor/ppo_kl` how far the policy has moved since the samples were written.
+    Cost: nothing.
+
+    Args:
+        log_probs: (N) nats, carries the gradient.
+        old_log_probs: (N) nats.
+        advantages: (N).
+        clip_ratio_low, clip_ratio_high: how far the weight may fall below and rise above one.
+
+    Returns:
+        (N) losses, and per token: clip_fraction, ppo_kl (-log rho).
+
+    Source: MiniMax 2025 (MiniMax-M1), https://arxiv.org/abs/2506.13585, section 3.1, eq. 4 and 5.
+    """
+    difference = log_ratio(log_probs, old_log_probs, advantages).detach()
+    ratio = difference.exp()
+    weight = ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
+    metrics = {"clip_fraction": (ratio != weight).to(ratio.dtype), "ppo_kl": -difference}
+    return -weight * advantages * log_probs, metrics

@@ -1,0 +1,60 @@
+"""Divergence proximal policy optimisation by total variation."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tandem.algorithms.registry import register_policy_loss
+from tandem.algorithms.trust_region import masked_policy_gradient
+
+
+@register_policy_loss("dppo_tv")
+def dppo_tv(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    *,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.2,
+    clip_ratio_c: float = 3.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """A trust region in probabilities instead of ratios: a token stops learning when it would move the
+    distribution too far, not when its ratio is large.
+
+    Equation (p = exp(log_probs), q = exp(old_log_probs), rho = p / q with the exponent clamped to
+    [-20, 20], sg stops the gradient):
+
+        inside = p - q <= high  where A > 0,  q - p <= low  else
+        l = -sg(min(rho, c) * inside) * A * log_probs
+
+    |p - q| is the total variation between the two policies when all that matters is whether they choose this
+    token (the paper's binary approximation).
+
+    When to use: in place of PPO's clip where rare tokens are clipped for nothing and likely ones drift. The
+    bounds are differences of probabilities: the paper sets both to 0.15 and clip_ratio_c to 20 or more. It
+    takes the sampling policy for q, which a rollout correction in bypass mode gives. Usual aggregation:
+    token-mean.
+    Watch: `actor/clip_fraction` tokens outside the trust region; `actor/clip_fraction_lower` tokens inside
+    it whose ratio is cut to clip_ratio_c; `actor/ppo_kl` how far the policy has moved since the samples were
+    written.
+    Cost: nothing.
+
+    Args:
+        log_probs: (N) nats, carries the gradient.
+        old_log_probs: (N) nats.
+        advantages: (N).
+        clip_ratio_low, clip_ratio_high: how far a token's probability may fall and rise, in [0, 1].
+        clip_ratio_c: bound of the ratio, > 0.
+
+    Returns:
+        (N) losses, and per token: clip_fraction, clip_fraction_lower, ppo_kl (-log rho).
+
+    Raises:
+        ConfigError: clip_ratio_c is not positive.
+
+    Source: Qi et al. 2026, https://arxiv.org/abs/2602.04879 (DPPO-Binary-TV).
+    """
+    rise = (log_probs.exp() - old_log_probs.exp()).detach()
+    inside = torch.where(advantages > 0, rise <= clip_ratio_high, rise >= -clip_ratio_low)
+    return masked_policy_gradient(log_probs, old_log_probs, advantages, inside, clip_ratio_c)

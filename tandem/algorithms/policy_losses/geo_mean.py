@@ -1,0 +1,72 @@
+"""Geometric-mean policy optimisation."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tandem.algorithms.masked import segment_sum, spread
+from tandem.algorithms.registry import register_policy_loss
+from tandem.algorithms.surrogate import log_ratio
+
+
+@register_policy_loss("geo_mean", "gmpo")
+def geo_mean(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    offsets: Tensor,
+    *,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.2,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """GMPO: the geometric mean of each sequence's clipped ratios, where GRPO has the arithmetic one.
+
+    Equation (d_it = log_probs - old_log_probs, clamped to [-20, 20]; T_i response tokens in sequence i;
+    A_i the mean of its advantages):
+
+        c_it = min(d_it, high)  where A_it > 0,  max(d_it, -low)  where A_it < 0,  0  else
+        l_it = l_i = -A_i * exp(1 / T_i * sum_t c_it)
+
+    Every token of a sequence holds the sequence's loss, so that the mean over them is that loss.
+
+    When to use: when single tokens with extreme ratios make GRPO's updates unstable; advantages must be those
+    of whole sequences. The bounds are in nats: the paper sets both to 0.4. Usual aggregation:
+    seq-mean-token-mean, the paper's; any other weighs the sequences' losses by their lengths.
+    Watch: `actor/clip_fraction` tokens held at a bound; `actor/clip_fraction_lower` those of them with a
+    negative advantage; `actor/ppo_kl` how far the policy has moved since the samples were written.
+    Cost: nothing.
+
+    Args:
+        log_probs: (N) nats, carries the gradient.
+        old_log_probs: (N) nats.
+        advantages: (N), one number per sequence.
+        response_mask: (N) bool.
+        offsets: (B+1) int64.
+        clip_ratio_low, clip_ratio_high: how far a token's log-ratio may fall below and rise above zero, nats.
+
+    Returns:
+        (N) losses, and per token: clip_fraction and clip_fraction_lower (1 where a bound binds, for either
+        sign of the advantage and for the negative one), ppo_kl (-d).
+
+    Source: Zhao et al. 2025, https://arxiv.org/abs/2507.20673, section 3, clipped token by token.
+    """
+    assert advantages.shape == response_mask.shape, (advantages.shape, response_mask.shape)
+    difference = log_ratio(log_probs, old_log_probs, advantages)
+    rises, falls = advantages > 0, advantages < 0
+    bounded = torch.where(rises, difference.clamp(max=clip_ratio_high), difference.clamp(min=-clip_ratio_low))
+    bounded = torch.where(rises | falls, bounded, 0)
+    lengths = segment_sum(response_mask, offsets).clamp(min=1)
+
+    def mean(values: Tensor) -> Tensor:
+        return segment_sum(torch.where(response_mask, values, 0), offsets) / lengths
+
+    losses = spread(-mean(advantages) * mean(bounded).exp(), response_mask, offsets)
+    too_low = falls & (difference < -clip_ratio_low)
+    clipped = too_low | (rises & (difference > clip_ratio_high))
+    return losses, {
+        "clip_fraction": clipped.to(losses.dtype),
+        "clip_fraction_lower": too_low.to(losses.dtype),
+        "ppo_kl": -difference.detach(),
+    }

@@ -1,0 +1,68 @@
+"""What the policy losses share: the ratio of the two policies, and PPO's clipped surrogate.
+
+Shapes: N tokens of all sequences together.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tandem.errors import ConfigError
+
+_MOST = 20.0
+"""Nats. A ratio of e^20 is no estimate of anything, and its exponential stays finite."""
+
+
+class Surrogate(NamedTuple):
+    """What `clipped_surrogate` returns; both (N).
+
+    Attributes:
+        losses: carry the gradient.
+        clipped: bool, where the clipped term is the larger, so that no gradient flows.
+    """
+
+    losses: Tensor
+    clipped: Tensor
+
+
+def log_ratio(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor) -> Tensor:
+    """(N): log_probs - old_log_probs, clamped to [-20, 20], beyond which no gradient flows.
+
+    Args:
+        log_probs: (N) nats, carries the gradient.
+        old_log_probs: (N) nats.
+        advantages: (N); only its shape is looked at.
+    """
+    assert log_probs.shape == old_log_probs.shape == advantages.shape, (
+        log_probs.shape,
+        old_log_probs.shape,
+        advantages.shape,
+    )
+    return (log_probs - old_log_probs).clamp(-_MOST, _MOST)
+
+
+def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Surrogate:
+    """max(-rho * A, -clip(rho, 1 - low, 1 + high) * A).
+
+    Args:
+        ratio: (N) rho, carries the gradient.
+        advantages: (N) A.
+        low, high: how far the ratio may fall below and rise above one.
+
+    Source: Schulman et al. 2017, https://arxiv.org/abs/1707.06347, eq. 7.
+    """
+    plain = -advantages * ratio
+    bounded = -advantages * ratio.clamp(1 - low, 1 + high)
+    return Surrogate(torch.maximum(plain, bounded), bounded > plain)
+
+
+def require_positive(name: str, value: float) -> None:
+    """
+    Raises:
+        ConfigError: the option is not above zero.
+    """
+    if value <= 0:
+        raise ConfigError("out of range", field=name, got=value, expected="> 0")

@@ -1,0 +1,174 @@
+"""Every policy loss written from its paper's equations, one sequence at a time, in Python's own numbers: the
+loss of each token, and its slope by that token's log-prob; where a sequence has one loss, that loss and its
+slopes by the tokens' log-probs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Token:
+    """A response token: log-prob now and before, advantage, whether it was selected."""
+
+    now: float
+    old: float
+    advantage: float
+    selected: bool = False
+
+    @property
+    def moved(self) -> float:
+        return min(max(self.now - self.old, -20.0), 20.0)
+
+    @property
+    def ratio(self) -> float:
+        return math.exp(self.moved)
+
+    @property
+    def ratio_slope(self) -> float:
+        """Of the ratio by the log-prob: the ratio, and zero beyond the clamp."""
+        return self.ratio if abs(self.now - self.old) <= 20 else 0.0
+
+
+Result = tuple[list[float], list[float]]
+"""Losses and slopes, of as many tokens."""
+
+SlowLoss = Callable[..., Result]
+
+
+def by_token(function: Callable[..., tuple[float, float]]) -> SlowLoss:
+    """A loss whose tokens do not know of each other."""
+
+    def sequence(tokens: Sequence[Token], **options: float) -> Result:
+        found = [function(token, **options) for token in tokens]
+        return [loss for loss, _ in found], [slope for _, slope in found]
+
+    return sequence
+
+
+def clipped(advantage: float, ratio: float, slope: float, low: float, high: float) -> tuple[float, float]:
+    """PPO's pessimistic choice between the ratio and the clipped ratio."""
+    within = min(max(ratio, 1 - low), 1 + high)
+    if -advantage * ratio >= -advantage * within:
+        return -advantage * ratio, -advantage * slope
+    return -advantage * within, 0.0
+
+
+@by_token
+def vanilla(token, clip_ratio_low=0.2, clip_ratio_high=0.2, clip_ratio_c=3.0):
+    loss, slope = clipped(token.advantage, token.ratio, token.ratio_slope, clip_ratio_low, clip_ratio_high)
+    if token.advantage < 0 and loss > -clip_ratio_c * token.advantage:
+        return -clip_ratio_c * token.advantage, 0.0
+    return loss, slope
+
+
+def gspo(tokens, clip_ratio_low=0.2, clip_ratio_high=0.2):
+    mean = sum(token.now - token.old for token in tokens) / max(len(tokens), 1)
+    ratio = math.exp(min(mean, 10.0))
+    found = [clipped(token.advantage, ratio, ratio, clip_ratio_low, clip_ratio_high) for token in tokens]
+    return [loss for loss, _ in found], [slope for _, slope in found]
+
+
+def geo_mean(tokens, clip_ratio_low=0.2, clip_ratio_high=0.2):
+    """The geometric mean of min(rho A, clip(rho) A), in logarithms; the sign is the advantage's."""
+    count = max(len(tokens), 1)
+    logs, free = [], []
+    for token in tokens:
+        within = min(max(token.moved, -clip_ratio_low), clip_ratio_high)
+        sign = (token.advantage > 0) - (token.advantage < 0)
+        kept = sign * token.moved <= sign * within  # the smaller product
+        logs.append(0.0 if sign == 0 else token.moved if kept else within)
+        free.append(float(kept and sign != 0 and abs(token.now - token.old) <= 20))
+    advantage = sum(token.advantage for token in tokens) / count
+    loss = -advantage * math.exp(sum(logs) / count)
+    return [loss] * len(tokens), [loss * f / count for f in free]
+
+
+@by_token
+def cispo(token, clip_ratio_low=0.2, clip_ratio_high=0.2):
+    weight = min(max(token.ratio, 1 - clip_ratio_low), 1 + clip_ratio_high)
+    return -weight * token.advantage * token.now, -weight * token.advantage
+
+
+@by_token
+def sapo(token, tau_pos=1.0, tau_neg=1.05):
+    tau = tau_pos if token.advantage > 0 else tau_neg
+    x = tau * (token.ratio - 1)
+    gate = 1 / (1 + math.exp(-x)) if x > -700 else 0.0
+    slope = 4 * gate * (1 - gate) * token.ratio_slope
+    return -4 / tau * gate * token.advantage, -slope * token.advantage
+
+
+@by_token
+def clip_cov(token, clip_ratio_low=0.2, clip_ratio_high=0.2):
+    loss, slope = clipped(token.advantage, token.ratio, token.ratio_slope, clip_ratio_low, clip_ratio_high)
+    within = min(max(token.ratio, 1 - clip_ratio_low), 1 + clip_ratio_high)
+    silenced = -token.advantage * within > -token.advantage * token.ratio
+    return (0.0, 0.0) if token.selected and not silenced else (loss, slope)
+
+
+@by_token
+def kl_cov(token, ppo_kl_coef=0.1):
+    difference = token.now - token.old
+    pull = ppo_kl_coef if token.selected else 0.0
+    sign = (difference > 0) - (difference < 0)
+    return (
+        -token.ratio * token.advantage + pull * abs(difference),
+        -token.ratio_slope * token.advantage + pull * sign,
+    )
+
+
+@by_token
+def reinforce(token):
+    return -token.advantage * token.now, -token.advantage
+
+
+gpg = reinforce
+
+
+@by_token
+def dro(token, dro_beta=0.0):
+    difference = token.now - token.old
+    return (
+        -(token.advantage * token.now - dro_beta / 2 * difference**2),
+        -(token.advantage - dro_beta * difference),
+    )
+
+
+def _weighed(token: Token, inside: bool, bound: float) -> tuple[float, float]:
+    weight = min(token.ratio, bound) if inside else 0.0
+    return -weight * token.advantage * token.now, -weight * token.advantage
+
+
+@by_token
+def dppo_tv(token, clip_ratio_low=0.2, clip_ratio_high=0.2, clip_ratio_c=3.0):
+    rise = math.exp(token.now) - math.exp(token.old)
+    inside = rise <= clip_ratio_high if token.advantage > 0 else -rise <= clip_ratio_low
+    return _weighed(token, inside, clip_ratio_c)
+
+
+@by_token
+def dppo_kl(token, clip_ratio_low=0.2, clip_ratio_high=0.2, clip_ratio_c=3.0):
+    p, q = math.exp(token.now), math.exp(token.old)
+    kl = q * (token.old - token.now) + (1 - q) * math.log((1 - q + 1e-8) / (1 - p + 1e-8))
+    if kl <= (clip_ratio_high if token.advantage > 0 else clip_ratio_low):
+        return _weighed(token, True, clip_ratio_c)
+    return _weighed(token, p <= q if token.advantage > 0 else p >= q, clip_ratio_c)
+
+
+SLOW: dict[str, SlowLoss] = {
+    "cispo": cispo,
+    "clip_cov": clip_cov,
+    "dppo_kl": dppo_kl,
+    "dppo_tv": dppo_tv,
+    "dro": dro,
+    "geo_mean": geo_mean,
+    "gpg": gpg,
+    "gspo": gspo,
+    "kl_cov": kl_cov,
+    "reinforce": reinforce,
+    "sapo": sapo,
+    "vanilla": vanilla,
+}
