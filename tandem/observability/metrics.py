@@ -6,6 +6,7 @@ fetches everything at once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -16,7 +17,8 @@ from torch import Tensor
 
 from tandem.device import to_device
 
-Reduction = Literal["sum", "mean", "max", "min"]
+Spread = Literal["std", "sample_std", "ess"]
+Reduction = Literal["sum", "mean", "max", "min"] | Spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,19 +26,26 @@ class Metric:
     """One value and how it combines with others of its name.
 
     Attributes:
-        value: a scalar; for "mean" the weighted sum of the observations, not their mean.
-        weight: for "mean" the sum of the weights; unused otherwise.
+        value: a scalar; for "mean" and spreads the weighted sum of the observations, not their mean.
+        weight: for "mean" and spreads the sum of the weights; unused otherwise.
         reduction: how two of them combine.
+        squares: for spreads the weighted sum of the squared observations; unused otherwise.
     """
 
     value: Tensor | float
     weight: Tensor | float
     reduction: Reduction
+    squares: Tensor | float = 0.0
 
     def merge(self, other: Metric) -> Metric:
         assert self.reduction == other.reduction, (self.reduction, other.reduction)
-        if self.reduction in ("sum", "mean"):
-            return Metric(self.value + other.value, self.weight + other.weight, self.reduction)
+        if self.reduction not in ("max", "min"):
+            return Metric(
+                self.value + other.value,
+                self.weight + other.weight,
+                self.reduction,
+                self.squares + other.squares,
+            )
         pick = torch.maximum if self.reduction == "max" else torch.minimum  # these keep a NaN
         return Metric(pick(_scalar(self.value), _scalar(other.value)), 1.0, self.reduction)
 
@@ -57,6 +66,24 @@ class Metrics(dict[str, Metric]):
     def add_min(self, name: str, value: Tensor | float) -> None:
         self._add(name, Metric(_detached(value), 1.0, "min"))
 
+    def add_spread(
+        self,
+        name: str,
+        reduction: Spread,
+        total: Tensor | float,
+        squares: Tensor | float,
+        count: Tensor | float,
+    ) -> None:
+        """How observations differ, of all parts together.
+
+        Args:
+            reduction: "std", over the number of observations n; "sample_std", over n - 1, zero for one
+                observation; "ess", the effective sample size as a share, mean² / mean of squares (Kong 1992).
+            total, squares: sums of the observations and of their squares; fp64, lest they cancel.
+            count: n.
+        """
+        self._add(name, Metric(_detached(total), _detached(count), reduction, _detached(squares)))
+
     def _add(self, name: str, metric: Metric) -> None:
         self[name] = self[name].merge(metric) if name in self else metric
 
@@ -76,17 +103,24 @@ class Metrics(dict[str, Metric]):
             names = sorted(name for name, m in self.items() if m.reduction == reduction)
             if not names:
                 continue
-            table = _table([(self[name].value, self[name].weight) for name in names], device)
+            parts = [(self[name].value, self[name].weight, self[name].squares) for name in names]
+            width = 3 if reduction in _SPREADS else 2
+            table = _table([row[:width] for row in parts], device)
             dist.all_reduce(table, op=op, group=group)
             for name, row in zip(names, table, strict=True):
-                out[name] = Metric(row[0], row[1], reduction)
+                out[name] = Metric(row[0], row[1], reduction, *row[2:])
         return out
 
+    @property
+    def reduced_bytes(self) -> int:
+        """What `all_reduced` exchanges: two numbers in fp64 of each, three of a spread."""
+        return sum(24 if metric.reduction in _SPREADS else 16 for metric in self.values())
+
     def to_floats(self) -> dict[str, float]:
-        """Plain numbers, in one transfer per device. A mean of no observations is left out."""
+        """Plain numbers, in one transfer per device. A mean or spread of no observations is left out."""
         by_device: dict[torch.device, list[Tensor]] = {}
         for metric in self.values():
-            for part in (metric.value, metric.weight):
+            for part in (metric.value, metric.weight, metric.squares):
                 if isinstance(part, Tensor):
                     by_device.setdefault(part.device, []).append(part.detach().double().reshape(()))
         fetched = {device: iter(torch.stack(parts).tolist()) for device, parts in by_device.items()}
@@ -96,17 +130,34 @@ class Metrics(dict[str, Metric]):
 
         out: dict[str, float] = {}
         for name, metric in self.items():
-            value, weight = number(metric.value), number(metric.weight)
-            if metric.reduction != "mean":
+            value, weight, squares = (number(part) for part in (metric.value, metric.weight, metric.squares))
+            if metric.reduction in ("sum", "max", "min"):
                 out[name] = value
             elif weight != 0:
-                out[name] = value / weight
+                spread = metric.reduction in _SPREADS
+                out[name] = _spread(metric.reduction, value, squares, weight) if spread else value / weight
         return out
+
+
+_SPREADS = ("std", "sample_std", "ess")
+
+
+def _spread(reduction: Reduction, total: float, squares: float, count: float) -> float:
+    """See `Metrics.add_spread`. Observations that are all zero have no effective sample."""
+    if math.isnan(total + squares):
+        return math.nan
+    if reduction == "ess":
+        return total * total / (count * squares) if squares else 0.0
+    rest = max(squares - total * total / count, 0.0)
+    return math.sqrt(rest / (count if reduction == "std" else max(count - 1, 1)))
 
 
 _REDUCE_OPS: dict[Reduction, dist.ReduceOp.RedOpType] = {
     "sum": dist.ReduceOp.SUM,
     "mean": dist.ReduceOp.SUM,
+    "std": dist.ReduceOp.SUM,
+    "sample_std": dist.ReduceOp.SUM,
+    "ess": dist.ReduceOp.SUM,
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
 }
@@ -120,8 +171,8 @@ def _scalar(value: Tensor | float) -> Tensor:
     return torch.as_tensor(value, dtype=torch.float64).reshape(())
 
 
-def _table(rows: Sequence[tuple[Tensor | float, Tensor | float]], device: torch.device) -> Tensor:
-    """fp64 (rows, 2) on the device. What the host knows goes there in one copy."""
+def _table(rows: Sequence[tuple[Tensor | float, ...]], device: torch.device) -> Tensor:
+    """fp64 (rows, columns) on the device. What the host knows goes there in one copy."""
     parts = [part for row in rows for part in row]
     far = [isinstance(part, Tensor) and part.device.type != "cpu" for part in parts]
     known = [0.0 if away else float(part) for part, away in zip(parts, far, strict=True)]
@@ -129,4 +180,4 @@ def _table(rows: Sequence[tuple[Tensor | float, Tensor | float]], device: torch.
     for entry, part, away in zip(table, parts, far, strict=True):
         if away:
             entry.copy_(_scalar(part))
-    return table.view(-1, 2)
+    return table.view(len(rows), -1)

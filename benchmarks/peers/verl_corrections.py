@@ -1,0 +1,28 @@
+"""verl's side of the test that compares rollout corrections. Runs in verl's own environment (`make peers`).
+
+python verl_corrections.py IN OUT     reads a list of (columns, options), writes what verl makes of each:
+                                      weights or None, the mask after rejection, and its metrics
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
+
+
+def correct(
+    columns: dict[str, Tensor], options: dict[str, Any]
+) -> tuple[Tensor | None, Tensor, dict[str, float]]:
+    """Of rectangles (B, T) over responses alone: old_log_prob, rollout_log_prob, response_mask."""
+    found, mask, metrics = compute_rollout_correction_and_rejection_mask(**columns, **options)
+    return None if found is None else found.batch["rollout_is_weights"], mask, metrics
+
+
+if __name__ == "__main__":
+    cases = torch.load(Path(sys.argv[1]), weights_only=False)
+    torch.save([correct(*case) for case in cases], Path(sys.argv[2]))

@@ -1,0 +1,155 @@
+"""Rejection: tokens or whole sequences on which training and rollout differ too much take no part in the
+update.
+
+A mode is a divergence of the token, k1 to k3, and how a sequence's are put together:
+
+    r_t = log pi_old(t) - log pi_rollout(t), clamped to [-20, 20]
+    k1_t = -r_t        k2_t = r_t**2 / 2        k3_t = exp(r_t) - 1 - r_t
+    token k_t          seq_sum sum_t k_t        seq_mean sum_t k_t / T        seq_max max_t k_t
+
+The bounds of k1 are those of its exponential, the ratio pi_rollout / pi_old of a token, of the sequence
+(seq_sum), or its geometric mean (seq_mean). Shapes: N tokens of all sequences together, B sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tandem.algorithms.corrections.registry import Observation, clamped_log_ratio, register_rejection
+from tandem.algorithms.masked import segment_max, segment_sum, spread
+
+DIVERGENCES: dict[str, Callable[[Tensor], Tensor]] = {
+    "k1": lambda log_ratio: -log_ratio,
+    "k2": lambda log_ratio: 0.5 * log_ratio.square(),
+    "k3": lambda log_ratio: torch.expm1(log_ratio) - log_ratio,
+}
+
+_DOCUMENTATION = """Rejects {what} by {divergence}{over}.
+
+    Equation (r_t = old_log_probs - rollout_log_probs, clamped to [-20, 20]; T response tokens):
+
+        k_t = {estimate}
+        statistic = {statistic}
+
+    When to use: {use}
+    Watch: `rollout_corr/rollout_rs_masked_fraction` and `rollout_corr/rollout_rs_seq_masked_fraction` the
+    shares of tokens and of sequences that are left out: a few in a hundred; many more say that rollout and
+    training have come apart.
+    Cost: nothing beside the log-probs.
+
+    Args:
+        old_log_probs: (N) nats.
+        rollout_log_probs: (N) nats.
+        response_mask: (N) bool.
+        offsets: (B+1) int64.
+
+    Returns:
+        (N) the statistic, a sequence's at each of its tokens.
+
+    Source: the divergences, Schulman 2020, http://joschu.net/blog/kl-approx.html; rejection by them, Liu et
+    al. 2025, https://richardli.xyz/rl-collapse.
+    """
+
+
+_ESTIMATES = {"k1": "-r_t", "k2": "r_t**2 / 2", "k3": "exp(r_t) - 1 - r_t"}
+_STATISTICS = {"token": "k_t", "seq_sum": "sum_t k_t", "seq_mean": "sum_t k_t / T", "seq_max": "max_t k_t"}
+_USES = {
+    "token": "single tokens that the two engines see differently should not be learnt from.",
+    "seq_sum": "a response is one action, and all of it is as likely as its tokens together; long ones are\n"
+    "    rejected sooner.",
+    "seq_mean": "responses as a whole are to be trusted or not, whatever their length.",
+    "seq_max": "one token that is far off makes its whole response suspect.",
+}
+_RATIO = " The bounds are of the ratio pi_rollout / pi_old, exp(statistic), below and above."
+
+
+def _register(divergence: str, level: str, over: str) -> None:
+    estimate = DIVERGENCES[divergence]
+
+    @register_rejection(f"{level}_{divergence}")
+    def statistic(
+        old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor, offsets: Tensor
+    ) -> Tensor:
+        per_token = estimate(clamped_log_ratio(old_log_probs, rollout_log_probs))
+        if level == "token":
+            return per_token
+        if level == "seq_max":
+            return spread(segment_max(per_token, response_mask, offsets), response_mask, offsets)
+        sums = segment_sum(torch.where(response_mask, per_token, 0), offsets)
+        if level == "seq_mean":
+            sums = sums / segment_sum(response_mask, offsets).clamp(min=1)
+        return spread(sums, response_mask, offsets)
+
+    statistic.__doc__ = _DOCUMENTATION.format(
+        what="tokens" if level == "token" else "whole responses",
+        divergence=divergence,
+        over=over,
+        estimate=_ESTIMATES[divergence],
+        statistic=_STATISTICS[level],
+        use=_USES[level] + (_RATIO if divergence == "k1" else ""),
+    )
+
+
+for _divergence in DIVERGENCES:
+    _register(_divergence, "token", "")
+    _register(_divergence, "seq_sum", ", summed over the response")
+    _register(_divergence, "seq_mean", ", averaged over the response")
+    if _divergence != "k1":  # its largest says nothing of the tokens on the other side
+        _register(_divergence, "seq_max", ", the largest of the response")
+
+
+def within(statistic: Tensor, *, lower: float | None, upper: float) -> Tensor:
+    """(N) bool: where the statistic is inside the bounds, ends included; a NaN is not."""
+    inside = statistic <= upper
+    return inside if lower is None else inside & (statistic >= lower)
+
+
+def rejection_observations(
+    name: str,
+    statistic: Tensor,
+    mask: Tensor,
+    offsets: Tensor,
+    *,
+    lower: float | None,
+    upper: float,
+    by_sequence: bool,
+) -> dict[str, Observation]:
+    """What is reported of one mode, `rollout_rs_NAME_...`. Its deviation is of the statistic clamped to the
+    bounds, so that a few extreme ones do not hide the rest.
+
+    Args:
+        name: the mode.
+        statistic: (N).
+        mask: (N) bool, the response tokens, whatever other modes reject.
+        offsets: (B+1) int64.
+        lower, upper: the bounds of the statistic.
+        by_sequence: whether the statistic is the sequence's.
+    """
+    counts = segment_sum(mask, offsets)
+    there = counts > 0
+    sequence = segment_sum(torch.where(mask, statistic, 0), offsets) / counts.clamp(min=1)
+    kept = within(statistic, lower=lower, upper=upper)
+    lowest = 0.0 if lower is None else lower
+    seen, counted = (sequence, there) if by_sequence else (statistic, mask)
+    found = {
+        "mean": Observation(statistic, mask, "mean"),
+        "std": Observation(statistic.clamp(lowest, upper), mask, "std"),
+        "max": Observation(statistic, mask, "max"),
+        "min": Observation(statistic, mask, "min"),
+        "fraction_high": Observation(seen > upper, counted, "mean"),
+        "masked_fraction": Observation(~kept, mask, "mean"),
+        "seq_mean": Observation(sequence, there, "mean"),
+        "seq_std": Observation(sequence, there, "sample_std"),
+        "seq_max": Observation(sequence, there, "max"),
+        "seq_min": Observation(sequence, there, "min"),
+        "seq_max_deviation": Observation(sequence.abs(), there, "max"),
+        "seq_fraction_high": Observation(sequence > upper, there, "mean"),
+        "seq_masked_fraction": Observation(segment_sum(mask & ~kept, offsets) > 0, there, "mean"),
+    }
+    if lower is not None:
+        found["fraction_low"] = Observation(seen < lower, counted, "mean")
+        found["seq_fraction_low"] = Observation(sequence < lower, there, "mean")
+    return {f"rollout_rs_{name}_{each}": observation for each, observation in found.items()}

@@ -1,0 +1,163 @@
+"""`algorithm.rollout_correction`: what is done about samples that the rollout's engine drew with other
+probabilities than training computes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
+
+from tandem.config import tables
+from tandem.config.section import OneOf, Section, key
+from tandem.errors import ConfigError
+
+WORKER = "workers.correction"
+AT = "algorithm.rollout_correction"
+
+
+def _as_text(value: Any) -> Any:
+    """A bound may be written as a number."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return str(float(value)) if is_number else value
+
+
+def _as_modes(value: Any) -> Any:
+    """Names with commas between them, or a list; null is none. A mode given twice counts once."""
+    if isinstance(value, str):
+        value = [part.strip() for part in value.split(",") if part.strip()]
+    return tuple(dict.fromkeys(value)) if isinstance(value, (list, tuple)) else () if value is None else value
+
+
+Threshold = Annotated[str, BeforeValidator(_as_text)]
+Mode = Annotated[str, OneOf(tables.REJECTIONS, own_code=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Of a weight or a statistic.
+
+    Attributes:
+        lower: None: there is none.
+        upper: the upper one.
+    """
+
+    lower: float | None
+    upper: float
+
+
+class RolloutCorrectionConfig(Section):
+    """Importance weights and rejection, and which log-probs stand for the old ones."""
+
+    rollout_is: Annotated[str | None, OneOf(tables.IMPORTANCE_WEIGHTS, own_code=True)] = key(
+        None, "importance weights, by name or as file.py:function; null: none", read_by=WORKER
+    )
+    rollout_is_threshold: Threshold = key(
+        "2.0",
+        "one number: weights are cut there; lower_upper, such as 0.5_5.0 (both with a point): weights "
+        "outside become 0",
+        read_by=WORKER,
+    )
+    rollout_is_batch_normalize: bool = key(
+        False, "divide the weights by their mean over the batch", read_by=WORKER
+    )
+    rollout_rs: Annotated[tuple[Mode, ...], BeforeValidator(_as_modes)] = key(
+        (), "what is rejected: one or several modes with commas between, or file.py:function", read_by=WORKER
+    )
+    rollout_rs_threshold: Threshold | None = key(
+        None,
+        "one bound for all modes, or one for each with commas between: an upper one; for k1 lower_upper of "
+        "the ratio, one number u meaning 1/u_u",
+        read_by=WORKER,
+    )
+    bypass_mode: bool = key(
+        False,
+        "the rollout's log-probs stand for the old ones, which are not recomputed",
+        read_by="trainer.steps, workers.batch",
+    )
+    loss_type: Literal["ppo_clip", "reinforce"] = key(
+        "ppo_clip",
+        "policy loss with bypass_mode; reinforce takes importance weights",
+        read_by="workers.losses",
+    )
+
+    @property
+    def corrects(self) -> bool:
+        """Whether there are weights or rejection."""
+        return self.rollout_is is not None or bool(self.rollout_rs)
+
+    @property
+    def weight_bounds(self) -> Bounds:
+        """
+        Raises:
+            ConfigError: no positive numbers in rising order, or an upper one below 1.
+        """
+        field = f"{AT}.rollout_is_threshold"
+        bounds = _bounds(field, self.rollout_is_threshold)
+        if bounds.upper < 1:
+            raise ConfigError(
+                "cuts the weight 1, that of samples that need no correction",
+                field=field,
+                got=bounds.upper,
+                expected="an upper bound of at least 1",
+                remedy=f"two bounds are written with points, {field}=0.5_5.0: YAML reads 0.5_5 as 0.55",
+            )
+        return bounds
+
+    @property
+    def rejection_bounds(self) -> tuple[Bounds, ...]:
+        """Of each mode's statistic.
+
+        Raises:
+            ConfigError: none, not one for each mode, no positive numbers in rising order, or two where a
+                mode has an upper bound only.
+        """
+        field, modes = f"{AT}.rollout_rs_threshold", self.rollout_rs
+        texts = [part for part in (self.rollout_rs_threshold or "").split(",") if part.strip()]
+        if len(texts) not in (1, len(modes)):
+            raise ConfigError(
+                "not as many bounds as modes",
+                field=field,
+                got=self.rollout_rs_threshold,
+                expected=f"one for all, or {len(modes)} with commas between, for {','.join(modes)}",
+                remedy=f"such as {field}=2.0",
+            )
+        texts = texts * len(modes) if len(texts) == 1 else texts
+        return tuple(_rejection_bounds(field, *pair) for pair in zip(modes, texts, strict=True))
+
+
+def _rejection_bounds(field: str, mode: str, text: str) -> Bounds:
+    bounds = _bounds(field, text)
+    if mode in tables.RATIO_REJECTIONS:
+        lower = 1 / bounds.upper if bounds.lower is None else bounds.lower
+        if lower > bounds.upper:
+            raise _wrong(field, text)
+        return Bounds(math.log(lower), math.log(bounds.upper))
+    if bounds.lower is not None and ":" not in mode:
+        raise ConfigError(
+            f"{mode} has an upper bound only", field=field, got=text, remedy=f"set {field}={bounds.upper}"
+        )
+    return bounds
+
+
+def _bounds(field: str, text: str) -> Bounds:
+    lower, underscore, upper = text.strip().rpartition("_")
+    try:
+        bounds = Bounds(float(lower) if underscore else None, float(upper))
+    except ValueError:
+        raise _wrong(field, text) from None
+    numbers = [bounds.upper] if bounds.lower is None else [bounds.lower, bounds.upper]
+    if not all(0 < number < math.inf for number in numbers) or numbers != sorted(numbers):
+        raise _wrong(field, text)
+    return bounds
+
+
+def _wrong(field: str, text: str) -> ConfigError:
+    return ConfigError(
+        "no bounds",
+        field=field,
+        got=text,
+        expected="a number above 0, or lower_upper with 0 < lower <= upper",
+        remedy=f"such as {field}=2.0 or {field}=0.5_5.0",
+    )

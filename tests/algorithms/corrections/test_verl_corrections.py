@@ -1,0 +1,116 @@
+"""The same weights, masks and measures as verl 0.9.1, to 1e-5, under the same keys.
+
+It differs, on purpose, in these:
+
+    a response without a token   verl counts it as one of log-ratio 0 in what it averages over responses, we
+                                 leave it out; here each has one.
+    a rejected token's reward    in verl a rejected token has no part in the advantages either, so that the
+                                 reward at a response's end goes with it; ours stays.
+    bypass_mode                  verl divides the loss by all tokens, rejected ones included, and normalises
+                                 weights by each micro-batch's mean; we divide by those kept.
+    a mode without lower bound   verl reports how many are below it, always none; we do not.
+    all weights masked           verl divides by zero for its effective sample size, ours is zero.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tandem.config.correction import RolloutCorrectionConfig
+from tandem.observability.metrics import Metrics
+from tandem.workers.correction import Correction
+
+pytestmark = pytest.mark.verl
+
+ROOT = Path(__file__).parents[3]
+PYTHON = ROOT / ".peers" / "verl" / "bin" / "python"
+SAMPLES, LONGEST = 13, 37
+MODES = {
+    "token_k1": "0.7_1.4", "token_k2": "0.05", "token_k3": "0.04",
+    "seq_sum_k1": "0.3_4.0", "seq_sum_k2": "0.9", "seq_sum_k3": "0.8",
+    "seq_mean_k1": "0.95_1.08", "seq_mean_k2": "0.045", "seq_mean_k3": "0.05",
+    "seq_max_k2": "0.25", "seq_max_k3": "0.3",
+}  # fmt: skip
+CASES: list[dict[str, Any]] = [
+    *(
+        {"rollout_is": level, "rollout_is_threshold": bounds, "rollout_is_batch_normalize": normalise}
+        for level in ("token", "sequence")
+        for bounds in (2.0, "1.1", "0.5_2.0", "0.3_3.0")
+        for normalise in (False, True)
+    ),
+    *({"rollout_rs": mode, "rollout_rs_threshold": bounds} for mode, bounds in MODES.items()),
+    {"rollout_rs": "token_k1", "rollout_rs_threshold": 1.3},
+    {"rollout_rs": "token_k2,seq_mean_k3", "rollout_rs_threshold": "0.06"},
+    {"rollout_is": "token", "rollout_rs": ",".join(MODES), "rollout_rs_threshold": ",".join(MODES.values())},
+    {"rollout_is": "sequence", "rollout_rs": "seq_max_k2,seq_sum_k1", "rollout_rs_threshold": "0.4,0.5_3.0"},
+    {},
+]
+
+
+def rectangles(seed: int) -> dict[str, Tensor]:
+    """Log-probs that differ by 0.3 nats, by 25 at one token; holes as a tool's tokens make them."""
+    draw = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, LONGEST + 1, (SAMPLES, 1), generator=draw)
+    mask = (torch.arange(LONGEST) < lengths) & (torch.rand(SAMPLES, LONGEST, generator=draw) < 0.85)
+    mask[:, 0] = True
+    rollout = -torch.rand(SAMPLES, LONGEST, generator=draw) * 3
+    old = rollout + 0.3 * torch.randn(SAMPLES, LONGEST, generator=draw)
+    old[3, 0] = rollout[3, 0] - 25
+    return {"old_log_prob": old, "rollout_log_prob": rollout, "response_mask": mask}
+
+
+def ours(
+    columns: dict[str, Tensor], options: dict[str, Any]
+) -> tuple[Tensor | None, Tensor, dict[str, float]]:
+    mask = columns["response_mask"]
+    config = RolloutCorrectionConfig(**options)
+    metrics = Metrics()
+    weights, kept = Correction.from_config(config)(
+        columns["old_log_prob"].flatten(),
+        columns["rollout_log_prob"].flatten(),
+        mask.flatten(),
+        torch.arange(SAMPLES + 1) * LONGEST,
+        metrics,
+    )
+    shaped = None if weights is None else weights.view(mask.shape)
+    return shaped, kept.view(mask.shape), metrics.to_floats()
+
+
+def test_weights_masks_and_metrics_are_verls(tmp_path: Path) -> None:
+    cases = [(rectangles(seed), options) for seed, options in enumerate(CASES)]
+    given, answers = tmp_path / "given.pt", tmp_path / "answers.pt"
+    torch.save([({**c, "response_mask": c["response_mask"].long()}, o) for c, o in cases], given)
+    script = ROOT / "benchmarks" / "peers" / "verl_corrections.py"
+    done = subprocess.run(
+        [PYTHON, script, given, answers], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    rejected, differing = 0, {}
+    for (columns, options), (weights, mask, metrics) in zip(
+        cases, torch.load(answers, weights_only=False), strict=True
+    ):
+        found, kept, told = ours(columns, options)
+        assert torch.equal(kept.long(), mask), options
+        rejected += int((columns["response_mask"] & ~kept).any())
+        if weights is None:
+            assert found is None
+        else:
+            inside = columns["response_mask"]
+            assert found is not None
+            assert torch.allclose(found[inside], weights[inside], rtol=1e-5, atol=1e-6), options
+        constant = {name for name in metrics if name.endswith("fraction_low") and name not in told}
+        assert all(metrics[name] == 0 for name in constant), options
+        assert set(told) == set(metrics) - constant, options
+        differing |= {
+            (str(options), name): (value, metrics[name])
+            for name, value in told.items()
+            if value != pytest.approx(metrics[name], rel=1e-4 if "std" in name else 1e-5, abs=2e-5)
+        }
+    assert differing == {}
+    assert rejected >= 14  # each case of rejection rejects something

@@ -1,0 +1,123 @@
+"""A rollout correction that is made in the loss gives the gradient and the measures of one that is made
+before the update, whatever the micro-batches and ranks: rejected tokens are in no denominator."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import corrected
+import pytest
+import synthetic
+import torch
+
+from tandem.config.correction import RolloutCorrectionConfig
+from tandem.engines.train.base import Counts
+from tandem.observability.metrics import Metrics
+from tandem.protocol import DataProto
+from tandem.workers.correction import KEPT, Correction, correction_columns, without_rejected
+from tandem.workers.losses import ActorLoss
+
+JOB = Path(__file__).with_name("correction_job.py")
+ROUNDING = 1e-6  # where the loss is scaled: the model's norms hand gradients on in fp32
+
+
+@pytest.fixture(scope="module")
+def engine(folder):
+    return synthetic.make_engine(folder)
+
+
+@pytest.fixture(scope="module")
+def batch(engine):
+    return corrected.make_batch(engine)
+
+
+def before(batch, name):
+    """The batch with the columns of a correction made of all of it, and its measures."""
+    config = RolloutCorrectionConfig(**corrected.SETTINGS[name])
+    metrics = Metrics()
+    columns = correction_columns(config, Correction.from_config(config), batch, metrics)
+    return batch.union(DataProto(columns)), metrics.to_floats()
+
+
+def without_norm(metrics):
+    return {name: value for name, value in metrics.items() if name != "grad_norm"}
+
+
+@pytest.mark.parametrize("mode", synthetic.MODES)
+@pytest.mark.parametrize("name", corrected.SETTINGS)
+def test_in_the_loss_is_as_before_the_update(engine, batch, name, mode):
+    columns, measures = before(batch, name)
+    kept = columns.ragged(KEPT).values.sum()
+    assert 0.5 < kept / columns.ragged("response_mask").values.sum() < 0.95
+    loss = corrected.loss_of(name, mode, recomputed=True)
+    assert loss.correction is None and loss.weighted
+    wanted, told = synthetic.gradients(engine, without_rejected(columns), loss, synthetic.CUTS["all"])
+    for cut in synthetic.CUTS:
+        gradient, metrics = synthetic.gradients(
+            engine, batch, corrected.loss_of(name, mode), synthetic.CUTS[cut]
+        )
+        assert synthetic.relative_difference(gradient, wanted) < ROUNDING, cut
+        assert metrics["grad_norm"] == pytest.approx(told["grad_norm"], rel=ROUNDING)
+        assert without_norm(metrics) == pytest.approx(without_norm(told | measures), rel=1e-9, abs=1e-9), cut
+
+
+@pytest.mark.parametrize("mode", synthetic.MODES)
+@pytest.mark.parametrize("name", corrected.BYPASSES)
+def test_bypass_mode_does_not_depend_on_the_micro_batches(engine, batch, name, mode):
+    loss = corrected.loss_of(name, mode)
+    wanted, told = synthetic.gradients(engine, batch, loss, synthetic.CUTS["all"])
+    for cut in ("one", "three", "tokens"):
+        gradient, metrics = synthetic.gradients(engine, batch, loss, synthetic.CUTS[cut])
+        assert synthetic.relative_difference(gradient, wanted) < 1e-9, cut
+        assert metrics == pytest.approx(told, rel=1e-9, abs=1e-9), cut
+
+
+def test_the_denominator_is_what_was_kept(engine, batch):
+    """With an advantage of one at each token, a ratio of one and weights of one the loss is minus one."""
+    plain = batch.select(["tokens", "response_mask", "ref_log_probs", "rollout_log_probs"], ())
+    mask = batch.ragged("response_mask")
+    plain.batch["advantages"] = mask.with_values(torch.ones(len(mask.values), dtype=torch.float64))
+    config = RolloutCorrectionConfig(rollout_rs="token_k1", rollout_rs_threshold="0.6_1.8")
+    actor = corrected.actor_config("token-mean").model_copy(
+        update={"use_kl_loss": False, "entropy_coeff": 0.0}
+    )
+    loss = ActorLoss.from_config(actor, recomputed=False, correction=config)
+    _, metrics = synthetic.gradients(engine, plain, loss, synthetic.CUTS["three"])
+    assert metrics["rollout_corr/rollout_rs_masked_fraction"] > 0.1
+    assert metrics["loss"] == metrics["pg_loss"] == pytest.approx(-1.0, abs=1e-12)
+
+
+def test_a_mini_batch_of_which_nothing_is_left_changes_nothing(engine, batch):
+    weights, version = synthetic.weights(engine), engine.version
+    config = RolloutCorrectionConfig(rollout_rs="token_k2", rollout_rs_threshold=1e-12)
+    loss = ActorLoss.from_config(corrected.actor_config("token-mean"), recomputed=False, correction=config)
+    metrics = engine.train_step(batch, loss, micro=synthetic.CUTS["three"]).to_floats()
+    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 1 and "lr" not in metrics
+    after = synthetic.weights(engine)
+    assert engine.version == version and all(torch.equal(after[name], weights[name]) for name in weights)
+    synthetic.gradients(engine, batch, corrected.loss_of("token", "token-mean"), synthetic.CUTS["all"])
+
+
+def test_a_loss_without_rejection_is_left_as_it_is():
+    loss = ActorLoss.from_config(corrected.actor_config("token-mean"), recomputed=True)
+    assert loss.recount(Metrics(), Counts(tokens=3, sequences=2)) == 1.0
+
+
+def test_two_ranks_are_as_one(engine, batch, folder, tmp_path):
+    rows, results = tmp_path / "batch.pt", tmp_path / "record.pt"
+    batch.save(rows)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*launcher, str(JOB), str(folder), str(rows), str(results)],
+        env=environment, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = torch.load(results, weights_only=False)
+    assert len(found) == 8
+    for (name, share), (gradient, metrics) in found.items():
+        loss = corrected.loss_of(name, "seq-mean-token-mean")
+        wanted, told = synthetic.gradients(engine, batch, loss, synthetic.CUTS["all"])
+        assert synthetic.relative_difference(gradient, wanted) < 1e-9, (name, share)
+        assert metrics == pytest.approx(told, rel=1e-9, abs=1e-9), (name, share)
