@@ -10,45 +10,38 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tandem.algorithms.kl_estimators import straight_through
 from tandem.algorithms.masked import segment_sum
+from tandem.algorithms.registry import KL_ESTIMATORS, kl_estimator
 from tandem.errors import ConfigError
 
-KL_KINDS = ("k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl")
+FULL = "full"
+"""The exact KL over the vocabulary, which is computed with the model's outputs, not from log-probs."""
+
+KL_KINDS = tuple(name + plus for name in (*KL_ESTIMATORS.names, *KL_ESTIMATORS.aliases) for plus in ("", "+"))
 
 
 def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
-    """Estimates of KL(policy || reference) from the tokens sampled, with d = log_probs - ref_log_probs:
-
-        k1, kl          d
-        abs             |d|
-        k2, mse         d**2 / 2
-        k3, low_var_kl  exp(-d) - 1 + d, with d clamped to [-20, 20] and the result to 10
+    """Estimates of KL(policy || reference) from the tokens sampled, by the estimator of that name; with a +
+    at its end the same values with the gradient of k2, see `straight_through`.
 
     Args:
         log_probs: (N) nats; the gradient flows through it.
         ref_log_probs: (N) nats.
-        kind: one of KL_KINDS.
+        kind: one of KL_KINDS, or a user's `file.py:function`, with a + or without.
 
     Returns:
         (N) estimates per token.
 
     Raises:
-        ConfigError: an unknown kind.
+        ConfigError: an unknown kind, or a user's function that cannot be used.
 
     Source: Schulman 2020, http://joschu.net/blog/kl-approx.html.
     """
     assert log_probs.shape == ref_log_probs.shape, (log_probs.shape, ref_log_probs.shape)
-    difference = log_probs - ref_log_probs
-    if kind in ("k1", "kl"):
-        return difference
-    if kind == "abs":
-        return difference.abs()
-    if kind in ("k2", "mse"):
-        return 0.5 * difference.square()
-    if kind in ("k3", "low_var_kl"):
-        bounded = difference.clamp(-20, 20)
-        return (torch.expm1(-bounded) + bounded).clamp(max=10)
-    raise ConfigError("no such KL estimate", field="kl_penalty", got=kind, expected=KL_KINDS)
+    estimator = kl_estimator(kind.removesuffix("+"))
+    values = estimator({"log_probs": log_probs, "ref_log_probs": ref_log_probs})
+    return straight_through(values, log_probs, ref_log_probs) if kind.endswith("+") else values
 
 
 class PenalisedRewards(NamedTuple):
@@ -83,9 +76,30 @@ def apply_kl_penalty(
         kind: one of KL_KINDS.
         kl_coef: the controller's value.
 
+    When to use: with a critic, which then learns the penalty too; without one the KL as a loss
+    (`actor_rollout_ref.actor.use_kl_loss`) has less noise.
+    Watch: `actor/kl_in_reward` how far the policy has gone; `reward/after_kl` against `reward/mean` what the
+    penalty takes.
+    Cost: a reference and a forward pass of it; old log-probs even with one update per step.
     Source: Ziegler et al. 2019, https://arxiv.org/abs/1909.08593, eq. 2.
     """
-    kl = torch.where(response_mask, kl_penalty(old_log_probs, ref_log_probs, kind), 0)
+    kl = kl_penalty(old_log_probs, ref_log_probs, kind)
+    return penalise(token_level_scores, kl, response_mask, offsets, kl_coef=kl_coef)
+
+
+def penalise(
+    token_level_scores: Tensor, kl: Tensor, response_mask: Tensor, offsets: Tensor, *, kl_coef: float
+) -> PenalisedRewards:
+    """`apply_kl_penalty` with a KL per token that is there already.
+
+    Args:
+        token_level_scores: (N).
+        kl: (N) nats.
+        response_mask: (N) bool.
+        offsets: (B+1) int64.
+        kl_coef: the controller's value.
+    """
+    kl = torch.where(response_mask, kl, 0)
     per_sequence = segment_sum(kl, offsets) / segment_sum(response_mask, offsets).clamp(min=1)
     mean = per_sequence.sum() / max(len(per_sequence), 1)
     return PenalisedRewards(token_level_scores - kl_coef * kl, mean)
@@ -125,6 +139,9 @@ class AdaptiveKLController(FixedKLController):
     Raises:
         ConfigError: a target or a horizon that is not positive.
 
+    When to use: where a known distance from the reference is wanted and a good coefficient is not known.
+    Watch: `actor/kl_coef` should settle; `actor/kl_in_reward` should come to target_kl.
+    Cost: nothing beyond the KL in the reward.
     Source: Ziegler et al. 2019, https://arxiv.org/abs/1909.08593, section 2.2.
     """
 

@@ -17,4 +17,17 @@ class RefConfig(LogProbSection):
         inherits="actor_rollout_ref.actor.ulysses_sequence_parallel_size",
         ge=1,
     )
+    reset_interval: int = key(
+        0,
+        "training steps after which the reference takes the actor's weights, again and again; 0: never. It "
+        "belongs into checkpoints then",
+        read_by="trainer.ppo",
+        ge=0,
+    )
+    reset_optimizer: bool = key(
+        False,
+        "with each reset the actor's optimizer begins anew (ProRL, Liu et al. 2025, arXiv 2505.24864); the "
+        "learning rate's schedule goes on",
+        read_by="trainer.ppo",
+    )
     fsdp_config: RefFSDPConfig = RefFSDPConfig()

@@ -114,6 +114,28 @@ def check_arrival(sent: Sent, held: Digest, *, engine: str, before: Sent | None 
     )
 
 
+def check_copy(sent: Sent, held: Digest, *, holder: str) -> None:
+    """Compares what another model holds with the trainer's weights that it has taken over.
+
+    Args:
+        held: the model's digest, in the type they were sent in.
+        holder: its name, for the message.
+
+    Raises:
+        WeightSyncError: names the weights that differ.
+    """
+    wrong = [name for name in {**sent.digest, **held} if held.get(name) != sent.digest.get(name)]
+    if wrong:
+        raise WeightSyncError(
+            f"{len(wrong)} of {len(sent.digest)} weights of version {sent.version} in the {holder} are not "
+            "what the trainer has",
+            field=wrong[0],
+            got="; ".join(_difference(name, sent, held, None) for name in wrong[:_SHOWN]),
+            expected="; ".join(f"{name} {_hex(sent.digest.get(name))}" for name in wrong[:_SHOWN]),
+            remedy="start again from the last checkpoint",
+        )
+
+
 def _difference(name: str, sent: Sent, held: Digest, before: Sent | None) -> str:
     if name not in held:
         return f"{name} is missing"

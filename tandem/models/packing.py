@@ -110,6 +110,8 @@ class PackedInputs:
         total: entries of that column.
         hidden: (1, N, D), what the layers of an earlier stage of a pipeline made of the tokens; None where
             the model begins with the ids.
+        reference: (K, D), the last hidden states of the reference policy at the sources; None where they are
+            not compared with.
     """
 
     input_ids: Tensor
@@ -119,6 +121,7 @@ class PackedInputs:
     places: Tensor
     total: int
     hidden: Tensor | None = None
+    reference: Tensor | None = None
 
 
 def pack(

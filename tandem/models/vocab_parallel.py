@@ -23,6 +23,12 @@ def first_entry(vocabulary: int, group: TensorGroup) -> int:
     return group.rank * -(-vocabulary // group.size)
 
 
+def own_entries(vocabulary: int, group: TensorGroup) -> slice:
+    """The vocabulary entries of this rank; see `first_entry`."""
+    first = first_entry(vocabulary, group)
+    return slice(first, min(vocabulary, first + -(-vocabulary // group.size)))
+
+
 def split_token_log_probs(
     hidden_MD: Tensor,
     weight_VD: DTensor,

@@ -34,6 +34,8 @@ SLOPES = {
     "k3": lambda d: 1 - math.exp(-d),
     "low_var_kl": lambda d: 1 - math.exp(-d),
 }
+FORMULAS |= {f"{kind}+": formula for kind, formula in FORMULAS.items()}
+SLOPES |= {f"{kind}+": SLOPES["k2"] for kind in SLOPES}
 
 
 def test_every_kind_is_checked() -> None:
@@ -73,8 +75,10 @@ def test_k3_is_bounded_and_its_gradient_finite() -> None:
 
 
 def test_unknown_kind() -> None:
-    with pytest.raises(ConfigError, match="low_var_kl"):
-        kl_penalty(torch.zeros(1), torch.zeros(1), "full")
+    with pytest.raises(ConfigError, match="no such KL estimator") as caught:
+        kl_penalty(torch.zeros(1), torch.zeros(1), "low_var_k")
+    assert caught.value.expected == "abs, k1, k2, k3"
+    assert caught.value.remedy == "did you mean 'low_var_kl'?"
 
 
 @pytest.mark.parametrize("kind", ["k1", "k3"])

@@ -2,22 +2,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tandem.config.fsdp import FSDPConfig
 from tandem.config.model import BackboneConfig, FusedKernelOptions, ModelConfig
 from tandem.engines.train.fsdp import FSDPEngine
 from tandem.errors import ConfigError
 from tandem.models.heads import make_head, tiled, token_log_probs
-from tests.support.heads import check_head, make_case, reference
+from tests.support.heads import Largest, check_head, cut, make_case, reference
 
 CPU = torch.device("cpu")
-
-
-def cut(monkeypatch, width):
-    """Tiles of so many entries."""
-    monkeypatch.setattr(tiled, "_LEAST_TILE", width)
-    monkeypatch.setitem(tiled._TILE_BYTES, "cpu", 1)
 
 
 @pytest.fixture(params=[1, 8, 29, 64])
@@ -116,21 +109,6 @@ def test_bf16_weight_gradient_is_summed_in_fp32():
     log_probs, _ = token_log_probs(hidden, weight, targets, temperature=1.0, with_entropy=False)
     log_probs.sum().backward()
     assert weight.grad.flatten().tolist() == [2048.0, -2048.0]
-
-
-class Largest(TorchDispatchMode):
-    """The most bytes of one tensor that an operator returned."""
-
-    def __init__(self):
-        super().__init__()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        for value in out if isinstance(out, tuple | list) else [out]:
-            if isinstance(value, torch.Tensor):
-                self.bytes = max(self.bytes, value.nbytes)
-        return out
 
 
 def test_nothing_is_larger_than_a_tile_or_the_weight():

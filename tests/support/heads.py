@@ -1,6 +1,9 @@
 """A head's outputs and gradients against softmax over all logits at once, in float64."""
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tandem.models.heads import tiled
 
 
 def reference(hidden, weight, targets, temperature):
@@ -38,3 +41,24 @@ def check_head(head, hidden, weight, targets, temperature, tolerance):
         assert gradient.shape == leaf.shape
         allowed = tolerance * (leaf.grad.norm() + mix.norm() * other.detach().norm() / temperature)
         assert (gradient.double() - leaf.grad).norm() <= allowed
+
+
+def cut(monkeypatch, width):
+    """Tiles of so many entries."""
+    monkeypatch.setattr(tiled, "_LEAST_TILE", width)
+    monkeypatch.setitem(tiled._TILE_BYTES, "cpu", 1)
+
+
+class Largest(TorchDispatchMode):
+    """The most bytes of one tensor that an operator returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for value in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(value, torch.Tensor):
+                self.bytes = max(self.bytes, value.nbytes)
+        return out

@@ -17,6 +17,9 @@ from tandem.models.parallel import Share
 from tandem.observability.metrics import Metrics
 from tandem.protocol import DataProto
 
+REFERENCE = "ref_hidden"
+"""The column of the reference policy's last hidden states, ragged (T, D), that a policy is compared with."""
+
 
 @dataclass(frozen=True, slots=True)
 class Counts:
@@ -47,10 +50,10 @@ class MicroBatching:
 class LossFn(Protocol):
     """A micro-batch's share of a mini-batch's loss.
 
-    `outputs` names model outputs ("log_probs", "entropy", "values", "scores"), `columns` ragged or dense
-    columns of the batch. Outputs and ragged columns arrive as flat tensors over the micro-batch's tokens,
-    aligned with `offsets` (B+1, on the tensors' device), those of the sequences where a row holds several;
-    dense ones with an entry per row. Summed over all micro-batches of all ranks the returned scalars
+    `outputs` names model outputs ("log_probs", "entropy", "ref_kl", "values", "scores"), `columns` ragged or
+    dense columns of the batch. Outputs and ragged columns arrive as flat tensors over the micro-batch's
+    tokens, aligned with `offsets` (B+1, on the tensors' device), those of the sequences where a row holds
+    several; dense ones with an entry per row. Summed over all micro-batches of all ranks the returned scalars
     are the loss, because `counts` are global. Ghost micro-batches have a false response mask throughout.
     """
 
@@ -67,6 +70,22 @@ class LossFn(Protocol):
         offsets: Tensor,
         counts: Counts,
     ) -> tuple[Tensor, Metrics]: ...
+
+
+@runtime_checkable
+class RecountingLoss(Protocol):
+    """A loss that leaves tokens out which only the forward tells, so that `counts` are too large."""
+
+    def recount(self, metrics: Metrics, counts: Counts) -> float:
+        """By how much the loss and its gradient are to be multiplied, the same on every rank; 1 if nothing
+        was left out, 0 if all was. Called once a mini-batch, before the optimizer steps.
+
+        Args:
+            metrics: the loss's own, over all micro-batches and ranks; those that the factor concerns are
+                multiplied by it in place.
+            counts: what the loss was divided by.
+        """
+        ...
 
 
 @runtime_checkable
@@ -153,6 +172,19 @@ class TrainEngine(Protocol):
             EngineError: a name of this model that is missing, one that is unknown or comes twice, a
                 tensor of another shape; a model with adapters.
         """
+        ...
+
+    def reset_optimizer(self) -> None:
+        """Forgets the optimizer's moments; weights, version and so the schedule stay."""
+        ...
+
+    def output_head(self) -> Tensor:
+        """(V, D), in compute dtype: a policy's output embedding, whole, on every rank; not of a model in
+        stages."""
+        ...
+
+    def hold_reference_head(self, head: Tensor) -> None:
+        """Takes the whole output embedding of the reference policy, for the policy's output "ref_kl"."""
         ...
 
     def take_collectives(self) -> tuple[float, int]:

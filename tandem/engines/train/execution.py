@@ -45,14 +45,14 @@ def collected(
     runs: Iterable[tuple[MicroBatch, Mapping[str, Tensor]]],
     names: Collection[str],
     tokens: Ragged,
-    dtype: torch.dtype,
 ) -> DataProto:
     """The outputs of all micro-batches as columns on the host, in the order of the rows.
 
     Args:
+        runs: at least one micro-batch, which may be a ghost.
         tokens: the column they are aligned with.
-        dtype: of outputs.
     """
+    out: Mapping[str, Tensor] = {}
     rows: list[int] = []
     lengths: list[Tensor] = []
     parts: dict[str, list[Tensor]] = {name: [] for name in sorted(names)}
@@ -64,7 +64,7 @@ def collected(
         for name in parts:
             parts[name].append(out[name])
     if not rows:
-        return DataProto(dict.fromkeys(parts, tokens.with_values(torch.empty(0, dtype=dtype))))
+        return DataProto({name: tokens.with_values(out[name][:0].cpu()) for name in parts})
     back = torch.tensor(rows).argsort()
     return DataProto(
         {

@@ -15,11 +15,11 @@ from torch.distributed.fsdp import FSDPModule
 from tandem.config.fsdp import FSDPConfig
 from tandem.config.model import BackboneConfig
 from tandem.config.optim import OptimConfig
-from tandem.engines.train.base import Counts, LossFn, MicroBatching
+from tandem.engines.train.base import REFERENCE, Counts, LossFn, MicroBatching, RecountingLoss
 from tandem.engines.train.deterministic import repeatable
 from tandem.engines.train.division import Division
 from tandem.engines.train.execution import Execution, OneByOne, collected
-from tandem.engines.train.gradients import check_finite
+from tandem.engines.train.gradients import check_finite, scale
 from tandem.engines.train.microbatch import CPU_BLOCK_TOKENS, MicroBatch, assemble, cut_alike, most_tokens
 from tandem.engines.train.module import Kind, unsharded_module
 from tandem.engines.train.optim import learning_rate
@@ -28,7 +28,7 @@ from tandem.engines.train.pipelined import Pipelined
 from tandem.engines.train.stages import Stages
 from tandem.engines.train.state import TrainState
 from tandem.engines.weight_sync import Digest
-from tandem.errors import DataError, EngineError
+from tandem.errors import EngineError, NoTokensError
 from tandem.models.activations import manage_activations
 from tandem.models.collectives import CollectiveMeter, all_reduce_bytes
 from tandem.models.compiled import compile_model
@@ -179,7 +179,7 @@ class FSDPEngine:
     def _micro_batches(
         self, batch: DataProto, columns: frozenset[str], micro: MicroBatching
     ) -> Iterator[MicroBatch]:
-        kept = {"response_mask", "sequence_lengths"} & set(batch.batch)
+        kept = {"response_mask", "sequence_lengths", REFERENCE} & set(batch.batch)
         batch = batch.select(sorted({"tokens", *kept, *columns}), ())
         lengths = batch.ragged("tokens").lengths.tolist()
         block_tokens = CPU_BLOCK_TOKENS if self.device.type == "cpu" else None
@@ -204,18 +204,20 @@ class FSDPEngine:
         try:
             with torch.no_grad(), nullcontext() if adapter else without_adapters(self.module):
                 runs = self._execution.outputs(self._micro_batches(batch, frozenset(), micro), outputs)
-                return collected(runs, outputs, batch.ragged("tokens"), self.output_dtype)
+                return collected(runs, outputs, batch.ragged("tokens"))
         finally:
             self._reshard()
 
     @repeatable
     def train_step(self, batch: DataProto, loss: LossFn, *, micro: MicroBatching) -> Metrics:
         """See `TrainEngine.train_step`. Its metrics are the loss's own, grad_norm (before clipping)
-        and lr; with activation offload those of `ActivationOffload.report`, over all ranks.
+        and lr; with activation offload those of `ActivationOffload.report`, over all ranks. Of a loss that
+        leaves everything out they are its own alone, and nothing has changed, the version included.
 
         Raises:
             NonFiniteError: the loss or the gradient norm is not finite; nothing has changed.
-            DataError: a column the loss needs is missing, or no token counts.
+            DataError: a column the loss needs is missing.
+            NoTokensError: no token counts; nothing has changed.
             EngineError: the model is frozen, or an earlier step was broken off by another error.
         """
         if self._optim is None:
@@ -232,6 +234,12 @@ class FSDPEngine:
         try:
             metrics, total = self._accumulate(micro_batches, loss, counts)
             self._interrupted = False
+            if isinstance(loss, RecountingLoss):
+                factor = loss.recount(metrics, counts)
+                if factor == 0:
+                    return metrics
+                scale(self.module.parameters(), factor)
+                total = total * factor
             grad_norm = self._state.gradient_norm()
             check_finite(total, grad_norm)
             self._state.step(lr, grad_norm, self._optim.clip_grad)
@@ -250,8 +258,7 @@ class FSDPEngine:
         merged, total = self._execution.gradients(micro_batches, loss, counts)
         self._meter.all_reduce(total, group=self._others)
         if self.share.size > 1:
-            table_bytes = 16 * len(merged)  # a value and a weight in fp64
-            with self._meter.measure(self.device, all_reduce_bytes(table_bytes, self.share.size)):
+            with self._meter.measure(self.device, all_reduce_bytes(merged.reduced_bytes, self.share.size)):
                 merged = merged.all_reduced(self._others, self.device)
         return self._execution.told(merged, total)
 
@@ -268,7 +275,7 @@ class FSDPEngine:
         both = torch.tensor([tokens, int(answered.sum())])
         self._meter.all_reduce(both, group=self._others)
         if int(both[0]) == 0:
-            raise DataError("no response token in the whole mini-batch", field="response_mask")
+            raise NoTokensError("no response token in the whole mini-batch", field="response_mask")
         return Counts(tokens=int(both[0]), sequences=int(both[1]))
 
     @contextmanager
@@ -317,6 +324,18 @@ class FSDPEngine:
         """See `TrainEngine.load_weights`."""
         self._state.copy_in(stream, whole=whole)
         self.version = version
+
+    def reset_optimizer(self) -> None:
+        """See `TrainEngine.reset_optimizer`."""
+        self._state.reset_optimizer()
+
+    def output_head(self) -> Tensor:
+        """See `TrainEngine.output_head`."""
+        return self._state.output_head(self._compute)
+
+    def hold_reference_head(self, head: Tensor) -> None:
+        """See `TrainEngine.hold_reference_head`."""
+        self.module.reference_head = head.to(self.device, self._compute)
 
     def take_collectives(self) -> tuple[float, int]:
         """See `TrainEngine.take_collectives`. The few numbers that the gradient's norm and checkpoints

@@ -62,8 +62,14 @@ def _layout(gradient: Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:
 def clip(parameters: Iterable[Tensor], norm: Tensor, longest: float) -> None:
     """Scales the gradients in place to norm `longest` if `norm`, theirs, is larger."""
     gradients = [local(p.grad) for p in parameters if p.grad is not None]
-    scale = (longest / (norm + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
+    factor = (longest / (norm + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
+
+
+def scale(parameters: Iterable[Tensor], factor: float) -> None:
+    """Multiplies the gradients in place."""
+    if factor != 1.0:
+        torch._foreach_mul_([local(p.grad) for p in parameters if p.grad is not None], factor)
 
 
 def check_finite(loss: Tensor, norm: Tensor) -> None:

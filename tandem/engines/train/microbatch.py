@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tandem.balance import within_budget
 from tandem.device import to_device
-from tandem.engines.train.base import MicroBatching
+from tandem.engines.train.base import REFERENCE, MicroBatching
 from tandem.models.collectives import CollectiveMeter
 from tandem.models.packing import PackedInputs, input_lengths, pack
 from tandem.models.sequence_parallel import SequenceSplit
@@ -154,7 +154,7 @@ def assemble(
 
     Args:
         batch: the rank's share, with `tokens`; unless every token's outcome is wanted, `response_mask`;
-            where a row holds several sequences, `sequence_lengths`.
+            where a row holds several sequences, `sequence_lengths`; `ref_hidden` where it is to be compared.
         columns: ragged or dense columns for the loss.
         pad_to_longest, whole, split, fill: see `pack`.
 
@@ -165,18 +165,23 @@ def assemble(
     tokens = sequences(part) if rows else part.ragged("tokens")
     wanted = part.ragged("response_mask").values.cpu() if "response_mask" in part else None
     names = sorted(columns)
+    inputs = pack(
+        tokens.to("cpu"),
+        wanted,
+        device=device,
+        pad_to_longest=pad_to_longest,
+        whole=whole,
+        split=split,
+        fill=fill,
+    )
+    if REFERENCE in part:
+        hidden_TD = part.ragged(REFERENCE).values
+        reference = hidden_TD.to(device).index_select(0, inputs.places)
+        inputs = replace(inputs, reference=reference)
     offsets, *values = to_device([tokens.offsets, *(flat(part, name) for name in names)], device)
     return MicroBatch(
         rows=rows,
-        inputs=pack(
-            tokens.to("cpu"),
-            wanted,
-            device=device,
-            pad_to_longest=pad_to_longest,
-            whole=whole,
-            split=split,
-            fill=fill,
-        ),
+        inputs=inputs,
         columns=dict(zip(names, values, strict=True)),
         offsets=offsets,
         lengths=part.ragged("tokens").lengths,

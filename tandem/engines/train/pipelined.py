@@ -97,7 +97,10 @@ class Pipelined:
         """See `Execution`. What the last stage has goes through the host."""
         message = None
         if self._pipeline.last:
-            rows = {name: (float(m.value), float(m.weight), m.reduction) for name, m in metrics.items()}
+            rows = {
+                name: (float(m.value), float(m.weight), m.reduction, float(m.squares))
+                for name, m in metrics.items()
+            }
             message = rows, float(total)
         rows, number = self._pipeline.broadcast_object(message)
         told = Metrics({name: Metric(*row) for name, row in rows.items()})

@@ -60,9 +60,15 @@ class TrainState:
         self._meter, self._stages = meter, stages
         self._writers: dist.ProcessGroup | None = None
         self._stays = optim is not None and optim.optimizer == "adamw_cpu"
-        layers: Any = module.decoder.layers
-        self.optimizers = [] if optim is None else build_optimizers(module, layers, optim, meter)
-        self._slots = {p: slots for optimizer in self.optimizers for p, slots in optimizer.state.items()}
+        self._optim = optim
+        self.reset_optimizer()
+
+    def reset_optimizer(self) -> None:
+        """Optimizers as before the first step, where the module is trained."""
+        layers: Any = self.module.decoder.layers
+        made = [] if self._optim is None else build_optimizers(self.module, layers, self._optim, self._meter)
+        self.optimizers = made
+        self._slots = {p: slots for optimizer in made for p, slots in optimizer.state.items()}
 
     def gradient_norm(self) -> Tensor:
         """Euclidean norm of the whole gradient over all ranks; a float64 scalar on the device."""
@@ -156,6 +162,13 @@ class TrainState:
         for name, value in mine.items():
             if names is None or name in names:
                 yield name, whole(value)
+
+    def output_head(self, dtype: torch.dtype) -> Tensor:
+        """See `TrainEngine.output_head`."""
+        embeddings: Any = self.module.model.get_output_embeddings()
+        names = [name for name, p in self.named().items() if p is embeddings.weight]
+        (head,) = (value.clone() for _, value in self.weights(dtype, names))
+        return head
 
     def shapes(self) -> dict[str, torch.Size]:
         """Of all the model's weights, without adapters, by Hugging Face name, whatever this rank has of

@@ -140,7 +140,7 @@ class TorchTiles:
         peaks, totals = [], []
         moments: list[Tensor] = []
         target_M: Tensor | None = None
-        for start, weight_TD in _tiles(weight_VD, tile_width(hidden_MD)):
+        for start, weight_TD in tiles_of(weight_VD, tile_width(hidden_MD)):
             z_MT = _logits(hidden_MD, weight_TD, temperature)
             here_M, index_M1 = _places(targets_M - start, len(weight_TD))
             found_M = z_MT.gather(1, index_M1).squeeze(1)
@@ -240,7 +240,7 @@ def tiled_gradients(
     """
     grad_hidden_MD = torch.zeros_like(hidden_MD, dtype=wanted.peak_M.dtype)
     grad_weight_VD = torch.empty_like(weight_VD) if need_weight else None
-    for start, weight_TD in _tiles(weight_VD, tile_width(hidden_MD)):
+    for start, weight_TD in tiles_of(weight_VD, tile_width(hidden_MD)):
         grad_MT = tiles.gradient(hidden_MD, weight_TD, targets_M - start, temperature, wanted)
         if need_hidden:
             grad_hidden_MD += product(grad_MT, weight_TD.T)
@@ -289,7 +289,7 @@ def tile_width(hidden_MD: Tensor) -> int:
     return max(_LEAST_TILE, width // _LEAST_TILE * _LEAST_TILE)
 
 
-def _tiles(weight_VD: Tensor, width: int) -> list[tuple[int, Tensor]]:
+def tiles_of(weight_VD: Tensor, width: int) -> list[tuple[int, Tensor]]:
     """The first entry and the weights of each tile."""
     return [(start, weight_VD[start : start + width]) for start in range(0, len(weight_VD), width)]
 

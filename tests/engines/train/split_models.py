@@ -41,7 +41,9 @@ def save_models(folder):
 def loss_and_outputs(kind):
     if kind == "value":
         return synthetic.ValueLoss(), frozenset({"values"})
-    return synthetic.SyntheticLoss("seq-mean-token-mean"), frozenset({"log_probs", "entropy"})
+    return synthetic.SyntheticLoss("seq-mean-token-mean"), frozenset(
+        {"log_probs", "entropy", "sum_pi_squared"}
+    )
 
 
 def batch_of(precision):

@@ -6,6 +6,7 @@ import gc
 from contextlib import contextmanager
 
 import activation_job
+import corrected
 import pytest
 import synthetic
 import torch
@@ -105,6 +106,7 @@ def test_losses_ask_for_nothing(folder, mode):
     batch = batch_of()
     for kind, loss in (
         ("policy", actor_loss(mode)),
+        *(("policy", corrected.loss_of(name, mode)) for name in (*corrected.SETTINGS, *corrected.BYPASSES)),
         ("value", critic_loss(mode)),
         ("policy", NextTokenLoss()),
     ):

@@ -1,0 +1,218 @@
+"""What else is exact over the vocabulary: the sum of squared probabilities, and the KL divergence from
+another distribution. In tiles, as `tiled` does, in PyTorch's operators whatever kernels the log-probs have.
+
+Where ranks have shared out the vocabulary, each goes through its own entries, and numbers per position are
+exchanged. From states of half precision logits are made in fp32, for the difference of two would lose most of
+its digits to rounding; per-tile numbers are put together in float64.
+
+Shapes: M positions, D hidden features, V vocabulary entries (of this rank), T entries of a tile, S tiles.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tandem.models.heads.tiled import output_type, tile_width, tiles_of
+from tandem.models.linear import product
+from tandem.models.tensor_group import TensorGroup
+
+
+@torch.no_grad()
+def sum_pi_squared(
+    hidden_MD: Tensor, weight_VD: Tensor, *, temperature: float, group: TensorGroup | None = None
+) -> Tensor:
+    """Σ_v p(v)² of p = softmax(hidden weightᵀ / temperature) at each position, without gradient: the
+    probability that two tokens drawn there are the same. As many operations as log-probs take.
+
+    Args:
+        hidden_MD: states that predict, any floating type.
+        weight_VD: the output embedding, same type; of a group this rank's rows.
+        temperature: divides the logits; > 0.
+        group: the ranks that share the vocabulary; None: this one has all of it.
+
+    Returns:
+        (M) in (0, 1]; fp32, or fp64 for fp64 input.
+    """
+    if len(hidden_MD) == 0:
+        return hidden_MD.new_empty(0, dtype=output_type(hidden_MD))
+    found = []
+    for _, weight_TD in tiles_of(weight_VD, tile_width(hidden_MD)):
+        z_MT = _logits(hidden_MD, weight_TD, temperature)
+        peak_M = z_MT.amax(1)
+        weights_MT = z_MT.sub_(peak_M.unsqueeze(1)).exp_()
+        found.append(torch.stack([peak_M, weights_MT.sum(1), weights_MT.square_().sum(1)]).double())
+    peak_SM, total_SM, square_SM = torch.stack(found, 1)
+    peak_M = _peak(peak_SM, group)
+    scale_SM = (peak_SM - peak_M).exp()
+    total_M = _total(total_SM * scale_SM, group)
+    square_M = _total(square_SM * scale_SM.square(), group)
+    return (square_M / total_M.square()).to(output_type(hidden_MD))
+
+
+def kl_divergence(
+    hidden_MD: Tensor,
+    weight_VD: Tensor,
+    other_MD: Tensor,
+    other_weight_VD: Tensor,
+    *,
+    temperature: float,
+    group: TensorGroup | None = None,
+) -> Tensor:
+    """KL(p || q) = Σ_v p(v) (log p(v) - log q(v)) at each position, for p = softmax(z), z = hidden weightᵀ /
+    temperature, and q the same of `other`, with gradients to hidden and weight:
+
+        d KL / d z(v) = p(v) (log p(v) - log q(v) - KL)
+
+    of which the backward pass makes both distributions' tiles again.
+
+    When to use: where an estimate from the sampled tokens is too noisy to hold on to, at a small coefficient
+    or close to the reference: this one has no variance given the tokens before, and its gradient is exact.
+    Watch: `actor/kl`, or `actor/kl_in_reward`, which start at zero and are never negative.
+    Cost: the reference's last hidden states go to the actor, D numbers per token in compute dtype instead of
+    one (7 KB per token for D = 3584 in bf16), beside the reference's output embedding, which each rank of the
+    actor holds (V D numbers); twice the operations of the log-probs' head forward, 1.5 times backward.
+    Source: the definition; Tang and Munos 2025, https://arxiv.org/abs/2506.09477, on why its gradient through
+    the tokens drawn is not part of it.
+
+    Args:
+        hidden_MD: states that predict, any floating type.
+        weight_VD: the output embedding, same type; of a group this rank's rows.
+        other_MD, other_weight_VD: the same of the distribution compared with; no gradient.
+        temperature: divides the logits; > 0.
+        group: the ranks that share the vocabulary; None: this one has all of it.
+
+    Returns:
+        (M) nats, not negative; fp32, or fp64 for fp64 input.
+    """
+    assert hidden_MD.shape == other_MD.shape, (hidden_MD.shape, other_MD.shape)
+    assert weight_VD.shape == other_weight_VD.shape, (weight_VD.shape, other_weight_VD.shape)
+    states_MD = hidden_MD if group is None else group.copied(hidden_MD)
+    apply: Any = _KLDivergence.apply
+    divergence: Tensor = apply(states_MD, weight_VD, other_MD, other_weight_VD, temperature, group)
+    return divergence
+
+
+class _Sums(NamedTuple):
+    """Of both distributions, each (M): the largest logit and log Σ exp(logit - largest), over all tiles; the
+    divergence. In the output's precision."""
+
+    peak: Tensor
+    log_total: Tensor
+    other_peak: Tensor
+    other_log_total: Tensor
+    divergence: Tensor
+
+
+def _sums(
+    hidden_MD: Tensor,
+    weight_VD: Tensor,
+    other_MD: Tensor,
+    other_weight_VD: Tensor,
+    temperature: float,
+    group: TensorGroup | None,
+) -> _Sums:
+    found = []
+    for start, weight_TD in tiles_of(weight_VD, tile_width(hidden_MD)):
+        z_MT = _logits(hidden_MD, weight_TD, temperature)
+        y_MT = _logits(other_MD, other_weight_VD[start : start + len(weight_TD)], temperature)
+        peak_M, other_peak_M = z_MT.amax(1), y_MT.amax(1)
+        # Each from its own peak: the difference of two large logits would have lost its digits.
+        z_MT.sub_(peak_M.unsqueeze(1))
+        y_MT.sub_(other_peak_M.unsqueeze(1))
+        weights_MT = z_MT.exp()
+        cross_M = torch.linalg.vecdot(weights_MT, z_MT.sub_(y_MT))
+        found.append(
+            torch.stack([peak_M, weights_MT.sum(1), other_peak_M, y_MT.exp_().sum(1), cross_M]).double()
+        )
+    peak_SM, total_SM, other_peak_SM, other_total_SM, cross_SM = torch.stack(found, 1)
+    peak_M, other_peak_M = _peak(peak_SM, group), _peak(other_peak_SM, group)
+    total_M = _total(total_SM * (peak_SM - peak_M).exp(), group)
+    other_total_M = _total(other_total_SM * (other_peak_SM - other_peak_M).exp(), group)
+    # Σ w (z - y) of a tile, whose peaks were taken off
+    shift_SM = (peak_SM - peak_M) - (other_peak_SM - other_peak_M)
+    crossed_M = _total((cross_SM + shift_SM * total_SM) * (peak_SM - peak_M).exp(), group)
+    log_total_M, other_log_total_M = total_M.log(), other_total_M.log()
+    divergence_M = (crossed_M / total_M - log_total_M + other_log_total_M).clamp(min=0)
+    made = (peak_M, log_total_M, other_peak_M, other_log_total_M, divergence_M)
+    return _Sums(*(value.to(output_type(hidden_MD)) for value in made))
+
+
+class _KLDivergence(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_MD: Tensor,
+        weight_VD: Tensor,
+        other_MD: Tensor,
+        other_weight_VD: Tensor,
+        temperature: float,
+        group: TensorGroup | None,
+    ) -> Tensor:
+        inputs = (hidden_MD, weight_VD, other_MD, other_weight_VD)
+        ctx.temperature = temperature
+        if len(hidden_MD) == 0:
+            ctx.save_for_backward(*inputs)
+            return hidden_MD.new_empty(0, dtype=output_type(hidden_MD))
+        sums = _sums(*inputs, temperature, group)
+        ctx.save_for_backward(*inputs, *sums)
+        return sums.divergence.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_MD, weight_VD, other_MD, other_weight_VD, *saved = ctx.saved_tensors
+        if len(hidden_MD) == 0:
+            return torch.empty_like(hidden_MD), torch.zeros_like(weight_VD), None, None, None, None
+        sums, need_weight = _Sums(*saved), ctx.needs_input_grad[1]
+        slope_M1 = (grads[0] / ctx.temperature).unsqueeze(1)
+        grad_hidden_MD = torch.zeros_like(hidden_MD, dtype=sums.peak.dtype)
+        grad_weight_VD = torch.empty_like(weight_VD) if need_weight else None
+        for start, weight_TD in tiles_of(weight_VD, tile_width(hidden_MD)):
+            log_p_MT = _log_probs(hidden_MD, weight_TD, ctx.temperature, sums.peak, sums.log_total)
+            log_q_MT = _log_probs(
+                other_MD,
+                other_weight_VD[start : start + len(weight_TD)],
+                ctx.temperature,
+                sums.other_peak,
+                sums.other_log_total,
+            )
+            excess_MT = log_q_MT.neg_().add_(log_p_MT).sub_(sums.divergence.unsqueeze(1))
+            grad_MT = log_p_MT.exp_().mul_(excess_MT).mul_(slope_M1).to(hidden_MD.dtype)
+            grad_hidden_MD += product(grad_MT, weight_TD.T)
+            if grad_weight_VD is not None:
+                grad_weight_VD[start : start + len(weight_TD)] = product(grad_MT.T, hidden_MD.T)
+        return grad_hidden_MD.to(hidden_MD.dtype), grad_weight_VD, None, None, None, None
+
+
+def _log_probs(
+    hidden_MD: Tensor, weight_TD: Tensor, temperature: float, peak_M: Tensor, log_total_M: Tensor
+) -> Tensor:
+    z_MT = _logits(hidden_MD, weight_TD, temperature)
+    return z_MT.sub_(peak_M.unsqueeze(1)).sub_(log_total_M.unsqueeze(1))
+
+
+def _logits(hidden_MD: Tensor, weight_TD: Tensor, temperature: float) -> Tensor:
+    """(M, T) in the output's precision."""
+    out_type = output_type(hidden_MD)
+    if hidden_MD.dtype == out_type:
+        logits_MT = product(hidden_MD, weight_TD)
+    elif hidden_MD.is_cuda:
+        logits_MT = torch.mm(hidden_MD, weight_TD.T, out_dtype=out_type)
+    else:
+        logits_MT = product(hidden_MD.to(out_type), weight_TD.to(out_type))
+    return logits_MT if temperature == 1 else logits_MT.div_(temperature)
+
+
+def _peak(peak_SM: Tensor, group: TensorGroup | None) -> Tensor:
+    """(M): the largest over tiles and ranks."""
+    peak_M = peak_SM.amax(0)
+    return peak_M if group is None else group.all_reduce(peak_M, dist.ReduceOp.MAX)
+
+
+def _total(values_SM: Tensor, group: TensorGroup | None) -> Tensor:
+    """(M): the sum over tiles and ranks."""
+    total_M = values_SM.sum(0)
+    return total_M if group is None else group.all_reduce(total_M)

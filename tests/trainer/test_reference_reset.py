@@ -1,0 +1,153 @@
+"""A reference that takes the actor's weights every few steps, in runs that go through and in runs that are
+broken off and resumed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tandem.engines.train.fsdp import FSDPEngine
+from tandem.engines.weight_sync import WeightSyncError
+from tandem.errors import CheckpointError, ConfigErrors
+from tandem.runtime import Placement, Role
+from tandem.trainer.ppo import PPOTrainer
+from tests.support.runs import Finished, Lab, same_weights, without_times
+
+WORDS = (
+    "algorithm.use_kl_in_reward=true",
+    "algorithm.kl_ctrl.type=adaptive",
+    "algorithm.kl_ctrl.horizon=100",
+    "actor_rollout_ref.actor.use_kl_loss=true",
+    "actor_rollout_ref.actor.kl_loss_type=full",
+    "actor_rollout_ref.actor.kl_loss_coef=0.1",
+    "actor_rollout_ref.ref.reset_interval=2",
+    "custom_reward_function.name=score",
+    "trainer.total_training_steps=6",
+    "trainer.save_freq=3",
+)
+
+
+class Stop(Exception):
+    """Stands for whatever ends a process."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def reward(lab: Lab) -> None:
+    (lab.folder / "reward.py").write_text(
+        "def score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return len(set(solution_str)) / 6\n"
+    )
+
+
+def run(lab: Lab, name: str, *words: str, **options: Any) -> Finished:
+    return lab.run(name, *WORDS, f"custom_reward_function.path={lab.folder / 'reward.py'}", *words, **options)
+
+
+@pytest.fixture(scope="module")
+def whole(lab: Lab) -> Finished:
+    return run(lab, "whole")
+
+
+def reference_weights(finished: Finished) -> dict[str, torch.Tensor]:
+    return dict(finished.trainer.roles.reference._workers._worker.engines["ref"].weights())  # type: ignore
+
+
+def test_every_second_step_the_reference_becomes_the_actor(whole: Finished) -> None:
+    rows = whole.rows
+    assert [row["actor/reference_step"] for row in rows] == [0, 0, 2, 2, 4, 4]
+    assert [row["actor/kl"] == 0.0 for row in rows] == [True, False] * 3  # exact: bit for bit the same policy
+    assert [row["actor/kl_in_reward"] == 0.0 for row in rows] == [True, False] * 3
+    actor, reference = whole.weights(), reference_weights(whole)
+    assert all(torch.equal(actor[name], reference[name]) for name in actor)
+    assert whole.trainer.roles.reference.reference_version() == 6  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("step", "words"), [(4, ()), (6, ("trainer.async_save=true",))])
+def test_a_resumed_run_is_the_whole_one_bit_by_bit(
+    lab: Lab, whole: Finished, step: int, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Broken off in the middle of `step`; the checkpoint is step 3's, whose reference is step 2's actor."""
+    original = PPOTrainer.step
+
+    def breaks(self: PPOTrainer, number: int, prompts: Any) -> dict[str, float]:
+        metrics = original(self, number, prompts)
+        if number == step:
+            raise Stop
+        return metrics
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PPOTrainer, "step", breaks)
+        with pytest.raises(Stop):
+            run(lab, f"stopped {step}", *words)
+    assert (lab.folder / f"stopped {step}" / "checkpoints" / "step_000003" / "ref").is_dir()
+    resumed = run(lab, f"stopped {step}", *words)
+    assert same_weights(resumed, whole)
+    assert without_times(resumed.rows) == without_times(whole.rows)
+    for name, value in reference_weights(whole).items():
+        assert torch.equal(value, reference_weights(resumed)[name])
+
+
+def test_with_the_reference_the_optimizer_begins_anew(lab: Lab, whole: Finished) -> None:
+    """The third step is then a first step of Adam's, which moves each weight by the learning rate, whatever
+    its gradient is."""
+    longest = {}
+    for name, words in (("kept", ()), ("anew", ("actor_rollout_ref.ref.reset_optimizer=true",))):
+        before, after = (
+            run(
+                lab,
+                f"{name} {steps}",
+                *words,
+                f"trainer.total_training_steps={steps}",
+                "trainer.save_freq=-1",
+            )
+            for steps in (2, 3)
+        )
+        first, second = before.weights(), after.weights()
+        moved = torch.cat([(second[key] - first[key]).flatten().abs() for key in first])
+        longest[name] = moved.max().item(), moved[moved > 0].median().item()
+    assert longest["anew"] == pytest.approx((0.01, 0.01), rel=0.02)
+    assert longest["kept"][1] < 0.009
+    assert whole.rows[1]["actor/loss"] == after.rows[1]["actor/loss"]
+
+
+class Mover(PPOTrainer):
+    """Moves the roles apart after the third step."""
+
+    def at_step_boundary(self, step: int) -> None:
+        if step == 3:
+            pools = {"a": [1], "b": [1], "c": [1]}
+            self.reallocate(
+                Placement(pools, {Role.Actor: "a", Role.Rollout: "b", Role.RefPolicy: "c", Role.Reward: "b"})
+            )
+
+
+def test_a_reference_apart_goes_on_with_the_same_numbers(lab: Lab, whole: Finished) -> None:
+    moved = run(lab, "moved", trainer=Mover)
+    assert moved.trainer.roles.reference is not moved.trainer.roles.actor
+    assert without_times(moved.rows) == without_times(whole.rows)
+    assert same_weights(moved, whole)
+
+
+def test_weights_that_do_not_arrive_end_the_run(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = FSDPEngine.load_weights
+
+    def forgets(self: Any, stream: Any, version: int, *, whole: bool = True) -> None:
+        original(self, [item for item in stream if "norm" not in item[0]], version, whole=whole)
+
+    monkeypatch.setattr(FSDPEngine, "load_weights", forgets)
+    with pytest.raises(WeightSyncError, match="in the reference policy are not what the trainer has"):
+        run(lab, "forgets")
+
+
+def test_a_run_does_not_go_back_to_the_first_reference_without_a_word(lab: Lab) -> None:
+    run(lab, "kept", "trainer.total_training_steps=2", "trainer.save_freq=2")
+    with pytest.raises(CheckpointError, match="no longer the model that the run began with") as caught:
+        run(lab, "kept", "actor_rollout_ref.ref.reset_interval=0")
+    assert caught.value.field == "actor_rollout_ref.ref.reset_interval"
+
+
+def test_the_base_of_adapters_cannot_be_reset(lab: Lab) -> None:
+    with pytest.raises(ConfigErrors, match="has no weights of its own to change"):
+        run(lab, "adapters", "actor_rollout_ref.model.lora_rank=4")
