@@ -30,6 +30,7 @@ class BatchOrder:
         batch_size: rows per batch.
         shuffle: a random order, another in each epoch; false keeps the dataset's.
         seed: fixes the orders of all epochs.
+        field: the config key of the batch size, for messages.
 
     Attributes:
         used: batches used, which is the number of the next one.
@@ -38,14 +39,16 @@ class BatchOrder:
         DataError: the dataset has fewer rows than one batch.
     """
 
-    def __init__(self, rows: int, batch_size: int, *, shuffle: bool, seed: int) -> None:
+    def __init__(
+        self, rows: int, batch_size: int, *, shuffle: bool, seed: int, field: str = "data.train_batch_size"
+    ) -> None:
         if not 1 <= batch_size <= rows:
             raise DataError(
                 "the training data do not fill one batch",
-                field="data.train_batch_size",
+                field=field,
                 got=f"batch size {batch_size}, {rows} row(s) of data",
                 expected=f"a batch size from 1 to {rows}",
-                remedy="lower data.train_batch_size (and ppo_mini_batch_size), or give more data",
+                remedy=f"lower {field} (and ppo_mini_batch_size), or give more data",
             )
         self._identity = {"seed": seed, "shuffle": shuffle, "rows": rows}
         self._permutation: tuple[int, np.ndarray] | None = None
@@ -106,11 +109,19 @@ class BatchLoader(BatchOrder):
 
     Args:
         dataset: where rows come from.
-        batch_size, shuffle, seed: see `BatchOrder`.
+        batch_size, shuffle, seed, field: see `BatchOrder`.
     """
 
-    def __init__(self, dataset: Dataset, batch_size: int, *, shuffle: bool, seed: int) -> None:
-        super().__init__(len(dataset), batch_size, shuffle=shuffle, seed=seed)
+    def __init__(
+        self,
+        dataset: Dataset,
+        batch_size: int,
+        *,
+        shuffle: bool,
+        seed: int,
+        field: str = "data.train_batch_size",
+    ) -> None:
+        super().__init__(len(dataset), batch_size, shuffle=shuffle, seed=seed, field=field)
         self._dataset = dataset
 
     def batch(self, number: int) -> DataProto:

@@ -94,6 +94,21 @@ class PromptDataset:
             },
         )
 
+    def recall(self, uids: Sequence[str]) -> DataProto:
+        """The table of prompts that were in earlier ones, by their uids."""
+        index = np.array([int(uid.rpartition("-")[2]) for uid in uids], dtype=np.int64)
+        table = self.batch(self.rows_of(index).tolist(), uid_prefix="")
+        return DataProto(table.batch, {**table.non_tensor_batch, "uid": list(uids)})
+
+    def rows_of(self, index: np.ndarray) -> np.ndarray:
+        """The rows of prompts, by their numbers in the files together."""
+        rows: np.ndarray = np.searchsorted(self._kept, index)
+        return rows
+
+    def records(self, rows: Sequence[int]) -> list[dict[str, Any]]:
+        """What the files say of the named prompts: the columns that were read."""
+        return self._files.take(self._kept[np.asarray(rows, dtype=np.int64)])
+
 
 def _messages(prompt: Any) -> list[dict[str, Any]]:
     if isinstance(prompt, str) or not isinstance(prompt[0], Mapping):

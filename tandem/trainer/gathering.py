@@ -1,0 +1,209 @@
+"""The samples of a step: prompts answered and scored, and further ones until a batch is full of prompts that
+teach something (dynamic sampling: Yu et al. 2025, DAPO, arXiv 2503.14476, section 3.2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from tandem.config.root import TrainConfig
+from tandem.errors import ConfigError, RewardError
+from tandem.protocol import SamplingParams
+from tandem.runtime import BatchFuture, Future, WorkerGroup
+from tandem.trainer.dealing import Dealer
+from tandem.trainer.prompts import Prompts
+from tandem.trainer.roles import Roles
+from tandem.workers.shaping import Spread
+
+FILTER = "algorithm.filter_groups"
+
+
+class Gathered(NamedTuple):
+    """What a step learns from.
+
+    Attributes:
+        prompts: one row per prompt.
+        samples, scores: n rows per prompt, in the order of the prompts.
+        metrics: of the sampling, where there is a choice.
+    """
+
+    prompts: BatchFuture
+    samples: BatchFuture
+    scores: BatchFuture
+    metrics: dict[str, float]
+
+
+@dataclass
+class _Filling:
+    """A batch that is being filled.
+
+    Attributes:
+        size: prompts that it takes.
+        parts: what is in it.
+        prompts: how many prompts are in it.
+        tried, dropped: prompts answered, and those of them whose responses did not differ.
+        reward: mean rewards of the generation batches.
+        tokens: written by the policy.
+    """
+
+    size: int
+    parts: list[tuple[BatchFuture, BatchFuture, BatchFuture]]
+    prompts: int = 0
+    tried: int = 0
+    dropped: int = 0
+    reward: float = 0.0
+    tokens: int = 0
+
+    def add(
+        self, prompts: BatchFuture, samples: BatchFuture, scores: BatchFuture, spread: Spread, n: int
+    ) -> np.ndarray:
+        """Takes the prompts whose responses differ, as many as there is room for.
+
+        Returns:
+            the rows of those there was no room for.
+        """
+        differing = np.flatnonzero(spread.differs)
+        taken, surplus = np.split(differing, [self.size - self.prompts])
+        if len(taken):
+            rows = (n * taken[:, None] + np.arange(n)).ravel()
+            self.parts.append((prompts.rows(taken), samples.rows(rows), scores.rows(rows)))
+        asked = len(spread.differs)
+        self.prompts += len(taken)
+        self.tried += asked
+        self.dropped += asked - len(differing)
+        self.reward += spread.reward * asked
+        read = n * int(prompts.index.lengths["prompts"].sum())
+        self.tokens += int(samples.index.lengths["tokens"].sum()) - read
+        return surplus
+
+    @property
+    def full(self) -> bool:
+        return self.prompts == self.size
+
+
+class Gatherer:
+    """Answers and scores the prompts of each step.
+
+    Without `algorithm.filter_groups` that is one generation batch. With it, prompts whose responses are all
+    worth the same are left out, and generation batches follow until the batch is full. Prompts that differ
+    and find no room are not learnt from now, for their responses would be an older policy's in the next step:
+    they are given back, and answered again first thing then. What the controller sees of the samples is a
+    truth value per prompt.
+
+    Args:
+        config: the resolved config.
+        prompts: gives further prompts, and takes back those there was no room for.
+        params: how responses are drawn.
+        dealer: says which prompts are better sampled by the same rank.
+
+    Attributes:
+        limit: the most generation batches of a step.
+    """
+
+    def __init__(self, config: TrainConfig, prompts: Prompts, params: SamplingParams, dealer: Dealer) -> None:
+        settings = config.algorithm.filter_groups
+        self._filters, self._metric = settings.enable, settings.metric
+        self._overlong = config.reward_model.overlong_buffer
+        self._max_length = config.data.max_response_length
+        self._size = config.data.train_batch_size
+        self._prompts = prompts
+        self._params = params
+        self._dealer = dealer
+        self.limit = settings.max_num_gen_batches or max(
+            -(-self._size // prompts.batch_size), prompts.steps_per_epoch
+        )
+
+    def gather(self, roles: Roles, prompts: BatchFuture, n: int) -> Gathered:
+        """The samples of a step.
+
+        Args:
+            prompts: the first generation batch.
+            n: responses to each.
+
+        Raises:
+            RewardError: `limit` generation batches did not fill the batch.
+        """
+        if not self._filters:
+            return Gathered(prompts, *self._answer(roles, prompts, n), {})
+        filling = _Filling(self._size, [])
+        for number in range(1, self.limit + 1):
+            samples, scores = self._answer(roles, prompts, n)
+            asked: Future[Spread] = roles.batch.group_spread(
+                scores.select("scores", "reward_extra"), n, self._metric
+            )
+            surplus = filling.add(prompts, samples, scores, asked.get(), n)
+            if filling.full:
+                self._prompts.give_back(prompts, surplus.tolist())
+                whole = (BatchFuture.concat(column) for column in zip(*filling.parts, strict=True))
+                prompts, samples, scores = whole
+                return Gathered(prompts, samples, scores, _metrics(filling, number))
+            if number < self.limit:
+                prompts = self._prompts.next()
+        raise self._unfilled(filling)
+
+    def _answer(self, roles: Roles, prompts: BatchFuture, n: int) -> tuple[BatchFuture, BatchFuture]:
+        """n samples of each prompt, and their scores, of which the sampler of prompts is told."""
+        samples, scores = roles.generate(prompts, n, self._params, self._dealer)
+        overlong = self._overlong
+        if overlong.enable:
+            assert overlong.len is not None, "the config refuses this without a length"
+            scores = roles.batch.punish_overlong(
+                samples.select("response_mask").union(scores),
+                self._max_length,
+                overlong.len,
+                overlong.penalty_factor,
+                overlong.log,
+            )
+        self._prompts.observe(samples, scores)
+        return samples, scores
+
+    def _unfilled(self, filling: _Filling) -> RewardError:
+        return RewardError(
+            "too few prompts whose responses differ: the batch could not be filled",
+            field=f"{FILTER}.max_num_gen_batches",
+            got=f"{filling.prompts} of {self._size} prompts after {self.limit} generation batches; "
+            f"mean reward {filling.reward / filling.tried:.4g}, {filling.dropped} of {filling.tried} prompts "
+            f"had responses of the same {self._metric}",
+            expected=f"{self._size} prompts, data.train_batch_size",
+            remedy="where the model answers all prompts alike little is left to learn: give other data, more "
+            f"responses per prompt, or a smaller data.train_batch_size; {FILTER}.max_num_gen_batches allows "
+            "more tries",
+        )
+
+
+def _metrics(filling: _Filling, batches: int) -> dict[str, float]:
+    return {
+        "sampling/gen_batches": float(batches),
+        "sampling/dropped_groups": filling.dropped / filling.tried,
+        "sampling/surplus_groups": (filling.tried - filling.dropped - filling.size) / filling.tried,
+        "sampling/reward": filling.reward / filling.tried,
+        "sampling/response_tokens": float(filling.tokens),
+    }
+
+
+def require_sampling(config: TrainConfig, batch: WorkerGroup, data: WorkerGroup) -> None:
+    """Refuses worker classes of the user's own that lack what the config's way of sampling calls.
+
+    Raises:
+        ConfigError: names the key that asks for the method.
+    """
+    filters, overlong = config.algorithm.filter_groups.enable, config.reward_model.overlong_buffer.enable
+    draws = config.data.sampler.class_name is not None
+    for asked, field, group, methods in (
+        (filters, f"{FILTER}.enable", batch, ("group_spread",)),
+        (filters, f"{FILTER}.enable", data, ("recall",)),
+        (overlong, "reward_model.overlong_buffer.enable", batch, ("punish_overlong",)),
+        (config.algorithm.mask_truncated_completions, "algorithm.mask_truncated_completions", batch,
+         ("truncated",)),
+        (draws, "data.sampler.class_name", data, ("observe", "sampler_state", "load_sampler_state")),
+    ):  # fmt: skip
+        missing = [method for method in methods if not hasattr(group, method)]
+        if asked and missing:
+            raise ConfigError(
+                f"asks for methods that the worker class of role {group.role} lacks",
+                field=field,
+                got=f"no {', '.join(missing)}",
+                remedy=f"derive trainer.worker_classes.{group.role} from the class it replaces",
+            )

@@ -1,0 +1,157 @@
+"""Samplers of prompts: the built-in one's weights, one's own in a file, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tandem.data.curriculum import DrawnBatches, PassRateSampler, load_sampler
+from tandem.data.prompts import PromptDataset
+from tandem.errors import ConfigError, DataError
+from tandem.protocol import DataProto
+from tests.support.tiny import make_tokenizer, problem, write_rows
+
+OWN = """
+class Own:
+    def __init__(self, dataset, *, batch_size, seed, start=0):
+        self.rows, self.place, self.told = len(dataset), start, []
+
+    def draw(self, count):
+        drawn = [(self.place + i) % self.rows for i in range(count)]
+        self.place += count
+        return drawn
+
+    def update(self, rows, rewards):
+        self.told.append((rows.tolist(), rewards.tolist()))
+
+    def state_dict(self):
+        return {"place": self.place}
+
+    def load_state_dict(self, state):
+        self.place = state["place"]
+
+
+class Twice(Own):
+    def draw(self, count):
+        return [3] * count
+
+
+class Deaf:
+    def draw(self, count): ...
+"""
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> PromptDataset:
+    """The last 14 of 24 rows; the ten before are longer than four tokens."""
+    rows = [problem(a, b) for a in (15, 11, 7, 3) for b in range(2, 9)][4:]
+    assert len(rows) == 24
+    return PromptDataset(
+        str(write_rows(tmp_path / "train.parquet", rows)),
+        make_tokenizer(tmp_path),
+        max_prompt_length=4,
+        filter_overlong_prompts=True,
+    )
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> str:
+    (tmp_path / "own.py").write_text(OWN)
+    return str(tmp_path / "own.py")
+
+
+def loaded(dataset: PromptDataset, path: str | None, name: str, **kwargs: Any) -> Any:
+    return load_sampler(dataset, path=path, name=name, batch_size=4, seed=0, kwargs=kwargs)
+
+
+def test_rows_are_drawn_by_the_variance_of_their_reward(dataset: PromptDataset) -> None:
+    count = len(dataset)
+    sampler = PassRateSampler(dataset, batch_size=1, seed=0, momentum=0.25, floor=0.01)
+    rates = np.full(count, 0.5)
+    draw = np.random.default_rng(0)
+    for _ in range(50):
+        rows = draw.choice(count, size=5, replace=False)
+        rewards = draw.choice([-1.0, 0.0, 0.25, 1.0, 2.0], size=5)
+        sampler.update(rows, rewards)
+        for row, reward in zip(rows, rewards, strict=True):
+            rates[row] = 0.25 * rates[row] + 0.75 * min(max(reward, 0.0), 1.0)
+    weights = rates * (1 - rates) + 0.01
+    expected = weights / weights.sum()
+    draws = 20_000
+    found = np.bincount([sampler.draw(1)[0] for _ in range(draws)], minlength=count) / draws
+    assert np.ptp(expected) > 0.05
+    assert np.abs(found - expected).max() < 5 * np.sqrt(expected.max() / draws)
+
+
+def test_the_built_in_sampler_goes_on_from_its_state(dataset: PromptDataset) -> None:
+    first, second = (PassRateSampler(dataset, batch_size=4, seed=seed) for seed in (1, 2))
+    for _ in range(3):
+        rows = np.array(first.draw(4))
+        assert len(set(rows.tolist())) == 4
+        first.update(rows, np.array([0.0, 0.5, 1.0, 1.0]))
+    second.load_state_dict(first.state_dict())
+    assert [second.draw(4) for _ in range(5)] == [first.draw(4) for _ in range(5)]
+
+
+@pytest.mark.parametrize("setting", [{"floor": 0.0}, {"momentum": 1.0}, {"start": 1.5}])
+def test_settings_out_of_range_are_named(dataset: PromptDataset, setting: dict[str, float]) -> None:
+    (name,) = setting
+    with pytest.raises(ConfigError) as caught:
+        loaded(dataset, None, "PassRateSampler", **setting)
+    assert caught.value.field == f"data.sampler.kwargs.{name}"
+
+
+def test_batches_are_drawn_in_turn_and_the_sampler_hears_of_each_prompt(
+    dataset: PromptDataset, own: str
+) -> None:
+    """A row's number is its place among those that were kept, not in the file."""
+    sampler = loaded(dataset, own, "Own", start=5)
+    batches = DrawnBatches(dataset, 3, sampler)
+    first = batches.batch(0)
+    index = first.non_tensor_batch["index"]
+    assert index.tolist() == [15, 16, 17]
+    assert first.non_tensor_batch["uid"].tolist() == [f"0-{number}" for number in index]
+    answered = DataProto.concat([first.select((), ("index",))] * 2)
+    scores = torch.tensor([0.0, 1.0, 0.5, 1.0, 1.0, 0.0])
+    batches.observe(DataProto({"scores": scores}, answered.non_tensor_batch))
+    assert sampler.told == [([5, 6, 7], [0.5, 1.0, 0.25])]
+    state = batches.state_dict()
+    again = DrawnBatches(dataset, 3, loaded(dataset, own, "Own"))
+    again.load_state_dict(state)
+    second, same = (made.batch(1).non_tensor_batch["uid"].tolist() for made in (batches, again))
+    assert same == second
+
+
+def test_prompts_are_recalled_by_their_uids(dataset: PromptDataset) -> None:
+    epochs = [dataset.batch([1, 4, 2], uid_prefix=prefix) for prefix in ("0", "3")]
+    uids = [epochs[1].non_tensor_batch["uid"][2], epochs[0].non_tensor_batch["uid"][0]]
+    found = dataset.recall(uids)
+    assert found.non_tensor_batch["uid"].tolist() == uids
+    expected = DataProto.concat([epochs[1][[2]], epochs[0][[0]]])
+    assert found.ragged("prompts").equal(expected.ragged("prompts"))
+    truths = [table.non_tensor_batch["ground_truth"].tolist() for table in (found, expected)]
+    assert truths[0] == truths[1]
+    assert [record["data_source"] for record in dataset.records([0, 2])] == ["arithmetic"] * 2
+
+
+def test_what_is_no_sampler_is_refused(dataset: PromptDataset, own: str) -> None:
+    with pytest.raises(ConfigError, match="no such class") as caught:
+        loaded(dataset, own, "Owm")
+    assert "Own" in str(caught.value.expected)
+    with pytest.raises(ConfigError, match="lacks methods") as caught:
+        loaded(dataset, own, "Deaf")
+    assert "update, state_dict, load_state_dict" in str(caught.value.got)
+    with pytest.raises(ConfigError, match="cannot be made") as caught:
+        loaded(dataset, own, "Own", begin=1)
+    assert caught.value.field == "data.sampler.kwargs"
+
+
+def test_a_row_drawn_twice_is_refused(dataset: PromptDataset, own: str) -> None:
+    batches = DrawnBatches(dataset, 4, loaded(dataset, own, "Twice"))
+    with pytest.raises(DataError, match="different rows") as caught:
+        batches.batch(0)
+    assert "4 rows, 1 different, 3 to 3" in str(caught.value.got)

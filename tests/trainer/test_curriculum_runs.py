@@ -1,0 +1,124 @@
+"""A sampler in the loop: it is told what was observed before it draws again, and a run that was stopped goes
+on as the one that was not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tandem.errors import DataError
+from tandem.trainer.ppo import PPOTrainer
+from tests.support.runs import Finished, Lab, same_weights, without_times
+
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return len(set(solution_str)) / 6
+"""
+OWN = """
+class Worst:
+    '''The rows with the lowest mean reward; rows never answered come first, by number.'''
+
+    def __init__(self, dataset, *, batch_size, seed, longest):
+        self.rewards = [-1.0] * len(dataset)
+        self.longest = longest
+        self.read = [record["extra_info"]["question"] for record in dataset.records(range(len(dataset)))]
+
+    def draw(self, count):
+        able = [row for row in range(len(self.rewards)) if len(self.read[row]) <= self.longest]
+        return sorted(able, key=lambda row: (self.rewards[row], row))[:count]
+
+    def update(self, rows, rewards):
+        for row, reward in zip(rows.tolist(), rewards.tolist()):
+            self.rewards[row] = reward
+
+    def state_dict(self):
+        return {"rewards": self.rewards}
+
+    def load_state_dict(self, state):
+        self.rewards = state["rewards"]
+"""
+
+
+class Stop(Exception):
+    """Stands for whatever ends a process."""
+
+
+@pytest.fixture(scope="module")
+def words(lab: Lab) -> tuple[str, ...]:
+    (lab.folder / "letters.py").write_text(REWARD)
+    (lab.folder / "own_sampler.py").write_text(OWN)
+    return (
+        f"custom_reward_function.path={lab.folder / 'letters.py'}",
+        f"data.sampler.class_path={lab.folder / 'own_sampler.py'}",
+        "data.sampler.class_name=Worst",
+        "data.sampler.kwargs={longest: 4}",
+        "trainer.total_training_steps=5",
+        "trainer.save_freq=1",
+    )
+
+
+def drawn(run: Finished, step: int) -> tuple[list[int], list[float]]:
+    """The rows of a step, and the mean reward of each."""
+    samples = run.samples(step)
+    scores = np.array(samples["scores"]).reshape(-1, 3).mean(1)
+    return samples["index"][::3], scores.tolist()
+
+
+def test_the_sampler_draws_by_what_it_was_told(lab: Lab, words: tuple[str, ...]) -> None:
+    """Of the fourteen questions of four characters, the first two steps bring eight; then follow six new
+    ones and the worst."""
+    run = lab.run("worst", *words)
+    known = dict.fromkeys(range(14), -1.0)
+    for step in range(1, 6):
+        rows, rewards = drawn(run, step)
+        assert rows == sorted(known, key=lambda row: (known[row], row))[:4]
+        assert [uid.split("-") for uid in run.samples(step)["uid"][::3]] == [
+            [str(step - 1), str(row)] for row in rows
+        ]
+        known |= dict(zip(rows, rewards, strict=True))
+    assert drawn(run, 4)[0][:2] == [12, 13]
+
+
+@pytest.mark.parametrize("built_in", [False, True])
+def test_a_resumed_run_draws_as_the_whole_one(
+    lab: Lab, words: tuple[str, ...], built_in: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With dynamic sampling, so that the sampler is asked several times a step and prompts are given back."""
+    if built_in:
+        words = (words[0], "data.sampler.class_name=PassRateSampler", *words[4:])
+    words = (*words, "algorithm.filter_groups.enable=true", "data.gen_batch_size=5",
+             "actor_rollout_ref.actor.ppo_mini_batch_size=2")  # fmt: skip
+    whole = lab.run(f"whole_{built_in}", *words)
+    assert any(row["sampling/gen_batches"] > 1 or row["sampling/surplus_groups"] > 0 for row in whole.rows)
+    original = PPOTrainer.step
+
+    def breaks(self: PPOTrainer, number: int, batch: Any) -> dict[str, float]:
+        metrics = original(self, number, batch)
+        if number == 4:
+            raise Stop
+        return metrics
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PPOTrainer, "step", breaks)
+        with pytest.raises(Stop):
+            lab.run(f"stopped_{built_in}", *words)
+    resumed = lab.run(f"stopped_{built_in}", *words)
+    assert same_weights(resumed, whole)
+    assert without_times(resumed.rows) == without_times(whole.rows)
+    assert resumed.samples(5)["uid"] == whole.samples(5)["uid"]
+
+
+def test_a_checkpoint_of_a_run_with_a_sampler_needs_it(lab: Lab, words: tuple[str, ...]) -> None:
+    lab.run("with_sampler", *words, "trainer.total_training_steps=1")
+    with pytest.raises(DataError) as caught:
+        lab.run("with_sampler", words[0])
+    assert caught.value.field == "data.sampler.class_name"
+
+
+def test_what_the_sampler_raises_ends_the_run(lab: Lab, words: tuple[str, ...]) -> None:
+    path = lab.folder / "raising.py"
+    path.write_text(OWN.replace("for row, reward", "raise ValueError('lost count')\n        for row, reward"))
+    with pytest.raises(ValueError, match="lost count"):
+        lab.run("raising", *words, f"data.sampler.class_path={path}")

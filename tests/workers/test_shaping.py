@@ -1,0 +1,80 @@
+"""What the batch's worker says of groups and lengths, on tables made by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tandem.config.algorithm import AlgorithmConfig
+from tandem.errors import RewardError
+from tandem.observability.run import RunFolder
+from tandem.protocol import DataProto, Ragged
+from tandem.workers.batch import BatchWorker
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> BatchWorker:
+    return BatchWorker(AlgorithmConfig(adv_estimator="grpo"), RunFolder(tmp_path / "run"))
+
+
+def scored(scores: list[float], extras: list[dict[str, float]] | None = None) -> DataProto:
+    return DataProto({"scores": torch.tensor(scores)}, {"reward_extra": extras or [{} for _ in scores]})
+
+
+def test_the_metric_is_the_rewards_own_number_or_the_score_before_the_punishment(worker: BatchWorker) -> None:
+    """Two prompts: the first differs in the score after, the second in acc."""
+    extras = [{"acc": 1.0, "score": 1.0}] * 2 + [{"acc": 0.0, "score": 1.0}, {"acc": 1.0, "score": 1.0}]
+    batch = scored([0.5, 0.25, 1.0, 1.0], extras)
+    for metric, expected in (
+        ("acc", [False, True]), ("score", [False, False]), ("seq_reward", [True, False]),
+        ("reward", [True, False]),
+    ):  # fmt: skip
+        found = worker.group_spread(batch, 2, metric)
+        assert found.differs.tolist() == expected, metric
+        assert found.reward == pytest.approx(2.75 / 4)
+
+
+def test_without_acc_it_is_the_score(worker: BatchWorker) -> None:
+    assert worker.group_spread(scored([0.0, 1.0, 1.0, 1.0]), 2, "acc").differs.tolist() == [True, False]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_number_that_is_not_finite_is_refused_and_not_filtered(worker: BatchWorker, bad: float) -> None:
+    with pytest.raises(RewardError, match="not finite") as caught:
+        worker.group_spread(scored([1.0, 1.0, bad, bad]), 2, "acc")
+    assert "2 samples, the first is number 2" in str(caught.value.got)
+
+
+def test_the_punishment_is_at_the_last_response_token(worker: BatchWorker) -> None:
+    """Responses of 0, 2 and 4 tokens; one reward is spread over its tokens."""
+    mask = Ragged.from_list([[False], [False, True, True], [False, False, True, True, True, True]])
+    rewards = Ragged.from_list(
+        [[0.0], [0.0, 0.0, 1.0], [0.0, 0.0, 0.25, 0.25, 0.0, 0.5]], dtype=torch.float32
+    )
+    batch = DataProto(
+        {"response_mask": mask, "token_level_scores": rewards, "scores": torch.tensor([0.0, 1.0, 1.0])},
+        {"reward_extra": [{}, {"acc": 1.0}, {}], "response_text": ["", "ab", "abcd"]},
+    )
+    out = worker.punish_overlong(batch, 4, 3, 2.0, True)
+    taken = [0.0, -2 / 3, -2.0]
+    assert out.dense("scores").tolist() == pytest.approx([0.0, 1 / 3, -1.0])
+    rows = [row.tolist() for row in out.ragged("token_level_scores")]
+    expected = [[0.0], [0.0, 0.0, 1 + taken[1]], [0.0, 0.0, 0.25, 0.25, 0.0, 0.5 + taken[2]]]
+    for row, wanted in zip(rows, expected, strict=True):
+        assert row == pytest.approx(wanted)
+    extras = out.non_tensor_batch["reward_extra"].tolist()
+    assert [extra["score"] for extra in extras] == [0.0, 1.0, 1.0]
+    assert [extra["overlong"] for extra in extras] == [0.0, 1.0, 1.0]
+    assert [extra["overlong_reward"] for extra in extras] == pytest.approx(taken)
+    assert extras[1]["acc"] == 1.0
+    quiet = worker.punish_overlong(batch, 4, 3, 2.0, False).non_tensor_batch["reward_extra"]
+    assert quiet.tolist() == [{"score": 0.0}, {"acc": 1.0, "score": 1.0}, {"score": 1.0}]
+    assert "overlong" not in batch.non_tensor_batch["reward_extra"][0]
+
+
+def test_cut_responses_are_those_that_ended_at_the_limit(worker: BatchWorker) -> None:
+    batch = DataProto(non_tensor_batch={"finish_reason": ["stop", "length", "abort", "length"]})
+    assert np.array_equal(worker.truncated(batch), [False, True, False, True])
