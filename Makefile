@@ -9,7 +9,7 @@ DEV := .venv/.dev-installed
 TORCH := torch==2.13.0
 TRANSFORMERS := transformers>=5.16.1,<5.20
 
-.PHONY: demo test lint format test-slow test-vllm stress bench peers clean help
+.PHONY: demo test lint format test-slow test-vllm test-verl stress bench peers clean help
 
 help: ## the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -19,6 +19,10 @@ demo: $(CORE) ## a policy learns arithmetic on this machine, in a few minutes
 
 test: lint ## lint, types, import contracts, tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 $(ARGS)
+
+.PHONY: docs
+docs: $(CORE) ## the pages of docs/algorithms, from docstrings and signatures
+	$(BIN)/python -m docs.generate
 
 lint: $(DEV) ## lint, types, import contracts
 	$(BIN)/ruff check .
@@ -36,6 +40,9 @@ test-slow: $(DEV) ## the long tests
 test-vllm: .peers/vllm/.tandem-installed ## the tests of the vLLM engine, in an environment of its own
 	OMP_NUM_THREADS=2 .peers/vllm/bin/python -m pytest -q -m vllm tests/engines/rollout tests/workers $(ARGS)
 
+test-verl: $(DEV) .peers/verl/.installed ## the same numbers as verl's functions, which run in an environment of their own
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m verl tests/algorithms $(ARGS)
+
 stress: $(DEV) ## 10,000 random requests on a tiny cache, each as if it were alone; ARGS='--requests N'
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.engines.rollout.stress $(ARGS)
 
@@ -47,6 +54,7 @@ bench: $(DEV) peers ## the performance claims, each against its peer
 	$(BIN)/python benchmarks/controller_traffic.py
 	$(BIN)/python benchmarks/weight_sync.py
 	$(BIN)/python benchmarks/log_prob_head.py
+	$(BIN)/python benchmarks/advantages.py
 	$(BIN)/python benchmarks/levers.py
 	$(BIN)/python benchmarks/packing.py
 	$(BIN)/python benchmarks/update_vs_trl.py

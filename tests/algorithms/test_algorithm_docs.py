@@ -9,11 +9,24 @@ import pytest
 
 from tandem.algorithms.aggregation import aggregate
 from tandem.algorithms.kl import AdaptiveKLController, apply_kl_penalty, kl_penalty
-from tandem.algorithms.registry import ADVANTAGES, POLICY_LOSSES
+from tandem.algorithms.kl_estimators import straight_through
+from tandem.algorithms.registry import ADVANTAGES, KL_ESTIMATORS, POLICY_LOSSES
 from tandem.algorithms.value_loss import clipped_value_loss
 
-REGISTERED = [registry.find(name).fn for registry in (ADVANTAGES, POLICY_LOSSES) for name in registry.names]
-DOCUMENTED = [*REGISTERED, aggregate, kl_penalty, apply_kl_penalty, AdaptiveKLController, clipped_value_loss]
+REGISTERED = [
+    registry.find(name).fn
+    for registry in (ADVANTAGES, POLICY_LOSSES, KL_ESTIMATORS)
+    for name in registry.names
+]
+DOCUMENTED = [
+    *REGISTERED,
+    aggregate,
+    kl_penalty,
+    apply_kl_penalty,
+    AdaptiveKLController,
+    straight_through,
+    clipped_value_loss,
+]
 
 
 @pytest.mark.parametrize("function", DOCUMENTED, ids=lambda function: function.__name__)
@@ -21,6 +34,13 @@ def test_source_is_named(function) -> None:
     text = inspect.getdoc(function) or ""
     assert re.search(r"^Source: .+ \d{4}.*", text, re.MULTILINE), text
     assert re.search(r"https?://(arxiv\.org/abs/\d{4}\.\d{4,5}|joschu\.net)", text), text
+
+
+@pytest.mark.parametrize("name", ADVANTAGES.names)
+def test_when_to_use_it_what_to_watch_and_what_it_costs(name: str) -> None:
+    text = inspect.getdoc(ADVANTAGES.find(name).fn) or ""
+    labels = [label for label in re.findall(r"^(\w[\w ]*): \S", text, re.MULTILINE)]
+    assert labels == ["When to use", "Watch", "Cost", "Source"]
 
 
 @pytest.mark.parametrize("function", REGISTERED, ids=lambda function: function.__name__)

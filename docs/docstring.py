@@ -1,0 +1,103 @@
+"""A docstring of `tandem.algorithms` in its parts."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+LABELS = ("When to use", "Watch", "Cost", "Source")
+"""Paragraphs that every algorithm has."""
+
+_SECTIONS = ("Args", "Returns", "Raises", "Attributes")
+_START = re.compile(rf"({'|'.join([*LABELS, *_SECTIONS])}):(\s|$)|Equations?\b")
+_ENTRY = re.compile(r"(\w+(?:, \w+)*): (.+)")
+
+
+@dataclass
+class Docstring:
+    """What a docstring says.
+
+    Attributes:
+        summary: its first paragraph, one line.
+        notes: further paragraphs without a label, in Markdown.
+        equation: the indented lines below "Equation …:", or below the summary.
+        symbols: what stands in parentheses between "Equation" and the colon.
+        labelled: each of LABELS that is there, as one line.
+        arguments: the meaning of each argument, one line.
+        returns, raises: one line; empty where they are not said.
+    """
+
+    summary: str
+    notes: list[str] = field(default_factory=list)
+    equation: str = ""
+    symbols: str = ""
+    labelled: dict[str, str] = field(default_factory=dict)
+    arguments: dict[str, str] = field(default_factory=dict)
+    returns: str = ""
+    raises: str = ""
+
+
+def parse(function: Callable[..., Any]) -> Docstring:
+    """The parts of a function's or class's docstring."""
+    first, *blocks = _blocks(inspect.getdoc(function) or "")
+    summary, _, code = first.partition("\n\n")
+    found = Docstring(_one_line(summary), equation=textwrap.dedent(code))
+    for block in blocks:
+        label = block.split(":", 1)[0]
+        if block.startswith("Equation"):
+            title, _, code = block.partition(":\n")
+            symbols = re.fullmatch(r"Equations?[^(]*\((.*)\)", _one_line(title))
+            found.symbols = symbols[1] if symbols else ""
+            found.equation = textwrap.dedent(code).strip("\n")
+        elif label in LABELS:
+            found.labelled[label] = _one_line(block.removeprefix(f"{label}:"))
+        elif label == "Args":
+            found.arguments = _entries(block)
+        elif label == "Returns":
+            found.returns = _one_line(block.removeprefix("Returns:"))
+        elif label == "Raises":
+            found.raises = _one_line(block.removeprefix("Raises:"))
+        elif label != "Attributes":
+            found.notes.append(_paragraph(block))
+    return found
+
+
+def _blocks(text: str) -> list[str]:
+    """Paragraphs, each with the indented lines below it; a label begins one, blank line or not."""
+    blocks: list[list[str]] = [[]]
+    blank = False
+    for line in text.splitlines():
+        begins = bool(line) and not line.startswith(" ") and (blank or _START.match(line) is not None)
+        if begins and blocks[-1]:
+            blocks.append([])
+        blocks[-1].append(line)
+        blank = not line
+    return ["\n".join(block).strip("\n") for block in blocks]
+
+
+def _entries(block: str) -> dict[str, str]:
+    """`name, name: meaning`, one or several lines each."""
+    found: dict[str, str] = {}
+    names: list[str] = []
+    for line in textwrap.dedent(block.partition("\n")[2]).splitlines():
+        entry = None if line.startswith(" ") else _ENTRY.match(line)
+        if entry:
+            names = entry[1].split(", ")
+            found |= dict.fromkeys(names, entry[2])
+        else:
+            found |= {name: f"{found[name]} {line.strip()}" for name in names}
+    return found
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _paragraph(block: str) -> str:
+    """Prose on one line, indented lines below it as they are."""
+    prose, blank, code = block.partition("\n\n")
+    return _one_line(prose) + blank + code

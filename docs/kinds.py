@@ -1,0 +1,97 @@
+"""What the pages must know besides docstrings and signatures: which keys ask for an algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+ACTOR = "actor_rollout_ref.actor"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of algorithms.
+
+    Attributes:
+        singular: what one is called.
+        folder: of the pages.
+        keys: the keys that name one.
+        sections: where its options may be keys of their own.
+        by_name: the mapping for all other options.
+        beside: what else must be set for it to count.
+    """
+
+    singular: str
+    folder: str
+    keys: tuple[str, ...] = ()
+    sections: tuple[str, ...] = ()
+    by_name: str = ""
+    beside: Mapping[str, Any] = field(default_factory=dict)
+
+
+KINDS = {
+    "advantage estimator": Kind(
+        "advantage estimator",
+        "advantages",
+        ("algorithm.adv_estimator",),
+        ("algorithm",),
+        "algorithm.adv_kwargs",
+    ),
+    "policy loss": Kind(
+        "policy loss",
+        "policy_losses",
+        (f"{ACTOR}.policy_loss.loss_mode",),
+        (ACTOR, f"{ACTOR}.policy_loss", "algorithm.rollout_correction"),
+        f"{ACTOR}.policy_loss.kwargs",
+    ),
+    "KL estimator": Kind(
+        "KL estimator", "kl", (f"{ACTOR}.kl_loss_type",), beside={f"{ACTOR}.use_kl_loss": True}
+    ),
+    "importance weight": Kind(
+        "importance weight", "corrections", ("algorithm.rollout_correction.rollout_is",)
+    ),
+    "rejection statistic": Kind(
+        "rejection statistic",
+        "rejections",
+        ("algorithm.rollout_correction.rollout_rs",),
+        beside={"algorithm.rollout_correction.rollout_rs_threshold": "2.0"},
+    ),
+}
+"""By the `kind` of the specs in a registry."""
+
+NEEDS = {
+    "values": "a critic",
+    "ref_log_probs": "a reference",
+    "group": "several samples of a prompt",
+    "reward_baselines": "a greedy response to each prompt",
+    "reward_components": "rewards by component",
+    "sum_pi_squared": "the sum of squared probabilities at each token",
+    "rollout_log_probs": "the rollout's log-probs",
+    "entropy": "the entropy",
+}
+"""Columns that a run does not have anyway."""
+
+
+OTHER = Kind("part of the loop", "parts")
+"""What is not one of several to choose from."""
+
+SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    "policy_losses/bypass_mode": {"algorithm.rollout_correction.bypass_mode": True},
+    "policy_losses/dro": {f"{ACTOR}.policy_loss.dro_beta": 1.0},
+    "parts/aggregate": {f"{ACTOR}.loss_agg_mode": "token-mean"},
+    "parts/clipped_value_loss": {"critic.cliprange_value": 0.5},
+    "parts/apply_kl_penalty": {"algorithm.use_kl_in_reward": True},
+    "parts/AdaptiveKLController": {
+        "algorithm.use_kl_in_reward": True,
+        "algorithm.kl_ctrl.type": "adaptive",
+        "algorithm.kl_ctrl.target_kl": 0.1,
+    },
+    "parts/AdaptiveEntropyController": {f"{ACTOR}.adaptive_entropy.enabled": True},
+    "parts/groups_with_spread": {"algorithm.filter_groups.enable": True},
+    "parts/soft_overlong_punishment": {
+        "reward_model.overlong_buffer.enable": True,
+        "reward_model.overlong_buffer.len": 4096,
+    },
+}
+"""What must be set besides the name, or instead of one, by folder and name."""

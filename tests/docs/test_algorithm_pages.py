@@ -1,0 +1,216 @@
+"""The pages of docs/algorithms say what the code says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from docs import generate
+from docs.docstring import LABELS, parse
+from docs.generate import Entry
+from docs.kinds import NEEDS
+from docs.probe import level
+from tandem.algorithms.registry import AdvantageSpec, PolicyLossSpec, advantage_estimator, declared
+from tandem.config.load import load_train_config
+from tandem.config.schema import value_at
+from tests.support.runs import Lab, lab
+
+__all__ = ["lab"]
+
+ENTRIES = list(generate.entries())
+REGISTERED = [entry for entry in ENTRIES if entry.spec is not None]
+
+
+def explained(scores: Tensor, mask: Tensor, *, scale: float = 1.0) -> None:
+    """Scores times a number. It
+    goes on.
+
+    Equation (s a score,
+    k the scale):
+
+        A = s * k        (always)
+        B = 0
+
+    A further word,
+    and what it means:
+
+        code
+
+    Args:
+        scores, mask: (N) of
+            each token.
+        scale: k, > 0.
+
+    Returns:
+        Two
+        things.
+
+    Raises:
+        ConfigError: never.
+
+    When to use: seldom,
+    if at all.
+    Watch: `a/b` falls; `c/d` rises.
+
+    Cost: nothing.
+    Source: Somebody 1999, https://arxiv.org/abs/1234.56789, eq. 1;
+    others 2001 (Them), https://arxiv.org/abs/2345.67890.
+    """
+
+
+def test_a_docstring_is_taken_apart() -> None:
+    said = parse(explained)
+    assert said.summary == "Scores times a number. It goes on."
+    assert said.symbols == "s a score, k the scale"
+    assert said.equation == "A = s * k        (always)\nB = 0"
+    assert said.notes == ["A further word, and what it means:\n\n    code"]
+    assert said.arguments == {
+        "scores": "(N) of each token.",
+        "mask": "(N) of each token.",
+        "scale": "k, > 0.",
+    }
+    assert (said.returns, said.raises) == ("Two things.", "ConfigError: never.")
+    assert said.labelled["When to use"] == "seldom, if at all."
+    assert said.labelled["Watch"] == "`a/b` falls; `c/d` rises."
+    assert said.labelled["Cost"] == "nothing."
+    assert generate.paper(said.labelled["Source"]) == (
+        "[Somebody 1999](https://arxiv.org/abs/1234.56789); [others 2001 (Them)](https://arxiv.org/abs/2345.67890)"
+    )
+
+
+def test_an_equation_needs_no_symbols_and_a_summary_may_be_followed_by_one() -> None:
+    def titled() -> None:
+        """One.
+
+        Equation, of each:
+
+            A = 1
+        """
+
+    def untitled() -> None:
+        """One:
+
+            A = 1
+
+        Two.
+        """
+
+    assert (parse(titled).equation, parse(titled).symbols) == ("A = 1", "")
+    assert (parse(untitled).summary, parse(untitled).equation) == ("One:", "A = 1")
+    assert parse(untitled).notes == ["Two."]
+
+
+def test_the_pages_committed_are_those_of_the_code() -> None:
+    committed = {
+        str(path.relative_to(generate.FOLDER)): path.read_text(encoding="utf-8")
+        for path in generate.FOLDER.rglob("*.md")
+    }
+    made = generate.pages()
+    stale = sorted(path for path in committed | made if committed.get(path) != made.get(path))
+    assert stale == [], "run `make docs` and commit what it writes"
+
+
+def test_every_algorithm_says_when_to_use_it_what_to_watch_and_what_it_costs() -> None:
+    missing = {
+        entry.name: lacking
+        for entry in ENTRIES
+        if (lacking := [label for label in LABELS if label not in entry.said.labelled])
+    }
+    assert missing == {}
+
+
+def test_what_to_watch_names_something_that_is_logged() -> None:
+    assert [entry.name for entry in ENTRIES if "`" not in entry.said.labelled.get("Watch", "`")] == []
+
+
+def test_every_registered_name_has_a_page_and_a_row() -> None:
+    made = generate.pages()
+    index = made["README.md"]
+    assert {"gae", "grpo", "vanilla"} <= {entry.name for entry in REGISTERED}
+    for entry in ENTRIES:
+        assert f"]({entry.path})" in index
+        assert entry.path in made
+        for alias in entry.aliases:
+            assert f"`{alias}`" in made[entry.path]
+    for entry in REGISTERED:
+        assert entry.said.equation in made[entry.path]
+        for column in entry.spec.columns:
+            assert f"| `{column}` |" in made[entry.path]
+
+
+def test_what_stands_in_a_row() -> None:
+    rows = {row.split("](")[0]: row for row in generate.pages()["README.md"].splitlines() if "](" in row}
+    gae, rloo = rows["| [`gae`"], rows["| [`rloo`"]
+    assert f"| advantage estimator | {NEEDS['values']} | token |" in gae
+    assert "[Schulman et al. 2016](https://arxiv.org/abs/1506.02438)" in gae
+    assert f"| advantage estimator | {NEEDS['group']} | sequence |" in rloo
+
+
+def losses_of_sequences(log_probs: Tensor, response_mask: Tensor, offsets: Tensor):
+    total = torch.segment_reduce(log_probs * response_mask, "sum", offsets=offsets)
+    return torch.repeat_interleave(total, offsets.diff()), {}
+
+
+def losses_of_the_batch(log_probs: Tensor):
+    return log_probs - log_probs.mean(), {}
+
+
+def losses_of_tokens(log_probs: Tensor, advantages: Tensor):
+    return -log_probs * advantages, {}
+
+
+@pytest.mark.parametrize(
+    ("loss", "found"),
+    [(losses_of_tokens, "token"), (losses_of_sequences, "sequence"), (losses_of_the_batch, "batch")],
+)
+def test_how_far_a_loss_reaches_is_found_by_running_it(loss, found: str) -> None:
+    assert level(declared(PolicyLossSpec, "loss", loss), {}) == found
+
+
+def test_whether_an_estimator_tells_tokens_apart_is_found_by_running_it() -> None:
+    def first_token_only(token_level_rewards: Tensor, response_mask: Tensor, offsets: Tensor):
+        advantages = torch.zeros_like(token_level_rewards)
+        advantages[offsets[1:] - 1] = 1.0
+        return advantages, advantages
+
+    assert level(declared(AdvantageSpec, "own", first_token_only), {}) == "token"
+    assert level(advantage_estimator("grpo"), {}) == "sequence"
+
+
+def other(value: object) -> object:
+    """Another value of an option that is still allowed."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value + 1 if isinstance(value, int) else (value or 1.0) * 0.5
+    return value
+
+
+@pytest.mark.parametrize("entry", REGISTERED, ids=lambda entry: entry.name)
+def test_the_snippet_is_a_config(entry: Entry, lab: Lab, tmp_path: Path) -> None:
+    file = tmp_path / "snippet.yaml"
+    file.write_text(generate.snippet(entry))
+    beside = lab.overrides(tmp_path / "run")[1:]  # without its estimator
+    estimator = [] if entry.kind.folder == "advantages" else ["algorithm.adv_estimator=grpo"]
+    config = load_train_config(str(file), [*beside, *estimator]).config
+    for name, value in entry.settings.items():
+        assert value_at(config, name) in (value, (value,))
+
+
+WITH_OPTIONS = [entry for entry in REGISTERED if entry.kind.folder in ("advantages", "policy_losses")]
+
+
+@pytest.mark.parametrize("entry", WITH_OPTIONS, ids=lambda entry: entry.name)
+def test_an_option_set_at_its_key_arrives(entry: Entry, lab: Lab, tmp_path: Path) -> None:
+    """In the worker that calls the function."""
+    wanted = {name: (option, other(value)) for name, (option, value) in generate.options_of(entry).items()}
+    words = [f"{name}={generate._value(value)}" for name, (_, value) in wanted.items()]
+    words += [f"{n}={generate._value(v)}" for n, v in entry.settings.items() if n not in wanted]
+    trainer = lab.trainer(tmp_path / "run", *words)
+    trainer.shutdown()
+    batch, actor = (group._workers._worker for group in (trainer.roles.batch, trainer.roles.actor))
+    options = batch.options if entry.kind.folder == "advantages" else actor.loss.options
+    assert options == dict(wanted.values())

@@ -1,0 +1,146 @@
+"""Every recipe of examples/recipes runs: two steps on a tiny model, methods as they stand, sizes small."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tandem.config.load import load_train_config
+from tandem.config.schema import value_at
+from tandem.trainer.build import build_ppo
+from tests.e2e.keys import ACTOR, ROLLOUT
+from tests.e2e.shop import SOURCES
+from tests.support.runs import Finished, Lab
+
+RECIPES = sorted((SOURCES / "examples" / "recipes").glob("*.yaml"))
+
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    kinds = len(set(solution_str))
+    return {"score": kinds / 6, "acc": float(kinds > 4)}
+"""
+
+SIZES = {
+    "data.train_batch_size": 4,
+    "data.gen_batch_size": 4,
+    "data.max_prompt_length": 8,
+    "data.max_response_length": 6,
+    "reward_model.overlong_buffer.len": 2,
+    f"{ROLLOUT}.n": 3,
+    f"{ACTOR}.ppo_mini_batch_size": 2,
+    f"{ACTOR}.optim.lr": 0.01,
+    f"{ACTOR}.optim.lr_warmup_steps": 0,
+    "critic.ppo_mini_batch_size": 2,
+    "critic.optim.lr": 0.01,
+}
+"""For a tiny model; all that a recipe sets besides is its method."""
+
+
+def leaves(tree: Mapping[str, Any], at: str = "") -> dict[str, Any]:
+    """Values by dotted path."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        found |= leaves(value, f"{at}{name}.") if isinstance(value, Mapping) else {f"{at}{name}": value}
+    return found
+
+
+def small(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The recipe's sizes made small: one sample stays one, one update a step stays one."""
+    sizes = {name: size for name, size in SIZES.items() if name in given}
+    if given[f"{ROLLOUT}.n"] == 1:
+        sizes[f"{ROLLOUT}.n"] = 1
+    if given.get(f"{ACTOR}.ppo_mini_batch_size") == given.get("data.train_batch_size"):
+        sizes[f"{ACTOR}.ppo_mini_batch_size"] = 4
+    return sizes
+
+
+@pytest.fixture(scope="module")
+def reward(lab: Lab) -> Path:
+    path = lab.folder / "reward.py"
+    path.write_text(REWARD)
+    return path
+
+
+def words(lab: Lab, run: Path, given: Mapping[str, Any], reward: Path) -> list[str]:
+    keys = {
+        "data.train_files": lab.train,
+        "actor_rollout_ref.model.path": lab.model,
+        "trainer.default_local_dir": run,
+        "trainer.total_training_steps": 2,
+        "trainer.logger": "[]",
+        "custom_reward_function.path": reward,
+        "data.train_batch_size": 4,
+        "data.max_prompt_length": 8,
+        "data.max_response_length": 6,
+        f"{ACTOR}.ppo_mini_batch_size": 4,
+        **small(given),
+    }
+    return [f"{name}={value}" for name, value in keys.items()]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_the_recipe_trains(recipe: Path, lab: Lab, reward: Path) -> None:
+    given = leaves(yaml.safe_load(recipe.read_text()))
+    folder = lab.folder / recipe.stem
+    loaded = load_train_config(str(recipe), words(lab, folder, given, reward))
+    changed = {name for name, value in given.items() if value_at(loaded.config, name) != value}
+    assert changed <= set(SIZES), "a key of the method was not taken as it stands"
+    trainer = build_ppo(loaded.config, say=[].append)
+    run = Finished(trainer, folder, [])
+    before = run.weights()
+    try:
+        trainer.fit()
+    finally:
+        trainer.shutdown()
+    updates = 4 // value_at(loaded.config, f"{ACTOR}.ppo_mini_batch_size")
+    assert run.actor.actor.version == 2 * updates
+    for row in run.rows[-2:]:
+        assert all(math.isfinite(value) for value in row.values() if isinstance(value, float))
+    assert all(bool((value != before[name]).any()) for name, value in run.weights().items())
+    assert ("timing/ref" in run.rows[-1]) == loaded.config.needs_reference
+    assert ("critic/loss" in run.rows[-1]) == loaded.config.needs_critic
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_the_recipe_is_sound_at_its_own_sizes(recipe: Path, lab: Lab) -> None:
+    own = [f"data.train_files={lab.train}", f"actor_rollout_ref.model.path={lab.model}"]
+    assert load_train_config(str(recipe), own).notices == ()
+
+
+def test_every_recipe_is_listed_and_names_its_paper() -> None:
+    listed = (RECIPES[0].parent / "README.md").read_text()
+    assert {"grpo", "dapo", "ppo"} <= {recipe.stem for recipe in RECIPES}
+    for recipe in RECIPES:
+        assert f"]({recipe.name})" in listed
+        assert "https://arxiv.org/abs/" in recipe.read_text().split("data:")[0]
+
+
+METHODS = {
+    "cispo": ("grpo", "cispo", "token-mean"),
+    "dapo": ("grpo", "vanilla", "token-mean"),
+    "dr_grpo": ("dr_grpo", "vanilla", "seq-mean-token-sum-norm"),
+    "grpo": ("grpo", "vanilla", "seq-mean-token-mean"),
+    "gspo": ("grpo", "gspo", "seq-mean-token-mean"),
+    "pass_at_k": ("grpo_passk", "vanilla", "token-mean"),
+    "ppo": ("gae", "vanilla", "token-mean"),
+    "reinforce_plus_plus": ("reinforce_plus_plus", "vanilla", "token-mean"),
+    "remax": ("remax", "vanilla", "seq-mean-token-sum"),
+    "rloo": ("rloo", "vanilla", "seq-mean-token-sum"),
+}
+"""Recipe → estimator, loss and aggregation of the paper."""
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_the_recipe_is_the_papers_method(recipe: Path) -> None:
+    given = leaves(yaml.safe_load(recipe.read_text()))
+    found = (
+        given["algorithm.adv_estimator"],
+        given.get(f"{ACTOR}.policy_loss.loss_mode", "vanilla"),
+        given.get(f"{ACTOR}.loss_agg_mode", "token-mean"),
+    )
+    assert found == METHODS[recipe.stem]
