@@ -79,6 +79,10 @@ class DataError(TandemError, ValueError):
     """A data file, a row of it, or a batch has the wrong shape or content."""
 
 
+class NoTokensError(DataError):
+    """No token of a mini-batch counts, so that there is nothing to learn from it."""
+
+
 class ModelError(TandemError, ValueError):
     """A model or tokenizer folder cannot be used."""
 

@@ -52,6 +52,12 @@ def aggregate(
     Raises:
         ConfigError: an unknown mode, or no norm_length where the mode needs one.
 
+    When to use: token-mean weighs every token alike, so long responses count more; seq-mean-token-mean
+    weighs every response alike; the two sums leave the length in; seq-mean-token-sum-norm divides by the
+    same number whatever is written, which favours neither short nor long.
+    Watch: `actor/grad_norm` changes its scale with the mode, and the learning rate with it;
+    `response_length/mean` tells whether a mode drives the length.
+    Cost: nothing.
     Source: token-mean, Yu et al. 2025 (DAPO), https://arxiv.org/abs/2503.14476, eq. 8;
     seq-mean-token-mean, Shao et al. 2024 (GRPO), https://arxiv.org/abs/2402.03300, eq. 3;
     seq-mean-token-sum-norm, Liu et al. 2025 (Dr. GRPO), https://arxiv.org/abs/2503.20783, section 3.

@@ -23,6 +23,10 @@ def bradley_terry_loss(
     Returns:
         (P) losses, nats.
 
+    When to use: `tandem rm`, which learns a reward model from preferences.
+    Watch: `rm/accuracy` and `val/accuracy`, the share of pairs in the right order; `rm/margin` how far apart
+    they are; `rm/reward_chosen` drifts away from zero where c is 0.
+    Cost: two sequences for each pair.
     Source: Bradley and Terry 1952, Biometrika 39; for language models Ouyang et al. 2022,
     https://arxiv.org/abs/2203.02155, equation 1; the margin: Touvron et al. 2023,
     https://arxiv.org/abs/2307.09288, equation 2; the second term: Eisenstein et al. 2023,

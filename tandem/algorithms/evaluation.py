@@ -38,6 +38,9 @@ def pass_at_k(samples: NDArray[np.int64], right: NDArray[np.int64], k: int) -> F
 
         pass@k = 1 - C(n - c, k) / C(n, k)
 
+    When to use: `tandem eval`, to say what a model can do given several tries.
+    Watch: `pass@k` grows with k; where it is not above `accuracy`, the samples are all alike.
+    Cost: n responses to each problem, n at least k; the nearer n is to k, the wider the interval.
     Source: Chen et al., "Evaluating Large Language Models Trained on Code", 2021,
     https://arxiv.org/abs/2107.03374
     """
@@ -58,6 +61,10 @@ def majority_at_k(answers: Sequence[Hashable | None], right: Sequence[bool], k: 
         right: (n) whether it is right; should equal answers differ in that, their mean counts.
         k: responses drawn, 1 to n.
 
+    When to use: `tandem eval`, to say what a model can do when its answers vote.
+    Watch: `maj@k` above `accuracy` says that wrong answers disagree among themselves; below, that one wrong
+    answer is the usual one.
+    Cost: n responses to each problem; the expectation over all draws is computed, not sampled.
     Source: Wang et al., "Self-Consistency Improves Chain of Thought Reasoning in Language Models", 2022,
     https://arxiv.org/abs/2203.11171 (the vote; its expectation over draws is computed here)
     """

@@ -23,6 +23,10 @@ def clipped_value_loss(
     Returns:
         (N) losses, and {"clip_fraction": (N), 1 where the clipped error is the larger}.
 
+    When to use: with every estimator that asks for a critic; there is no other loss of values.
+    Watch: `critic/clip_fraction` near one means that the critic may not move as far as the returns ask;
+    `critic/explained_variance` should rise from zero towards one; `critic/loss`.
+    Cost: a forward and a backward pass of the critic for each of its mini-batches.
     Source: Schulman et al. 2017, https://arxiv.org/abs/1707.06347, section 5; the clipping is that of the
     authors' code, described in Engstrom et al. 2020, https://arxiv.org/abs/2005.12729, section 2.
     """

@@ -6,7 +6,9 @@ from typing import Annotated, Any, Literal
 
 from tandem.config import tables
 from tandem.config.actor import KLKind
-from tandem.config.section import OneOf, Section, key
+from tandem.config.correction import RolloutCorrectionConfig
+from tandem.config.sampling import FilterGroupsConfig
+from tandem.config.section import AsTuple, Names, OneOf, Section, key
 
 WORKER = "workers.batch"
 
@@ -33,11 +35,32 @@ class AlgorithmConfig(Section):
     norm_adv_by_std_in_grpo: bool = key(
         True, "divide GRPO's advantages by the group's deviation; false: Dr.GRPO", read_by=WORKER
     )
+    gdpo_reward_weights: Annotated[tuple[float, ...], AsTuple] = key(
+        (), "GDPO's weights of the reward's components, in their order; none: all 1", read_by=WORKER
+    )
     adv_kwargs: dict[str, Any] = key({}, "further options of the estimator, by name", read_by=WORKER)
+    gdpo_reward_keys: Names = key(
+        (),
+        "names in the reward's dict that are its components, in their order; null: all numbers beside score",
+        read_by=WORKER,
+    )
     use_kl_in_reward: bool = key(
         False,
         "subtract the KL from the reference policy from the rewards",
         read_by="workers.batch, trainer.ppo",
     )
-    kl_penalty: KLKind = key("kl", "estimator of that KL (Schulman 2020, k1 to k3)", read_by=WORKER)
+    kl_penalty: KLKind = key(
+        "kl",
+        "estimator of that KL (Schulman 2020, k1 to k3); full: exact over the vocabulary; or "
+        "file.py:function",
+        read_by=WORKER,
+    )
     kl_ctrl: KLControllerConfig = KLControllerConfig()
+    rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
+    filter_groups: FilterGroupsConfig = FilterGroupsConfig()
+    mask_truncated_completions: bool = key(
+        False,
+        "leave responses that were cut at data.max_response_length out of every update; they still count in "
+        "their group's baseline",
+        read_by="trainer.ppo",
+    )

@@ -8,16 +8,21 @@ from typing import Any
 
 from tandem.config import placement
 from tandem.config.activations import activation_rules, no_activations
+from tandem.config.check_correction import CORRECTION_RULES
+from tandem.config.check_sampling import SAMPLING_ERRORS, SAMPLING_RULES
 from tandem.config.engine import engine_rule
+from tandem.config.estimators import ESTIMATOR_RULES
 from tandem.config.files import files, keep_best, model, own_code, resume, reward_file
 from tandem.config.kernels import fused_head, liger
 from tandem.config.lora import REFERENCE_NOTICE, lora_rules, no_lora, second_copy
+from tandem.config.pairs import PAIR_RULES
+from tandem.config.reference import REFERENCE_RULES
 from tandem.config.root import TrainConfig
 from tandem.config.rule import C, Rule
 from tandem.config.schema import value_at
 from tandem.config.section import Section, nearest_remedy
 from tandem.config.servers import servers
-from tandem.config.tables import loss_options, needs
+from tandem.config.tables import ADVANTAGE_KEYS, LOSS_KEYS, loss_options, needs
 from tandem.config.unused import (
     ACTOR,
     POLICY,
@@ -48,7 +53,7 @@ def check_train(config: TrainConfig, changed: frozenset[str], bad: frozenset[str
         bad: the keys whose value is a stand-in for a wrong one.
     """
     found = found_by(TRAIN_RULES, config, changed, bad)
-    found.errors.extend(unused_errors(TRAIN_ERRORS, config, changed, bad))
+    found.errors.extend(unused_errors([*TRAIN_ERRORS, *SAMPLING_ERRORS], config, changed, bad))
     found.notices.extend(unused_notices([*TRAIN_NOTICES, REFERENCE_NOTICE], config, changed, bad))
     return found
 
@@ -140,28 +145,11 @@ def unsplit(name: str, what: str) -> Rule[Any]:
     return Rule((name,), check)
 
 
-def _group_size(config: TrainConfig, changed: frozenset[str]) -> Iterator[ConfigError | str]:
-    estimator, n = config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
-    known = needs(estimator)
-    if known is None or not known.group or n > 1:
-        return
-    if estimator == "rloo":
-        yield ConfigError(
-            "rloo leaves one sample of a prompt out, and there is only one",
-            field=f"{ROLLOUT}.n",
-            got=n,
-            expected=">= 2",
-            remedy=f"set {ROLLOUT}.n=4, or another algorithm.adv_estimator",
-        )
-    else:
-        yield f"{ROLLOUT}.n=1: {estimator} compares the samples of a prompt, and there is only one."
-
-
 def _options(config: TrainConfig, changed: frozenset[str]) -> Iterator[ConfigError]:
     """Options by name, for the estimator and the policy loss."""
     loss, known = config.actor_rollout_ref.actor.policy_loss, needs(config.algorithm.adv_estimator)
-    own = {f"algorithm.{name}" for name in ("gamma", "lam", "norm_adv_by_std_in_grpo")}
-    own |= {f"{ACTOR}.{name}" for name in ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")}
+    own = {f"algorithm.{name}" for name in ADVANTAGE_KEYS}
+    own |= {f"{ACTOR}.{name}" for name in LOSS_KEYS}
     for field, kwargs, options in (
         ("algorithm.adv_kwargs", config.algorithm.adv_kwargs, known and known.options),
         (f"{ACTOR}.policy_loss.kwargs", loss.kwargs, loss_options(loss.loss_mode)),
@@ -170,7 +158,7 @@ def _options(config: TrainConfig, changed: frozenset[str]) -> Iterator[ConfigErr
         free = [name for name in options or () if f"{section}.{name}" not in own]
         for name in kwargs:
             if f"{section}.{name}" in own:
-                remedy = f"set {section}.{name} instead"
+                remedy = f"set {section}.{LOSS_KEYS.get(name, name)} instead"
                 yield ConfigError(
                     "has a key of its own", field=f"{field}.{name}", got=kwargs[name], remedy=remedy
                 )
@@ -313,6 +301,7 @@ TRAIN_RULES: list[Rule[TrainConfig]] = [
     engine_rule("reward_model.fsdp_config", "reward_model.model", trains=False),
     own_code("algorithm.adv_estimator"),
     own_code(f"{ACTOR}.policy_loss.loss_mode"),
+    *CORRECTION_RULES,
     _mini_batch(f"{ACTOR}.ppo_mini_batch_size"),
     _mini_batch("critic.ppo_mini_batch_size"),
     token_budget(f"{ACTOR}.use_dynamic_bsz", f"{ACTOR}.ppo_max_token_len_per_gpu", _LENGTHS),
@@ -350,6 +339,7 @@ TRAIN_RULES: list[Rule[TrainConfig]] = [
     *lora_rules("critic.model"),
     no_lora("reward_model.model"),
     Rule((f"{POLICY}.model.lora_rank", f"{ACTOR}.use_kl_loss", "algorithm.use_kl_in_reward"), second_copy),
+    *REFERENCE_RULES,
     Rule(_PLACES, placement.placement),
     Rule((*_PLACES, "trainer.n_gpus_per_node", "trainer.nnodes", "trainer.backend"), placement.devices),
     Rule((*_PLACES, "trainer.worker_classes"), placement.worker_classes),
@@ -357,8 +347,9 @@ TRAIN_RULES: list[Rule[TrainConfig]] = [
     Rule(_SPLITS, placement.model_split),
     Rule((f"{ROLLOUT}.tensor_model_parallel_size", f"{ROLLOUT}.name", *_PLACES), placement.rollout_split),
     servers(ROLLOUT, training=True),
-    Rule(("algorithm.adv_estimator", f"{ROLLOUT}.n"), _group_size),
+    *ESTIMATOR_RULES,
     Rule(("algorithm.adv_estimator", f"{ACTOR}.policy_loss.loss_mode"), _options),
+    *PAIR_RULES,
     Rule((f"{ROLLOUT}.val_kwargs.do_sample", f"{ROLLOUT}.val_kwargs.temperature"), _validation_sampling),
     min_tokens(f"{ROLLOUT}.min_tokens"),
     min_tokens(f"{ROLLOUT}.val_kwargs.min_tokens"),
@@ -367,4 +358,5 @@ TRAIN_RULES: list[Rule[TrainConfig]] = [
     Rule(("trainer.max_restarts", "trainer.save_freq"), restarts),
     Rule(("trainer.keep_best", "trainer.test_freq"), keep_best),
     Rule(("trainer.resume_mode", "trainer.resume_from_path"), resume),
+    *SAMPLING_RULES,
 ]

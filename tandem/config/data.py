@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from tandem.config.sampling import SamplerConfig
 from tandem.config.section import Paths, Section, key
 
 Truncation = Literal["error", "left", "right", "middle"]
@@ -18,6 +19,12 @@ class DataConfig(Section):
     )
     train_batch_size: int = key(
         1024, "prompts per training step, over all devices", read_by="data.loader", ge=1
+    )
+    gen_batch_size: int | None = key(
+        None,
+        "prompts answered at a time, with algorithm.filter_groups; null: train_batch_size",
+        read_by="config",
+        ge=1,
     )
     val_batch_size: int | None = key(
         None, "prompts per validation batch; null: all at once", read_by="trainer.evaluate", ge=1
@@ -45,3 +52,9 @@ class DataConfig(Section):
     apply_chat_template_kwargs: dict[str, Any] = key(
         {}, "further arguments of the tokenizer's chat template", read_by="data.prompts"
     )
+    sampler: SamplerConfig = SamplerConfig()
+
+    @property
+    def prompts_at_a_time(self) -> int:
+        """Prompts per generation batch."""
+        return self.gen_batch_size or self.train_batch_size

@@ -40,6 +40,7 @@ class Settled:
 
 
 _POLICY = "actor_rollout_ref"
+_CORRECTION = "algorithm.rollout_correction"
 
 DEPRECATED: dict[str, Deprecated | Settled] = {
     **{
@@ -74,7 +75,20 @@ DEPRECATED: dict[str, Deprecated | Settled] = {
             ("exclude_modules", "exclude_modules"),
         )
     },
+    "algorithm.rollout_is_level": Deprecated(f"{_CORRECTION}.rollout_is"),
+    "algorithm.rollout_is_threshold": Deprecated(f"{_CORRECTION}.rollout_is_threshold"),
+    f"{_CORRECTION}.bypass_old_logprob_for_rollout": Deprecated(f"{_CORRECTION}.bypass_mode"),
+    f"{_POLICY}.rollout.calculate_log_probs": Settled("every engine gives the log-probs of what it samples"),
+    **{
+        f"reward_model.reward_kwargs.overlong_buffer_cfg.{name}": Deprecated(
+            f"reward_model.overlong_buffer.{name}"
+        )
+        for name in ("enable", "len", "penalty_factor", "log")
+    },
     "trainer.ray_wait_register_center_timeout": Deprecated("trainer.timeouts.start"),
+    f"{_POLICY}.actor.calculate_sum_pi_squared": Settled(
+        "it is computed where the advantage estimator reads it"
+    ),
     **{
         f"{_POLICY}.{role}.{name}": Settled(why)
         for role in ("actor", "ref")

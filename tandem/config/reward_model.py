@@ -5,6 +5,7 @@ from __future__ import annotations
 from tandem.config.batching import Batching
 from tandem.config.fsdp import FSDPConfig
 from tandem.config.model import LOADING, BackboneConfig
+from tandem.config.sampling import OverlongBufferConfig
 from tandem.config.section import LocalPath, Section, key
 
 WORKER = "workers.reward_model"
@@ -45,6 +46,7 @@ class RewardModelConfig(Section):
         ge=1,
     )
     fsdp_config: FSDPConfig = FSDPConfig()
+    overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
 
     @property
     def forward_batching(self) -> Batching:

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from tandem.config import tables
 from tandem.config.batching import LogProbSection
+from tandem.config.sampling import BySteps
 from tandem.config.section import LocalPath, Names, OneOf, Section, key
 
 ENGINE = "engines.rollout"
@@ -154,6 +155,11 @@ class EngineConfig(SamplingSection):
 class RolloutConfig(EngineConfig, LogProbSection):
     """The rollout of a training run."""
 
+    n_schedule: BySteps = key(
+        {},
+        "responses per training prompt from a training step on, {step: n, …}; before the first step, n",
+        read_by="trainer.steps",
+    )
     free_cache_engine: bool = key(
         True, "give the engine's KV cache and weights back after each generation", read_by="workers.actor"
     )
@@ -171,3 +177,8 @@ class RolloutConfig(EngineConfig, LogProbSection):
         gt=0,
     )
     val_kwargs: ValidationSampling = ValidationSampling()
+
+    @property
+    def group_sizes(self) -> dict[int, int]:
+        """Responses per training prompt by the step from which on they count, in order of the steps."""
+        return {1: self.n} | dict(sorted(self.n_schedule.items()))

@@ -13,7 +13,7 @@ from tandem.config.reward import CustomRewardConfig
 from tandem.config.reward_model import RewardModelConfig
 from tandem.config.rollout import RolloutConfig
 from tandem.config.section import Section
-from tandem.config.tables import needs
+from tandem.config.tables import FULL_KL, needs
 from tandem.config.trainer import TrainerConfig
 
 
@@ -41,6 +41,13 @@ class TrainConfig(Section):
     def needs_reference(self) -> bool:
         """Whether a KL term asks for the reference policy."""
         return self.algorithm.use_kl_in_reward or self.actor_rollout_ref.actor.use_kl_loss
+
+    @property
+    def exact_kl(self) -> bool:
+        """Whether a KL term is exact over the vocabulary, from the reference's hidden states."""
+        algorithm, actor = self.algorithm, self.actor_rollout_ref.actor
+        in_reward = algorithm.use_kl_in_reward and algorithm.kl_penalty == FULL_KL
+        return in_reward or (actor.use_kl_loss and actor.kl_loss_type == FULL_KL)
 
     @property
     def needs_critic(self) -> bool:

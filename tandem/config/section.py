@@ -64,8 +64,10 @@ class OneOf:
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_after_validator_function(self.name, handler(source))
 
-    def name(self, given: str) -> str:
-        """The name meant by `given`."""
+    def name(self, given: str | None) -> str | None:
+        """The name meant by `given`; none by None, where the key allows it."""
+        if given is None:
+            return None
         name = self.aliases.get(given, given)
         if name in self.choices or (self.own_code and ":" in name):
             return name

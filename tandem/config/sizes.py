@@ -19,6 +19,7 @@ def derived(config: TrainConfig, *, train_rows: int | None = None) -> dict[str, 
     sizes: dict[str, int | str] = {
         "devices": trainer.world_size,
         "prompts per step": prompts,
+        **_sampling_sizes(config),
         "samples per step": prompts * n,
         "longest sequence": data.max_prompt_length + data.max_response_length,
         "tokens per step at most": prompts * n * (data.max_prompt_length + data.max_response_length),
@@ -44,6 +45,18 @@ def derived(config: TrainConfig, *, train_rows: int | None = None) -> dict[str, 
         sizes["actor optimizer steps"] = (
             max(0, steps - trainer.critic_warmup) * mini_batches * actor.ppo_epochs
         )
+    return sizes
+
+
+def _sampling_sizes(config: TrainConfig) -> dict[str, int | str]:
+    """What is not the same in every step, or more than is learnt from."""
+    sizes: dict[str, int | str] = {}
+    rollout = config.actor_rollout_ref.rollout
+    if config.algorithm.filter_groups.enable:
+        sizes["prompts per generation batch"] = config.data.prompts_at_a_time
+    if rollout.n_schedule:
+        spans = ", ".join(f"{n} from step {step}" for step, n in rollout.group_sizes.items())
+        sizes["responses per prompt"] = f"{spans}; the sizes below are those of {rollout.n}"
     return sizes
 
 

@@ -23,18 +23,75 @@ class Needs:
 
 ADVANTAGES = {
     "gae": Needs(critic=True, group=False, options=("gamma", "lam")),
+    "vtrace": Needs(critic=True, group=False, options=("gamma", "lam", "rho_bar", "c_bar")),
     "grpo": Needs(critic=False, group=True, options=("norm_adv_by_std_in_grpo", "epsilon")),
+    "dr_grpo": Needs(critic=False, group=True, options=()),
+    "grpo_passk": Needs(critic=False, group=True, options=("norm_adv_by_std_in_grpo", "epsilon")),
+    "gdpo": Needs(
+        critic=False, group=True, options=("norm_adv_by_std_in_grpo", "epsilon", "gdpo_reward_weights")
+    ),
+    "maxrl": Needs(critic=False, group=True, options=("epsilon",)),
     "rloo": Needs(critic=False, group=True, options=()),
+    "opo": Needs(critic=False, group=True, options=()),
+    "gpg": Needs(critic=False, group=True, options=("f_norm",)),
+    "remax": Needs(critic=False, group=False, options=()),
+    "optimal_token_baseline": Needs(critic=False, group=True, options=("handle_zero_tail", "epsilon")),
+    "tir_optimal_token_baseline": Needs(critic=False, group=True, options=("handle_zero_tail", "epsilon")),
     "reinforce_plus_plus": Needs(critic=False, group=False, options=("gamma",)),
     "reinforce_plus_plus_baseline": Needs(critic=False, group=True, options=()),
 }
 
-ADVANTAGE_ALIASES: dict[str, str] = {}
+ADVANTAGE_ALIASES = {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
 
-POLICY_LOSSES = {"vanilla": ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")}
+ADVANTAGE_KEYS = ("gamma", "lam", "norm_adv_by_std_in_grpo", "gdpo_reward_weights")
+"""The options that have a key of their own in `algorithm`."""
+
+_CLIP = ("clip_ratio_low", "clip_ratio_high")
+
+POLICY_LOSSES: dict[str, tuple[str, ...]] = {
+    "bypass_mode": ("loss_type", *_CLIP, "clip_ratio_c"),
+    "cispo": _CLIP,
+    "clip_cov": (*_CLIP, "clip_cov_ratio", "clip_cov_lb", "clip_cov_ub"),
+    "dppo_kl": (*_CLIP, "clip_ratio_c"),
+    "dppo_tv": (*_CLIP, "clip_ratio_c"),
+    "dro": ("dro_beta",),
+    "geo_mean": _CLIP,
+    "gpg": (),
+    "gspo": _CLIP,
+    "kl_cov": ("kl_cov_ratio", "ppo_kl_coef"),
+    "reinforce": (),
+    "sapo": ("tau_pos", "tau_neg"),
+    "vanilla": (*_CLIP, "clip_ratio_c"),
+}
 """Policy loss → the options it takes."""
 
-POLICY_LOSS_ALIASES: dict[str, str] = {}
+POLICY_LOSS_ALIASES = {"gmpo": "geo_mean"}
+
+LOSS_KEYS = {
+    **{name: name for name in (*_CLIP, "clip_ratio_c", "tau_pos", "tau_neg")},
+    **{
+        name: f"policy_loss.{name}"
+        for name in (
+            "clip_cov_ratio",
+            "clip_cov_lb",
+            "clip_cov_ub",
+            "kl_cov_ratio",
+            "ppo_kl_coef",
+            "dro_beta",
+        )
+    },
+}
+"""Options of policy losses with a key of their own → that key, below the actor's section."""
+
+IMPORTANCE_WEIGHTS = ("token", "sequence", "geometric")
+
+RATIO_REJECTIONS = ("token_k1", "seq_sum_k1", "seq_mean_k1")
+"""Modes whose bounds are of a ratio, above and below."""
+
+REJECTIONS = (
+    *RATIO_REJECTIONS,
+    *(f"{level}_{k}" for k in ("k2", "k3") for level in ("token", "seq_sum", "seq_mean", "seq_max")),
+)
 
 AGGREGATIONS = (
     "token-mean",
@@ -44,7 +101,19 @@ AGGREGATIONS = (
     "seq-mean-token-mean",
 )
 
-KL_KINDS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+KL_KINDS = tuple(
+    name + plus for name in ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3") for plus in ("", "+")
+)
+"""Estimators of the KL from the tokens sampled; with a + of the same value, with the gradient of k2."""
+
+FULL_KL = "full"
+"""The exact KL over the vocabulary."""
+
+READS_COMPONENTS = frozenset({"gdpo"})
+"""Advantage estimators that read a reward's numbers by name."""
+
+READS_SQUARES = frozenset({"optimal_token_baseline", "tir_optimal_token_baseline"})
+"""Those that read the sum of squared probabilities."""
 
 ROLLOUT_ENGINES = ("native", "hf", "vllm", "openai", "sglang", "tgi")
 

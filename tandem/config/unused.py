@@ -3,7 +3,7 @@ would change results, a notice if it only concerns speed, memory or a part that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tandem.config.generate import EvalConfig
@@ -11,7 +11,10 @@ from tandem.config.pipeline import schedule
 from tandem.config.root import TrainConfig
 from tandem.config.schema import value_at
 from tandem.config.supervised import SupervisedConfig
-from tandem.config.tables import SERVER_ENGINES, loss_options, needs
+from tandem.config.tables import (
+    SERVER_ENGINES,
+)
+from tandem.config.unused_algorithm import ALGORITHM_ERRORS
 from tandem.config.unused_optim import optimizer_errors, optimizer_notices
 from tandem.config.use import C, Use
 from tandem.errors import ConfigError
@@ -45,26 +48,6 @@ def unused_notices(
         told.update(names)
         if names:
             yield f"{', '.join(names)}: no effect; counts only {use.condition}."
-
-
-def option_applies(option: str) -> Callable[[TrainConfig], bool]:
-    """Whether the advantage estimator takes `option`; a user's own might."""
-
-    def applies(config: TrainConfig) -> bool:
-        known = needs(config.algorithm.adv_estimator)
-        return known is None or option in known.options
-
-    return applies
-
-
-def _clips(config: TrainConfig) -> bool:
-    options = loss_options(config.actor_rollout_ref.actor.policy_loss.loss_mode)
-    return options is None or "clip_ratio_low" in options
-
-
-def _scales(config: TrainConfig) -> bool:
-    modes = (config.actor_rollout_ref.actor.loss_agg_mode, config.critic.loss_agg_mode)
-    return "seq-mean-token-sum-norm" in modes
 
 
 def _cut(by_tokens: str, samples: str, tokens: str) -> list[Use[Any]]:
@@ -179,50 +162,14 @@ _PROCESSES_NOTICES: list[Use[Any]] = [
     ),
 ]
 
+_REWARD_MODEL_BATCHES = (
+    "use_dynamic_bsz",
+    "forward_micro_batch_size_per_gpu",
+    "forward_max_token_len_per_gpu",
+)
+
 TRAIN_ERRORS: list[Use[TrainConfig]] = [
-    Use(
-        (f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type"),
-        (f"{ACTOR}.use_kl_loss",),
-        lambda config: config.actor_rollout_ref.actor.use_kl_loss,
-        f"with {ACTOR}.use_kl_loss=true",
-        neutral=(0,),
-    ),
-    Use(
-        ("algorithm.kl_penalty", "algorithm.kl_ctrl."),
-        ("algorithm.use_kl_in_reward",),
-        lambda config: config.algorithm.use_kl_in_reward,
-        "with algorithm.use_kl_in_reward=true",
-        neutral=(0,),
-    ),
-    Use(
-        ("algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl"),
-        ("algorithm.kl_ctrl.type", "algorithm.use_kl_in_reward"),
-        lambda config: config.algorithm.kl_ctrl.type == "adaptive" or not config.algorithm.use_kl_in_reward,
-        "with algorithm.kl_ctrl.type=adaptive",
-    ),
-    *(
-        Use(
-            (f"algorithm.{option}",),
-            ("algorithm.adv_estimator",),
-            option_applies(option),
-            f"with an algorithm.adv_estimator that takes {option}",
-        )
-        for option in ("gamma", "lam", "norm_adv_by_std_in_grpo")
-    ),
-    Use(
-        tuple(
-            f"{ACTOR}.{name}" for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
-        ),
-        (f"{ACTOR}.policy_loss.loss_mode",),
-        _clips,
-        f"with an {ACTOR}.policy_loss.loss_mode that clips",
-    ),
-    Use(
-        (f"{ACTOR}.loss_scale_factor",),
-        (f"{ACTOR}.loss_agg_mode", "critic.loss_agg_mode"),
-        _scales,
-        f"with {ACTOR}.loss_agg_mode=seq-mean-token-sum-norm",
-    ),
+    *ALGORITHM_ERRORS,
     _REWARD_FUNCTION,
     Use(
         ("trainer.critic_warmup",),
@@ -245,7 +192,10 @@ TRAIN_NOTICES: list[Use[TrainConfig]] = [
         "with an algorithm.adv_estimator that has a critic",
     ),
     Use(
-        ("reward_model.",),
+        tuple(
+            f"reward_model.{name}"
+            for name in ("model.", "fsdp_config.", *_REWARD_MODEL_BATCHES, "ulysses_sequence_parallel_size")
+        ),
         ("reward_model.enable",),
         lambda config: config.reward_model.enable,
         "with reward_model.enable=true",

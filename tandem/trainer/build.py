@@ -8,27 +8,36 @@ from contextlib import ExitStack
 
 from transformers import PreTrainedTokenizerBase
 
-from tandem.algorithms.kl import AdaptiveKLController, FixedKLController
-from tandem.algorithms.registry import AdvantageSpec, advantage_estimator, policy_loss
+from tandem.algorithms.entropy import AdaptiveEntropyController
+from tandem.algorithms.kl import FULL, AdaptiveKLController, FixedKLController
+from tandem.algorithms.registry import AdvantageSpec, advantage_estimator, kl_estimator, policy_loss
+from tandem.config.actor import ActorConfig
 from tandem.config.algorithm import KLControllerConfig
+from tandem.config.data import DataConfig
 from tandem.config.fsdp import FSDPConfig
 from tandem.config.load import to_dict, to_yaml
 from tandem.config.optim import OptimConfig
 from tandem.config.root import TrainConfig
+from tandem.data.loader import BatchOrder
 from tandem.device import choose_device
+from tandem.errors import ConfigError
 from tandem.models.loading import load_tokenizer
 from tandem.observability.sinks.base import RunInfo
 from tandem.observability.stacks import withdraw_stacks
 from tandem.rewards import Reward, load_custom, reward_for
+from tandem.runtime import WorkerGroup
 from tandem.trainer.evaluate import Evaluator
+from tandem.trainer.gathering import require_sampling
 from tandem.trainer.launch import Launcher, make_backend, plain_errors
 from tandem.trainer.placing import configured_placement, load_classes, tenants
 from tandem.trainer.ppo import PPOTrainer
 from tandem.trainer.prompts import Prompts
+from tandem.trainer.reference import further_methods
 from tandem.trainer.roles import Roles
 from tandem.trainer.sampling import sampling, stop_token_ids
 from tandem.trainer.session import OpenRun, Session, open_run
 from tandem.trainer.steps import Plan, plan_run, played_roles
+from tandem.workers.correction import Correction
 from tandem.workers.data import DataFacts
 
 
@@ -62,12 +71,10 @@ def build_ppo(
         if reward is None and not config.reward_model.enable:
             for source in facts.sources:
                 reward_for(source)
-        settings = config.data
-        prompts = Prompts(
-            data, facts.rows, settings.train_batch_size, shuffle=settings.shuffle, seed=settings.seed
-        )
-        plan = plan_run(config, spec, prompts.steps_per_epoch)
+        prompts, steps_per_epoch = _prompts(config.data, data, facts.rows)
+        plan = plan_run(config, spec, steps_per_epoch)
         roles = launcher.launch(placement, plan, data)
+        require_sampling(config, roles.batch, data)
         stops = stop_token_ids(config.actor_rollout_ref.model.path, tokenizer)
         made = trainer(
             config,
@@ -78,6 +85,7 @@ def build_ppo(
             prompts,
             _evaluator(config, facts, stops),
             _kl_controller(config.algorithm.kl_ctrl),
+            _entropy_controller(config.actor_rollout_ref.actor),
             _session(config, run, roles, plan, say),
         )
         undo.pop_all()
@@ -96,10 +104,44 @@ def _checked(config: TrainConfig, say: Callable[[str], None]) -> AdvantageSpec:
     if on_cpu:
         _say_counted_offload(config, played, say)
     spec.select_options({}, config.algorithm.adv_kwargs)  # refuses what does not fit
+    _check_rewards(config, spec)
     own_loss = config.actor_rollout_ref.actor.policy_loss
     policy_loss(own_loss.loss_mode).select_options({}, own_loss.kwargs)
-    tenants(configured_placement(config), played, load_classes(trainer.worker_classes))
+    Correction.from_config(config.algorithm.rollout_correction)
+    classes = load_classes(trainer.worker_classes)
+    tenants(configured_placement(config), played, classes, further_methods(config, spec))
+    for kind in _kl_kinds(config) - {FULL}:
+        kl_estimator(kind.removesuffix("+"))
     return spec
+
+
+def _check_rewards(config: TrainConfig, spec: AdvantageSpec) -> None:
+    """
+    Raises:
+        ConfigError: the reward is to be changed, and the estimator does not read it.
+    """
+    if "token_level_rewards" in spec.columns:
+        return
+    for field, changes in (
+        ("algorithm.use_kl_in_reward", config.algorithm.use_kl_in_reward),
+        ("reward_model.overlong_buffer.enable", config.reward_model.overlong_buffer.enable),
+    ):
+        if changes:
+            raise ConfigError(
+                f"changes the rewards, which {spec.name} does not read",
+                field=field,
+                got="true",
+                expected="false",
+                remedy="return the penalty as a component of the reward, or choose another "
+                "algorithm.adv_estimator",
+            )
+
+
+def _kl_kinds(config: TrainConfig) -> set[str]:
+    """The KL estimators that the run uses."""
+    algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
+    in_reward = {algorithm.kl_penalty} if algorithm.use_kl_in_reward else set()
+    return in_reward | ({actor.kl_loss_type} if actor.use_kl_loss else set())
 
 
 def say_unused_offload(
@@ -171,6 +213,20 @@ def _tokenizer(config: TrainConfig) -> PreTrainedTokenizerBase:
     )
 
 
+def _prompts(config: DataConfig, data: WorkerGroup, rows: int) -> tuple[Prompts, int]:
+    """The prompts, in generation batches, and the steps of an epoch in which all of them are learnt from.
+
+    Raises:
+        DataError: too few rows for a batch of either kind.
+    """
+    shuffle, seed = config.shuffle, config.seed
+    steps_per_epoch = BatchOrder(rows, config.train_batch_size, shuffle=shuffle, seed=seed).steps_per_epoch
+    drawn = config.sampler.class_name is not None
+    return Prompts(
+        data, rows, config.prompts_at_a_time, shuffle=shuffle, seed=seed, drawn=drawn
+    ), steps_per_epoch
+
+
 def _evaluator(config: TrainConfig, facts: DataFacts, stops: tuple[int, ...]) -> Evaluator | None:
     if not facts.val_batches:
         return None
@@ -186,6 +242,20 @@ def _kl_controller(config: KLControllerConfig) -> FixedKLController | AdaptiveKL
     if config.type == "fixed":
         return FixedKLController(config.kl_coef)
     return AdaptiveKLController(config.kl_coef, config.target_kl, config.horizon)
+
+
+def _entropy_controller(config: ActorConfig) -> AdaptiveEntropyController | None:
+    """What moves the entropy's coefficient, if anything does."""
+    settings = config.adaptive_entropy
+    if not settings.enabled:
+        return None
+    return AdaptiveEntropyController(
+        config.entropy_coeff,
+        target=settings.target_entropy,
+        delta=settings.delta_ent_coef,
+        minimum=settings.min_ent_coef,
+        maximum=settings.max_ent_coef,
+    )
 
 
 def _session(

@@ -93,7 +93,8 @@ def controlled(config: TrainConfig, folder: Path) -> TrainConfig:
     tree = config.model_dump()
     trainer, data = config.trainer, config.data
     prompts = min(data.train_batch_size, max(_PROMPTS, *map(trainer.devices_of, ("actor", "rollout"))))
-    tree["data"] |= {"train_batch_size": prompts, "val_files": ()}
+    tree["data"] |= {"train_batch_size": prompts, "gen_batch_size": None, "val_files": ()}
+    tree["algorithm"]["filter_groups"]["enable"] = False  # both steps are to have the same prompts
     for section in (tree["actor_rollout_ref"]["actor"], tree["critic"]):
         whole = section["ppo_mini_batch_size"] >= data.train_batch_size
         section["ppo_mini_batch_size"] = prompts if whole else -(-prompts // 2)

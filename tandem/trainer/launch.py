@@ -172,8 +172,11 @@ class Launcher:
             critic=of_part.get("critic"),
             reward_model=of_part.get("reward_model"),
             reward=of_part.get("reward"),
-            batch=self._group(partial(batch, self.config.algorithm, self.run), CONTROLLER_POOL, "batch"),
+            batch=self._group(
+                partial(batch, self.config.algorithm, self.run, policy.actor), CONTROLLER_POOL, "batch"
+            ),
             scores_parts=self._scores_parts(of_part),
+            resets_reference="ref" in of_part and policy.ref.reset_interval > 0,
             rollout_shares=of_part["rollout"].world_size // policy.rollout.tensor_model_parallel_size,
         )
 
@@ -228,6 +231,7 @@ class Launcher:
             total_steps=max(1, plan.total_steps - trainer.critic_warmup),
             updates_per_step=updates_per_step(plan.batch_samples, plan.actor),
             recompute_old=plan.recompute_old,
+            old_outputs=plan.old_outputs,
             device=trainer.device,
             run=self.run,
         )

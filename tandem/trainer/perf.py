@@ -14,12 +14,14 @@ def throughput(
 
     Args:
         seconds: `timing/PHASE` to seconds of one step.
-        metrics: of the same step; `tokens/total` and `tokens/response` are read.
+        metrics: of the same step; `tokens/total` and `tokens/response` are read, and
+            `sampling/response_tokens` where more was written than is learnt from.
         plan: of the run.
         devices: "actor" and "rollout" to the processes of each.
     """
     passes = {"update_actor": plan.actor.epochs, "update_critic": plan.critic.epochs}
-    counts = {"total": metrics["tokens/total"], "response": metrics["tokens/response"]}
+    written = metrics.get("sampling/response_tokens", metrics["tokens/response"])
+    counts = {"total": metrics["tokens/total"], "response": written}
     out = dict(seconds)
     for phase, kind in _TOKENS_OF_PHASE.items():
         taken = seconds.get(f"timing/{phase}")

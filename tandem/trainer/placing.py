@@ -92,7 +92,10 @@ def _load_class(role: str, reference: str) -> type[Worker]:
 
 
 def tenants(
-    placement: Placement, played: frozenset[str], classes: Mapping[str, type[Worker]]
+    placement: Placement,
+    played: frozenset[str],
+    classes: Mapping[str, type[Worker]],
+    more: Mapping[str, tuple[str, ...]] | None = None,
 ) -> dict[str, Tenant]:
     """The groups of a run by role. Actor, rollout and reference on one pool are one group, so that they
     share weights; a role with a class of the user's own is a group of its own.
@@ -101,6 +104,7 @@ def tenants(
         placement: where the roles are.
         played: the roles that this run has, of those of `PLACES`.
         classes: the user's own.
+        more: further methods that the run calls on its workers, by role.
 
     Raises:
         ConfigError: a role without a place, or a user's class that lacks a method.
@@ -113,11 +117,17 @@ def tenants(
     if "ref" in played and pools["ref"] == pools["actor"] and "ref" not in classes:
         parts |= {"ref"} & _plays(policy)
     out = {"actor": Tenant("actor", frozenset(parts), pools["actor"], policy)}
-    require_methods(policy, out["actor"].parts, field=f"trainer.worker_classes.{key}", apart=apart)
+    require_methods(policy, out["actor"].parts, field=f"trainer.worker_classes.{key}", apart=apart, more=more)
     for role in sorted(played - parts):
         worker = classes.get(role, _OURS[role])
         out[role] = Tenant(role, frozenset({role}), pools[role], worker)
-        require_methods(worker, out[role].parts, field=f"trainer.worker_classes.{role}", apart=apart)
+        require_methods(
+            worker, out[role].parts, field=f"trainer.worker_classes.{role}", apart=apart, more=more
+        )
+    if "batch" in classes:
+        require_methods(
+            classes["batch"], frozenset({"batch"}), field="trainer.worker_classes.batch", more=more
+        )
     return out
 
 

@@ -13,13 +13,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tandem.algorithms.entropy import AdaptiveEntropyController
 from tandem.algorithms.kl import AdaptiveKLController, FixedKLController
 from tandem.config.root import TrainConfig
+from tandem.errors import CheckpointError
 from tandem.observability.metrics import Metrics
 from tandem.protocol import SamplingParams
 from tandem.runtime import BatchFuture, Future, Placement
 from tandem.trainer.dealing import Dealer
 from tandem.trainer.evaluate import Evaluator
+from tandem.trainer.gathering import Gatherer
 from tandem.trainer.launch import Launcher
 from tandem.trainer.perf import throughput
 from tandem.trainer.probes import TrustProbe
@@ -41,6 +44,7 @@ class PPOTrainer:
         prompts: training prompts.
         evaluator: validation, or None without validation data.
         kl_controller: the coefficient of the KL in the reward.
+        entropy_controller: that of the entropy bonus, where it moves.
         session: the run folder, its metrics and checkpoints.
     """
 
@@ -54,6 +58,7 @@ class PPOTrainer:
         prompts: Prompts,
         evaluator: Evaluator | None,
         kl_controller: FixedKLController | AdaptiveKLController,
+        entropy_controller: AdaptiveEntropyController | None,
         session: Session,
     ) -> None:
         self.config = config
@@ -64,11 +69,14 @@ class PPOTrainer:
         self.prompts = prompts
         self.evaluator = evaluator
         self.kl = kl_controller
+        self.entropy = entropy_controller
         self.session = session
-        self.n = config.actor_rollout_ref.rollout.n
         self.dealer = Dealer()
+        self.gatherer = Gatherer(config, prompts, sampling, self.dealer)
         self.trust = TrustProbe(config.actor_rollout_ref.rollout.temperature, session.say)
         self._rollout_is_current = False
+        self._head_is_current = False
+        self._reference_step = 0
         self._done: tuple[int, dict[str, float]] = (0, {})
 
     def fit(self) -> None:
@@ -103,47 +111,94 @@ class PPOTrainer:
 
         Args:
             step: its number, from 1.
-            prompts: `train_batch_size` prompts.
+            prompts: `train_batch_size` prompts, or with `algorithm.filter_groups` the first generation batch.
 
         Returns:
             its metrics.
         """
-        roles, plan = self.roles, self.plan
+        roles, plan = self.roles, self.plan.at(step)
 
         self._update_rollout()
-        samples, scores = roles.generate(prompts, self.n, self.sampling, self.dealer)
+        prompts, samples, scores, gathered = self.gatherer.gather(roles, prompts, plan.n)
+        left_out = roles.batch.truncated(samples.select("finish_reason")) if self.masks_truncated else None
 
         learns = step > self.config.trainer.critic_warmup
-        columns = [scores]  # none of them needs another
-        if plan.recompute_old or not learns:  # else the update itself compares them with the rollout's
-            columns.append(roles.actor.compute_log_prob(samples))
-        if roles.reference:
-            columns.append(roles.reference.compute_ref_log_prob(samples))
+        reference, hidden = self._reference(samples)
+        columns = [scores, *reference]
+        if plan.greedy_baselines:
+            columns.append(roles.baselines(prompts, plan.n, self.sampling, self.dealer))
+        if plan.recompute_old or not (learns or plan.bypasses):  # else the update compares with the rollout's
+            columns.append(roles.actor.compute_log_prob(samples.union(*hidden["reward"])))
         if roles.critic:
             columns.append(roles.critic.compute_values(samples))
         batch = samples.union(*columns)
         batch = batch.union(roles.batch.compute_advantages(batch, self.kl_coef))
 
         updates: list[tuple[str, Future[Metrics]]] = []
+        without = None if left_out is None else left_out.get()
         if roles.critic:
-            for mini in minibatches(batch, len(samples), plan.critic, step):
+            for mini in minibatches(batch, len(samples), plan.critic, step, without):
                 updates.append(("critic", roles.critic.update_critic(mini)))
         if learns:
-            for mini in minibatches(batch, len(samples), plan.actor, step):
-                updates.append(("actor", roles.actor.update_actor(mini)))
+            learnt = batch.union(*hidden["loss"])
+            for number, mini in enumerate(minibatches(learnt, len(samples), plan.actor, step, without)):
+                updates.append(("actor", roles.actor.update_actor(mini, **self.actor_options(number))))
             self._rollout_is_current = False
 
-        metrics = self._measure(step, batch, updates)
+        metrics = gathered | self._measure(step, batch, updates) | self._reset_reference(step)
+        self._control_entropy(metrics)
         self.dealer.learn(prompts.index, samples.index)
         if self.config.algorithm.use_kl_in_reward:
             metrics["actor/kl_coef"] = self.kl.value
             self.kl.update(metrics["actor/kl_in_reward"], n_steps=plan.batch_samples)
         return metrics
 
+    def _reference(self, samples: BatchFuture) -> tuple[list[BatchFuture], dict[str, list[BatchFuture]]]:
+        """The reference's log-probs, if there is one; and its hidden states for each KL term that is exact.
+        These are large, and go to the actor alone, which holds the reference's head then."""
+        hidden: dict[str, list[BatchFuture]] = {"reward": [], "loss": []}
+        if self.roles.reference is None:
+            return [], hidden
+        if self.plan.exact_kl and not self._head_is_current:
+            self.roles.share_reference_head()
+            self._head_is_current = True
+        found: BatchFuture = self.roles.reference.compute_ref_log_prob(samples)
+        for term in self.plan.exact_kl:
+            hidden[term].append(found.select("ref_hidden"))
+        return [found.select("ref_log_probs")], hidden
+
+    def _reset_reference(self, step: int) -> dict[str, float]:
+        """Every `ref.reset_interval` steps the reference becomes the actor; which step's actor it was in this
+        step."""
+        interval = self.config.actor_rollout_ref.ref.reset_interval
+        if not (self.roles.reference and interval):
+            return {}
+        metrics = {"actor/reference_step": float(self._reference_step)}
+        if step % interval == 0:
+            self.roles.reset_reference(optimizer=self.config.actor_rollout_ref.ref.reset_optimizer)
+            self._reference_step, self._head_is_current = step, False
+        return metrics
+
     @property
     def kl_coef(self) -> float:
         """The weight of the KL penalty in the reward."""
         return self.kl.value if self.config.algorithm.use_kl_in_reward else 0.0
+
+    @property
+    def masks_truncated(self) -> bool:
+        """Whether responses that were cut at the greatest length are in no update."""
+        return self.config.algorithm.mask_truncated_completions
+
+    def actor_options(self, number: int) -> dict[str, Any]:
+        """What the actor's update of that number, from 0, is told besides its mini-batch."""
+        moving = {} if self.entropy is None else {"entropy_coeff": self.entropy.value}
+        return moving | ({"first": number == 0} if self.plan.bypasses else {})
+
+    def _control_entropy(self, metrics: dict[str, float]) -> None:
+        """Moves the entropy's coefficient after a step in which the actor learnt."""
+        if self.entropy is not None and "actor/entropy" in metrics:
+            metrics["actor/entropy_coeff"] = self.entropy.value
+            self.entropy.update(metrics["actor/entropy"])
 
     def validate(self, step: int) -> dict[str, float]:
         """The validation's metrics."""
@@ -220,7 +275,7 @@ class PPOTrainer:
         self.session.members = self.roles.members
         self.session.load_members(path)
         self._forget_measures()
-        self._rollout_is_current = False
+        self._rollout_is_current = self._head_is_current = False
 
     def shutdown(self) -> None:
         """Ends all workers."""
@@ -228,11 +283,33 @@ class PPOTrainer:
 
     def state_dict(self) -> dict[str, Any]:
         """The controller's own state; the models' is their workers'."""
-        return {"loader": self.prompts.state_dict(), "kl": self.kl.state_dict()}
+        entropy = {} if self.entropy is None else {"entropy": self.entropy.state_dict()}
+        return {
+            "loader": self.prompts.state_dict(),
+            "kl": self.kl.state_dict(),
+            "reference_step": self._reference_step,
+            **entropy,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """
+        Raises:
+            CheckpointError: the run's reference was reset, and this one would go back to the first.
+        """
+        self._reference_step = state.get("reference_step", 0)
+        interval = self.config.actor_rollout_ref.ref.reset_interval
+        if self._reference_step and self.roles.reference and not interval:
+            raise CheckpointError(
+                "the checkpoint's reference policy is no longer the model that the run began with",
+                field="actor_rollout_ref.ref.reset_interval",
+                got=f"{interval}, with a reference of step {self._reference_step}",
+                expected="a positive number of steps",
+                remedy="set it as it was, or to more steps than are left",
+            )
         self.prompts.load_state_dict(state["loader"])
         self.kl.load_state_dict(state["kl"])
+        if self.entropy is not None and "entropy" in state:
+            self.entropy.load_state_dict(state["entropy"])
 
 
 def prefixed(role: str, metrics: Metrics) -> Metrics:

@@ -30,7 +30,7 @@ _REMEDIES = {
     Cause.RESHAPED: "sample with top_p=1, top_k=-1, min_p=0, no penalties and the temperature of training, "
     "or with an engine that gives the log-probs before those, such as rollout.name=native",
     Cause.NUMERICS: "use rollout.name=native, or the same precision and kernels in both engines; or correct "
-    "for it by importance weights",
+    "for it by importance weights (algorithm.rollout_correction)",
 }
 _ONE_SIDED = 0.95
 

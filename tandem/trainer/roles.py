@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from tandem.protocol import SamplingParams
 from tandem.runtime import BatchFuture, BatchStream, Future, Worker, WorkerGroup
 from tandem.runtime.worker import registrations
 from tandem.trainer.dealing import Dealer
+from tandem.trainer.reference import ReferenceMember
+from tandem.trainer.saving import Saves
 
 METHODS = {
     "actor": ("compute_log_prob", "update_actor", "save_checkpoint", "load_checkpoint"),
@@ -47,6 +49,7 @@ class Roles:
         batch: advantages, measures and sample files.
         scores_parts: whether samples may be scored before all have finished.
         rollout_shares: in how many parts the rollout divides prompts.
+        resets_reference: whether the reference's weights change, and belong into checkpoints.
     """
 
     data: WorkerGroup
@@ -59,6 +62,7 @@ class Roles:
     batch: WorkerGroup
     scores_parts: bool
     rollout_shares: int = 1
+    resets_reference: bool = False
 
     @property
     def groups(self) -> list[WorkerGroup]:
@@ -70,35 +74,54 @@ class Roles:
         return list({id(group): group for group in found if group is not None}.values())
 
     @property
-    def members(self) -> dict[str, WorkerGroup]:
+    def members(self) -> dict[str, Saves]:
         """The groups whose state goes into checkpoints."""
-        return {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
+        found: dict[str, Saves] = {"actor": self.actor}
+        if self.critic:
+            found["critic"] = self.critic
+        if self.resets_reference:
+            found["ref"] = ReferenceMember(self.reference)
+        return found
 
     def generate(
-        self, prompts: BatchFuture, n: int, params: SamplingParams, dealer: Dealer
+        self, prompts: BatchFuture, n: int, params: SamplingParams, dealer: Dealer, **options: Any
     ) -> tuple[BatchFuture, BatchFuture]:
         """n samples of each prompt, and their scores, in the order of the prompts. Reward functions are
         called as samples finish, unless one wants to see the batch as a whole.
 
         Args:
             dealer: says which prompts are better sampled by the same rank.
+            options: of the rollout's method.
         """
         order = dealer.order(prompts.index, self.rollout_shares)
         if order is None:
-            return self._generate(prompts, n, params)
-        samples, scores = self._generate(prompts.rows(order), n, params)
+            return self._generate(prompts, n, params, **options)
+        samples, scores = self._generate(prompts.rows(order), n, params, **options)
         back = (n * torch.argsort(order)[:, None] + torch.arange(n)).flatten()
         return samples.rows(back), scores.rows(back)
 
     def _generate(
-        self, prompts: BatchFuture, n: int, params: SamplingParams
+        self, prompts: BatchFuture, n: int, params: SamplingParams, **options: Any
     ) -> tuple[BatchFuture, BatchFuture]:
         if not self.scores_parts:
-            samples: BatchFuture = self.rollout.generate_sequences(prompts, n, params)
+            samples: BatchFuture = self.rollout.generate_sequences(prompts, n, params, **options)
             return samples, self.score(samples)
-        stream: BatchStream = self.rollout.stream_sequences(prompts, n, params)
+        stream: BatchStream = self.rollout.stream_sequences(prompts, n, params, **options)
         scores = stream.map(self.score)
         return stream.all(), scores
+
+    def baselines(self, prompts: BatchFuture, n: int, params: SamplingParams, dealer: Dealer) -> BatchFuture:
+        """`reward_baselines`: the total reward of the greedy response to each prompt, n times, beside the
+        prompt's n samples. Timed as `gen_max`.
+
+        Args:
+            params: of the samples, whose limits and penalties the greedy response has too.
+        """
+        greedy = replace(params, temperature=0.0)
+        _, scores = self.generate(prompts, 1, greedy, dealer, phase="gen_max")
+        beside = torch.arange(len(prompts)).repeat_interleave(n)
+        found: BatchFuture = self.batch.reward_baselines(scores.select("scores").rows(beside))
+        return found
 
     def score(self, samples: BatchFuture) -> BatchFuture:
         """`scores`, `token_level_scores`, `reward_extra`, `response_text` of samples."""
@@ -112,15 +135,33 @@ class Roles:
     def sync_rollout(self) -> None:
         """Brings the actor's weights to a rollout of its own, bucket by bucket. One is gathered while the one
         before is loaded, so that there are two at most; they go from worker to worker."""
-        if self.rollout is self.actor:
-            return
+        if self.rollout is not self.actor:
+            self._send_weights(self.rollout.load_weights)
+
+    def reset_reference(self, *, optimizer: bool) -> None:
+        """Makes the reference what the actor is now; its weights go as to a rollout of its own.
+
+        Args:
+            optimizer: whether the actor's begins anew.
+        """
+        assert self.reference is not None
+        self._send_weights(self.reference.load_reference)
+        if optimizer:
+            self.actor.reset_optimizer()
+
+    def share_reference_head(self) -> None:
+        """Gives the actor's workers the reference's output head, for an exact KL."""
+        assert self.reference is not None
+        self.actor.hold_reference_head(self.reference.reference_head())
+
+    def _send_weights(self, load: Callable[[Future[Any]], None]) -> None:
         count: int = self.actor.weight_buckets()
         following: Future[Any] = self.actor.export_weights(0)
         for number in range(1, count + 1):
             bucket = following
             if number < count:
                 following = self.actor.export_weights(number)
-            self.rollout.load_weights(bucket)
+            load(bucket)
 
     def weight_digest(self) -> Digest:
         """That of the actor's weights."""
@@ -163,20 +204,27 @@ def _offered(group: WorkerGroup, method: str) -> list[Any]:
     return [] if call is None else call()
 
 
-def require_methods(worker: type[Worker], parts: frozenset[str], *, field: str, apart: bool = False) -> None:
+def require_methods(
+    worker: type[Worker],
+    parts: frozenset[str],
+    *,
+    field: str,
+    apart: bool = False,
+    more: Mapping[str, tuple[str, ...]] | None = None,
+) -> None:
     """Refuses a user's worker class that lacks what the loop calls.
 
     Args:
         parts: the roles it is to play.
         field: the config key that named it.
         apart: whether actor and rollout are groups of their own.
+        more: further methods that this run calls, by role.
 
     Raises:
         ConfigError: names what is missing.
     """
-    wanted = [
-        name for part in sorted(parts) for name in (*METHODS[part], *(APART.get(part, ()) if apart else ()))
-    ]
+    tables = [METHODS, *([APART] if apart else []), more or {}]
+    wanted = [name for part in sorted(parts) for table in tables for name in table.get(part, ())]
     missing = [name for name in wanted if name not in registrations(worker)]
     if missing:
         raise ConfigError(

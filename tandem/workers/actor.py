@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Collection, Generator, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from typing import Literal
 
 import torch.distributed as dist
 from transformers import AutoConfig, PreTrainedTokenizerBase
@@ -33,14 +32,14 @@ from tandem.engines.weight_sync import Arrival, Digest, Sent, WeightBucket, buck
 from tandem.errors import ConfigError, EngineError
 from tandem.observability.metrics import Metrics
 from tandem.observability.run import RunFolder
-from tandem.protocol import DataProto, Ragged, Request, Sample, SamplingParams
+from tandem.protocol import DataProto, Request, Sample, SamplingParams
 from tandem.runtime import Dispatch, Part, register
-from tandem.workers.base import EngineWorker, closed_after, micro_batching, seeded
+from tandem.workers.base import closed_after, seeded
+from tandem.workers.correction import KEPT, without_rejected
 from tandem.workers.losses import ActorLoss
 from tandem.workers.probes import add_evidence, add_rollout_gap, difference_limit, gap_columns
+from tandem.workers.reference import PolicyPart, ReferenceWorker
 from tandem.workers.samples import requests_of, rollout_batch
-
-PolicyPart = Literal["actor", "rollout", "ref"]
 
 # Of these the rank with most counts; of all else that a rollout engine counts, all ranks together.
 _OF_THE_BUSIEST = frozenset({"decode_steps", "peak_running", "cache_bytes", "cache_use"})
@@ -49,7 +48,7 @@ _OF_THE_BUSIEST = frozenset({"decode_steps", "peak_running", "cache_bytes", "cac
 _PARTS = 4
 
 
-class ActorWorker(EngineWorker):
+class ActorWorker(ReferenceWorker):
     """The policy's worker. A rollout without an actor holds the policy frozen and takes over the weights
     of an actor elsewhere, bucket by bucket; see `export_weights` and `load_weights`.
 
@@ -63,6 +62,7 @@ class ActorWorker(EngineWorker):
         updates_per_step: optimizer steps in each.
         device, run: see `EngineWorker`.
         recompute_old: whether updates read an `old_log_probs` column.
+        old_outputs: what `compute_log_prob` gives besides, of "sum_pi_squared" and "ref_kl".
 
     Raises:
         ConfigError: a rollout engine that takes no weights cannot follow a policy that learns.
@@ -79,16 +79,14 @@ class ActorWorker(EngineWorker):
         device: str,
         run: RunFolder,
         recompute_old: bool,
+        old_outputs: frozenset[str] = frozenset(),
     ) -> None:
         name = next(part for part in ("actor", "rollout", "ref") if part in parts)
-        super().__init__(run, name, device, config.trainer.timeouts.collective)
-        self._config = config
+        super().__init__(config, run, name, device, old_outputs)
         policy = config.actor_rollout_ref
-        self._batching = {
-            "actor": policy.rollout.log_prob_batching,
-            "ref": policy.ref.log_prob_batching,
-        }
-        self.loss = ActorLoss.from_config(policy.actor, recomputed=recompute_old)
+        correction = config.algorithm.rollout_correction
+        self._bypasses = correction.bypass_mode
+        self.loss = ActorLoss.from_config(policy.actor, recomputed=recompute_old, correction=correction)
         if "actor" in parts:
             self._add_engine("actor", policy.actor, policy.actor.optim, total_steps, updates_per_step)
         elif "rollout" in parts:
@@ -183,60 +181,53 @@ class ActorWorker(EngineWorker):
         """The policy that learns."""
         return self._engine("actor")
 
-    def _engine(self, *roles: PolicyPart) -> TrainEngine:
-        """The first of these that this worker holds."""
-        for role in roles:
-            if role in self.engines:
-                return self.engines[role]
-        raise EngineError(
-            "this worker does not hold that part of the policy",
-            got=f"the parts {', '.join(self.engines)}",
-            expected=" or ".join(roles),
-            remedy="call the method on the group whose workers were made with that part",
-        )
-
     @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, blocking=False, mesh="rollout")
-    def generate_sequences(self, prompts: DataProto, n: int, params: SamplingParams) -> DataProto:
-        """n responses to each prompt, prompt by prompt.
+    def generate_sequences(
+        self, prompts: DataProto, n: int, params: SamplingParams, *, phase: str = "gen"
+    ) -> DataProto:
+        """n responses to each prompt, prompt by prompt, timed as `phase`.
 
         Adds `tokens`, `response_mask`, `rollout_log_probs` (and `rollout_log_probs_untruncated` where the
         sampling parameters reshape the distribution; NaN where the engine does not give them),
         `policy_version`, `token_fingerprint`, `sample`, `finish_reason`.
         """
         requests = requests_of(prompts, n, params)
-        done = {sample.id: sample for part in self._written(requests) for sample in part}
+        done = {sample.id: sample for part in self._written(requests, phase) for sample in part}
         samples = [done[request.id] for request in requests]
         return self._batch(prompts.repeat(n), requests, samples, params)
 
     @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, stream=True, mesh="rollout")
-    def stream_sequences(self, prompts: DataProto, n: int, params: SamplingParams) -> Iterator[Part]:
+    def stream_sequences(
+        self, prompts: DataProto, n: int, params: SamplingParams, *, phase: str = "gen"
+    ) -> Iterator[Part]:
         """The rows of `generate_sequences`, in parts of about a quarter of this worker's share, as they
         are finished. An empty share has no parts."""
         requests = requests_of(prompts, n, params)
         place = {request.id: row for row, request in enumerate(requests)}
         table = prompts.repeat(n)
-        with closing(self._written(requests)) as parts:
+        with closing(self._written(requests, phase)) as parts:
             for samples in parts:
                 samples.sort(key=lambda sample: place[sample.id])
                 rows = [place[sample.id] for sample in samples]
                 yield Part(rows, self._batch(table[rows], [requests[row] for row in rows], samples, params))
 
-    def _written(self, requests: list[Request]) -> Generator[list[Sample], None, None]:
+    def _written(self, requests: list[Request], phase: str) -> Generator[list[Sample], None, None]:
         """Samples as they are finished. All ranks take part in gathering the weights, whether they have
         requests or not. However it ends, the engine sleeps and the model is sharded afterwards; the
         clock stands still while the reader has the samples."""
         rollout = self._rollout
         if rollout is None:
             raise EngineError("this worker holds no rollout", expected="a worker made with the part rollout")
+        sampling = "generate_sequences" if phase == "gen" else f"{phase}_sequences"
         limit_s = stall_timeout_s(self._config.actor_rollout_ref.rollout)
-        with closed_after(ExitStack(), lambda: self.timeline.phase("gen")) as held:
-            with self.timeline.phase("gen"):
+        with closed_after(ExitStack(), lambda: self.timeline.phase(phase)) as held:
+            with self.timeline.phase(phase):
                 self._give_weights(rollout, held)
             at_least = -(-len(requests) // _PARTS)
             parts = finished(rollout, requests, at_least=at_least, stall_timeout_s=limit_s)
             held.enter_context(closing(parts))
             while True:
-                with self.timeline.phase("gen"), self.timeline.phase("generate_sequences"):
+                with self.timeline.phase(phase), self.timeline.phase(sampling):
                     samples = next(parts, None)
                 if samples is None:
                     break
@@ -293,31 +284,21 @@ class ActorWorker(EngineWorker):
     @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, mesh="actor", blocking=False, balance="tokens")
     def compute_log_prob(self, batch: DataProto) -> DataProto:
         """`old_log_probs`, ragged fp32 (fp64 for an fp64 model), nats; also measures how far the rollout's
-        own are from them."""
-        out = self._log_probs("actor", "old_log_prob", batch)
+        own are from them. With it what `old_outputs` names: `sum_pi_squared`, and `ref_kl`, nats, for which
+        the batch needs `ref_hidden`."""
+        computed = self._computed("actor", "old_log_prob", batch)
+        out = computed.ragged("log_probs")
         columns = {name: batch.ragged(name).values for name in gap_columns(batch)}
         if columns and len(out.values) and self.actor.share.leads:
             add_rollout_gap(self.observed, out.values, columns, batch.ragged("response_mask").values)
             self._add_evidence(batch)
-        return DataProto({"old_log_probs": out})
+        others = {name: column for name, column in computed.batch.items() if name != "log_probs"}
+        return DataProto({"old_log_probs": out, **others})
 
     def _add_evidence(self, batch: DataProto) -> None:
         rollout = self._config.actor_rollout_ref.rollout
         limit = difference_limit(rollout.log_prob_diff_limit, self.actor.compute_dtype, rollout.temperature)
         add_evidence(self.observed, batch, self.actor.version, limit)
-
-    @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, mesh="ref", blocking=False, balance="tokens")
-    def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
-        """`ref_log_probs`, ragged fp32 (fp64 for an fp64 model), nats. Where the actor trains adapters and no
-        other engine is here, its base is the reference."""
-        return DataProto({"ref_log_probs": self._log_probs("ref", "ref", batch)})
-
-    def _log_probs(self, role: PolicyPart, phase: str, batch: DataProto) -> Ragged:
-        adapter = role in self.engines or "ref" not in self.meshes()
-        engine = self._engine(role) if adapter else self.actor
-        outputs, micro = frozenset({"log_probs"}), micro_batching(self._batching[role])
-        with self.timeline.phase(phase), self.on_device(engine):
-            return engine.forward(batch, outputs=outputs, micro=micro, adapter=adapter).ragged("log_probs")
 
     @register(
         dispatch_mode=Dispatch.ND_COMPUTE_PROTO,
@@ -326,17 +307,28 @@ class ActorWorker(EngineWorker):
         collect="first",
         balance="tokens",
     )
-    def update_actor(self, batch: DataProto) -> Metrics:
+    def update_actor(
+        self, batch: DataProto, *, first: bool = False, entropy_coeff: float | None = None
+    ) -> Metrics:
         """One optimizer step on a mini-batch. Where its log-probs are the first under the policy that
-        sampled, it also measures how far the rollout's own are from them."""
+        sampled, it also measures how far the rollout's own are from them.
+
+        Args:
+            first: whether no update on the same batch came before.
+            entropy_coeff: of the entropy bonus; None: the config's.
+        """
         config, loss = self._config.actor_rollout_ref.actor, self.loss
-        if not loss.recomputed:
+        if entropy_coeff is not None:
+            loss = replace(loss, entropy_coeff=entropy_coeff)
+        if not loss.recomputed or (first and self._bypasses):
             loss = replace(loss, compared=gap_columns(batch))
         if loss.compared and len(batch) and self.actor.share.leads:
             self._add_evidence(batch)
         with self.timeline.phase("update_actor"), self.on_device(self.actor, training=True):
             batching, optim = config.train_batching, config.optim
-            return self.guarded_step(self.actor, batch, loss, batching, "actor", optim)
+            rejects = KEPT in batch or loss.rejects
+            batch = without_rejected(batch)
+            return self.guarded_step(self.actor, batch, loss, batching, "actor", optim, rejects=rejects)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, collect="first")
     def weight_buckets(self) -> int:

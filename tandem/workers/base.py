@@ -17,7 +17,7 @@ from tandem.config.batching import Batching
 from tandem.config.optim import OptimConfig
 from tandem.device import choose_device
 from tandem.engines.train.base import LossFn, MicroBatching, TrainEngine
-from tandem.errors import EngineError, NonFiniteError
+from tandem.errors import EngineError, NonFiniteError, NoTokensError
 from tandem.models.parallel import init_distributed
 from tandem.observability.metrics import Metrics
 from tandem.observability.run import RunFolder
@@ -217,6 +217,8 @@ class EngineWorker(TimedWorker):
         batching: Batching,
         role: str,
         optim: OptimConfig,
+        *,
+        rejects: bool = False,
     ) -> Metrics:
         """One optimizer step, or none where the loss or gradient is not finite and fewer than
         `skip_non_finite_steps` were skipped just before: then nothing changes, the version and so the
@@ -227,10 +229,15 @@ class EngineWorker(TimedWorker):
             NonFiniteError: as the engine raised it on every rank, with the path this rank's share of
                 the batch was saved to.
         """
-        before = self._in_succession[role]
+        before, version = self._in_succession[role], engine.version
         try:
             metrics = engine.train_step(batch, loss, micro=micro_batching(batching))
             self._in_succession[role] = 0
+            rejected = engine.version == version
+        except NoTokensError:
+            if not rejects:
+                raise
+            metrics, rejected = Metrics(), True
         except NonFiniteError as error:
             again = f"_again_{before}" if before else ""
             path = self.run.logs / f"{role}_update_{engine.version}{again}_rank_{self.rank}.pt"
@@ -249,7 +256,9 @@ class EngineWorker(TimedWorker):
                 f"{error.field}: {error.message}; skipped, {before + 1} in succession of "
                 f"{optim.skip_non_finite_steps} allowed; {error.remedy}"
             )
-            metrics = Metrics()
+            metrics, rejected = Metrics(), False
+        if rejected:
+            self.say(f"{role} update {version}: every token was rejected; nothing is learnt from it")
         if optim.skip_non_finite_steps:
             metrics.add_max("skipped_steps", self._skipped[role])
         return metrics

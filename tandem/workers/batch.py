@@ -10,27 +10,32 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.algorithms.kl import PenalisedRewards, apply_kl_penalty
+from tandem.algorithms.kl import FULL, PenalisedRewards, apply_kl_penalty, penalise
 from tandem.algorithms.masked import explained_variance, segment_sum
 from tandem.algorithms.registry import AdvantageSpec, advantage_estimator
+from tandem.config.actor import ActorConfig
 from tandem.config.algorithm import AlgorithmConfig
-from tandem.errors import RewardError
 from tandem.observability.metrics import Metrics
 from tandem.observability.run import RunFolder
 from tandem.protocol import DataProto, Ragged
 from tandem.runtime import Dispatch, register
-from tandem.workers.base import TimedWorker
+from tandem.workers.components import reward_components
+from tandem.workers.correction import KEPT, WEIGHTS, Correction, correction_columns
+from tandem.workers.finite import refuse_non_finite
+from tandem.workers.losses import configured_loss
+from tandem.workers.shaping import ShapingWorker
 
 
-class BatchWorker(TimedWorker):
+class BatchWorker(ShapingWorker):
     """Advantages and sample files.
 
     Args:
         config: the resolved algorithm section.
         run: the run folder.
+        actor: the policy's section, whose loss may choose tokens over the whole batch.
     """
 
-    def __init__(self, config: AlgorithmConfig, run: RunFolder) -> None:
+    def __init__(self, config: AlgorithmConfig, run: RunFolder, actor: ActorConfig | None = None) -> None:
         super().__init__(run, "batch")
         assert self.world_size == 1, "groups must not be split"
         self.config = config
@@ -39,52 +44,76 @@ class BatchWorker(TimedWorker):
             "gamma": config.gamma,
             "lam": config.lam,
             "norm_adv_by_std_in_grpo": config.norm_adv_by_std_in_grpo,
+            "gdpo_reward_weights": config.gdpo_reward_weights,
         }
         self.options = self.spec.select_options(shared, config.adv_kwargs)
+        self.correction = Correction.from_config(config.rollout_correction)
+        self._loss, self._loss_options = configured_loss(actor or ActorConfig())
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def compute_advantages(self, batch: DataProto, kl_coef: float) -> DataProto:
-        """`token_level_rewards`, `advantages`, `returns`, ragged fp32; fp64 where a column is.
+        """`token_level_rewards`, `advantages`, `returns`, ragged fp32; fp64 where a column is; and what the
+        rollout correction adds. Advantages are those of all response tokens: what is rejected is left out of
+        the updates, and the reward that stands at a rejected token still counts for those before it. With a
+        policy loss that treats some tokens apart, `selected_tokens`, ragged bool.
 
         Args:
-            batch: what the estimator's signature names, and `old_log_probs` and `ref_log_probs` where
-                the reward is penalised.
+            batch: what the estimator's signature names, and where the reward is penalised `old_log_probs`
+                and `ref_log_probs`, or `ref_kl` where that KL is exact.
             kl_coef: nats to reward; 0 leaves the reward as it is.
+
+        Raises:
+            RewardError, NonFiniteError: one of these columns is not finite where it counts.
         """
         with self.timeline.phase("adv"):
             return self._advantages(batch, kl_coef)
 
     def _advantages(self, batch: DataProto, kl_coef: float) -> DataProto:
+        corrected = correction_columns(self.config.rollout_correction, self.correction, batch, self.observed)
+        batch = batch.union(DataProto(corrected))
         mask = batch.ragged("response_mask")
         scores = batch.ragged("token_level_scores")
-        self._refuse_non_finite(scores)
+        read = {"token_level_scores", *self.spec.columns}
+        refuse_non_finite(batch, read | ({"old_log_probs", "ref_log_probs", "ref_kl"} if kl_coef else set()))
         rewards_T = scores.values.to(widest_float(batch))
         if kl_coef != 0:
             rewards_T = self._kl_penalised(batch, kl_coef).token_level_rewards.to(rewards_T.dtype)
         columns: dict[str, Any] = {
             **{name: c.values if isinstance(c, Ragged) else c for name, c in batch.batch.items()},
+            **self._components(batch, rewards_T.dtype),
             "token_level_rewards": rewards_T,
             "offsets": mask.offsets,
             "group": group_ids(batch.non_tensor_batch["uid"]),
         }
+        columns.setdefault(WEIGHTS, torch.ones_like(rewards_T))
         out = self.spec(columns, **self.options)
-        return DataProto(
-            {
-                "token_level_rewards": mask.with_values(rewards_T),
-                "advantages": mask.with_values(out.advantages),
-                "returns": mask.with_values(out.returns),
-            }
-        )
+        found = {
+            **corrected,
+            "token_level_rewards": mask.with_values(rewards_T),
+            "advantages": mask.with_values(out.advantages),
+            "returns": mask.with_values(out.returns),
+        }
+        if self._loss.selection is not None:
+            kept_T = corrected.get(KEPT, mask).values
+            known = columns | {"advantages": out.advantages, "response_mask": kept_T}
+            chosen_T = self._loss.selection(known, self._loss_options)
+            found["selected_tokens"] = mask.with_values(chosen_T)
+        return DataProto(found)
 
-    @staticmethod
-    def _refuse_non_finite(scores: Ragged) -> None:
-        bad_T = ~torch.isfinite(scores.values)
-        if bool(bad_T.any()):
-            raise RewardError(
-                "rewards are not finite",
-                got=f"{int(bad_T.sum())} tokens, the first in sample {int(scores.row_ids()[bad_T][0])}",
-                remedy="let the reward return a finite number",
-            )
+    def _components(self, batch: DataProto, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The column of the rewards by component, if the estimator reads it."""
+        if "reward_components" not in self.spec.columns:
+            return {}
+        extras, keys = list(batch.non_tensor_batch["reward_extra"]), self.config.gdpo_reward_keys
+        if "score" in keys:
+            scores = batch.dense("scores").tolist()
+            extras = [{**extra, "score": score} for extra, score in zip(extras, scores, strict=True)]
+        return {"reward_components": reward_components(extras, keys).to(dtype)}
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    def reward_baselines(self, scores: DataProto) -> DataProto:
+        """`reward_baselines` (B): the total rewards of other responses to the same prompts, row by row."""
+        return DataProto({"reward_baselines": scores.dense("scores")})
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def measure(self, batch: DataProto) -> Metrics:
@@ -103,6 +132,11 @@ class BatchWorker(TimedWorker):
                 if len(values_T):
                     metrics.add_max(f"{name}/max", values_T.max())
                     metrics.add_min(f"{name}/min", values_T.min())
+        if "reward_baselines" in batch:
+            baselines_B = batch.dense("reward_baselines")
+            metrics.add_mean("critic/baseline/mean", baselines_B.sum(), len(baselines_B))
+            metrics.add_max("critic/baseline/max", baselines_B.max())
+            metrics.add_min("critic/baseline/min", baselines_B.min())
         rewards_B = segment_sum(batch.ragged("token_level_rewards").values, mask.offsets)
         metrics.add_mean("reward/after_kl", rewards_B.sum(), len(mask))
         if "values" in batch:
@@ -131,8 +165,12 @@ class BatchWorker(TimedWorker):
 
     def _kl_penalised(self, batch: DataProto, kl_coef: float) -> PenalisedRewards:
         mask = batch.ragged("response_mask")
+        scores_T = batch.ragged("token_level_scores").values
+        if self.config.kl_penalty == FULL:
+            kl_T = batch.ragged("ref_kl").values
+            return penalise(scores_T, kl_T, mask.values, mask.offsets, kl_coef=kl_coef)
         return apply_kl_penalty(
-            batch.ragged("token_level_scores").values,
+            scores_T,
             batch.ragged("old_log_probs").values,
             batch.ragged("ref_log_probs").values,
             mask.values,

@@ -10,6 +10,7 @@ from tandem.observability.run import RunFolder
 from tandem.protocol import DataProto
 from tandem.runtime import Dispatch, register
 from tandem.workers.base import EngineWorker, micro_batching, seeded
+from tandem.workers.correction import KEPT, without_rejected
 from tandem.workers.losses import CriticLoss
 
 
@@ -67,10 +68,14 @@ class CriticWorker(EngineWorker):
         balance="tokens",
     )
     def update_critic(self, batch: DataProto) -> Metrics:
-        """One optimizer step on a mini-batch with `values`, `returns` and `response_mask`."""
+        """One optimizer step on a mini-batch with `values`, `returns` and `response_mask`, less the
+        tokens that were rejected."""
         with self.timeline.phase("update_critic"), self.on_device(self.engine, training=True):
             batching, optim = self.config.train_batching, self.config.optim
-            return self.guarded_step(self.engine, batch, self.loss, batching, "critic", optim)
+            share = without_rejected(batch)
+            return self.guarded_step(
+                self.engine, share, self.loss, batching, "critic", optim, rejects=KEPT in batch
+            )
 
     def trained(self) -> TrainEngine:
         """See `EngineWorker.trained`."""

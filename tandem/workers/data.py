@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
 from tandem.config.data import DataConfig
 from tandem.config.supervised import SupervisedDataConfig
+from tandem.data.curriculum import DrawnBatches, load_sampler
 from tandem.data.loader import BatchLoader, Dataset, EveryRow
 from tandem.data.prompts import PromptDataset
 from tandem.observability.run import RunFolder
@@ -32,6 +34,12 @@ class DataFacts:
     sources: tuple[str, ...]
 
 
+class Batches(Protocol):
+    """Training batches by number."""
+
+    def batch(self, number: int) -> DataProto: ...
+
+
 class DatasetWorker(TimedWorker):
     """Rows to train on and to validate on. A batch is a function of its number, so that one can be
     asked for before it is needed, and again after a resume.
@@ -42,6 +50,7 @@ class DatasetWorker(TimedWorker):
         config: how training batches are cut.
         sources: the data sources of both.
         run: the run folder.
+        batches: the training batches, where they are others than of `config`'s size and order.
 
     Raises:
         DataError: too few rows for a batch.
@@ -55,8 +64,11 @@ class DatasetWorker(TimedWorker):
         run: RunFolder,
         *,
         sources: Iterable[str] = (),
+        batches: Batches | None = None,
     ) -> None:
-        self.train = BatchLoader(train, config.train_batch_size, shuffle=config.shuffle, seed=config.seed)
+        self.train: Batches = batches or BatchLoader(
+            train, config.train_batch_size, shuffle=config.shuffle, seed=config.seed
+        )
         self.validation = validation
         self.facts = DataFacts(len(train), len(validation or ()), tuple(sorted(sources)))
         super().__init__(run, "data")  # last: data that are refused leave no trace in the run folder
@@ -98,7 +110,40 @@ class DataWorker(DatasetWorker):
             validation = prompt_dataset(config, tokenizer, config.val_files, config.val_max_samples)
             sources |= set(validation.data_sources)
             batches = EveryRow(validation, config.val_batch_size)
-        super().__init__(train, batches, config, run, sources=sources)
+        self._prompts = train
+        self._drawn = _drawn(config, train)
+        made = self._drawn or BatchLoader(
+            train,
+            config.prompts_at_a_time,
+            shuffle=config.shuffle,
+            seed=config.seed,
+            field="data.gen_batch_size" if config.gen_batch_size else "data.train_batch_size",
+        )
+        super().__init__(train, batches, config, run, sources=sources, batches=made)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    def recall(self, uids: tuple[str, ...]) -> DataProto:
+        """Prompts that were in earlier training batches; see `PromptDataset.recall`."""
+        with self.timeline.phase("data"):
+            return self._prompts.recall(uids)
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
+    def observe(self, batch: DataProto) -> None:
+        """Tells the sampler how some prompts were answered; see `DrawnBatches.observe`."""
+        assert self._drawn is not None, "there is no sampler"
+        self._drawn.observe(batch)
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def sampler_state(self) -> dict[str, Any]:
+        """What `load_sampler_state` needs to go on."""
+        assert self._drawn is not None, "there is no sampler"
+        return self._drawn.state_dict()
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def load_sampler_state(self, state: dict[str, Any]) -> None:
+        """Goes on where `state` was taken."""
+        assert self._drawn is not None, "there is no sampler"
+        self._drawn.load_state_dict(state)
 
 
 class ExamplesWorker(DatasetWorker):
@@ -119,6 +164,22 @@ class ExamplesWorker(DatasetWorker):
         train = read(config.train_files)
         held_out = EveryRow(read(config.val_files), config.train_batch_size) if config.val_files else None
         super().__init__(train, held_out, config, run)
+
+
+def _drawn(config: DataConfig, prompts: PromptDataset) -> DrawnBatches | None:
+    """The batches of the sampler that the config names, if any."""
+    sampler, size = config.sampler, config.prompts_at_a_time
+    if sampler.class_name is None:
+        return None
+    made = load_sampler(
+        prompts,
+        path=sampler.class_path,
+        name=sampler.class_name,
+        batch_size=size,
+        seed=config.seed,
+        kwargs=sampler.kwargs,
+    )
+    return DrawnBatches(prompts, size, made)
 
 
 def prompt_dataset(

@@ -15,14 +15,16 @@ from torch import Tensor
 
 from tandem.algorithms.aggregation import aggregate
 from tandem.algorithms.bradley_terry import bradley_terry_loss
-from tandem.algorithms.kl import kl_penalty
+from tandem.algorithms.kl import FULL, kl_penalty
 from tandem.algorithms.registry import PolicyLossSpec, policy_loss
 from tandem.algorithms.value_loss import clipped_value_loss
 from tandem.config.actor import ActorConfig
+from tandem.config.correction import RolloutCorrectionConfig
 from tandem.config.critic import CriticConfig
 from tandem.engines.train.base import Counts
 from tandem.observability.metrics import Metrics
-from tandem.workers.probes import add_rollout_gap
+from tandem.workers.correction import WEIGHTS, Correction, bypassing, count_kept, recounted
+from tandem.workers.probes import SAMPLED, add_rollout_gap
 
 
 @dataclass(frozen=True)
@@ -37,10 +39,12 @@ class ActorLoss:
         agg_mode, norm_length: how tokens become one number.
         entropy_coeff: weight of the entropy bonus; 0 only reports the entropy.
         kl_coef: weight of the KL term; None leaves it out.
-        kl_kind: estimator of the KL term.
+        kl_kind: estimator of the KL term; "full" is an output of the model.
         recomputed: whether `old_log_probs` is a column of the batch.
         compared: columns of the rollout's log-probs that the update's own are compared with; see
             `add_rollout_gap`.
+        weighted: whether the batch has a column of importance weights.
+        correction: the rollout correction, where it is made here; see `tandem.workers.correction`.
     """
 
     spec: PolicyLossSpec
@@ -52,49 +56,74 @@ class ActorLoss:
     kl_kind: str
     recomputed: bool
     compared: frozenset[str] = frozenset()
+    weighted: bool = False
+    correction: Correction | None = None
     outputs: frozenset[str] = frozenset({"log_probs", "entropy"})
     columns: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
         given = {"offsets", "log_probs", "entropy"}
         columns = {"response_mask", *self.spec.columns} - given
-        columns |= {"ref_log_probs"} if self.kl_coef is not None else set()
+        exact = self.kl_coef is not None and self.kl_kind == FULL
+        if exact:
+            object.__setattr__(self, "outputs", self.outputs | {"ref_kl"})
+        elif self.kl_coef is not None:
+            columns.add("ref_log_probs")
         columns -= set() if self.recomputed else {"old_log_probs"}
+        columns |= {SAMPLED} if self.correction is not None else set()
+        columns = columns | {WEIGHTS} if self.weighted else columns - {WEIGHTS}
         object.__setattr__(self, "columns", frozenset(columns | self.compared))
 
     @classmethod
-    def from_config(cls, actor: ActorConfig, *, recomputed: bool) -> ActorLoss:
-        spec = policy_loss(actor.policy_loss.loss_mode)
-        shared = {
-            "clip_ratio_low": actor.clip_ratio_low,
-            "clip_ratio_high": actor.clip_ratio_high,
-            "clip_ratio_c": actor.clip_ratio_c,
-        }
+    def from_config(
+        cls,
+        actor: ActorConfig,
+        *,
+        recomputed: bool,
+        correction: RolloutCorrectionConfig | None = None,
+    ) -> ActorLoss:
+        """
+        Args:
+            recomputed: whether old log-probs are recomputed before the updates.
+            correction: of the rollout; None: none.
+        """
+        correction = correction or RolloutCorrectionConfig()
+        bypasses = correction.bypass_mode
+        actor = bypassing(actor, correction.loss_type) if bypasses else actor
+        spec, options = configured_loss(actor)
         return cls(
             spec=spec,
-            options=spec.select_options(shared, actor.policy_loss.kwargs),
+            options=options,
             agg_mode=actor.loss_agg_mode,
             norm_length=actor.loss_scale_factor,
             entropy_coeff=actor.entropy_coeff,
             kl_coef=actor.kl_loss_coef if actor.use_kl_loss else None,
             kl_kind=actor.kl_loss_type,
-            recomputed=recomputed,
+            recomputed=recomputed or bypasses,
+            weighted=correction.rollout_is is not None and recomputed,
+            correction=Correction.from_config(correction)
+            if bypasses or (correction.corrects and not recomputed)
+            else None,
         )
 
     def __call__(
         self, out: Mapping[str, Tensor], columns: Mapping[str, Tensor], offsets: Tensor, counts: Counts
     ) -> tuple[Tensor, Metrics]:
+        metrics = Metrics()
         given = {**out, **columns, "offsets": offsets}
-        mask = columns["response_mask"]
         if not self.recomputed:
             given["old_log_probs"] = out["log_probs"].detach()
+        self._correct(given, metrics)
+        mask = given["response_mask"]
+        given |= {name: _inside(given[name], mask) for name in given if name != "offsets"}
         losses_T, observed = self.spec(given, **self.options)
-        metrics = Metrics()
+        if WEIGHTS in given and WEIGHTS not in self.spec.columns:
+            losses_T = losses_T * given[WEIGHTS]
         loss = policy = self._reduce(losses_T, mask, offsets, counts)
         if self.entropy_coeff != 0:
             loss = loss - self.entropy_coeff * self._reduce(out["entropy"], mask, offsets, counts)
         if self.kl_coef is not None:
-            kl_T = kl_penalty(out["log_probs"], columns["ref_log_probs"], self.kl_kind)
+            kl_T = self._kl(given)
             loss = loss + self.kl_coef * self._reduce(kl_T, mask, offsets, counts)
             metrics.add_mean("kl", _total(kl_T, mask), mask.sum())
         metrics.add_sum("pg_loss", policy)
@@ -103,8 +132,35 @@ class ActorLoss:
         for name, values_T in observed.items():
             metrics.add_mean(name, _total(values_T, mask), mask.sum())
         if self.compared:
-            add_rollout_gap(metrics, out["log_probs"].detach(), columns, mask)
+            add_rollout_gap(metrics, out["log_probs"].detach(), columns, columns["response_mask"])
         return loss, metrics
+
+    def _correct(self, given: dict[str, Tensor], metrics: Metrics) -> None:
+        """Adds the weights, and takes rejected tokens out of the mask, where this is done here."""
+        if self.correction is not None:
+            mask, offsets = given["response_mask"], given["offsets"]
+            found = self.correction(given["log_probs"].detach(), given[SAMPLED], mask, offsets, metrics)
+            given["response_mask"] = found.kept
+            if found.weights is not None:
+                given[WEIGHTS] = found.weights
+            if self.rejects:
+                count_kept(metrics, found.kept, offsets)
+        if WEIGHTS in self.spec.columns:
+            given.setdefault(WEIGHTS, torch.ones_like(given["log_probs"]))
+
+    def recount(self, metrics: Metrics, counts: Counts) -> float:
+        """See `RecountingLoss`."""
+        return recounted(metrics, counts, self.agg_mode) if self.rejects else 1.0
+
+    @property
+    def rejects(self) -> bool:
+        """Whether tokens are rejected here."""
+        return self.correction is not None and bool(self.correction.rejections)
+
+    def _kl(self, given: Mapping[str, Tensor]) -> Tensor:
+        if self.kl_kind == FULL:
+            return given["ref_kl"]
+        return kl_penalty(given["log_probs"], given["ref_log_probs"], self.kl_kind)
 
     def _reduce(self, values_T: Tensor, mask: Tensor, offsets: Tensor, counts: Counts) -> Tensor:
         return aggregate(
@@ -116,6 +172,31 @@ class ActorLoss:
             sequences=counts.sequences,
             norm_length=self.norm_length,
         )
+
+
+def configured_loss(actor: ActorConfig) -> tuple[PolicyLossSpec, dict[str, Any]]:
+    """The policy loss that a config names, and its options.
+
+    Raises:
+        ConfigError: an option that it does not take, or of another type.
+    """
+    section = actor.policy_loss
+    spec = policy_loss(section.loss_mode)
+    shared = {
+        "clip_ratio_low": actor.clip_ratio_low,
+        "clip_ratio_high": actor.clip_ratio_high,
+        "clip_ratio_c": actor.clip_ratio_c,
+        "tau_pos": actor.tau_pos,
+        "tau_neg": actor.tau_neg,
+        "clip_cov_ratio": section.clip_cov_ratio,
+        "clip_cov_lb": section.clip_cov_lb,
+        "clip_cov_ub": section.clip_cov_ub,
+        "kl_cov_ratio": section.kl_cov_ratio,
+        "ppo_kl_coef": section.ppo_kl_coef,
+    }
+    if section.dro_beta is not None:
+        shared["dro_beta"] = section.dro_beta
+    return spec, spec.select_options(shared, section.kwargs)
 
 
 @dataclass(frozen=True)
@@ -207,6 +288,12 @@ class PreferenceLoss:
         for name, values_P in observed.items():
             metrics.add_mean(name, values_P.sum(), pairs)
         return losses_P.sum() / counts.sequences, metrics
+
+
+def _inside(values_T: Tensor, mask: Tensor) -> Tensor:
+    """Zero outside the mask, so that what stands there reaches neither the loss nor its gradient, NaN
+    included; other columns than those of floating point as they are."""
+    return torch.where(mask, values_T, 0) if values_T.is_floating_point() else values_T
 
 
 def _total(values_T: Tensor, mask: Tensor) -> Tensor:

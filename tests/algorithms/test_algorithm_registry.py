@@ -34,6 +34,10 @@ def wrong_shape(response_mask): return response_mask.sum(), response_mask.sum()
 def wrong_loss(log_probs): return log_probs.sum(), {}
 def wrong_metric(log_probs): return log_probs, {"mean": log_probs.mean()}
 number = 3
+
+def with_weights(response_mask, *, weights=(1.0, 2.0)):
+    level = response_mask * weights[1]
+    return level, level
 """
 
 
@@ -55,8 +59,13 @@ def columns() -> dict[str, torch.Tensor]:
 
 
 def test_what_is_registered() -> None:
-    assert ADVANTAGES.names == ("gae", "grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "rloo")
-    assert POLICY_LOSSES.names == ("vanilla",)
+    assert ADVANTAGES.names == (
+        "dr_grpo", "gae", "gdpo", "gpg", "grpo", "grpo_passk", "maxrl", "opo", "optimal_token_baseline",
+        "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "rloo",
+        "tir_optimal_token_baseline", "vtrace",
+    )  # fmt: skip
+    assert ADVANTAGES.aliases == {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
+    assert {"bypass_mode", "gspo", "kl_cov", "vanilla"} <= set(POLICY_LOSSES.names)
 
 
 def test_the_signature_is_the_declaration() -> None:
@@ -126,6 +135,15 @@ def test_a_users_estimator_from_a_file(own_file: Path) -> None:
     assert advantage_estimator(f"{own_file}:mean_baseline").fn is spec.fn
 
 
+def test_an_option_of_several_numbers(own_file: Path) -> None:
+    spec = advantage_estimator(f"{own_file}:with_weights")
+    assert spec.select_options({}, {"weights": [3, 4.5]}) == {"weights": (3, 4.5)}
+    assert spec(columns(), weights=(0.0, 5.0)).advantages.tolist() == [0.0, 5.0]
+    for wrong in (1.0, ["a"], "12"):
+        with pytest.raises(ConfigError, match="expected: a list of numbers"):
+            spec.select_options({}, {"weights": wrong})
+
+
 def test_a_users_loss_from_a_file(own_file: Path) -> None:
     spec = policy_loss(f"{own_file}:own_loss")
     losses, metrics = spec({"log_probs": torch.tensor([2.0]), "advantages": torch.tensor([3.0])}, power=1)
@@ -152,7 +170,7 @@ def test_a_wrong_signature_shows_the_expected_one(own_file: Path) -> None:
     assert "'response_masks' is no column (did you mean 'response_mask'?)" in text
     assert "'gamma' is no column (an option must stand after *)" in text
     assert "'*rest' names nothing that could be provided" in text
-    assert "option 'lam' has no number, bool or string as its default" in text
+    assert "option 'lam' has no number, bool, string or tuple as its default" in text
     assert "got:      def broken(token_level_rewards, response_masks, gamma, *rest, lam=None)" in text
     assert "def function(COLUMN, ..., *, OPTION=DEFAULT, ...) -> Advantages(advantages, returns)" in text
     for column in AdvantageSpec.known_columns:

@@ -16,6 +16,9 @@ NO_EFFECT = {
     "algorithm.norm_adv_by_std_in_grpo=false": (
         "set only with an algorithm.adv_estimator that takes norm_adv_by_std_in_grpo"
     ),
+    "algorithm.gdpo_reward_weights=[1, 2]": (
+        "set only with an algorithm.adv_estimator that takes gdpo_reward_weights"
+    ),
     f"{A}.loss_scale_factor=100": f"set only with {A}.loss_agg_mode=seq-mean-token-sum-norm",
     "custom_reward_function.name=mine": "set only with custom_reward_function.path",
     f"{A}.optim.min_lr_ratio=0.1": f"set only with {A}.optim.lr_scheduler_type=linear, cosine or wsd",
@@ -50,6 +53,9 @@ def test_setting_a_result_where_it_has_no_effect_is_an_error(errors, override):
         ("algorithm.use_kl_in_reward=true", "algorithm.kl_penalty=abs", "algorithm.kl_ctrl.kl_coef=0.2"),
         (f"{A}.use_kl_loss=true", "algorithm.use_kl_in_reward=true"),
         (*GRPO, "algorithm.norm_adv_by_std_in_grpo=false"),
+        ("algorithm.adv_estimator=gdpo", f"{R}.n=4", "algorithm.gdpo_reward_weights=[1, 0.5]"),
+        ("algorithm.adv_estimator=grpo_vectorized", f"{R}.n=4", "algorithm.norm_adv_by_std_in_grpo=false"),
+        ("algorithm.adv_estimator=vtrace", "algorithm.gamma=0.9", "algorithm.adv_kwargs={rho_bar: 2}"),
         (f"{A}.optim.lr_scheduler_type=cosine", f"{A}.optim.min_lr_ratio=0.1"),
         (f"{A}.optim.lr=0",),
         (f"{A}.optim.optimizer=muon", f"{A}.optim.muon_momentum=0.9", f"{A}.optim.no_weight_decay=[]"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.config.tables import ROLLOUT_ENGINES
+from tandem.config.tables import ADVANTAGE_ALIASES, ADVANTAGES, ROLLOUT_ENGINES
 
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 GRPO = ("algorithm.adv_estimator=grpo", f"{R}.n=4")
@@ -113,7 +113,7 @@ WRONG = {
         ["algorithm.adv_estimator=rlo"],
         "algorithm.adv_estimator",
         "unknown value",
-        "one of gae, grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, or file.py:function",
+        f"one of {', '.join([*ADVANTAGES, *ADVANTAGE_ALIASES])}, or file.py:function",
         "did you mean rloo?",
     ),
     "aggregation": (
@@ -127,14 +127,16 @@ WRONG = {
         [f"{A}.policy_loss.loss_mode=vanila"],
         f"{A}.policy_loss.loss_mode",
         "unknown value",
-        "one of vanilla, or file.py:function",
+        "one of bypass_mode, cispo, clip_cov, dppo_kl, dppo_tv, dro, geo_mean, gpg, gspo, kl_cov, reinforce, "
+        "sapo, vanilla, gmpo, or file.py:function",
         "did you mean vanilla?",
     ),
     "KL kind": (
         ["algorithm.kl_penalty=low_var", "algorithm.use_kl_in_reward=true"],
         "algorithm.kl_penalty",
         "unknown value",
-        "one of kl, k1, abs, mse, k2, low_var_kl, k3",
+        "one of kl, kl+, k1, k1+, abs, abs+, mse, mse+, k2, k2+, low_var_kl, low_var_kl+, k3, k3+, full, or "
+        "file.py:function",
         "did you mean low_var_kl?",
     ),
     "logger": (

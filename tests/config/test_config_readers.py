@@ -23,7 +23,14 @@ REFUSED = {"strategy"}  # one allowed value in this build, which the rules see t
 def attributes_read() -> frozenset[str]:
     """Names read as attributes anywhere but in the rules and the sizes."""
     names = ("check.py", "check_offline.py", "check_supervised.py", "files.py", "placement.py", "sizes.py")
-    names += ("unused.py", "unused_optim.py", "use.py")
+    names += (
+        "check_correction.py",
+        "check_sampling.py",
+        "pairs.py",
+        "unused.py",
+        "unused_optim.py",
+        "use.py",
+    )
     rules = {PACKAGE / "config" / name for name in names}
     return frozenset(
         node.attr

@@ -55,3 +55,18 @@ def test_steps_depend_on_the_rows_unless_given(load):
 def test_phases_that_do_not_run_have_no_sizes(load):
     sizes = derived(load("algorithm.adv_estimator=grpo", f"{R}.n=2").config)
     assert not [name for name in sizes if "critic" in name or "reference" in name or "values" in name]
+
+
+def test_generation_batches_and_group_sizes_are_told_where_they_differ(load):
+    plain = derived(load(f"{R}.n=2").config)
+    sizes = derived(
+        load(
+            f"{R}.n=2",
+            f"{R}.n_schedule={{10: 4}}",
+            "algorithm.filter_groups.enable=true",
+            "data.gen_batch_size=1536",
+        ).config
+    )
+    assert sizes["prompts per generation batch"] == 1536
+    assert sizes["responses per prompt"] == "2 from step 1, 4 from step 10; the sizes below are those of 2"
+    assert set(sizes) - set(plain) == {"prompts per generation batch", "responses per prompt"}

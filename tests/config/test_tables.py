@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tandem.algorithms import aggregation, kl
 from tandem.algorithms.registry import ADVANTAGES, POLICY_LOSSES
 from tandem.config import cluster, tables
+from tandem.config.actor import ActorConfig
+from tandem.config.schema import value_at
 from tandem.observability.sinks import SINKS
 from tandem.trainer.placing import CONTROLLER_POOL, PLACES, REWARD_POOL
 
@@ -24,11 +28,27 @@ def test_policy_losses():
     assert POLICY_LOSSES.aliases == tables.POLICY_LOSS_ALIASES
     for name, options in tables.POLICY_LOSSES.items():
         assert set(options) == set(POLICY_LOSSES.find(name).options), name
+    options = {option for taken in tables.POLICY_LOSSES.values() for option in taken}
+    assert {*tables.LOSS_KEYS, "loss_type"} == options  # that one is a key of the rollout correction
+    actor = ActorConfig()
+    for name, taken in tables.POLICY_LOSSES.items():
+        for option in set(taken) - {"loss_type"}:
+            default = value_at(actor, tables.LOSS_KEYS[option])
+            assert default == POLICY_LOSSES.find(name).options[option] or option == "dro_beta", option
 
 
 def test_aggregations_and_kl_kinds():
     assert set(tables.AGGREGATIONS) == set(aggregation.AGGREGATIONS)
     assert set(tables.KL_KINDS) == set(kl.KL_KINDS)
+    assert tables.FULL_KL == kl.FULL
+
+
+@pytest.mark.parametrize(
+    ("column", "known"),
+    [("reward_components", tables.READS_COMPONENTS), ("sum_pi_squared", tables.READS_SQUARES)],
+)
+def test_estimators_that_read_a_column(column, known):
+    assert {name for name in ADVANTAGES.names if column in ADVANTAGES.find(name).columns} == known
 
 
 def test_loggers():

@@ -91,6 +91,7 @@ ADAPTED = {
         "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
     ),
 }
+LONG = {"four colocated", "apart", "stages colocated", "stages apart"}
 LEARNT = ("reward/mean", "actor/loss", "actor/kl", "actor/entropy", "actor/grad_norm", "critic/loss")
 
 
@@ -131,7 +132,7 @@ def adapted(lab: Lab) -> list[list[float]]:
 @pytest.mark.timeout(480)
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param(name, marks=pytest.mark.slow if name.startswith("stages") else ()) for name in LAYOUTS],
+    [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in LAYOUTS],
 )
 def test_float64_agrees_to_1e_9(
     lab: Lab,

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from tests.support.runs import Lab
 
-FAMILY = ["gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+FAMILY = ["gae", "vtrace", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
 
 
 @pytest.mark.parametrize("estimator", FAMILY)
@@ -36,7 +36,7 @@ def test_every_estimator_runs_through_the_loop_and_moves_the_weights(lab: Lab, e
     last = after.rows[-1]
     for name in ("actor/loss", "actor/grad_norm", "actor/kl", "actor/entropy", "reward/mean", "timing/step"):
         assert math.isfinite(last[name]), name
-    assert ("critic/loss" in last) == (estimator == "gae")
+    assert ("critic/loss" in last) == (estimator in ("gae", "vtrace"))
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tandem.config.algorithm import AlgorithmConfig
+from tandem.errors import NonFiniteError, RewardError, TandemError
 from tandem.observability.run import RunFolder
 from tandem.protocol import DataProto, Ragged
 from tandem.workers.batch import BatchWorker, group_ids
@@ -59,3 +60,62 @@ def test_one_column_of_fp64_makes_the_rest_fp64(tmp_path: Path, estimator: str) 
             raw += row[::-1]
         expected = torch.tensor(raw, dtype=torch.float64) + values.values
         assert torch.allclose(wide.ragged("returns").values, expected, atol=1e-12)
+
+
+def vtrace_batch() -> dict[str, Ragged | torch.Tensor]:
+    """Three samples of 3, 2 and 4 tokens, the first of each a prompt, with NaN in all columns but the
+    rewards there."""
+    lengths = torch.tensor([3, 2, 4])
+    mask = Ragged.from_lengths(torch.ones(9, dtype=torch.bool), lengths)
+    mask.values[mask.offsets[:-1]] = False
+    spoilt = torch.where(mask.values, 0.25, torch.nan)
+    names = ("values", "old_log_probs", "rollout_log_probs", "ref_log_probs", "advantages")
+    rewards = {"token_level_scores": mask.with_values(mask.values.float())}
+    return {"response_mask": mask} | rewards | {name: mask.with_values(spoilt.clone()) for name in names}
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize(
+    ("column", "error", "hint"),
+    [
+        ("token_level_scores", RewardError, "let the reward return finite numbers"),
+        ("values", NonFiniteError, "the critic has diverged"),
+        ("old_log_probs", NonFiniteError, "the policy has diverged"),
+        ("rollout_log_probs", NonFiniteError, "an engine that gives no log-probs"),
+        ("ref_log_probs", NonFiniteError, "reference policy"),
+    ],
+)
+def test_what_is_not_finite_is_refused_where_it_counts(
+    tmp_path: Path, column: str, error: type[TandemError], hint: str, bad: float
+) -> None:
+    config = AlgorithmConfig(adv_estimator="vtrace", use_kl_in_reward=True)
+    worker = BatchWorker(config, RunFolder(tmp_path / "run"))
+    uids = {"uid": ["a", "a", "b"]}
+    columns = vtrace_batch()
+    worker.compute_advantages(DataProto(columns, uids), 0.5)  # NaN in prompts, and where nothing reads it
+    columns[column].values[[4, 7]] = bad  # the last token of the second sample, one of the third
+    with pytest.raises(error, match=f"{column}: (rewards|numbers) are not finite") as caught:
+        worker.compute_advantages(DataProto(columns, uids), 0.5)
+    assert caught.value.got == "2 NaN or infinite, the first in sample 1"
+    assert hint in (caught.value.remedy or "")
+
+
+def test_rewards_by_sample_are_looked_at_too(tmp_path: Path) -> None:
+    worker = BatchWorker(AlgorithmConfig(adv_estimator="remax"), RunFolder(tmp_path / "run"))
+    columns = vtrace_batch() | {"reward_baselines": torch.ones(3)}
+    uids = {"uid": ["a", "a", "b"]}
+    worker.compute_advantages(DataProto(columns, uids), 0.0)
+    columns["reward_baselines"][2] = torch.nan
+    with pytest.raises(RewardError, match="reward_baselines: rewards are not finite") as caught:
+        worker.compute_advantages(DataProto(columns, uids), 0.0)
+    assert str(caught.value.got).endswith("the first in sample 2")
+
+
+def test_weights_of_the_components_come_from_the_config(tmp_path: Path) -> None:
+    config = AlgorithmConfig(adv_estimator="gdpo", gdpo_reward_weights=[1.0, 3.0])
+    worker = BatchWorker(config, RunFolder(tmp_path / "run"))
+    extras = [{"right": a, "short": b} for a, b in ((1.0, 0.0), (0.0, 1.0), (5.0, 5.0))]
+    batch = DataProto(vtrace_batch(), {"uid": ["a", "a", "a"], "reward_extra": extras})
+    got = worker.compute_advantages(batch, 0.0)
+    first, second = (got.ragged("advantages").row(i)[-1] for i in (0, 1))
+    assert first < second  # without the weights they would be equal
