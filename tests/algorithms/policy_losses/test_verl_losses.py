@@ -73,7 +73,7 @@ def rectangles(seed: int, spread: float) -> dict[str, Tensor]:
 
 
 def cases() -> list[dict[str, Any]]:
-    assert set(OPTIONS) == set(POLICY_LOSSES.names)
+    assert {*OPTIONS, "bypass_mode"} == set(POLICY_LOSSES.names)  # it is vanilla or reinforce
     found = []
     for number, (name, spread) in enumerate(product(OPTIONS, (0.05, 1.0))):
         for options, mode in product(OPTIONS[name], ("seq-mean-token-mean", *AGGREGATIONS)):
