@@ -95,7 +95,11 @@ def played_roles(config: TrainConfig, spec: AdvantageSpec) -> frozenset[str]:
 
 
 def plan_run(config: TrainConfig, spec: AdvantageSpec, steps_per_epoch: int) -> Plan:
-    """The plan of a config for a training set of `steps_per_epoch` batches."""
+    """The plan of a config for a training set of `steps_per_epoch` batches.
+
+    Raises:
+        ConfigError: bypass mode, with something that the forward it leaves out would give.
+    """
     actor, critic = config.actor_rollout_ref.actor, config.critic
     rollout, seed = config.actor_rollout_ref.rollout, config.trainer.seed
     n = rollout.n

@@ -233,6 +233,14 @@ def test_old_log_probs_are_recomputed_only_where_they_must_be(
     assert plan_run(config, advantage_estimator(estimator), 1).recompute_old is recomputes
 
 
+def test_bypass_mode_is_refused_where_its_forward_is_needed(lab: Lab) -> None:
+    words = ["algorithm.use_kl_in_reward=true", "algorithm.kl_penalty=full", f"{C}.bypass_mode=true"]
+    config = load_train_config(None, [*lab.overrides(lab.folder / "unused"), *words]).config
+    with pytest.raises(ConfigError, match="ref_kl to compute") as caught:
+        plan_run(config, advantage_estimator(config.algorithm.adv_estimator), 1)
+    assert caught.value.field == f"{C}.bypass_mode"
+
+
 def test_normalised_weights_have_mean_one(lab: Lab) -> None:
     words = (f"{C}.rollout_is=token", f"{C}.rollout_is_batch_normalize=true")
     made = run(lab, "normalised", *words, ONE_STEP, worker="Shifted")

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from tandem.config.actor import ActorConfig, PolicyLossConfig
 from tandem.config.algorithm import AlgorithmConfig
+from tandem.config.correction import RolloutCorrectionConfig
 from tandem.errors import NonFiniteError, RewardError, TandemError
 from tandem.observability.run import RunFolder
 from tandem.protocol import DataProto, Ragged
@@ -119,3 +121,16 @@ def test_weights_of_the_components_come_from_the_config(tmp_path: Path) -> None:
     got = worker.compute_advantages(batch, 0.0)
     first, second = (got.ragged("advantages").row(i)[-1] for i in (0, 1))
     assert first < second  # without the weights they would be equal
+
+
+def test_tokens_are_chosen_among_those_that_were_not_rejected(tmp_path: Path) -> None:
+    correction = RolloutCorrectionConfig(rollout_rs="token_k2", rollout_rs_threshold="0.01")
+    config = AlgorithmConfig(adv_estimator="grpo", rollout_correction=correction)
+    actor = ActorConfig(policy_loss=PolicyLossConfig(loss_mode="kl_cov", kl_cov_ratio=1.0))
+    columns = vtrace_batch()
+    columns["rollout_log_probs"].values[2] = -1.0  # far from training's 0.25
+    worker = BatchWorker(config, RunFolder(tmp_path / "run"), actor)
+    got = worker.compute_advantages(DataProto(columns, {"uid": ["a", "a", "b"]}), 0.0)
+    kept = got.ragged("kept_mask").values
+    assert kept.tolist() == [False, True, False, False, True, False, True, True, True]
+    assert torch.equal(got.ragged("selected_tokens").values, kept)
