@@ -130,12 +130,6 @@ def whiten_(values: Tensor) -> Tensor:
     return values.mul_(torch.rsqrt(variance + 1e-8))
 
 
-def masked_whiten(values: Tensor, mask: Tensor) -> Tensor:
-    """(N): `whiten_` over the masked tokens, zero elsewhere."""
-    indices = mask.nonzero().squeeze(1)
-    return scatter(whiten_(values.index_select(0, indices)), indices, len(mask))
-
-
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
     """Scalar: 1 - Var(returns - values) / (Var(returns) + 1e-5). One for a perfect critic, zero for
     a constant one, negative for worse; the 1e-5 keeps it finite where all returns are equal."""

@@ -23,3 +23,20 @@ def at_every_token(scores: Tensor, like: Tensor, response_mask: Tensor, offsets:
     same, for no critic is fitted."""
     advantages = spread(scores.to(like.dtype), response_mask, offsets)
     return Advantages(advantages, advantages)
+
+
+def whitened_at_every_token(
+    scores: Tensor, like: Tensor, response_mask: Tensor, offsets: Tensor
+) -> Advantages:
+    """`at_every_token` of (S - mean) / sqrt(unbiased variance + 1e-8), both over the batch's response tokens,
+    which each sequence's length tells: nothing of the tokens' size is made but the result.
+
+    Args:
+        scores: (B) float64; equal ones become exactly zero.
+    """
+    lengths = segment_sum(response_mask, offsets, dtype=torch.float64)
+    count = lengths.sum()
+    deviations = scores - scores[:1]  # first, for the mean of equal numbers may differ from them
+    deviations = deviations - (lengths * deviations).sum() / count.clamp(min=1)
+    variance = (lengths * deviations.square()).sum() / (count - 1).clamp(min=1)
+    return at_every_token(deviations * torch.rsqrt(variance + 1e-8), like, response_mask, offsets)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tandem.algorithms.groups import group_statistics
-from tandem.algorithms.masked import masked_whiten, spread
+from tandem.algorithms.outcome import whitened_at_every_token
 from tandem.algorithms.registry import Advantages, register_advantage
 from tandem.errors import ConfigError
 
@@ -66,6 +66,4 @@ def gdpo(
         statistics = group_statistics(scores.contiguous(), group)
         scale = statistics.std + epsilon if norm_adv_by_std_in_grpo else 1.0
         total += weight * (scores - statistics.mean) / scale
-    per_token = spread(total.to(reward_components.dtype), response_mask, offsets)
-    advantages = masked_whiten(per_token, response_mask)
-    return Advantages(advantages, advantages)
+    return whitened_at_every_token(total, reward_components, response_mask, offsets)

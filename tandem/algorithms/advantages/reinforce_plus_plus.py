@@ -5,8 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from tandem.algorithms.groups import group_statistics
-from tandem.algorithms.masked import masked_whiten, spread
-from tandem.algorithms.outcome import total_rewards
+from tandem.algorithms.outcome import total_rewards, whitened_at_every_token
 from tandem.algorithms.registry import Advantages, register_advantage
 from tandem.algorithms.responses import Responses
 from tandem.algorithms.scan import reverse_discounted_cumsum_
@@ -73,7 +72,5 @@ def reinforce_plus_plus_baseline(
     Source: Hu et al. 2025, https://arxiv.org/abs/2501.03262, section 3 (REINFORCE++ with baseline).
     """
     scores = total_rewards(token_level_rewards, response_mask, offsets)
-    scores = scores - group_statistics(scores, group).mean
-    per_token = spread(scores.to(token_level_rewards.dtype), response_mask, offsets)
-    advantages = masked_whiten(per_token, response_mask)
-    return Advantages(advantages, advantages)
+    deviations = scores - group_statistics(scores, group).mean
+    return whitened_at_every_token(deviations, token_level_rewards, response_mask, offsets)
