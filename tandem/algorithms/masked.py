@@ -8,14 +8,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
-
-_BLOCK = 64
-"""K: values that are summed together where sequences are long."""
-
-_TILE = 4096
-"""Blocks at a time, so that what is made of them stays in the cache and little memory is new."""
 
 
 class Kept(NamedTuple):
@@ -47,39 +42,26 @@ def segment_sum(values: Tensor, offsets: Tensor, *, dtype: torch.dtype | None = 
     """(N) to (B): the sum of each sequence, accumulated in float64. Zero for an empty sequence. Of type
     `dtype`; where that is None, int64 for bools and integers, else the values' own."""
     offsets = offsets.to(values.device)
-    if values.is_cuda or len(values) < 2 * _BLOCK * len(offsets):  # blocks would wait for the device
-        sums = _runs(values.double(), offsets)
-    else:
-        sums = _long_runs(values, offsets)
+    if _numpy_can(values):
+        sums = _numpy_sums(values, offsets)
+    else:  # unsafe: a check of the offsets would wait for the device
+        sums = torch.segment_reduce(values.double(), "sum", offsets=offsets, unsafe=True)
     return sums.to(dtype or (values.dtype if values.is_floating_point() else torch.int64))
 
 
-def _runs(values: Tensor, offsets: Tensor) -> Tensor:
-    # unsafe: a check of the offsets would wait for the device
-    return torch.segment_reduce(values, "sum", offsets=offsets, unsafe=True)
+def _numpy_can(values: Tensor) -> bool:
+    """Whether NumPy, whose loops over runs are several times faster than PyTorch's, can stand in."""
+    return values.device.type == "cpu" and not values.requires_grad and values.dtype != torch.bfloat16
 
 
-def _long_runs(values: Tensor, offsets: Tensor) -> Tensor:
-    """(B) float64, without a copy of all values in float64: blocks of K values are summed, some at a time.
-    Those in which a sequence begins are left out, and what stands in them is added by sequence."""
-    whole = len(values) // _BLOCK
-    rows = values[: whole * _BLOCK].view(-1, _BLOCK)
-    # several times faster than sum(dtype=torch.float64)
-    blocks = torch.cat([rows[i : i + _TILE].double().sum(1) for i in range(0, len(rows), _TILE)])
-    cut = offsets[offsets % _BLOCK != 0] // _BLOCK
-    blocks[cut[cut < whole]] = 0
-    up, down = -(-offsets // _BLOCK), offsets // _BLOCK
-    inner = _runs(blocks, up.clamp(max=whole))
-    first, last = up[:-1] * _BLOCK, torch.maximum(up[:-1], down[1:]) * _BLOCK
-    head = _fewer_than_a_block(values, offsets[:-1], torch.minimum(first, offsets[1:]))
-    return inner + head + _fewer_than_a_block(values, last, offsets[1:])
-
-
-def _fewer_than_a_block(values: Tensor, starts: Tensor, stops: Tensor) -> Tensor:
-    """(B) float64: the sums of the values from `starts` to `stops`."""
-    places = starts[:, None] + torch.arange(_BLOCK, device=values.device)
-    inside = places < stops[:, None]
-    return torch.where(inside, values[places.clamp_(max=len(values) - 1)], 0).sum(1, dtype=torch.float64)
+def _numpy_sums(values: Tensor, offsets: Tensor) -> Tensor:
+    """(B) float64, without a copy of all values in float64."""
+    sums = np.zeros(len(offsets) - 1)
+    some = (offsets.diff() > 0).numpy()
+    if some.any():
+        numbers = values.view(torch.uint8) if values.dtype == torch.bool else values
+        sums[some] = np.add.reduceat(numbers.numpy(), offsets[:-1].numpy()[some], dtype=np.float64)
+    return torch.from_numpy(sums)
 
 
 def segment_max(values: Tensor, mask: Tensor, offsets: Tensor) -> Tensor:
@@ -91,24 +73,14 @@ def segment_max(values: Tensor, mask: Tensor, offsets: Tensor) -> Tensor:
 
 def spread(per_sequence: Tensor, mask: Tensor, offsets: Tensor) -> Tensor:
     """(B) to (N): each sequence's number at its masked tokens, zero elsewhere."""
-    offsets = offsets.to(mask.device)
-    if mask.is_cuda or per_sequence.requires_grad or len(mask) < 2 * _BLOCK * len(offsets):
-        per_token = torch.repeat_interleave(per_sequence, offsets.diff(), output_size=len(mask))
-    else:
-        per_token = _spread_long(per_sequence, len(mask), offsets)
+    lengths = offsets.to(mask.device).diff()
+    if not _numpy_can(per_sequence):
+        per_token = torch.repeat_interleave(per_sequence, lengths, output_size=len(mask))
+        return per_token.masked_fill_(~mask, 0)
+    per_token = torch.from_numpy(np.repeat(per_sequence.numpy(), lengths.numpy()))
+    if per_sequence.is_floating_point() and per_sequence.isfinite().all():
+        return per_token.mul_(mask.view(torch.uint8))  # several times faster than filling
     return per_token.masked_fill_(~mask, 0)
-
-
-def _spread_long(per_sequence: Tensor, total: int, offsets: Tensor) -> Tensor:
-    """(N), without an index for each token, and without a gradient: blocks of K take the number of the
-    sequence they begin in; those in which another begins are done again token by token."""
-    begins = torch.arange(0, total, _BLOCK, device=offsets.device)
-    per_block = per_sequence[torch.searchsorted(offsets, begins, right=True) - 1]
-    per_token = per_block[:, None].expand(-1, _BLOCK).reshape(-1)[:total]
-    cut = offsets[(offsets % _BLOCK != 0) & (offsets < total)] // _BLOCK
-    places = (cut[:, None] * _BLOCK + torch.arange(_BLOCK, device=offsets.device)).clamp_(max=total - 1)
-    per_token[places] = per_sequence[torch.searchsorted(offsets, places, right=True) - 1]
-    return per_token
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:

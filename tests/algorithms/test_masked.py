@@ -40,7 +40,6 @@ def test_segment_sum_and_spread(lengths, seed, ragged_columns, rows) -> None:
 @given(lengths=st.lists(st.sampled_from([0, 1, 3, 64, 1000]), min_size=1, max_size=5), seed=SEEDS)
 @settings(deadline=None, max_examples=40)
 def test_gradients_of_sums_and_spreads(lengths, seed, ragged_columns, rows) -> None:
-    """Sequences that begin in one block, and others too long for it."""
     columns = ragged_columns(lengths, seed, torch.float64)
     mask, offsets = columns["response_mask"], columns["offsets"]
     weights = torch.rand(len(mask), dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
@@ -58,7 +57,7 @@ def test_gradients_of_sums_and_spreads(lengths, seed, ragged_columns, rows) -> N
     seed=SEEDS,
 )
 @settings(deadline=None, max_examples=60)
-def test_long_sequences_are_summed_in_blocks(lengths, seed, ragged_columns, rows) -> None:
+def test_nothing_leaks_between_sequences(lengths, seed, ragged_columns, rows) -> None:
     """The neighbours are NaN, so that nothing of one may enter another's sum."""
     columns = ragged_columns(lengths, seed)
     values, offsets, spans = columns["log_probs"], columns["offsets"], rows(columns)
@@ -73,6 +72,15 @@ def test_long_sequences_are_summed_in_blocks(lengths, seed, ragged_columns, rows
         assert counts[i] == columns["response_mask"][row].sum()
         if i % 2:
             assert sums[i].item() == pytest.approx(math.fsum(values[row].tolist()), abs=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_infinite_numbers_stay_inside_the_mask(dtype: torch.dtype) -> None:
+    mask, offsets = torch.tensor([True, False, False, True, True]), torch.tensor([0, 2, 3, 5])
+    per_token = spread(torch.tensor([torch.inf, torch.nan, 2.5], dtype=dtype), mask, offsets)
+    assert (per_token.dtype, per_token.tolist()) == (dtype, [torch.inf, 0.0, 0.0, 2.5, 2.5])
+    assert segment_sum(torch.arange(5, dtype=dtype), offsets).tolist() == [1.0, 2.0, 7.0]
+    assert segment_sum(torch.ones(0, dtype=dtype), torch.zeros(3, dtype=torch.int64)).tolist() == [0.0, 0.0]
 
 
 @given(lengths=LENGTHS, seed=SEEDS)
