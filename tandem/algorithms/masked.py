@@ -49,6 +49,13 @@ def segment_sum(values: Tensor, offsets: Tensor, *, dtype: torch.dtype | None = 
     return sums.to(dtype or (values.dtype if values.is_floating_point() else torch.int64))
 
 
+def total(values: Tensor) -> Tensor:
+    """Scalar float64: the sum of all, without a copy of them in float64."""
+    if _numpy_can(values):
+        return torch.tensor(values.numpy().sum(dtype=np.float64))
+    return values.sum(dtype=torch.float64)
+
+
 def _numpy_can(values: Tensor) -> bool:
     """Whether NumPy, whose loops over runs are several times faster than PyTorch's, can stand in."""
     return values.device.type == "cpu" and not values.requires_grad and values.dtype != torch.bfloat16
@@ -97,7 +104,7 @@ def masked_var(values: Tensor, mask: Tensor) -> Tensor:
 def whiten_(values: Tensor) -> Tensor:
     """Overwrites (M) with (x - mean) / sqrt(unbiased variance + 1e-8). The mean is taken in float64, so that
     equal values become exactly zero; so does a single one."""
-    values.sub_(values.mean(dtype=torch.float64))
+    values.sub_(total(values) / max(len(values), 1))
     variance = torch.linalg.vector_norm(values).square() / max(len(values) - 1, 1)
     return values.mul_(torch.rsqrt(variance + 1e-8))
 

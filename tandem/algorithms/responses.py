@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tandem.algorithms.masked import kept_tokens, scatter, whiten_
+from tandem.algorithms.masked import kept_tokens, scatter, total, whiten_
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,10 @@ class Responses:
         return sums.add_(column.index_select(0, self.indices))
 
     def put(self, column: Tensor) -> Tensor:
-        """(M) to (N), zero outside the mask. Overwrites its argument where nothing need be moved."""
+        """(M) finite numbers to (N), zero outside the mask. Overwrites its argument where nothing need be
+        moved."""
         if self.indices is None:
-            return column.masked_fill_(self.outside, 0)
+            return column.mul_(self.mask.view(torch.uint8))  # several times faster than filling
         return scatter(column, self.indices, len(self.mask))
 
     def whitened(self, column: Tensor) -> Tensor:
@@ -64,7 +65,7 @@ class Responses:
         if self.indices is not None:
             return self.put(whiten_(column))
         count = self.mask.sum()
-        mean = self.put(column).sum(dtype=torch.float64) / count.clamp(min=1)
+        mean = total(self.put(column)) / count.clamp(min=1)
         self.put(column.sub_(mean))
         variance = torch.linalg.vector_norm(column).square() / (count - 1).clamp(min=1)
         return column.mul_(torch.rsqrt(variance + 1e-8))
