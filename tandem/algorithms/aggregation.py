@@ -60,7 +60,7 @@ def aggregate(
     Cost: nothing.
     Source: token-mean, Yu et al. 2025 (DAPO), https://arxiv.org/abs/2503.14476, eq. 8;
     seq-mean-token-mean, Shao et al. 2024 (GRPO), https://arxiv.org/abs/2402.03300, eq. 3;
-    seq-mean-token-sum-norm, Liu et al. 2025 (Dr. GRPO), https://arxiv.org/abs/2503.20783, section 3.
+    seq-mean-token-sum-norm, Liu et al. 2025 (Dr. GRPO), https://arxiv.org/abs/2503.20783, section 3.2.
     """
     assert values.shape == mask.shape, (values.shape, mask.shape)
     assert mask.dtype == torch.bool, mask.dtype

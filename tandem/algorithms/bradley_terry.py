@@ -30,7 +30,7 @@ def bradley_terry_loss(
     Source: Bradley and Terry 1952, Biometrika 39; for language models Ouyang et al. 2022,
     https://arxiv.org/abs/2203.02155, equation 1; the margin: Touvron et al. 2023,
     https://arxiv.org/abs/2307.09288, equation 2; the second term: Eisenstein et al. 2023,
-    https://arxiv.org/abs/2312.09244, equation 2.
+    https://arxiv.org/abs/2312.09244.
     """
     assert chosen.shape == rejected.shape == margin.shape, (chosen.shape, rejected.shape, margin.shape)
     loss = -logsigmoid(chosen - rejected - margin)

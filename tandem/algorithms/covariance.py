@@ -27,7 +27,7 @@ def token_covariances(log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Te
     Returns:
         (N) float64, minus infinity where the mask is false.
 
-    Source: Cui et al. 2025, https://arxiv.org/abs/2505.22617, section 3.
+    Source: Cui et al. 2025, https://arxiv.org/abs/2505.22617, section 4.2, eq. 10; theorem 2.
     """
     assert log_probs.shape == advantages.shape == mask.shape, (
         log_probs.shape,

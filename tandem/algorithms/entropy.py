@@ -17,7 +17,7 @@ class AdaptiveEntropyController:
     Watch: `actor/entropy` should stay near the target; `actor/entropy_coeff` at its upper bound for long
         means that the bound is too low.
     Cost: nothing.
-    Source: He et al. 2025 (Skywork-OR1), https://arxiv.org/abs/2505.22312, section 4.
+    Source: He et al. 2025 (Skywork-OR1), https://arxiv.org/abs/2505.22312, section 3.2.5.
 
     Args:
         coefficient: the first c.

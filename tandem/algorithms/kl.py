@@ -142,7 +142,8 @@ class AdaptiveKLController(FixedKLController):
     When to use: where a known distance from the reference is wanted and a good coefficient is not known.
     Watch: `actor/kl_coef` should settle; `actor/kl_in_reward` should come to target_kl.
     Cost: nothing beyond the KL in the reward.
-    Source: Ziegler et al. 2019, https://arxiv.org/abs/1909.08593, section 2.2.
+    Source: Ziegler et al. 2019, https://arxiv.org/abs/1909.08593, section 2.2; n_steps / horizon as in the
+    authors' code, 0.1 in the paper.
     """
 
     def __init__(self, init_kl_coef: float, target_kl: float, horizon: int) -> None:

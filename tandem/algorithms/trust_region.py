@@ -19,7 +19,7 @@ def binary_kl(old_log_probs: Tensor, log_probs: Tensor) -> Tensor:
         old_log_probs: (N) log q, nats.
         log_probs: (N) log p, nats.
 
-    Source: Qi et al. 2026, https://arxiv.org/abs/2602.04879 (the binary approximation).
+    Source: Qi et al. 2026, https://arxiv.org/abs/2602.04879, section 4.4 (the binary approximation).
     """
     old = old_log_probs.exp()
     others_old, others = -old_log_probs.expm1() + _LEAST, -log_probs.expm1() + _LEAST

@@ -28,7 +28,7 @@ def clipped_value_loss(
     `critic/explained_variance` should rise from zero towards one; `critic/loss`.
     Cost: a forward and a backward pass of the critic for each of its mini-batches.
     Source: Schulman et al. 2017, https://arxiv.org/abs/1707.06347, section 5; the clipping is that of the
-    authors' code, described in Engstrom et al. 2020, https://arxiv.org/abs/2005.12729, section 2.
+    authors' code, described in Engstrom et al. 2020, https://arxiv.org/abs/2005.12729.
     """
     assert values.shape == old_values.shape == returns.shape, (values.shape, old_values.shape, returns.shape)
     clipped_values = values.clamp(old_values - cliprange_value, old_values + cliprange_value)

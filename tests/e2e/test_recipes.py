@@ -126,11 +126,11 @@ METHODS = {
     "dr_grpo": ("dr_grpo", "vanilla", "seq-mean-token-sum-norm"),
     "grpo": ("grpo", "vanilla", "seq-mean-token-mean"),
     "gspo": ("grpo", "gspo", "seq-mean-token-mean"),
-    "pass_at_k": ("grpo_passk", "vanilla", "token-mean"),
+    "pass_at_k": ("grpo_passk", "vanilla", "seq-mean-token-sum"),
     "ppo": ("gae", "vanilla", "token-mean"),
-    "reinforce_plus_plus": ("reinforce_plus_plus", "vanilla", "token-mean"),
-    "remax": ("remax", "vanilla", "seq-mean-token-sum"),
-    "rloo": ("rloo", "vanilla", "seq-mean-token-sum"),
+    "reinforce_plus_plus": ("reinforce_plus_plus", "vanilla", "seq-mean-token-mean"),
+    "remax": ("remax", "reinforce", "seq-mean-token-sum"),
+    "rloo": ("rloo", "reinforce", "seq-mean-token-sum"),
 }
 """Recipe → estimator, loss and aggregation of the paper."""
 
@@ -144,3 +144,33 @@ def test_the_recipe_is_the_papers_method(recipe: Path) -> None:
         given.get(f"{ACTOR}.loss_agg_mode", "token-mean"),
     )
     assert found == METHODS[recipe.stem]
+
+
+_CLIPS, _KL = (f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio_high"), "algorithm.kl_ctrl.kl_coef"
+_BATCHES = ("data.train_batch_size", f"{ROLLOUT}.n", f"{ACTOR}.ppo_mini_batch_size")
+
+PUBLISHED = {
+    "cispo": {_CLIPS[0]: 1.0},
+    "dapo": dict(zip(_CLIPS, (0.2, 0.28), strict=True))
+    | dict(zip(_BATCHES, (512, 16, 32), strict=True))
+    | {"data.max_response_length": 20480, "reward_model.overlong_buffer.len": 4096},
+    "dr_grpo": {f"{ROLLOUT}.n": 8, "data.max_response_length": 3000, f"{ACTOR}.clip_ratio": 0.2},
+    "grpo": dict(zip(_BATCHES, (16, 64, 16), strict=True))
+    | {f"{ACTOR}.kl_loss_coef": 0.04, "data.max_response_length": 1024},
+    "gspo": dict(zip(_CLIPS, (3e-4, 4e-4), strict=True)),
+    "pass_at_k": {"algorithm.norm_adv_by_std_in_grpo": False},
+    "ppo": dict(zip(_BATCHES, (512, 1, 64), strict=True))
+    | {_KL: 0.02, f"{ACTOR}.clip_ratio": 0.2, "algorithm.lam": 0.95, "critic.cliprange_value": 0.2},
+    "reinforce_plus_plus": {_KL: 0.001, f"{ROLLOUT}.n": 1, f"{ACTOR}.clip_ratio": 0.2},
+    "remax": {_KL: 0.05, f"{ROLLOUT}.n": 1},
+    "rloo": {_KL: 0.03, "data.train_batch_size": 512, f"{ROLLOUT}.n": 4},
+}
+"""Recipe → numbers that its paper, or its authors' code, prints."""
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_the_recipe_has_the_published_numbers(recipe: Path) -> None:
+    given = leaves(yaml.safe_load(recipe.read_text()))
+    published = PUBLISHED[recipe.stem]
+    assert {name: given.get(name) for name in published} == published
+    assert {recipe.stem for recipe in RECIPES} == set(PUBLISHED)

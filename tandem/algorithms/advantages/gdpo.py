@@ -49,7 +49,8 @@ def gdpo(
         drown the others in a sum.
     Watch: each component's mean in `reward/extra/*`: all should rise, or at least none sink for good.
     Cost: nothing; the reward has to return its components.
-    Source: Liu et al. 2026, https://arxiv.org/abs/2601.05242, section 3.
+    Source: Liu et al. 2026, https://arxiv.org/abs/2601.05242, section 3, eq. 4 to 7, where the last mean and
+    variance are over responses, each counted once.
     """
     sequences, components = reward_components.shape
     assert sequences == len(offsets) - 1, (sequences, len(offsets))

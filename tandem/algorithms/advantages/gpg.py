@@ -39,7 +39,7 @@ def gpg(
     Watch: `actor/grad_norm` does not sink as more prompts are always or never solved; without clipping it
         warns first of steps that are too large.
     Cost: nothing.
-    Source: Chu et al. 2025, https://arxiv.org/abs/2504.02546, the factor alpha = B / (B - M).
+    Source: Chu et al. 2025, https://arxiv.org/abs/2504.02546, section 2, the advantage times alpha.
     """
     scores = total_rewards(token_level_rewards, response_mask, offsets)
     deviations = scores - group_statistics(scores, group).mean

@@ -44,7 +44,8 @@ def grpo_passk(
     Watch: pass@k on held-out problems (`tandem eval`) rather than `val/accuracy`; most samples teach
         nothing, so `actor/grad_norm` is small and noisy.
     Cost: nothing.
-    Source: Tang et al. 2025, https://arxiv.org/abs/2503.19595, section 3 (the leave-one-out form of max@k).
+    Source: Tang et al. 2025, https://arxiv.org/abs/2503.19595, section 3.1 (the leave-one-out form of
+    pass@k), which does not divide by std.
     """
     scores = total_rewards(token_level_rewards, response_mask, offsets)
     statistics = group_statistics(scores, group)

@@ -42,7 +42,7 @@ def maxrl(
         RewardError: a negative total.
 
     When to use: rewards of 0 and 1 and many samples of a prompt, where hard prompts matter: with n samples
-        it climbs the first n terms of the likelihood log p = -sum_k (1 - p)**k / k, GRPO's kin only one.
+        it climbs the first n - 1 terms of the likelihood log p = -sum_k (1 - p)**k / k, dr_grpo only one.
     Watch: `advantages/max` reaches n - 1 where one of n is right; pass@k on held-out problems.
     Cost: nothing.
     Source: Tajwar et al. 2026, https://arxiv.org/abs/2602.02710, the estimator with the baseline.

@@ -33,7 +33,7 @@ def opo(token_level_rewards: Tensor, response_mask: Tensor, offsets: Tensor, gro
     Watch: `actor/grad_norm` is steadier than with a plain mean; `actor/ppo_kl` should stay at zero, else the
         run is not on policy.
     Cost: nothing.
-    Source: Hao et al. 2025, https://arxiv.org/abs/2505.23585, section 3.
+    Source: Hao et al. 2025, https://arxiv.org/abs/2505.23585.
     """
     scores = total_rewards(token_level_rewards, response_mask, offsets)
     lengths = segment_sum(response_mask, offsets).double()

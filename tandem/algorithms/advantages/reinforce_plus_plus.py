@@ -36,7 +36,7 @@ def reinforce_plus_plus(
     Watch: `actor/grad_norm` and `reward/mean`: the baseline is the batch's mean alone, so easy and hard
         prompts in one batch make it noisy.
     Cost: nothing.
-    Source: Hu et al. 2025, https://arxiv.org/abs/2501.03262, section 3.
+    Source: Hu et al. 2025, https://arxiv.org/abs/2501.03262, section 3.1.
     """
     assert token_level_rewards.shape == response_mask.shape, (token_level_rewards.shape, response_mask.shape)
     tokens = Responses.of(response_mask, offsets)
@@ -69,7 +69,7 @@ def reinforce_plus_plus_baseline(
         prompt, which favours prompts of little spread.
     Watch: `reward/mean` rises; `advantages/max` tells the outliers, in standard deviations of the batch.
     Cost: nothing.
-    Source: Hu et al. 2025, https://arxiv.org/abs/2501.03262, section 3 (REINFORCE++ with baseline).
+    Source: Hu et al. 2025, https://arxiv.org/abs/2501.03262, section 3.2 (REINFORCE++ with baseline).
     """
     scores = total_rewards(token_level_rewards, response_mask, offsets)
     deviations = scores - group_statistics(scores, group).mean

@@ -33,7 +33,7 @@ def rloo(token_level_rewards: Tensor, response_mask: Tensor, offsets: Tensor, gr
     Watch: `reward/mean` rises; `advantages/max` is in units of the reward, and the learning rate goes
         with it.
     Cost: nothing.
-    Source: Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740, eq. 8.
+    Source: Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740, section 2.3.
     """
     scores = total_rewards(token_level_rewards, response_mask, offsets)
     statistics = group_statistics(scores, group)

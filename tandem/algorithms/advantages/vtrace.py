@@ -55,7 +55,7 @@ def vtrace(
     Watch: `rollout/log_prob_diff_mean` tells how far the samples are from the policy;
         `critic/explained_variance` whether the critic can be trusted with it.
     Cost: a critic; log-probs computed again before the updates.
-    Source: Espeholt et al. 2018, https://arxiv.org/abs/1802.01561, eq. 1 and section 4.2, remark 2 for lam.
+    Source: Espeholt et al. 2018, https://arxiv.org/abs/1802.01561, eq. 1 and section 4.2; remark 2 for lam.
     """
     if not 0 <= c_bar <= min(1, rho_bar):
         raise ConfigError("out of range", field="c_bar", got=c_bar, expected=f"0 to {min(1, rho_bar):g}")

@@ -115,9 +115,9 @@ def bounded_weights(weights: Tensor, *, lower: float | None, upper: float) -> Te
         weights: (N), >= 0.
         lower, upper: the bounds, > 0.
 
-    Source: Ionides 2008, J. Comp. Graph. Stat. 17, eq. 1 (truncation), for this use Yao et al. 2025,
+    Source: Ionides 2008, J. Comp. Graph. Stat. 17 (truncation), for this use Yao et al. 2025,
     https://fengyao.notion.site/off-policy-rl; masking on both sides, Ling Team 2025,
-    https://arxiv.org/abs/2510.18855, section 3.
+    https://arxiv.org/abs/2510.18855, section 2.3.2, eq. 1 and 2.
     """
     if lower is None:
         return weights.clamp(max=upper)

@@ -25,7 +25,8 @@ def cispo(
         l = -sg(clip(rho, 1 - low, 1 + high)) * A * log_probs
 
     When to use: several updates per batch where PPO's clip silences rare tokens that matter, such as those
-    that begin a reflection. The paper bounds the weight from above alone: clip_ratio_low=1. Usual
+    that begin a reflection. The paper bounds the weight from above alone, clip_ratio_low=1, and does not
+    print the bound; Khatri et al. saw no difference between 4, 5 and 8, clip_ratio_high=3, 4 and 7. Usual
     aggregation: token-mean.
     Watch: `actor/clip_fraction` the share of tokens whose weight is bounded (they still learn);
     `actor/ppo_kl` how far the policy has moved since the samples were written.
@@ -40,7 +41,8 @@ def cispo(
     Returns:
         (N) losses, and per token: clip_fraction, ppo_kl (-log rho).
 
-    Source: MiniMax 2025 (MiniMax-M1), https://arxiv.org/abs/2506.13585, section 3.1, eq. 4 and 5.
+    Source: MiniMax 2025 (MiniMax-M1), https://arxiv.org/abs/2506.13585, section 3.1, eq. 4 and 5;
+    the bounds, Khatri et al. 2025 (ScaleRL), https://arxiv.org/abs/2510.13786, appendix A.17.
     """
     difference = log_ratio(log_probs, old_log_probs, advantages).detach()
     ratio = difference.exp()

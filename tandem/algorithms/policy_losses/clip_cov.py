@@ -40,7 +40,7 @@ def covariances_between(
     Raises:
         ConfigError: a share that is not positive.
 
-    Source: Cui et al. 2025, https://arxiv.org/abs/2505.22617, section 4 (Clip-Cov).
+    Source: Cui et al. 2025, https://arxiv.org/abs/2505.22617, section 4.2, eq. 11 (Clip-Cov).
     """
     require_positive("clip_cov_ratio", clip_cov_ratio)
     covariances = token_covariances(old_log_probs, advantages, response_mask)
@@ -95,7 +95,7 @@ def clip_cov(
     Returns:
         (N) losses, and per token: selected, clip_fraction, ppo_kl (-log rho).
 
-    Source: Cui et al. 2025, https://arxiv.org/abs/2505.22617, section 4 (Clip-Cov).
+    Source: Cui et al. 2025, https://arxiv.org/abs/2505.22617, section 4.2, eq. 12 (Clip-Cov).
     """
     assert selected_tokens.shape == log_probs.shape, (selected_tokens.shape, log_probs.shape)
     difference = log_ratio(log_probs, old_log_probs, advantages)

@@ -52,7 +52,7 @@ def dppo_kl(
     Raises:
         ConfigError: clip_ratio_c is not positive.
 
-    Source: Qi et al. 2026, https://arxiv.org/abs/2602.04879 (DPPO-Binary-KL).
+    Source: Qi et al. 2026, https://arxiv.org/abs/2602.04879, sections 4.3 and 4.4 (DPPO-Binary-KL).
     """
     now = log_probs.detach()
     divergence = binary_kl(old_log_probs, now)

@@ -32,9 +32,9 @@ def dppo_tv(
     token (the paper's binary approximation).
 
     When to use: in place of PPO's clip where rare tokens are clipped for nothing and likely ones drift. The
-    bounds are differences of probabilities: the paper sets both to 0.15 and clip_ratio_c to 20 or more. It
-    takes the sampling policy for q, which a rollout correction in bypass mode gives. Usual aggregation:
-    token-mean.
+    bounds are differences of probabilities: the paper sets both to 0.15 or 0.2, and bounds the ratio at 5 or
+    not at all. It takes the sampling policy for q, which a rollout correction in bypass mode gives. Usual
+    aggregation: token-mean.
     Watch: `actor/clip_fraction` tokens outside the trust region; `actor/clip_fraction_lower` tokens inside
     it whose ratio is cut to clip_ratio_c; `actor/ppo_kl` how far the policy has moved since the samples were
     written.
@@ -53,7 +53,7 @@ def dppo_tv(
     Raises:
         ConfigError: clip_ratio_c is not positive.
 
-    Source: Qi et al. 2026, https://arxiv.org/abs/2602.04879 (DPPO-Binary-TV).
+    Source: Qi et al. 2026, https://arxiv.org/abs/2602.04879, sections 4.3 and 4.4 (DPPO-Binary-TV).
     """
     rise = (log_probs.exp() - old_log_probs.exp()).detach()
     inside = torch.where(advantages > 0, rise <= clip_ratio_high, rise >= -clip_ratio_low)

@@ -42,7 +42,7 @@ def dro(
     Raises:
         ConfigError: dro_beta is not positive.
 
-    Source: Richemond et al. 2024, https://arxiv.org/abs/2405.19107, section 3 (the policy's part of DRO-V).
+    Source: Richemond et al. 2024, https://arxiv.org/abs/2405.19107 (the policy's part of DRO-V).
     """
     assert log_probs.shape == old_log_probs.shape == advantages.shape, (
         log_probs.shape,

@@ -50,7 +50,7 @@ def geo_mean(
         (N) losses, and per token: clip_fraction and clip_fraction_lower (1 where a bound binds, for either
         sign of the advantage and for the negative one), ppo_kl (-d).
 
-    Source: Zhao et al. 2025, https://arxiv.org/abs/2507.20673, section 3, clipped token by token.
+    Source: Zhao et al. 2025, https://arxiv.org/abs/2507.20673, eq. 4, clipped token by token.
     """
     assert advantages.shape == response_mask.shape, (advantages.shape, response_mask.shape)
     difference = log_ratio(log_probs, old_log_probs, advantages)

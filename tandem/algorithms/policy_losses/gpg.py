@@ -33,6 +33,6 @@ def gpg(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor) -> tuple[T
     Returns:
         (N) losses, and per token ppo_kl (old_log_probs - log_probs).
 
-    Source: Chu et al. 2025, https://arxiv.org/abs/2504.02546, section 3.
+    Source: Chu et al. 2025, https://arxiv.org/abs/2504.02546, section 2.
     """
     return reinforce(log_probs, old_log_probs, advantages)

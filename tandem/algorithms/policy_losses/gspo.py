@@ -54,7 +54,8 @@ def gspo(
     Returns:
         (N) losses, and per token: clip_fraction, ppo_kl (old_log_probs - log_probs).
 
-    Source: Zheng et al. 2025, https://arxiv.org/abs/2507.18071, sections 4.1 and 4.3 (GSPO-token).
+    Source: Zheng et al. 2025, https://arxiv.org/abs/2507.18071, sections 4.1 and 4.3 (GSPO-token); its
+    clips, section 5.1.
     """
     assert log_probs.shape == old_log_probs.shape == advantages.shape == response_mask.shape, (
         log_probs.shape,

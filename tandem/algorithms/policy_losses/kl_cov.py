@@ -27,7 +27,7 @@ def largest_covariances(
     Raises:
         ConfigError: a share outside (0, 1].
 
-    Source: Cui et al. 2025, https://arxiv.org/abs/2505.22617, section 4 (KL-Cov).
+    Source: Cui et al. 2025, https://arxiv.org/abs/2505.22617, section 4.2, eq. 13 (KL-Cov).
     """
     require_positive("kl_cov_ratio", kl_cov_ratio)
     tokens = int(response_mask.sum())
@@ -81,7 +81,7 @@ def kl_cov(
     Returns:
         (N) losses, and per token: selected, ppo_kl (-d).
 
-    Source: Cui et al. 2025, https://arxiv.org/abs/2505.22617, section 4 (KL-Cov).
+    Source: Cui et al. 2025, https://arxiv.org/abs/2505.22617, section 4.2, listing 1 (KL-Cov).
     """
     assert selected_tokens.shape == log_probs.shape, (selected_tokens.shape, log_probs.shape)
     ratio = log_ratio(log_probs, old_log_probs, advantages).exp()

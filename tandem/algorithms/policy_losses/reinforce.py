@@ -34,7 +34,7 @@ def reinforce(
         (N) losses, and per token ppo_kl (old_log_probs - log_probs).
 
     Source: Williams 1992, Machine Learning 8, 229 to 256; for language models Ahmadian et al. 2024,
-    https://arxiv.org/abs/2402.14740, section 2.
+    https://arxiv.org/abs/2402.14740, section 2.2.
     """
     moved = log_ratio(log_probs, old_log_probs, advantages).detach()
     return -advantages * log_probs, {"ppo_kl": -moved}

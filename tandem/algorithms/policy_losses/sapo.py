@@ -46,7 +46,7 @@ def sapo(
     Raises:
         ConfigError: a tau that is not positive.
 
-    Source: Gao et al. 2025, https://arxiv.org/abs/2511.20347, section 3.
+    Source: Gao et al. 2025, https://arxiv.org/abs/2511.20347, eq. 5 and 6.
     """
     require_positive("tau_pos", tau_pos)
     require_positive("tau_neg", tau_neg)

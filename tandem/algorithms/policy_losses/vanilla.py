@@ -27,7 +27,7 @@ def vanilla(
         l = max(-rho * A, -clip(rho, 1 - low, 1 + high) * A)
         l = min(l, -c * A)                                     where A < 0 (dual clip)
 
-    When to use: unless there is a reason for another; it is the loss of PPO, GRPO, RLOO and DAPO (which
+    When to use: unless there is a reason for another; it is the loss of PPO, GRPO, Dr. GRPO and DAPO (which
     clips at clip_ratio_high=0.28). Usual aggregation: token-mean; seq-mean-token-mean for GRPO as published,
     seq-mean-token-sum-norm for Dr. GRPO.
     Watch: `actor/clip_fraction` the share of tokens that the clip silences: 0 with one update per batch, a

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -152,6 +154,23 @@ def test_maxrl_by_hand() -> None:
     """One of four right: n - 1 and -1. None right: nothing."""
     got = outcome(maxrl, [1.0, 0.0, 0.0, 0.0, 0.0, 0.0], [0, 0, 0, 0, 1, 1])
     assert got == pytest.approx([3.0, -1.0, -1.0, -1.0, 0.0, 0.0], rel=1e-5)
+
+
+@pytest.mark.parametrize(("samples", "rate"), [(2, 0.3), (5, 0.05), (8, 0.6)])
+def test_maxrl_climbs_one_term_of_the_likelihood_less_than_there_are_samples(samples, rate) -> None:
+    """A policy that succeeds with probability p: the mean of the gradient by p, over all outcomes of n
+    samples, is that of the first n - 1 terms of log p = -sum_k (1 - p)**k / k; that of dr_grpo is the
+    first term's, (n - 1) / n of it."""
+    mean = {maxrl: 0.0, dr_grpo: 0.0}
+    for right in range(samples + 1):
+        rewards = np.array([1.0] * right + [0.0] * (samples - right))
+        score = (rewards - rate) / (rate * (1 - rate))  # d log pi / d p of each sample
+        chance = math.comb(samples, right) * rate**right * (1 - rate) ** (samples - right)
+        for function in mean:
+            advantages = np.array(outcome(function, rewards.tolist(), [0] * samples))
+            mean[function] += chance * (advantages * score).mean()
+    assert mean[maxrl] == pytest.approx(sum((1 - rate) ** k for k in range(samples - 1)), rel=1e-4)
+    assert mean[dr_grpo] == pytest.approx((samples - 1) / samples, rel=1e-5)
 
 
 def test_maxrl_refuses_negative_rewards() -> None:
