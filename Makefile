@@ -21,7 +21,7 @@ test: lint ## lint, types, import contracts, tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 $(ARGS)
 
 .PHONY: docs
-docs: $(CORE) ## the pages of docs/algorithms, from docstrings and signatures
+docs: $(DEV) ## the pages of docs/algorithms, from docstrings, signatures and the tests' marks
 	$(BIN)/python -m docs.generate
 
 lint: $(DEV) ## lint, types, import contracts

@@ -10,100 +10,23 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import pkgutil
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
-import tandem.algorithms
-from docs.docstring import Docstring, parse
-from docs.kinds import KINDS, NEEDS, OTHER, SETTINGS, Kind
+from docs import equations
+from docs.docstring import parse
+from docs.entries import FOLDER, ROOT, Entry, entries
+from docs.kinds import NEEDS, Kind
 from docs.probe import level
-from tandem.algorithms.registry import Registry, Spec
+from tandem.algorithms.registry import PolicyLossSpec, Spec
 from tandem.config.root import TrainConfig
 from tandem.config.schema import keys, nested
 
-ROOT = Path(__file__).resolve().parents[1]
-FOLDER = ROOT / "docs" / "algorithms"
-
 _PAPER = re.compile(r"([^;]*?\d{4}\b(?: \([^)]*\))?)[^;]*?(https?://[^\s,;]+[^\s,;.])")
-
-
-@dataclass(frozen=True)
-class Entry:
-    """What a page is about.
-
-    Attributes:
-        kind: what it is.
-        name: in the config, or its title.
-        aliases: further names.
-        fn: the function.
-        said: its docstring.
-        spec: of a registered function.
-        settings: the keys that ask for it.
-    """
-
-    kind: Kind
-    name: str
-    aliases: tuple[str, ...]
-    fn: Any
-    said: Docstring
-    spec: Spec | None
-    settings: dict[str, Any]
-
-    @property
-    def path(self) -> str:
-        """Of its page, below docs/algorithms."""
-        return f"{self.kind.folder}/{self.name}.md"
-
-
-def _contents() -> Iterator[Any]:
-    """What the modules of `tandem.algorithms` hold, module by module."""
-    for module in pkgutil.walk_packages(tandem.algorithms.__path__, "tandem.algorithms."):
-        yield from vars(importlib.import_module(module.name)).values()
-
-
-def registries() -> list[Registry[Any]]:
-    """All that there are, in the order of KINDS."""
-    found = {id(value): value for value in _contents() if isinstance(value, Registry)}
-    return sorted(found.values(), key=lambda registry: list(KINDS).index(kind_of(registry)))
-
-
-def described() -> list[Any]:
-    """The functions and classes outside the registries that say when to use them."""
-    named = {spec.fn for registry in registries() for spec in map(registry.find, registry.names)}
-    own = (
-        value
-        for value in _contents()
-        if callable(value) and getattr(value, "__module__", "").startswith("tandem.algorithms.")
-    )
-    return [fn for fn in dict.fromkeys(own) if fn not in named and "When to use" in parse(fn).labelled]
-
-
-def kind_of(registry: Registry[Any]) -> str:
-    kind: str = registry.find(registry.names[0]).kind
-    return kind
-
-
-def entries() -> Iterator[Entry]:
-    """Everything that has a page, in the order of the index."""
-    for registry in registries():
-        kind = KINDS[kind_of(registry)]
-        for name in registry.names:
-            spec: Spec = registry.find(name)
-            aliases = tuple(sorted(alias for alias, of in registry.aliases.items() if of == name))
-            settings = dict.fromkeys(kind.keys, name) | kind.beside | _beside(kind, name)
-            yield Entry(kind, name, aliases, spec.fn, parse(spec.fn), spec, settings)
-    for fn in described():
-        yield Entry(OTHER, fn.__name__, (), fn, parse(fn), None, _beside(OTHER, fn.__name__))
-
-
-def _beside(kind: Kind, name: str) -> dict[str, Any]:
-    return dict(SETTINGS.get(f"{kind.folder}/{name}", {}))
 
 
 def option_key(kind: Kind, option: str) -> str:
@@ -129,8 +52,7 @@ def page(entry: Entry) -> str:
     if "When to use" in labelled:
         parts += ["## When to use", _sentence(labelled["When to use"])]
     if said.equation:
-        parts += ["## Equation", f"```text\n{said.equation}\n```"]
-        parts += [f"Where: {said.symbols}."] if said.symbols else []
+        parts += ["## Equation", *equations.shown(said)]
     parts += said.notes
     config = list(_config(entry))
     parts += ["## Config", *config] if config else []
@@ -164,6 +86,7 @@ def _config(entry: Entry) -> Iterator[str]:
     if entry.settings:
         words = " ".join(f"{name}={_value(value)}" for name, value in entry.settings.items())
         yield f"```sh\ntandem train … {words}\n```"
+    yield from (note.format(name=entry.name) for note in entry.kind.notes)
     if entry.spec is None or not entry.spec.options:
         return
     yield "The same in a file, with all options at their defaults:"
@@ -179,15 +102,15 @@ def _config(entry: Entry) -> Iterator[str]:
 
 def arguments_of(entry: Entry) -> dict[str, str]:
     """The meaning of each argument, of the function and of what chooses its tokens, if anything does."""
-    choice = getattr(entry.spec, "selection", None)
+    choice = entry.spec.selection if isinstance(entry.spec, PolicyLossSpec) else None
     return (parse(choice.fn).arguments if choice else {}) | entry.said.arguments
 
 
 def options_of(entry: Entry) -> dict[str, tuple[str, Any]]:
     """By key: the option of a registered function, and what a run takes that does not set it."""
-    assert entry.spec is not None, entry.name
-    names = {option_key(entry.kind, option): option for option in entry.spec.options}
-    return {name: (option, default_of(name, entry.spec.options[option])) for name, option in names.items()}
+    declared = entry.spec.options if entry.spec else {}
+    names = {option_key(entry.kind, option): option for option in declared}
+    return {name: (option, default_of(name, declared[option])) for name, option in names.items()}
 
 
 def snippet(entry: Entry) -> str:
@@ -216,8 +139,8 @@ def index(all_entries: list[Entry]) -> str:
             (
                 f"[`{entry.name}`]({entry.path}){also}",
                 entry.kind.singular,
-                needs(entry.spec) if entry.spec else "",
-                level_of(entry) if entry.spec else "",
+                needs(entry.spec) if entry.spec else entry.kind.needs,
+                level_of(entry) if entry.spec else entry.kind.level,
                 entry.said.labelled.get("Cost", "").rstrip("."),
                 paper(entry.said.labelled.get("Source", "")),
             )
@@ -230,10 +153,11 @@ INTRODUCTION = """# Algorithms
 Every algorithm is a pure function: columns of the batch and numbers in, tensors out. Its signature says what
 it reads, and the loop provides that and nothing else. These pages are made from docstrings and signatures by
 `make docs`. [Your own algorithm](../your-own-algorithm.md) is a function in a file of yours.
+[These tests](tests.md) hold each one against its equation.
 
 - **needs**: what the run has for it besides the policy and its samples.
 - **level**: `token`, each token by itself; `sequence`, one number or ratio for a whole response; `batch`, the
-  responses beside it count too. Found by running the function on a small batch.
+  responses beside it count too. Found by running the registered function on a small batch.
 - **cost**: what it adds to a step."""
 
 
@@ -269,14 +193,14 @@ def _table(rows: list[tuple[str, ...]]) -> str:
 
 
 def pages() -> dict[str, str]:
-    """All pages, by path below docs/algorithms."""
+    """All pages but that of the tests, by path below docs/algorithms."""
     found = list(entries())
     return {entry.path: page(entry) for entry in found} | {"README.md": index(found)}
 
 
 def write(folder: Path = FOLDER) -> None:
     """Writes all pages, and removes those of what is no more."""
-    made = pages()
+    made = pages() | {equations.PAGE: equations.page(list(entries()), equations.collected())}
     for old in sorted(folder.rglob("*.md")):
         if str(old.relative_to(folder)) not in made:
             old.unlink()

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tandem.config.tables import FULL_KL
+
 ACTOR = "actor_rollout_ref.actor"
 
 
@@ -20,6 +22,8 @@ class Kind:
         sections: where its options may be keys of their own.
         by_name: the mapping for all other options.
         beside: what else must be set for it to count.
+        notes: what each page says below the keys; `{name}` is that of the algorithm.
+        needs, level: of those that are not registered, as in the index.
     """
 
     singular: str
@@ -28,7 +32,19 @@ class Kind:
     sections: tuple[str, ...] = ()
     by_name: str = ""
     beside: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    needs: str = ""
+    level: str = ""
 
+
+KL_LOSS: Mapping[str, Any] = {f"{ACTOR}.use_kl_loss": True}
+KL_IN_REWARD = (
+    "In the reward instead of the loss: `algorithm.kl_penalty={name} algorithm.use_kl_in_reward=true`."
+)
+STRAIGHT_THROUGH = (
+    "`{name}+` has the values of `{name}` and the gradient of [`k2`](k2.md), whose mean on the policy's own "
+    "samples is the gradient of the KL: Tang and Munos 2025, https://arxiv.org/abs/2506.09477."
+)
 
 KINDS = {
     "advantage estimator": Kind(
@@ -46,7 +62,11 @@ KINDS = {
         f"{ACTOR}.policy_loss.kwargs",
     ),
     "KL estimator": Kind(
-        "KL estimator", "kl", (f"{ACTOR}.kl_loss_type",), beside={f"{ACTOR}.use_kl_loss": True}
+        "KL estimator",
+        "kl",
+        (f"{ACTOR}.kl_loss_type",),
+        beside=KL_LOSS,
+        notes=(KL_IN_REWARD, STRAIGHT_THROUGH),
     ),
     "importance weight": Kind(
         "importance weight", "corrections", ("algorithm.rollout_correction.rollout_is",)
@@ -75,6 +95,19 @@ NEEDS = {
 
 OTHER = Kind("part of the loop", "parts")
 """What is not one of several to choose from."""
+
+EXACT_KL = Kind(
+    "exact KL",
+    "kl",
+    (f"{ACTOR}.kl_loss_type",),
+    beside=KL_LOSS,
+    notes=(KL_IN_REWARD,),
+    needs=NEEDS["ref_log_probs"],
+    level="token",
+)
+
+BY_NAME = {"kl_divergence": (EXACT_KL, FULL_KL)}
+"""Functions outside the registries that a name in the config asks for: what they are, and that name."""
 
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "policy_losses/bypass_mode": {"algorithm.rollout_correction.bypass_mode": True},

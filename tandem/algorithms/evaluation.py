@@ -56,6 +56,11 @@ def majority_at_k(answers: Sequence[Hashable | None], right: Sequence[bool], k: 
     given, is right: exact, not simulated. Answers that are equally frequent win equally often. A response
     without an answer (None) does not vote; where none votes, the problem is lost.
 
+    Equation (S every set of k of the n responses, W its most frequent answers, right(a) the share of the
+    responses with answer a that are right):
+
+        maj@k = sum_S mean_{a in W(S)} right(a) / C(n, k)
+
     Args:
         answers: (n) one per response.
         right: (n) whether it is right; should equal answers differ in that, their mean counts.

@@ -9,8 +9,11 @@ from torch import Tensor
 def groups_with_spread(values: Tensor, n: int) -> Tensor:
     """Whether the responses to each prompt differ; (B / n) bool.
 
-    A prompt counts if its largest value is above its smallest. Where all are equal, advantages relative to
-    the group are zero.
+    Equation (R_i the values of a prompt's responses):
+
+        kept = max_i R_i > min_i R_i
+
+    Where all are equal, advantages relative to the group are zero.
 
     When to use: dynamic sampling, with estimators that compare the responses to a prompt.
     Watch: `sampling/dropped_groups` the share of prompts that teach nothing; near one, the data are too easy

@@ -66,7 +66,11 @@ def apply_kl_penalty(
     kind: str,
     kl_coef: float,
 ) -> PenalisedRewards:
-    """KL in the reward: r_t = score_t - kl_coef * kl_t at response tokens.
+    """KL in the reward.
+
+    Equation:
+
+        r_t = score_t - kl_coef * kl_t    at response tokens
 
     Args:
         token_level_scores: (N).

@@ -33,6 +33,7 @@ def counts(mask: Tensor, rows: list[slice]) -> dict[str, int]:
     return {"tokens": int(mask.sum()), "sequences": sum(bool(mask[row].any()) for row in rows)}
 
 
+@pytest.mark.equation("parts/aggregate")
 @pytest.mark.parametrize("mode", AGGREGATIONS)
 @given(
     lengths=st.lists(st.integers(0, 60), min_size=1, max_size=8), seed=st.integers(0, 2**31), data=st.data()

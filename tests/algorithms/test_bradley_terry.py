@@ -19,6 +19,7 @@ def double(values: list[float]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64, requires_grad=True)
 
 
+@pytest.mark.equation("parts/bradley_terry_loss")
 @pytest.mark.parametrize("coefficient", [0.0, 0.01])
 def test_each_pair_by_hand(coefficient: float) -> None:
     found = bradley_terry_loss(
@@ -32,6 +33,7 @@ def test_each_pair_by_hand(coefficient: float) -> None:
     assert found.tolist() == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.equation("parts/bradley_terry_loss")
 def test_the_gradient_pushes_the_rewards_apart_by_the_chance_of_being_wrong() -> None:
     chosen, rejected = double(CHOSEN), double(REJECTED)
     margin = torch.tensor(MARGIN).double()
@@ -42,6 +44,7 @@ def test_the_gradient_pushes_the_rewards_apart_by_the_chance_of_being_wrong() ->
     torch.testing.assert_close(rejected.grad, centre + wrong, rtol=1e-12, atol=1e-15)
 
 
+@pytest.mark.equation("parts/bradley_terry_loss")
 def test_equal_rewards_cost_log_two() -> None:
     zero = torch.zeros(3, dtype=torch.float64)
     assert bradley_terry_loss(zero, zero, zero).tolist() == pytest.approx([math.log(2)] * 3, rel=1e-15)

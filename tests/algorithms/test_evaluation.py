@@ -12,12 +12,14 @@ import pytest
 from tandem.algorithms.evaluation import estimate, majority_at_k, pass_at_k
 
 
+@pytest.mark.equation("parts/pass_at_k")
 def test_pass_at_k_by_hand() -> None:
     # Of 4 responses 1 is right: two draws miss it in C(3,2)/C(4,2) = 3/6. Of 5, 3: C(2,2)/C(5,2) = 1/10.
     found = pass_at_k(np.array([4, 5, 4, 4]), np.array([1, 3, 0, 4]), 2)
     np.testing.assert_allclose(found, [0.5, 0.9, 0.0, 1.0], rtol=1e-15)
 
 
+@pytest.mark.equation("parts/pass_at_k")
 @pytest.mark.parametrize(("n", "right", "k"), [(1, 1, 1), (7, 2, 3), (7, 5, 3), (8, 3, 8), (200, 4, 100)])
 def test_pass_at_k_is_the_quotient_of_binomials(n: int, right: int, k: int) -> None:
     expected = 1 - math.comb(n - right, k) / math.comb(n, k)
@@ -36,6 +38,7 @@ def by_every_draw(answers: list[str | None], right: list[bool], k: int) -> float
     return float(np.mean(won))
 
 
+@pytest.mark.equation("parts/majority_at_k")
 def test_majority_by_hand() -> None:
     # a a b, a right: of the three pairs aa is won, and ab twice is a tie, won half of the time.
     assert majority_at_k(["a", "a", "b"], [True, True, False], 2) == pytest.approx(2 / 3, rel=1e-12)
@@ -43,6 +46,7 @@ def test_majority_by_hand() -> None:
     assert majority_at_k([None, None], [False, False], 1) == 0.0
 
 
+@pytest.mark.equation("parts/majority_at_k")
 def test_majority_is_the_mean_over_every_draw() -> None:
     rng = np.random.default_rng(0)
     for n in (1, 2, 5, 9):
@@ -54,6 +58,7 @@ def test_majority_is_the_mean_over_every_draw() -> None:
                 assert majority_at_k(answers, right, k) == pytest.approx(expected, abs=1e-12), (answers, k)
 
 
+@pytest.mark.equation("parts/majority_at_k")
 def test_majority_of_many_responses_keeps_its_precision() -> None:
     # Two answers, drawn 255 of 512 times each way: symmetric, so each wins half of the time.
     answers = ["a", "b"] * 256

@@ -42,6 +42,7 @@ def test_every_kind_is_checked() -> None:
     assert set(FORMULAS) == set(KL_KINDS)
 
 
+@pytest.mark.equation("kl/{kind}")
 @pytest.mark.parametrize("kind", KL_KINDS)
 @given(differences=st.lists(st.floats(-30, 30), min_size=1, max_size=20))
 @settings(deadline=None, max_examples=40)
@@ -52,6 +53,7 @@ def test_values(kind: str, differences: list[float]) -> None:
     torch.testing.assert_close(got, torch.tensor(want, dtype=torch.float64), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.equation("kl/{kind}")
 @pytest.mark.parametrize("kind", KL_KINDS)
 def test_gradients(kind: str) -> None:
     log_probs = torch.tensor([-0.5, -3.0, -1.25, -0.1], dtype=torch.float64, requires_grad=True)
@@ -61,6 +63,7 @@ def test_gradients(kind: str) -> None:
     torch.testing.assert_close(gradient, torch.tensor(want, dtype=torch.float64))
 
 
+@pytest.mark.equation("kl/k3")
 def test_k3_is_exact_for_close_policies() -> None:
     d = torch.tensor([1e-4, -1e-4])
     want = d.double().square() / 2
@@ -81,6 +84,7 @@ def test_unknown_kind() -> None:
     assert caught.value.remedy == "did you mean 'low_var_kl'?"
 
 
+@pytest.mark.equation("parts/apply_kl_penalty")
 @pytest.mark.parametrize("kind", ["k1", "k3"])
 @given(lengths=st.lists(st.integers(0, 60), min_size=1, max_size=8), seed=st.integers(0, 2**31))
 @settings(deadline=None, max_examples=30)
@@ -106,6 +110,7 @@ def test_fixed_controller() -> None:
     assert controller.value == 0.25
 
 
+@pytest.mark.equation("parts/AdaptiveKLController")
 @pytest.mark.parametrize(
     ("current", "factor"),
     [

@@ -35,6 +35,7 @@ def test_what_is_registered() -> None:
     assert all(kl_estimator(name).columns == ("log_probs", "ref_log_probs") for name in KL_ESTIMATORS.names)
 
 
+@pytest.mark.equation("kl/abs", "kl/k1", "kl/k2", "kl/k3")
 def test_the_mean_gradient_of_a_straight_through_form_is_that_of_the_kl() -> None:
     """Over all outcomes of a small policy, each by its probability, against the slope of Σ p log p/q."""
     draw = torch.Generator().manual_seed(3)
@@ -82,6 +83,7 @@ def test_a_signature_that_declares_nothing_known_is_refused_with_the_one_expecte
         kl_penalty(torch.zeros(2), torch.zeros(2), f"{own_file}:total")
 
 
+@pytest.mark.equation("parts/apply_kl_penalty")
 def test_a_kl_that_is_there_already_is_taken_off_like_an_estimated_one() -> None:
     mask, offsets = torch.tensor([False, True, True, False, True]), torch.tensor([0, 3, 5])
     scores = torch.tensor([0.0, 0.0, 1.0, 0.0, 2.0], dtype=torch.float64)

@@ -20,6 +20,7 @@ def punishment(length: int, limit: int, buffer: int, factor: float) -> float:
     return factor * ((limit - buffer) - length) / buffer
 
 
+@pytest.mark.equation("parts/soft_overlong_punishment")
 @pytest.mark.parametrize(("limit", "buffer", "factor"), [(20, 5, 1.0), (20, 20, 0.5), (7, 1, 3.0)])
 def test_the_punishment_is_the_equations(limit: int, buffer: int, factor: float) -> None:
     lengths = torch.arange(limit + 1)
@@ -31,6 +32,7 @@ def test_the_punishment_is_the_equations(limit: int, buffer: int, factor: float)
     assert found[limit - buffer] == 0
 
 
+@pytest.mark.equation("parts/groups_with_spread")
 def test_groups_differ_if_any_two_of_their_values_do() -> None:
     draw = random.Random(0)
     for n in (1, 2, 5):
@@ -47,6 +49,7 @@ def test_equal_values_never_differ_by_rounding() -> None:
     assert groups_with_spread(torch.full((30,), 0.1, dtype=torch.float64), 10).tolist() == [False] * 3
 
 
+@pytest.mark.equation("parts/AdaptiveEntropyController")
 def test_the_entropy_coefficient_follows_the_rule_within_its_bounds() -> None:
     draw = random.Random(1)
     control = AdaptiveEntropyController(0.002, target=0.2, delta=0.001, minimum=0.0, maximum=0.005)

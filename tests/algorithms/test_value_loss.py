@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -7,6 +8,7 @@ from hypothesis import strategies as st
 from tandem.algorithms.value_loss import clipped_value_loss
 
 
+@pytest.mark.equation("parts/clipped_value_loss")
 @given(seed=st.integers(0, 2**31), count=st.integers(1, 50), clip=st.floats(0.01, 2.0))
 @settings(deadline=None, max_examples=80)
 def test_value_and_gradient(seed: int, count: int, clip: float) -> None:
@@ -26,6 +28,7 @@ def test_value_and_gradient(seed: int, count: int, clip: float) -> None:
         assert metrics["clip_fraction"][i].item() == float(clipped > plain)
 
 
+@pytest.mark.equation("parts/clipped_value_loss")
 def test_by_hand() -> None:
     losses, metrics = clipped_value_loss(
         torch.tensor([2.0, 0.1]), torch.tensor([0.0, 0.0]), torch.tensor([3.0, 1.0]), cliprange_value=0.5

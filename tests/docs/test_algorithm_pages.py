@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from docs import generate
+from docs import equations, generate
 from docs.docstring import LABELS, parse
-from docs.generate import Entry
+from docs.entries import Entry
+from docs.equations import Check
 from docs.kinds import NEEDS
 from docs.probe import level
 from tandem.algorithms.registry import AdvantageSpec, PolicyLossSpec, advantage_estimator, declared
@@ -22,6 +23,11 @@ __all__ = ["lab"]
 
 ENTRIES = list(generate.entries())
 REGISTERED = [entry for entry in ENTRIES if entry.spec is not None]
+
+
+@pytest.fixture(scope="module")
+def checks() -> list[Check]:
+    return equations.collected()
 
 
 def explained(scores: Tensor, mask: Tensor, *, scale: float = 1.0) -> None:
@@ -103,12 +109,12 @@ def test_an_equation_needs_no_symbols_and_a_summary_may_be_followed_by_one() -> 
     assert parse(untitled).notes == ["Two."]
 
 
-def test_the_pages_committed_are_those_of_the_code() -> None:
+def test_the_pages_committed_are_those_of_the_code(checks: list[Check]) -> None:
     committed = {
         str(path.relative_to(generate.FOLDER)): path.read_text(encoding="utf-8")
         for path in generate.FOLDER.rglob("*.md")
     }
-    made = generate.pages()
+    made = generate.pages() | {equations.PAGE: equations.page(ENTRIES, checks)}
     stale = sorted(path for path in committed | made if committed.get(path) != made.get(path))
     assert stale == [], "run `make docs` and commit what it writes"
 
@@ -120,6 +126,38 @@ def test_every_algorithm_says_when_to_use_it_what_to_watch_and_what_it_costs() -
         if (lacking := [label for label in LABELS if label not in entry.said.labelled])
     }
     assert missing == {}
+
+
+def test_every_algorithm_has_an_equation_and_a_test_that_holds_it_to_that(checks: list[Check]) -> None:
+    assert [entry.path for entry in ENTRIES if not entry.said.equation] == []
+    found = equations.by_page(ENTRIES, checks)
+    assert [path for path, of in found.items() if all(check.verl for check in of)] == []
+
+
+def test_marks_are_read_with_the_parameters_of_their_test(checks: list[Check]) -> None:
+    """By name, by alias, with the + of a straight-through form; alone or in a list of several."""
+    found = {path: {c.test for c in of} for path, of in equations.by_page(ENTRIES, checks).items()}
+    kl = {c.page for c in checks if c.test == "test_values" and c.file == "tests/algorithms/test_kl.py"}
+    assert {"kl/k3", "kl/k3+", "kl/low_var_kl", "kl/low_var_kl+"} <= kl
+    assert "test_values" in found["kl/k3.md"] and "test_values" not in found["kl/full.md"]
+    assert "test_maxrl_by_hand" in found["advantages/maxrl.md"] - found["advantages/opo.md"]
+    losses = {path for path, tests in found.items() if "test_values_and_gradients" in tests}
+    assert losses == {e.path for e in REGISTERED if e.kind.folder == "policy_losses"} - {
+        "policy_losses/bypass_mode.md"
+    }
+    verl = {check.test for check in checks if check.verl}
+    assert len(verl) == 4 and all("verl" in check.file for check in checks if check.verl)
+
+
+def test_a_mark_that_names_no_page_and_one_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    astray = Check(page="kl/k9", file="tests/test_a.py", test="test_b", says="", where="", verl=False)
+    with pytest.raises(ValueError, match=r"no page 'kl/k9', which tests/test_a.py::test_b"):
+        equations.by_page(ENTRIES, [astray])
+    (tmp_path / "test_own.py").write_text(
+        "import pytest\n@pytest.mark.equation('kl/{kind}')\ndef test_nothing(): ...\n"
+    )
+    with pytest.raises(RuntimeError, match="KeyError: 'kind'"):
+        equations.collected(tmp_path)
 
 
 def test_what_to_watch_names_something_that_is_logged() -> None:
@@ -189,7 +227,7 @@ def other(value: object) -> object:
     return value
 
 
-@pytest.mark.parametrize("entry", REGISTERED, ids=lambda entry: entry.name)
+@pytest.mark.parametrize("entry", [e for e in ENTRIES if e.settings], ids=lambda entry: entry.name)
 def test_the_snippet_is_a_config(entry: Entry, lab: Lab, tmp_path: Path) -> None:
     file = tmp_path / "snippet.yaml"
     file.write_text(generate.snippet(entry))

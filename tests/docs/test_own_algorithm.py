@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from docs.generate import ROOT
+from docs.entries import ROOT
 from tandem.algorithms.registry import advantage_estimator
 from tandem.errors import TandemError
 from tests.support.runs import Finished, Lab, lab

@@ -34,6 +34,7 @@ def make_pair(rows, vocabulary, features, dtype, *, apart=0.3, scale=1.0, seed=0
     return hidden, weight, other, other_weight
 
 
+@pytest.mark.equation("kl/full")
 @settings(max_examples=60, deadline=None)
 @given(
     rows=st.integers(0, 20),
@@ -67,6 +68,7 @@ def test_any_shape_in_float64(rows, vocabulary, features, tile, temperature, sca
         assert gradient.shape == leaf.shape and (gradient - leaf).norm() <= allowed
 
 
+@pytest.mark.equation("kl/full")
 @pytest.mark.parametrize("width", [8, 64])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
 def test_lower_precision(width, dtype, tolerance, monkeypatch):
@@ -91,6 +93,7 @@ def test_equal_policies_are_apart_by_nothing_and_have_no_slope():
     assert all(not g.any() for g in torch.autograd.grad(found.sum(), (hidden, weight)))
 
 
+@pytest.mark.equation("kl/full")
 def test_close_policies_with_large_logits_keep_their_digits():
     """In float32, logits of hundreds: each is off by up to 3e-5."""
     hidden, weight, _ = make_case(9, 29, 12, torch.float64, scale=100.0)
@@ -102,6 +105,7 @@ def test_close_policies_with_large_logits_keep_their_digits():
     torch.testing.assert_close(found.double(), want, rtol=1e-4, atol=3e-7)
 
 
+@pytest.mark.equation("kl/full")
 def test_a_frozen_head_gets_no_gradient():
     hidden, weight, other, other_weight = make_pair(9, 29, 12, torch.float64)
     frozen = weight.detach()
@@ -119,6 +123,7 @@ def test_nothing_is_larger_than_a_tile_or_the_weight():
     assert largest.bytes <= tiled._TILE_BYTES["cpu"] < 1024 * 16384 * 2 / 5
 
 
+@pytest.mark.equation("kl/full")
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_on_a_gpu(dtype):

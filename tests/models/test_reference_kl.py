@@ -38,6 +38,7 @@ def moved(model):
     return model
 
 
+@pytest.mark.equation("kl/full")
 def test_kl_to_the_reference_and_collisions(model_folder):
     batch = make_batch()
     tokens, mask = batch.ragged("tokens"), batch.ragged("response_mask").values

@@ -43,6 +43,7 @@ def model_of(lab: Lab, weights: dict[str, torch.Tensor] | None = None) -> Any:
     return model
 
 
+@pytest.mark.equation("kl/full")
 @pytest.mark.parametrize("where", ["reward", "loss"])
 def test_the_kl_of_the_second_step_is_that_of_the_first_steps_weights(
     lab: Lab, reward: str, where: str

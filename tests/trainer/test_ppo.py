@@ -114,6 +114,7 @@ def test_critic_warm_up_leaves_the_policy_alone(lab: Lab) -> None:
     assert "actor/loss" in run.rows[1]
 
 
+@pytest.mark.equation("parts/apply_kl_penalty")
 def test_reference_values_and_kl_match_a_second_look(lab: Lab) -> None:
     """KL in the reward: token rewards are scores less coef · (old - ref), by the file's own columns."""
     run = lab.run(

@@ -105,6 +105,7 @@ def test_an_exact_engine_has_weights_of_one_and_loses_nothing(lab: Lab) -> None:
     assert first["actor/grad_norm"] == pytest.approx(second["actor/grad_norm"], rel=1e-3)
 
 
+@pytest.mark.equation("corrections/token", "rejections/token_k1")
 def test_a_shifted_engine_is_corrected_as_by_hand_before_the_updates(lab: Lab) -> None:
     made = run(
         lab, "shifted", f"{C}.rollout_is=token", f"{C}.rollout_is_threshold=1.3", f"{C}.rollout_rs=token_k1",
@@ -122,6 +123,7 @@ def test_a_shifted_engine_is_corrected_as_by_hand_before_the_updates(lab: Lab) -
     assert measured["rollout_corr/kl"] == pytest.approx(sum(r["gap"] for r in rows) / len(rows), abs=1e-4)
 
 
+@pytest.mark.equation("corrections/token", "rejections/seq_mean_k1")
 def test_with_one_update_the_loss_is_that_by_hand_without_a_forward_for_old_log_probs(lab: Lab) -> None:
     made = run(
         lab, "one", f"{C}.rollout_is=token", f"{C}.rollout_rs=seq_mean_k1", f"{C}.rollout_rs_threshold=1.15",
@@ -142,6 +144,7 @@ def test_with_one_update_the_loss_is_that_by_hand_without_a_forward_for_old_log_
     assert "old_log_probs" not in rows[0]
 
 
+@pytest.mark.equation("policy_losses/bypass_mode")
 @pytest.mark.parametrize("loss_type", ["ppo_clip", "reinforce"])
 def test_bypass_mode_compares_with_the_rollout_and_saves_the_forward(lab: Lab, loss_type: str) -> None:
     extra = [f"{C}.loss_type=reinforce", f"{C}.rollout_is=token"] if loss_type == "reinforce" else []

@@ -9,6 +9,7 @@ import pytest
 from tests.support.runs import Lab
 
 
+@pytest.mark.equation("advantages/vtrace")
 def test_its_targets_are_those_of_the_files_own_columns(lab: Lab) -> None:
     run = lab.run(
         "vtrace",

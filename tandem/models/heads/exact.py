@@ -62,12 +62,15 @@ def kl_divergence(
     temperature: float,
     group: TensorGroup | None = None,
 ) -> Tensor:
-    """KL(p || q) = Σ_v p(v) (log p(v) - log q(v)) at each position, for p = softmax(z), z = hidden weightᵀ /
-    temperature, and q the same of `other`, with gradients to hidden and weight:
+    """The KL divergence over the whole vocabulary at each position, exact, with its exact gradient.
 
+    Equation (p = softmax(z), z = hidden weightᵀ / temperature, of the policy; q the same of the reference, or
+    whatever else p is compared with):
+
+        KL(p || q) = Σ_v p(v) (log p(v) - log q(v))
         d KL / d z(v) = p(v) (log p(v) - log q(v) - KL)
 
-    of which the backward pass makes both distributions' tiles again.
+    The backward pass makes both distributions' tiles again.
 
     When to use: where an estimate from the sampled tokens is too noisy to hold on to, at a small coefficient
     or close to the reference: this one has no variance given the tokens before, and its gradient is exact.

@@ -27,6 +27,7 @@ def slow_gae(columns: dict[str, Tensor], rows: list[slice], gamma: float, lam: f
     return out
 
 
+@pytest.mark.equation("advantages/gae")
 @given(
     lengths=st.lists(st.integers(0, 300), min_size=1, max_size=8),
     seed=st.integers(0, 2**31),
@@ -45,6 +46,7 @@ def test_against_the_recurrence(lengths, seed, gamma, lam, holes, ragged_columns
     torch.testing.assert_close(got.advantages, whitened(want, mask), rtol=1e-8, atol=1e-8)
 
 
+@pytest.mark.equation("advantages/gae")
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (1.0, 0.5), (0.99, 1.0), (1.0, 0.9), (1.0, 0.0)])
 def test_float32_at_32768_steps(gamma, lam, ragged_columns, rows, whitened) -> None:
     columns = ragged_columns([32768, 17, 4096], seed=3)
@@ -57,6 +59,7 @@ def test_float32_at_32768_steps(gamma, lam, ragged_columns, rows, whitened) -> N
     assert (got.advantages - whitened(want, mask)).abs().max() <= 1e-5
 
 
+@pytest.mark.equation("advantages/gae")
 def test_by_hand_with_an_observation_in_between() -> None:
     """Prompt token, two response tokens, an observation, one response token."""
     got = gae(

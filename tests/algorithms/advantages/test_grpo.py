@@ -24,6 +24,7 @@ def slow_grpo(columns: dict[str, Tensor], rows: list[slice], by_std: bool) -> Te
     return out
 
 
+@pytest.mark.equation("advantages/grpo")
 @pytest.mark.parametrize("by_std", [True, False])
 @given(lengths=st.lists(st.integers(0, 300), min_size=1, max_size=12), seed=st.integers(0, 2**31))
 @settings(deadline=None, max_examples=60)
@@ -44,6 +45,7 @@ def outcome(rewards: list[float], group: list[int], **options: bool) -> list[flo
     return result.advantages.tolist()
 
 
+@pytest.mark.equation("advantages/grpo")
 def test_by_hand_with_interleaved_groups() -> None:
     half = 0.5**0.5
     assert outcome([1.0, 0.0, 0.0, 3.0], [0, 1, 0, 1]) == pytest.approx([half, -half, -half, half], rel=1e-5)
@@ -59,6 +61,7 @@ def test_equal_rewards_give_exact_zeros() -> None:
     assert outcome([0.1] * 7, [0] * 7) == [0.0] * 7
 
 
+@pytest.mark.equation("advantages/grpo")
 def test_a_group_of_one_keeps_its_reward() -> None:
     assert outcome([0.75], [0]) == pytest.approx([0.75], rel=1e-5)
     assert outcome([0.75], [0], norm_adv_by_std_in_grpo=False) == [0.75]

@@ -43,7 +43,8 @@ def slow(columns, rows, weighted, compact, zero_tail) -> tuple[Tensor, Tensor]:
     return advantages, returns
 
 
-@pytest.mark.parametrize("compact", [True, False])
+@pytest.mark.equation("advantages/{function.__name__}")
+@pytest.mark.parametrize("function", [tir_optimal_token_baseline, optimal_token_baseline])
 @given(
     lengths=st.lists(st.integers(0, 60), min_size=1, max_size=8),
     seed=st.integers(0, 2**31),
@@ -53,10 +54,10 @@ def slow(columns, rows, weighted, compact, zero_tail) -> tuple[Tensor, Tensor]:
 )
 @settings(deadline=None, max_examples=30)
 def test_against_the_equation(
-    compact, lengths, seed, holes, weighted, zero_tail, ragged_columns, rows
+    function, lengths, seed, holes, weighted, zero_tail, ragged_columns, rows
 ) -> None:
     columns = ragged_columns(lengths, seed, torch.float64, holes)
-    function = tir_optimal_token_baseline if compact else optimal_token_baseline
+    compact = function is tir_optimal_token_baseline
     rho = columns[WEIGHTS] if weighted else torch.ones_like(columns[WEIGHTS])
     got = function(*(columns[name] for name in INPUTS), rho, handle_zero_tail=zero_tail)
     advantages, returns = slow(columns, rows(columns), weighted, compact, zero_tail)
@@ -65,6 +66,7 @@ def test_against_the_equation(
     torch.testing.assert_close(got.advantages, advantages, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.equation("advantages/optimal_token_baseline")
 def test_by_hand() -> None:
     """Two samples with pi = 1/2 and sum pi^2 = 1/2 everywhere, so W_t = t/2; the second has a token more.
 
@@ -89,6 +91,7 @@ def test_by_hand() -> None:
     assert double.advantages.tolist() == pytest.approx([0.2, 0.2, -0.8, -0.8, 0.0])
 
 
+@pytest.mark.equation("advantages/optimal_token_baseline", "advantages/tir_optimal_token_baseline")
 def test_turns_are_compared_token_by_token_only_in_the_form_for_several_turns() -> None:
     """The first sample waits for a tool for two tokens: its second token stands at place 3, or at place 1."""
     rewards = torch.tensor([0.0, 0.0, 0.0, 1.0, 0.0, 0.0])

@@ -88,6 +88,7 @@ def facts(columns: dict[str, Tensor], rows: list[slice]) -> tuple[list[float], l
     return scores, [int(mask[row].sum()) for row in rows], columns["group"].tolist()
 
 
+@pytest.mark.equation("advantages/{function.__name__}")
 @pytest.mark.parametrize(("function", "slow", "options"), CASES)
 @given(lengths=LENGTHS, seed=SEEDS)
 @settings(deadline=None, max_examples=25)
@@ -118,11 +119,13 @@ def test_equal_rewards_give_exact_zeros(function) -> None:
     assert outcome(function, [0.1] * 7 + [0.3] * 5, [0] * 7 + [1] * 5) == [0.0] * 12
 
 
+@pytest.mark.equation("advantages/{function.__name__}")
 @pytest.mark.parametrize("function", [dr_grpo, opo, gpg, maxrl])
 def test_a_sample_that_is_alone_keeps_its_reward(function) -> None:
     assert outcome(function, [0.75, 0.5], [0, 1]) == [0.75, 0.5]
 
 
+@pytest.mark.equation("advantages/grpo_passk")
 def test_pass_at_k_by_hand() -> None:
     plain = {"norm_adv_by_std_in_grpo": False}
     rewards, group = [1.0, 4.0, 0.0, 2.0, 2.0, 2.0, 3.0], [0, 0, 1, 0, 1, 1, 2]
@@ -131,6 +134,7 @@ def test_pass_at_k_by_hand() -> None:
     assert outcome(grpo_passk, rewards, group)[1] == pytest.approx(2 / std, rel=1e-5)
 
 
+@pytest.mark.equation("advantages/gpg")
 def test_gpg_makes_up_for_groups_that_teach_nothing() -> None:
     """Two of the four prompts are always or never solved, so what is left counts twice; a lone failure
     teaches nothing either."""
@@ -139,6 +143,7 @@ def test_gpg_makes_up_for_groups_that_teach_nothing() -> None:
     assert outcome(gpg, [1.0, 0.0, 0.0], [0, 0, 1]) == [0.75, -0.75, 0.0]
 
 
+@pytest.mark.equation("advantages/opo")
 def test_opo_by_hand() -> None:
     """Three tokens with reward 1 and one with reward 0: the baseline is 3/4."""
     got = opo(
@@ -150,6 +155,7 @@ def test_opo_by_hand() -> None:
     assert got.advantages.tolist() == [0.25, 0.25, 0.25, -0.75]
 
 
+@pytest.mark.equation("advantages/maxrl")
 def test_maxrl_by_hand() -> None:
     """One of four right: n - 1 and -1. None right: nothing."""
     got = outcome(maxrl, [1.0, 0.0, 0.0, 0.0, 0.0, 0.0], [0, 0, 0, 0, 1, 1])
@@ -178,6 +184,7 @@ def test_maxrl_refuses_negative_rewards() -> None:
         outcome(maxrl, [1.0, 0.0, -1.0], [0, 0, 0])
 
 
+@pytest.mark.equation("advantages/gdpo")
 @pytest.mark.parametrize("by_std", [True, False])
 @pytest.mark.parametrize("weights", [(), (2.0, 0.5, 0.0)])
 @given(lengths=LENGTHS, seed=SEEDS)
@@ -204,6 +211,7 @@ def test_gdpo_against_the_equation(by_std, weights, lengths, seed, ragged_column
     assert got.returns is got.advantages
 
 
+@pytest.mark.equation("advantages/gdpo")
 def test_gdpo_tells_apart_what_a_sum_does_not() -> None:
     """Right and long, wrong and short: the same sum, so GRPO would give zero; here weights decide."""
     components = torch.tensor([[1.0, 0.0], [0.0, 1.0]])

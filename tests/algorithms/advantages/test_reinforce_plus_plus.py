@@ -11,6 +11,7 @@ LENGTHS = st.lists(st.integers(0, 300), min_size=1, max_size=8)
 SEEDS = st.integers(0, 2**31)
 
 
+@pytest.mark.equation("advantages/reinforce_plus_plus")
 @given(
     lengths=LENGTHS,
     seed=SEEDS,
@@ -33,6 +34,7 @@ def test_discounted_returns(lengths, seed, gamma, holes, ragged_columns, rows, w
     torch.testing.assert_close(got.advantages, whitened(want, mask), rtol=1e-8, atol=1e-8)
 
 
+@pytest.mark.equation("advantages/reinforce_plus_plus_baseline")
 @given(lengths=LENGTHS, seed=SEEDS)
 @settings(deadline=None, max_examples=60)
 def test_group_baseline(lengths, seed, ragged_columns, rows, whitened) -> None:
@@ -58,6 +60,7 @@ def test_equal_rewards_give_exact_zeros() -> None:
     assert got.advantages.tolist() == [0.0] * 6
 
 
+@pytest.mark.equation("advantages/reinforce_plus_plus")
 def test_by_hand() -> None:
     got = reinforce_plus_plus(
         torch.tensor([0.0, 1.0, 9.0, 4.0]),

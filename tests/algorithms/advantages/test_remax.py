@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,6 +10,7 @@ from tandem.algorithms.advantages.remax import remax
 INPUTS = ("token_level_rewards", "reward_baselines", "response_mask", "offsets")
 
 
+@pytest.mark.equation("advantages/remax")
 @given(
     lengths=st.lists(st.integers(0, 300) | st.sampled_from([1, 4096]), min_size=1, max_size=8),
     seed=st.integers(0, 2**31),
@@ -31,6 +33,7 @@ def test_rewards_to_come_less_the_greedy_responses(lengths, seed, holes, ragged_
     torch.testing.assert_close(got.advantages, advantages, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.equation("advantages/remax")
 def test_by_hand() -> None:
     got = remax(
         torch.tensor([0.0, 1.0, 0.0, 2.0]),

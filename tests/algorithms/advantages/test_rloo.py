@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,6 +10,7 @@ from tandem.algorithms.advantages.rloo import rloo
 INPUTS = ("token_level_rewards", "response_mask", "offsets", "group")
 
 
+@pytest.mark.equation("advantages/rloo")
 @given(lengths=st.lists(st.integers(0, 300), min_size=1, max_size=12), seed=st.integers(0, 2**31))
 @settings(deadline=None, max_examples=80)
 def test_each_sample_against_the_mean_of_the_others(lengths, seed, ragged_columns, rows) -> None:
@@ -24,6 +26,7 @@ def test_each_sample_against_the_mean_of_the_others(lengths, seed, ragged_column
     assert got.returns is got.advantages
 
 
+@pytest.mark.equation("advantages/rloo")
 def test_by_hand() -> None:
     got = rloo(
         torch.tensor([0.0, 1.0, 2.0, 6.0, 5.0]),

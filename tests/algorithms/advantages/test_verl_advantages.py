@@ -122,7 +122,13 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Tensor, Tens
     return found
 
 
-@pytest.mark.parametrize("number", range(len(CASES)), ids=lambda i: f"{i}-{CASES[i].name}")
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(i, id=f"{i}-{case.name}", marks=pytest.mark.equation(f"advantages/{case.name}"))
+        for i, case in enumerate(CASES)
+    ],
+)
 def test_the_same_numbers(number: int, answers: list[tuple[Tensor, Tensor]]) -> None:
     case = CASES[number]
     columns = rectangles(case, number)
@@ -132,6 +138,7 @@ def test_the_same_numbers(number: int, answers: list[tuple[Tensor, Tensor]]) -> 
         torch.testing.assert_close(got[inside], want[inside], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.equation("advantages/gdpo", "advantages/gpg")
 def test_weights_of_components_and_gpgs_factor(tmp_path: Path) -> None:
     """verl reads GDPO's weights from the config; and its gpg differs by the factor alone."""
     weighted = Case("gdpo", {"gdpo_reward_weights": (2.0, 0.5)})

@@ -44,6 +44,7 @@ def slow_vtrace(columns, rows, gamma, lam, rho_bar, c_bar) -> tuple[Tensor, Tens
     return targets, advantages
 
 
+@pytest.mark.equation("advantages/vtrace")
 @given(
     lengths=st.lists(st.integers(0, 90), min_size=1, max_size=6),
     seed=st.integers(0, 2**31),
@@ -62,6 +63,7 @@ def test_against_the_papers_sum(lengths, seed, gamma, lam, bars, holes, ragged_c
     torch.testing.assert_close(got.advantages, advantages, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.equation("advantages/vtrace")
 def test_on_policy_its_values_are_those_of_gae(ragged_columns) -> None:
     """With all weights one, v = V + sum of (gamma lam)^k delta: GAE's returns. At lam 1 the advantages are
     GAE's too, before whitening."""
@@ -76,6 +78,7 @@ def test_on_policy_its_values_are_those_of_gae(ragged_columns) -> None:
     torch.testing.assert_close(got.advantages, raw, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.equation("advantages/vtrace")
 def test_float32_at_32768_steps(ragged_columns) -> None:
     """Against the recurrence v_t - V_t = rho_t delta_t + gamma c_t (v_{t+1} - V_{t+1})."""
     columns = ragged_columns([32768, 17], seed=3)

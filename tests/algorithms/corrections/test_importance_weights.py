@@ -51,6 +51,7 @@ def reference(name: str, columns: dict[str, Tensor]) -> list[float]:
     return found
 
 
+@pytest.mark.equation("corrections/{name}")
 @pytest.mark.parametrize("name", ["token", "sequence", "geometric"])
 @given(lengths=LENGTHS, seed=st.integers(0, 10**6))
 @settings(deadline=None, max_examples=40)

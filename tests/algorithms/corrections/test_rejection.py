@@ -51,6 +51,7 @@ def reference(mode: str, columns: dict[str, Tensor]) -> list[float]:
     return found
 
 
+@pytest.mark.equation("rejections/{mode}")
 @pytest.mark.parametrize("mode", MODES)
 @given(lengths=LENGTHS, seed=st.integers(0, 10**6))
 @settings(deadline=None, max_examples=40)

@@ -82,6 +82,7 @@ def ours(
     return shaped, kept.view(mask.shape), metrics.to_floats()
 
 
+@pytest.mark.equation("corrections/token", "corrections/sequence", *(f"rejections/{mode}" for mode in MODES))
 def test_weights_masks_and_metrics_are_verls(tmp_path: Path) -> None:
     cases = [(rectangles(seed), options) for seed, options in enumerate(CASES)]
     given, answers = tmp_path / "given.pt", tmp_path / "answers.pt"

@@ -15,6 +15,7 @@ def drawn() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return -log_probs.abs(), -rollout.abs(), advantages
 
 
+@pytest.mark.equation("policy_losses/bypass_mode")
 def test_ppo_clip_is_the_clipped_ratio_to_the_policy_that_sampled() -> None:
     log_probs, rollout, advantages = drawn()
     bounds = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.3, "clip_ratio_c": 2.0}
@@ -24,6 +25,7 @@ def test_ppo_clip_is_the_clipped_ratio_to_the_policy_that_sampled() -> None:
     assert set(observed) == set(metrics)
 
 
+@pytest.mark.equation("policy_losses/bypass_mode")
 def test_reinforce_is_the_score_function_times_the_advantage() -> None:
     log_probs, rollout, advantages = drawn()
     log_probs.requires_grad_()

@@ -37,6 +37,7 @@ def sequence_mean(losses: torch.Tensor) -> torch.Tensor:
     return aggregate(losses, MASK, OFFSETS, mode="seq-mean-token-mean", tokens=len(MASK), sequences=4)
 
 
+@pytest.mark.equation("policy_losses/gspo")
 def test_one_advantage_per_sequence_makes_gspo_the_sequence_objective() -> None:
     """Eq. 5: the mean of min(s A, clip(s) A) over sequences, with autograd through s itself."""
     for seed in range(5):
@@ -55,6 +56,7 @@ def test_one_advantage_per_sequence_makes_gspo_the_sequence_objective() -> None:
         torch.testing.assert_close(torch.autograd.grad(found, now)[0], expected, rtol=1e-10, atol=1e-14)
 
 
+@pytest.mark.equation("policy_losses/geo_mean")
 def test_the_geometric_mean_is_the_root_of_the_product() -> None:
     """As published: (prod |min(rho A, clip(rho) A)|)^(1/T) sgn(A), with autograd through the product."""
     for seed in range(5):
@@ -74,6 +76,7 @@ def test_the_geometric_mean_is_the_root_of_the_product() -> None:
         torch.testing.assert_close(torch.autograd.grad(found, now)[0], expected, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.equation("policy_losses/cispo")
 def test_cispo_bounds_the_weight_and_keeps_the_gradient() -> None:
     now = torch.tensor([-1.0, -1.0, -1.0], requires_grad=True)
     old = now.detach() - torch.tensor([3.0, 0.5, 0.1]).log()
@@ -83,6 +86,7 @@ def test_cispo_bounds_the_weight_and_keeps_the_gradient() -> None:
     assert metrics["clip_fraction"].tolist() == [1.0, 0.0, 0.0]
 
 
+@pytest.mark.equation("policy_losses/sapo")
 def test_sapo_fades_and_sooner_for_negative_advantages() -> None:
     ratio = torch.tensor([1.0, 3.0, 3.0, 0.2, 40.0])
     now = torch.zeros(5, requires_grad=True)
@@ -94,6 +98,7 @@ def test_sapo_fades_and_sooner_for_negative_advantages() -> None:
     torch.testing.assert_close(metrics["gate"], gradient, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.equation("policy_losses/dro")
 def test_dro_comes_to_rest_where_the_log_ratio_is_advantage_over_beta() -> None:
     advantages = torch.tensor([0.4, -0.2], dtype=torch.float64)
     old = torch.tensor([-2.0, -1.0], dtype=torch.float64)
@@ -102,6 +107,7 @@ def test_dro_comes_to_rest_where_the_log_ratio_is_advantage_over_beta() -> None:
     torch.testing.assert_close(torch.autograd.grad(losses.sum(), now)[0], torch.zeros(2).double())
 
 
+@pytest.mark.equation("policy_losses/dppo_tv", "policy_losses/dppo_kl")
 def test_dppo_masks_probabilities_and_not_ratios() -> None:
     """A rare token may double; a likely one may not move so far; what leads back always learns."""
     old = torch.tensor([0.001, 0.5, 0.5, 0.5, 0.5]).log()
@@ -115,6 +121,7 @@ def test_dppo_masks_probabilities_and_not_ratios() -> None:
         torch.testing.assert_close(gradient, want, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.equation("policy_losses/dppo_kl")
 def test_dppo_kl_is_that_of_two_coins() -> None:
     p, q = 0.9, 0.4
     kl = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))

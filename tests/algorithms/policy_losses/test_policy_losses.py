@@ -72,6 +72,7 @@ def slow_loss(
     return losses, gradient
 
 
+@pytest.mark.equation("policy_losses/{name}")
 @pytest.mark.parametrize("name", LOSSES)
 @given(
     lengths=LENGTHS, seed=st.integers(0, 2**31), spread=st.sampled_from([0.05, 0.5, 3, 60]), data=st.data()
@@ -193,6 +194,7 @@ def test_what_stands_outside_the_mask_does_not_matter(name, ragged_columns, rows
     assert want_gradient[~mask].abs().max() == 0
 
 
+@pytest.mark.equation("policy_losses/{name}")
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_first_update_is_the_policy_gradient(name, ragged_columns, rows) -> None:
     """Where the policy has not moved and one advantage is given to each sequence, all are alike: -A, but for

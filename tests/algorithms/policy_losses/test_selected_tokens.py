@@ -24,6 +24,7 @@ def slow_covariances(columns) -> list[float]:
     return [(log_prob - log_mean) * (advantage - mean) for log_prob, advantage in pairs]
 
 
+@pytest.mark.equation("policy_losses/clip_cov", "policy_losses/kl_cov")
 @given(
     lengths=st.lists(st.integers(0, 60), min_size=1, max_size=6),
     seed=st.integers(0, 2**31),
@@ -57,6 +58,7 @@ def test_choices(lengths, seed, ratio, ragged_columns) -> None:
     assert torch.equal(between, again)
 
 
+@pytest.mark.equation("policy_losses/clip_cov")
 def test_every_candidate_is_as_likely_to_be_chosen() -> None:
     """Over batches in which another token stands at each place of the choice."""
     generator = torch.Generator().manual_seed(0)

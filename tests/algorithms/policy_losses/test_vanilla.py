@@ -23,6 +23,7 @@ def slow_token(log_ratio: float, advantage: float, low: float, high: float, c: f
     return {"loss": loss, "slope": slope, "clipped": float(clipped > plain), "dual": float(dual)}
 
 
+@pytest.mark.equation("policy_losses/vanilla")
 @given(
     seed=st.integers(0, 2**31),
     count=st.integers(1, 60),
@@ -50,6 +51,7 @@ def test_values_gradients_and_metrics(seed: int, count: int, low: float, high: f
     assert not any(metric.requires_grad for metric in metrics.values())
 
 
+@pytest.mark.equation("policy_losses/vanilla")
 def test_on_policy_gradient_is_that_of_reinforce() -> None:
     log_probs = torch.tensor([-1.0, -2.0, -0.5], dtype=torch.float64, requires_grad=True)
     advantages = torch.tensor([2.0, -3.0, 0.0], dtype=torch.float64)
@@ -59,6 +61,7 @@ def test_on_policy_gradient_is_that_of_reinforce() -> None:
     assert all(metric.abs().max() == 0 for metric in metrics.values())
 
 
+@pytest.mark.equation("policy_losses/vanilla")
 def test_each_bound_by_hand() -> None:
     ratios = torch.tensor([1.5, 0.5, 1.5, 0.5, 10.0]).log()
     advantages = torch.tensor([1.0, 1.0, -1.0, -1.0, -1.0])

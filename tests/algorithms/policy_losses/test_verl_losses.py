@@ -120,6 +120,7 @@ def ours(case: dict[str, Any]) -> tuple[Tensor, Tensor]:
     return loss.detach(), torch.autograd.grad(loss, log_probs)[0].view(mask.shape)
 
 
+@pytest.mark.equation("parts/aggregate", *(f"policy_losses/{name}" for name in OPTIONS))
 def test_losses_gradients_and_aggregations_are_those_of_verl(tmp_path: Path) -> None:
     given = cases()
     torch.save(given, tmp_path / "inputs.pt")
