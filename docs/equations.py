@@ -145,9 +145,9 @@ def page(entries: list[Entry], checks: list[Check]) -> str:
 
 _INTRODUCTION = """Each of {algorithms} algorithms with its equation, and the tests that hold it to that.
 
-{tests} tests compare values or gradients with a slow reference written from the equation, or with numbers worked by
-hand. {verl} more, "equal to verl's", compare with verl's own function (`make test-verl`). `make docs` makes this page
-from the tests' marks."""
+{tests} tests compare values or gradients with a slow reference written from the equation, or with numbers
+worked by hand. {verl} more, "equal to verl's", compare with verl's own function (`make test-verl`). `make docs`
+makes this page from the tests' marks."""
 
 
 def shown(said: Docstring) -> list[str]:

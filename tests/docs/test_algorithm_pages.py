@@ -227,7 +227,7 @@ def other(value: object) -> object:
     return value
 
 
-@pytest.mark.parametrize("entry", [e for e in ENTRIES if e.settings], ids=lambda entry: entry.name)
+@pytest.mark.parametrize("entry", [e for e in ENTRIES if e.kind.keys], ids=lambda entry: entry.name)
 def test_the_snippet_is_a_config(entry: Entry, lab: Lab, tmp_path: Path) -> None:
     file = tmp_path / "snippet.yaml"
     file.write_text(generate.snippet(entry))
