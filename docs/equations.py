@@ -90,8 +90,8 @@ def collected(folder: Path = ROOT / "tests") -> list[Check]:
     files = sorted(folder.rglob("test_*.py"))
     marked = [str(file) for file in files if _MARK in file.read_text(encoding="utf-8")]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    with TemporaryDirectory() as folder:
-        out = Path(folder) / "checks.json"
+    with TemporaryDirectory() as answer:
+        out = Path(answer) / "checks.json"
         done = subprocess.run(
             [sys.executable, "-m", "docs.equations", str(out), *marked],
             cwd=ROOT,
@@ -146,8 +146,8 @@ def page(entries: list[Entry], checks: list[Check]) -> str:
 _INTRODUCTION = """Each of {algorithms} algorithms with its equation, and the tests that hold it to that.
 
 {tests} tests compare values or gradients with a slow reference written from the equation, or with numbers
-worked by hand. {verl} more, "equal to verl's", compare with verl's own function (`make test-verl`). `make docs`
-makes this page from the tests' marks."""
+worked by hand. {verl} more, "equal to verl's", compare with verl's own function (`make test-verl`).
+`make docs` makes this page from the tests' marks."""
 
 
 def shown(said: Docstring) -> list[str]:
@@ -164,9 +164,9 @@ def _listed(checks: list[Check]) -> str:
         lines.append(f"- [{file}]({os.path.relpath(ROOT / file, FOLDER)})")
         for name, same in groupby(members, key=lambda check: check.test):
             first = next(same)
-            words = [first.says.rstrip(".:"), f"({first.where})" if first.where else ""]
-            said = " ".join(word for word in words if word)
-            lines.append(f"  - `{name}`" + (f": {said}" if said else ""))
+            where = f" ({first.where})" if first.where else ""
+            says = f": {first.says.rstrip('.:')}" if first.says else ""
+            lines.append(f"  - `{name}`{where}{says}")
     return "\n".join(lines)
 
 

@@ -18,7 +18,7 @@ from tandem.algorithms.registry import register_kl
 def k1(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """The log-ratio: unbiased, of great variance, negative at many tokens.
 
-    Equation:
+    Equation (x = log_probs - ref_log_probs):
 
         k1_t = x_t
 
@@ -43,7 +43,7 @@ def k1(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
 def absolute(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """The size of the log-ratio: a distance, not an estimate of the KL.
 
-    Equation:
+    Equation (x = log_probs - ref_log_probs):
 
         abs_t = |x_t|
 
@@ -67,7 +67,7 @@ def absolute(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
 def k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """Half the squared log-ratio: biased, of small variance, never negative.
 
-    Equation:
+    Equation (x = log_probs - ref_log_probs):
 
         k2_t = x_t**2 / 2
 
@@ -91,7 +91,7 @@ def k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
 def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """The log-ratio with its control variate: unbiased, of small variance, never negative.
 
-    Equation (x clamped to [-20, 20], the result to 10):
+    Equation (x = log_probs - ref_log_probs, clamped to [-20, 20], the result to 10):
 
         k3_t = exp(-x_t) - 1 + x_t
 

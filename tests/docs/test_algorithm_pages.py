@@ -145,6 +145,7 @@ def test_marks_are_read_with_the_parameters_of_their_test(checks: list[Check]) -
     assert losses == {e.path for e in REGISTERED if e.kind.folder == "policy_losses"} - {
         "policy_losses/bypass_mode.md"
     }
+    assert {c.where for c in checks if c.file == "tests/models/test_exact_heads.py"} == {"", "on a GPU"}
     verl = {check.test for check in checks if check.verl}
     assert len(verl) == 4 and all("verl" in check.file for check in checks if check.verl)
 
