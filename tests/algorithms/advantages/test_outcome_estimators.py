@@ -162,6 +162,7 @@ def test_maxrl_by_hand() -> None:
     assert got == pytest.approx([3.0, -1.0, -1.0, -1.0, 0.0, 0.0], rel=1e-5)
 
 
+@pytest.mark.equation("advantages/maxrl")
 @pytest.mark.parametrize(("samples", "rate"), [(2, 0.3), (5, 0.05), (8, 0.6)])
 def test_maxrl_climbs_one_term_of_the_likelihood_less_than_there_are_samples(samples, rate) -> None:
     """A policy that succeeds with probability p: the mean of the gradient by p, over all outcomes of n
