@@ -150,6 +150,7 @@ def test_reallocated_in_mid_run(
         assert got == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(480)
 def test_resumed_with_other_pools(
     lab: Lab,

@@ -130,6 +130,7 @@ def test_ray_ends_a_worker_for_its_memory(shop: Shop) -> None:
     assert run.survivors() == []
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_restarts_by_itself(shop: Shop) -> None:
     folder = shop.folder / "restarted"
@@ -173,6 +174,7 @@ def tandem(*words: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_ctrl_c_once_saves_and_twice_stops(shop: Shop) -> None:
     folder = shop.folder / "interrupted"

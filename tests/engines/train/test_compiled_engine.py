@@ -146,6 +146,7 @@ def test_the_heads_tiles(with_entropy):
     assert synthetic.relative_difference(found[1], found[0]) <= 1e-12
 
 
+@pytest.mark.slow
 def test_two_ranks(folder, plain, tmp_path):
     """Sharded layers, and with Ulysses the exchange of tokens within attention."""
     torchrun(compiled_job.__file__, folder, tmp_path / "record.pt", timeout=500)
