@@ -3,10 +3,11 @@ teach something (dynamic sampling: Yu et al. 2025, DAPO, arXiv 2503.14476, secti
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from tandem.config.root import TrainConfig
 from tandem.errors import ConfigError, RewardError
@@ -146,18 +147,35 @@ class Gatherer:
     def _answer(self, roles: Roles, prompts: BatchFuture, n: int) -> tuple[BatchFuture, BatchFuture]:
         """n samples of each prompt, and their scores, of which the sampler of prompts is told."""
         samples, scores = roles.generate(prompts, n, self._params, self._dealer)
-        overlong = self._overlong
-        if overlong.enable:
-            assert overlong.len is not None, "the config refuses this without a length"
-            scores = roles.batch.punish_overlong(
-                samples.select("response_mask").union(scores),
-                self._max_length,
-                overlong.len,
-                overlong.penalty_factor,
-                overlong.log,
-            )
+        scores = self._punished(roles, samples, scores)
         self._prompts.observe(samples, scores)
         return samples, scores
+
+    def _punished(self, roles: Roles, samples: BatchFuture, scores: BatchFuture) -> BatchFuture:
+        """The scores less what is taken off for length."""
+        overlong = self._overlong
+        if not overlong.enable:
+            return scores
+        assert overlong.len is not None, "the config refuses this without a length"
+        punished: BatchFuture = roles.batch.punish_overlong(
+            samples.select("response_mask").union(scores),
+            self._max_length,
+            overlong.len,
+            overlong.penalty_factor,
+            overlong.log,
+        )
+        return punished
+
+    def baselines(self, roles: Roles, prompts: BatchFuture, n: int) -> BatchFuture:
+        """`reward_baselines`: the total reward of the greedy response to each prompt, which has the limits,
+        the penalties and the punishment for length of the samples; n times, beside the prompt's n samples.
+        Timed as `gen_max`."""
+        greedy = replace(self._params, temperature=0.0)
+        samples, scores = roles.generate(prompts, 1, greedy, self._dealer, phase="gen_max")
+        scores = self._punished(roles, samples, scores)
+        beside = torch.arange(len(prompts)).repeat_interleave(n)
+        found: BatchFuture = roles.batch.reward_baselines(scores.select("scores").rows(beside))
+        return found
 
     def _unfilled(self, filling: _Filling) -> RewardError:
         return RewardError(

@@ -126,7 +126,7 @@ class PPOTrainer:
         reference, hidden = self._reference(samples)
         columns = [scores, *reference]
         if plan.greedy_baselines:
-            columns.append(roles.baselines(prompts, plan.n, self.sampling, self.dealer))
+            columns.append(self.gatherer.baselines(roles, prompts, plan.n))
         if plan.recompute_old or not (learns or plan.bypasses):  # else the update compares with the rollout's
             columns.append(roles.actor.compute_log_prob(samples.union(*hidden["reward"])))
         if roles.critic:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -109,19 +109,6 @@ class Roles:
         stream: BatchStream = self.rollout.stream_sequences(prompts, n, params, **options)
         scores = stream.map(self.score)
         return stream.all(), scores
-
-    def baselines(self, prompts: BatchFuture, n: int, params: SamplingParams, dealer: Dealer) -> BatchFuture:
-        """`reward_baselines`: the total reward of the greedy response to each prompt, n times, beside the
-        prompt's n samples. Timed as `gen_max`.
-
-        Args:
-            params: of the samples, whose limits and penalties the greedy response has too.
-        """
-        greedy = replace(params, temperature=0.0)
-        _, scores = self.generate(prompts, 1, greedy, dealer, phase="gen_max")
-        beside = torch.arange(len(prompts)).repeat_interleave(n)
-        found: BatchFuture = self.batch.reward_baselines(scores.select("scores").rows(beside))
-        return found
 
     def score(self, samples: BatchFuture) -> BatchFuture:
         """`scores`, `token_level_scores`, `reward_extra`, `response_text` of samples."""

@@ -72,6 +72,17 @@ def test_prompts_are_filtered_by_the_score_before_the_punishment_or_after(lab: L
             lab.run(f"not_by_{metric}", *words, f"algorithm.filter_groups.metric={metric}")
 
 
+def test_a_greedy_baseline_is_punished_as_the_samples_are(lab: Lab) -> None:
+    """Samples that are greedy themselves have their baseline's reward to the bit."""
+    run = lab.run(
+        "baseline", reward(lab, "ones"), SHORT, "algorithm.adv_estimator=remax", f"{ROLLOUT}.top_k=1",
+        "trainer.total_training_steps=1", f"{OVERLONG}.enable=true", f"{OVERLONG}.len=6",
+    )  # fmt: skip
+    assert max(run.samples(1)["scores"]) < 1
+    assert run.rows[0]["critic/baseline/max"] == max(run.samples(1)["scores"])
+    assert not any(advantage for row in run.samples(1)["advantages"] for advantage in row)
+
+
 def policy_loss(run: Finished, mode: str) -> float:
     """The loss of one update at the policy that sampled, whose ratio is one: minus the advantages of the
     responses that were not cut, put together as the mode says."""
