@@ -73,14 +73,20 @@ CRITIC = (
     "critic.optim.betas=[0.9,0.95]",
     "trainer.critic_warmup=3",
 )
-OWN: Mapping[str, tuple[str, ...]] = {
-    "bypass_mode": ("algorithm.rollout_correction.bypass_mode=true",),
-    "dro": (f"{ACTOR}.policy_loss.dro_beta=1.0",),
+OF_ESTIMATORS: Mapping[str, tuple[str, ...]] = {
     "gae": ("algorithm.lam=0.95",),
     "gdpo": (f"custom_reward_function.path={__file__}", "custom_reward_function.name=in_parts"),
-    "gspo": (f"{ACTOR}.clip_ratio_low=0.003", f"{ACTOR}.clip_ratio_high=0.004"),
 }
-"""What an algorithm is given besides its name."""
+OF_LOSSES: Mapping[str, tuple[str, ...]] = {
+    "bypass_mode": ("algorithm.rollout_correction.bypass_mode=true",),
+    "cispo": (f"{ACTOR}.optim.lr=2.5e-4",),
+    "dro": (f"{ACTOR}.policy_loss.dro_beta=1.0",),
+    "gpg": (f"{ACTOR}.ppo_mini_batch_size=64",),
+    "gspo": (f"{ACTOR}.clip_ratio_low=0.003", f"{ACTOR}.clip_ratio_high=0.004"),
+    "reinforce": (f"{ACTOR}.ppo_mini_batch_size=64",),
+}
+"""What an algorithm is given besides its name. Losses that hold nothing back where the policy has moved away
+make one update a step, or steps of half the size."""
 
 
 def in_parts(
@@ -112,8 +118,8 @@ class Cell:
             f"algorithm.adv_estimator={self.estimator}",
             f"{ACTOR}.policy_loss.loss_mode={self.loss}",
             f"trainer.seed={self.seed}",
-            *OWN.get(self.estimator, ()),
-            *OWN.get(self.loss, ()),
+            *OF_ESTIMATORS.get(self.estimator, ()),
+            *OF_LOSSES.get(self.loss, ()),
         ]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,6 +57,27 @@ def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def same_weights(a: Finished, b: Finished) -> bool:
     first, second = a.weights(), b.weights()
     return all(torch.equal(first[name], second[name]) for name in first)
+
+
+@contextmanager
+def broken_off(step: int) -> Iterator[None]:
+    """The run within ends by an error in the middle of `step`, of which nothing is kept."""
+
+    class Stop(Exception):
+        """Stands for whatever ends a process."""
+
+    original = PPOTrainer.step
+
+    def breaks(self: PPOTrainer, number: int, prompts: Any) -> dict[str, float]:
+        metrics = original(self, number, prompts)
+        if number == step:
+            raise Stop
+        return metrics
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PPOTrainer, "step", breaks)
+        with pytest.raises(Stop):
+            yield
 
 
 class Lab:

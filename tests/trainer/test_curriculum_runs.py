@@ -3,14 +3,11 @@ on as the one that was not."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
 from tandem.errors import DataError
-from tandem.trainer.ppo import PPOTrainer
-from tests.support.runs import Finished, Lab, same_weights, without_times
+from tests.support.runs import Finished, Lab, broken_off, same_weights, without_times
 
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -39,10 +36,6 @@ class Worst:
     def load_state_dict(self, state):
         self.rewards = state["rewards"]
 """
-
-
-class Stop(Exception):
-    """Stands for whatever ends a process."""
 
 
 @pytest.fixture(scope="module")
@@ -82,9 +75,7 @@ def test_the_sampler_draws_by_what_it_was_told(lab: Lab, words: tuple[str, ...])
 
 
 @pytest.mark.parametrize("built_in", [False, True])
-def test_a_resumed_run_draws_as_the_whole_one(
-    lab: Lab, words: tuple[str, ...], built_in: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_draws_as_the_whole_one(lab: Lab, words: tuple[str, ...], built_in: bool) -> None:
     """With dynamic sampling, so that the sampler is asked several times a step and prompts are given back."""
     if built_in:
         words = (words[0], "data.sampler.class_name=PassRateSampler", *words[4:])
@@ -92,18 +83,8 @@ def test_a_resumed_run_draws_as_the_whole_one(
              "actor_rollout_ref.actor.ppo_mini_batch_size=2")  # fmt: skip
     whole = lab.run(f"whole_{built_in}", *words)
     assert any(row["sampling/gen_batches"] > 1 or row["sampling/surplus_groups"] > 0 for row in whole.rows)
-    original = PPOTrainer.step
-
-    def breaks(self: PPOTrainer, number: int, batch: Any) -> dict[str, float]:
-        metrics = original(self, number, batch)
-        if number == 4:
-            raise Stop
-        return metrics
-
-    with monkeypatch.context() as patch:
-        patch.setattr(PPOTrainer, "step", breaks)
-        with pytest.raises(Stop):
-            lab.run(f"stopped_{built_in}", *words)
+    with broken_off(4):
+        lab.run(f"stopped_{built_in}", *words)
     resumed = lab.run(f"stopped_{built_in}", *words)
     assert same_weights(resumed, whole)
     assert without_times(resumed.rows) == without_times(whole.rows)

@@ -4,22 +4,16 @@ many, and the same after a resume."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tandem.config.load import load_train_config
 from tandem.errors import ConfigError, DataError, RewardError
 from tandem.trainer.control import run_control
-from tandem.trainer.ppo import PPOTrainer
-from tests.support.runs import Finished, Lab, same_weights, without_times
+from tests.support.runs import Finished, Lab, broken_off, same_weights, without_times
 
 FILTER = "algorithm.filter_groups"
 ON = (f"{FILTER}.enable=true", "data.shuffle=false")
-
-
-class Stop(Exception):
-    """Stands for whatever ends a process."""
 
 
 def rewarded(lab: Lab, name: str, body: str) -> str:
@@ -147,24 +141,14 @@ STOPPED = (
 
 
 @pytest.mark.parametrize("step", [2, 4])
-def test_a_resumed_run_equals_the_whole_one(lab: Lab, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_equals_the_whole_one(lab: Lab, step: int) -> None:
     """With prompts that were given back when it was broken off, and some of the batch that filled up."""
     key = rewarded(lab, "hashed", "return zlib.crc32(solution_str.encode()) % 5 // 4")
     whole = lab.run(f"whole_{step}", *STOPPED, key)
     waiting = whole.trainer.prompts.state_dict()["waiting"]
     assert waiting and len(set(waiting)) == len(waiting)
-    original = PPOTrainer.step
-
-    def breaks(self: PPOTrainer, number: int, batch: Any) -> dict[str, float]:
-        metrics = original(self, number, batch)
-        if number == step:
-            raise Stop
-        return metrics
-
-    with monkeypatch.context() as patch:
-        patch.setattr(PPOTrainer, "step", breaks)
-        with pytest.raises(Stop):
-            lab.run(f"stopped_{step}", *STOPPED, key)
+    with broken_off(step):
+        lab.run(f"stopped_{step}", *STOPPED, key)
     resumed = lab.run(f"stopped_{step}", *STOPPED, key)
     assert same_weights(resumed, whole)
     assert without_times(resumed.rows) == without_times(whole.rows)

@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from tandem.cli.main import main
 from tandem.errors import CheckpointError
 from tandem.trainer.export import export_checkpoint
-from tandem.trainer.ppo import PPOTrainer
-from tests.support.runs import Finished, Lab, lab, same_weights, without_times
+from tests.support.runs import Finished, Lab, broken_off, lab, same_weights, without_times
 from tests.support.school import School, school
 
 __all__ = ["lab", "school"]
@@ -30,10 +29,6 @@ WORDS = (
     "trainer.save_freq=2",
 )
 IDS = torch.tensor([[5, 6, 13, 7, 4, 1], [9, 3, 14, 6, 12, 1]])
-
-
-class Stop(Exception):
-    """Stands for whatever ends a process."""
 
 
 def rewarded(lab: Lab, expression: str) -> str:
@@ -98,21 +93,9 @@ def log_of(run: Finished) -> list[str]:
     return (run.folder / "log" / "run.log").read_text().splitlines()
 
 
-def test_a_resumed_run_equals_the_whole_one(
-    lab: Lab, words: tuple[str, ...], whole: Finished, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    original = PPOTrainer.step
-
-    def breaks(self: PPOTrainer, number: int, prompts: Any) -> dict[str, float]:
-        metrics = original(self, number, prompts)
-        if number == 3:
-            raise Stop
-        return metrics
-
-    with monkeypatch.context() as patch:
-        patch.setattr(PPOTrainer, "step", breaks)
-        with pytest.raises(Stop):
-            lab.run("stopped", *words)
+def test_a_resumed_run_equals_the_whole_one(lab: Lab, words: tuple[str, ...], whole: Finished) -> None:
+    with broken_off(3):
+        lab.run("stopped", *words)
     resumed = lab.run("stopped", *words)
     assert same_weights(resumed, whole)
     assert without_times(resumed.rows) == without_times(whole.rows)

@@ -13,7 +13,7 @@ from tandem.engines.weight_sync import WeightSyncError
 from tandem.errors import CheckpointError, ConfigErrors
 from tandem.runtime import Placement, Role
 from tandem.trainer.ppo import PPOTrainer
-from tests.support.runs import Finished, Lab, same_weights, without_times
+from tests.support.runs import Finished, Lab, broken_off, same_weights, without_times
 
 WORDS = (
     "algorithm.use_kl_in_reward=true",
@@ -27,10 +27,6 @@ WORDS = (
     "trainer.total_training_steps=6",
     "trainer.save_freq=3",
 )
-
-
-class Stop(Exception):
-    """Stands for whatever ends a process."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -66,21 +62,11 @@ def test_every_second_step_the_reference_becomes_the_actor(whole: Finished) -> N
 
 @pytest.mark.parametrize(("step", "words"), [(4, ()), (6, ("trainer.async_save=true",))])
 def test_a_resumed_run_is_the_whole_one_bit_by_bit(
-    lab: Lab, whole: Finished, step: int, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    lab: Lab, whole: Finished, step: int, words: tuple[str, ...]
 ) -> None:
     """Broken off in the middle of `step`; the checkpoint is step 3's, whose reference is step 2's actor."""
-    original = PPOTrainer.step
-
-    def breaks(self: PPOTrainer, number: int, prompts: Any) -> dict[str, float]:
-        metrics = original(self, number, prompts)
-        if number == step:
-            raise Stop
-        return metrics
-
-    with monkeypatch.context() as patch:
-        patch.setattr(PPOTrainer, "step", breaks)
-        with pytest.raises(Stop):
-            run(lab, f"stopped {step}", *words)
+    with broken_off(step):
+        run(lab, f"stopped {step}", *words)
     assert (lab.folder / f"stopped {step}" / "checkpoints" / "step_000003" / "ref").is_dir()
     resumed = run(lab, f"stopped {step}", *words)
     assert same_weights(resumed, whole)

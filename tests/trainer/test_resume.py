@@ -10,7 +10,7 @@ import pytest
 
 from tandem.errors import CheckpointError, ConfigErrors
 from tandem.trainer.ppo import PPOTrainer
-from tests.support.runs import Finished, Lab, same_weights, without_times
+from tests.support.runs import Finished, Lab, broken_off, same_weights, without_times
 
 WORDS = (
     "algorithm.adv_estimator=gae",
@@ -26,33 +26,17 @@ WORDS = (
 )
 
 
-class Stop(Exception):
-    """Stands for whatever ends a process."""
-
-
 @pytest.fixture(scope="module")
 def whole(lab: Lab) -> Finished:
     return lab.run("whole", *WORDS, f"data.val_files={lab.val}")
 
 
 @pytest.mark.parametrize("step", [1, 3, 4, 6])
-def test_a_resumed_run_equals_the_whole_one(
-    lab: Lab, whole: Finished, step: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_equals_the_whole_one(lab: Lab, whole: Finished, step: int) -> None:
     """Broken off in the middle of `step`: across an epoch's end, with moments, schedule, KL controller."""
-    original = PPOTrainer.step
-
-    def breaks(self: PPOTrainer, number: int, prompts: Any) -> dict[str, float]:
-        metrics = original(self, number, prompts)
-        if number == step:
-            raise Stop
-        return metrics
-
     name = f"stopped_{step}"
-    with monkeypatch.context() as patch:
-        patch.setattr(PPOTrainer, "step", breaks)
-        with pytest.raises(Stop):
-            lab.run(name, *WORDS, f"data.val_files={lab.val}")
+    with broken_off(step):
+        lab.run(name, *WORDS, f"data.val_files={lab.val}")
     resumed = lab.run(name, *WORDS, f"data.val_files={lab.val}")
     assert same_weights(resumed, whole)
     assert without_times(resumed.rows) == without_times(whole.rows)
