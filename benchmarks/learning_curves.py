@@ -83,6 +83,7 @@ OF_LOSSES: Mapping[str, tuple[str, ...]] = {
     "dro": (f"{ACTOR}.policy_loss.dro_beta=1.0",),
     "gpg": (f"{ACTOR}.ppo_mini_batch_size=64",),
     "gspo": (f"{ACTOR}.clip_ratio_low=0.003", f"{ACTOR}.clip_ratio_high=0.004"),
+    "kl_cov": (f"{ACTOR}.optim.lr=2.5e-4",),
     "reinforce": (f"{ACTOR}.ppo_mini_batch_size=64",),
 }
 """What an algorithm is given besides its name. Losses that hold nothing back where the policy has moved away
