@@ -76,6 +76,7 @@ CRITIC = (
 OF_ESTIMATORS: Mapping[str, tuple[str, ...]] = {
     "gae": ("algorithm.lam=0.95",),
     "gdpo": (f"custom_reward_function.path={__file__}", "custom_reward_function.name=in_parts"),
+    "grpo_passk": (f"{ACTOR}.optim.lr=2.5e-4",),
 }
 OF_LOSSES: Mapping[str, tuple[str, ...]] = {
     "bypass_mode": ("algorithm.rollout_correction.bypass_mode=true",),
@@ -85,9 +86,10 @@ OF_LOSSES: Mapping[str, tuple[str, ...]] = {
     "gspo": (f"{ACTOR}.clip_ratio_low=0.003", f"{ACTOR}.clip_ratio_high=0.004"),
     "kl_cov": (f"{ACTOR}.optim.lr=2.5e-4",),
     "reinforce": (f"{ACTOR}.ppo_mini_batch_size=64",),
+    "sapo": (f"{ACTOR}.optim.lr=2.5e-4",),
 }
-"""What an algorithm is given besides its name. Losses that hold nothing back where the policy has moved away
-make one update a step, or steps of half the size."""
+"""What an algorithm is given besides its name. Losses that hold little or nothing back where the policy has
+moved away make one update a step, or steps of half the size."""
 
 
 def in_parts(
