@@ -49,8 +49,15 @@ def group_sum(values: Tensor, group: Tensor) -> Tensor:
         group: (B) int64 from 0, in any order.
     """
     assert values.shape == group.shape, (values.shape, group.shape)
-    order, offsets = _sorted(group)
-    return segment_sum(values[order], offsets)[group]
+    return _totals(values, group)[group]
+
+
+def _totals(values: Tensor, group: Tensor) -> Tensor:
+    """(G): the sum over each group."""
+    if values.device.type == "cpu":
+        return group.bincount(weights=values)
+    order, offsets = _sorted(group)  # for on other devices weighted counts come to other bits each time
+    return segment_sum(values[order], offsets)
 
 
 class BestTwo(NamedTuple):
@@ -82,9 +89,7 @@ def best_two(scores: Tensor, group: Tensor) -> BestTwo:
 
 
 def group_statistics(scores: Tensor, group: Tensor) -> GroupStatistics:
-    """Mean, standard deviation and size of every group.
-
-    Sorts by group and sums runs, which unlike scattered addition gives the same bits every time.
+    """Mean, standard deviation and size of every group, the same bits every time.
 
     Args:
         scores: (B) float64, so that equal scores deviate from their mean by exactly zero.
@@ -92,13 +97,8 @@ def group_statistics(scores: Tensor, group: Tensor) -> GroupStatistics:
     """
     assert scores.shape == group.shape, (scores.shape, group.shape)
     assert scores.dtype == torch.float64, scores.dtype
-    order, offsets = _sorted(group)
-    sizes = offsets.diff()
-    means = (segment_sum(scores[order], offsets) / sizes)[group]
-    squares = (scores - means).square()
-    variances = segment_sum(squares[order], offsets) / (sizes - 1).clamp(min=1)
-    size = sizes[group]
+    size = group.bincount()[group]
+    means = group_sum(scores, group) / size
+    variances = group_sum((scores - means).square(), group) / (size - 1).clamp(min=1)
     alone = size == 1
-    return GroupStatistics(
-        means.masked_fill(alone, 0.0), variances.sqrt()[group].masked_fill(alone, 1.0), size
-    )
+    return GroupStatistics(means.masked_fill(alone, 0.0), variances.sqrt().masked_fill(alone, 1.0), size)

@@ -12,6 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+_TILE = 2**16
+"""Values at a time where they are summed."""
+
 
 class Kept(NamedTuple):
     """The masked tokens of a batch.
@@ -62,12 +65,18 @@ def _numpy_can(values: Tensor) -> bool:
 
 
 def _numpy_sums(values: Tensor, offsets: Tensor) -> Tensor:
-    """(B) float64, without a copy of all values in float64."""
+    """(B) float64. Some values at a time are turned into float64, which is faster than adding them as they
+    are, and they stay in the cache."""
     sums = np.zeros(len(offsets) - 1)
+    numbers = (values.view(torch.uint8) if values.dtype == torch.bool else values).numpy()
     some = (offsets.diff() > 0).numpy()
-    if some.any():
-        numbers = values.view(torch.uint8) if values.dtype == torch.bool else values
-        sums[some] = np.add.reduceat(numbers.numpy(), offsets[:-1].numpy()[some], dtype=np.float64)
+    starts, found = offsets[:-1].numpy()[some], np.zeros(some.sum())
+    for at in range(0, len(numbers), _TILE):
+        tile = numbers[at : at + _TILE].astype(np.float64)
+        first = np.searchsorted(starts, at, side="right") - 1
+        last = np.searchsorted(starts, at + len(tile))
+        found[first:last] += np.add.reduceat(tile, np.maximum(starts[first:last] - at, 0))
+    sums[some] = found
     return torch.from_numpy(sums)
 
 
@@ -85,9 +94,18 @@ def spread(per_sequence: Tensor, mask: Tensor, offsets: Tensor) -> Tensor:
         per_token = torch.repeat_interleave(per_sequence, lengths, output_size=len(mask))
         return per_token.masked_fill_(~mask, 0)
     per_token = torch.from_numpy(np.repeat(per_sequence.numpy(), lengths.numpy()))
-    if per_sequence.is_floating_point() and per_sequence.isfinite().all():
-        return per_token.mul_(mask.view(torch.uint8))  # several times faster than filling
-    return per_token.masked_fill_(~mask, 0)
+    if not per_sequence.isfinite().all():
+        return per_token.masked_fill_(~mask, 0)
+    return zero_outside_(per_token, mask)
+
+
+def zero_outside_(values: Tensor, mask: Tensor) -> Tensor:
+    """Overwrites finite values (N) outside the mask with zero."""
+    if not _numpy_can(values):
+        return values.masked_fill_(~mask, 0)
+    numbers = values.numpy()
+    numbers *= mask.numpy()  # several times faster than filling, and nothing of their size is new
+    return values
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tandem.algorithms.masked import kept_tokens, scatter, total, whiten_
+from tandem.algorithms.masked import kept_tokens, scatter, total, whiten_, zero_outside_
 
 
 @dataclass(frozen=True)
@@ -57,14 +57,14 @@ class Responses:
         """(M) finite numbers to (N), zero outside the mask. Overwrites its argument where nothing need be
         moved."""
         if self.indices is None:
-            return column.mul_(self.mask.view(torch.uint8))  # several times faster than filling
+            return zero_outside_(column, self.mask)
         return scatter(column, self.indices, len(self.mask))
 
     def whitened(self, column: Tensor) -> Tensor:
         """(M) to (N): `whiten_` over the response tokens, zero elsewhere. Overwrites its argument."""
         if self.indices is not None:
             return self.put(whiten_(column))
-        count = self.mask.sum()
+        count = self.mask.count_nonzero()
         mean = total(self.put(column)) / count.clamp(min=1)
         self.put(column.sub_(mean))
         variance = torch.linalg.vector_norm(column).square() / (count - 1).clamp(min=1)
