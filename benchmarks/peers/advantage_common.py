@@ -47,6 +47,7 @@ class AdvantageSide:
             "values": torch.randn(shape, generator=draw),
             "response_mask": mask.long(),
             "old_log_probs": log_probs,
+            "rollout_is_weights": torch.ones(shape),
             "sum_pi_squared": log_probs.exp() ** 2 + 0.1,
             "reward_baselines": torch.rand(samples, generator=draw),
             "reward_components": torch.rand(samples, 3, generator=draw),

@@ -88,6 +88,12 @@ def best_two(scores: Tensor, group: Tensor) -> BestTwo:
     return BestTwo(order[first], second.masked_fill(sizes[sizes > 0] == 1, 0))
 
 
+def group_mean(scores: Tensor, group: Tensor) -> Tensor:
+    """(B): `GroupStatistics.mean` alone, of what `group_statistics` takes."""
+    size = group.bincount()[group]
+    return (group_sum(scores, group) / size).masked_fill(size == 1, 0.0)
+
+
 def group_statistics(scores: Tensor, group: Tensor) -> GroupStatistics:
     """Mean, standard deviation and size of every group, the same bits every time.
 

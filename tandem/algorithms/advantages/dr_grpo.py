@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tandem.algorithms.groups import group_statistics
+from tandem.algorithms.groups import group_mean
 from tandem.algorithms.outcome import at_every_token, total_rewards
 from tandem.algorithms.registry import Advantages, register_advantage
 
@@ -37,5 +37,5 @@ def dr_grpo(token_level_rewards: Tensor, response_mask: Tensor, offsets: Tensor,
     Source: Liu et al. 2025, https://arxiv.org/abs/2503.20783, section 3.2.
     """
     scores = total_rewards(token_level_rewards, response_mask, offsets)
-    scores = scores - group_statistics(scores, group).mean
+    scores = scores - group_mean(scores, group)
     return at_every_token(scores, token_level_rewards, response_mask, offsets)

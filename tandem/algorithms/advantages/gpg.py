@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tandem.algorithms.groups import group_statistics, group_sum
+from tandem.algorithms.groups import group_mean, group_sum
 from tandem.algorithms.outcome import at_every_token, total_rewards
 from tandem.algorithms.registry import Advantages, register_advantage
 
@@ -42,7 +42,7 @@ def gpg(
     Source: Chu et al. 2025, https://arxiv.org/abs/2504.02546, section 2, the advantage times alpha.
     """
     scores = total_rewards(token_level_rewards, response_mask, offsets)
-    deviations = scores - group_statistics(scores, group).mean
+    deviations = scores - group_mean(scores, group)
     teaching = group_sum(deviations.abs(), group) > 0
     alpha = len(scores) / teaching.sum().clamp(min=1)
     return at_every_token(alpha * deviations / f_norm, token_level_rewards, response_mask, offsets)

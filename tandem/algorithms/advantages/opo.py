@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from tandem.algorithms.groups import group_statistics, group_sum
+from tandem.algorithms.groups import group_mean, group_sum
 from tandem.algorithms.masked import segment_sum
 from tandem.algorithms.outcome import at_every_token, total_rewards
 from tandem.algorithms.registry import Advantages, register_advantage
@@ -36,9 +37,8 @@ def opo(token_level_rewards: Tensor, response_mask: Tensor, offsets: Tensor, gro
     Source: Hao et al. 2025, https://arxiv.org/abs/2505.23585.
     """
     scores = total_rewards(token_level_rewards, response_mask, offsets)
-    lengths = segment_sum(response_mask, offsets).double()
-    statistics = group_statistics(scores, group)
-    scores = scores - statistics.mean  # first, so that equal rewards give exact zeros
+    lengths = segment_sum(response_mask, offsets, dtype=torch.float64)
+    scores = scores - group_mean(scores, group)  # first, so that equal rewards give exact zeros
     shift = group_sum(lengths * scores, group) / group_sum(lengths, group).clamp(min=1)
-    scores = scores - shift.masked_fill(statistics.size == 1, 0.0)
+    scores = scores - shift.masked_fill(group.bincount()[group] == 1, 0.0)
     return at_every_token(scores, token_level_rewards, response_mask, offsets)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tandem.algorithms.groups import group_statistics
+from tandem.algorithms.groups import group_mean
 from tandem.algorithms.outcome import total_rewards, whitened_at_every_token
 from tandem.algorithms.registry import Advantages, register_advantage
 from tandem.algorithms.responses import Responses
@@ -72,5 +72,5 @@ def reinforce_plus_plus_baseline(
     Source: Hu et al. 2025, https://arxiv.org/abs/2501.03262, section 3.2 (REINFORCE++ with baseline).
     """
     scores = total_rewards(token_level_rewards, response_mask, offsets)
-    deviations = scores - group_statistics(scores, group).mean
+    deviations = scores - group_mean(scores, group)
     return whitened_at_every_token(deviations, token_level_rewards, response_mask, offsets)
