@@ -125,6 +125,7 @@ def undisturbed(lab: Lab, words: tuple[str, ...]) -> list[list[float]]:
     return learnt(lab.run("undisturbed", *words).rows)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(480)
 def test_reallocated_in_mid_run(
     lab: Lab,

@@ -97,6 +97,7 @@ def harmed_and_resumed(shop: Shop, name: str, harms: list[Harm], steps: int) -> 
         assert [row[name] for row in rows] == pytest.approx([row[name] for row in whole], rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_killed_and_resumed(shop: Shop) -> None:
     harmed_and_resumed(shop, "harmed", [Harm("SIGKILL", "policy_1", "update_actor")], steps=4)

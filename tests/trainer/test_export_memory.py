@@ -69,7 +69,7 @@ def test_the_peak_is_a_shard_and_a_tensor(run: Path, tmp_path: Path) -> None:
     index = json.loads((out / "model.safetensors.index.json").read_text())
     whole, largest = index["metadata"]["total_size"], 2048 * 512 * 4
     assert whole > 250e6
-    assert grown < SHARD + 3 * largest + 40e6, grown  # with what libraries take at their first use
+    assert grown < SHARD + 3 * largest + 60e6, grown  # with what libraries take at their first use
     files = sorted(out.glob("*.safetensors"))
     assert len(files) >= whole // SHARD and all(file.stat().st_size < SHARD + 10_000 for file in files)
     names = 0
