@@ -49,15 +49,10 @@ def group_sum(values: Tensor, group: Tensor) -> Tensor:
         group: (B) int64 from 0, in any order.
     """
     assert values.shape == group.shape, (values.shape, group.shape)
-    return _totals(values, group)[group]
-
-
-def _totals(values: Tensor, group: Tensor) -> Tensor:
-    """(G): the sum over each group."""
     if values.device.type == "cpu":
-        return group.bincount(weights=values)
+        return group.bincount(weights=values)[group]
     order, offsets = _sorted(group)  # for on other devices weighted counts come to other bits each time
-    return segment_sum(values[order], offsets)
+    return segment_sum(values[order], offsets)[group]
 
 
 class BestTwo(NamedTuple):
