@@ -1,11 +1,12 @@
 """Which algorithms learn: validation accuracy against training time on the task of `tandem demo`, for every
 advantage estimator (with the loss vanilla) and every policy loss (with the estimator grpo).
 
-A cell is an estimator, a loss and a seed: so many seconds of training steps from the demo's warm model, which
-is right about a third of the time, at a constant learning rate, two updates a step. Estimators that compare
-the samples of a prompt get eight of 64 prompts, others one of 512. Each cell is a process of its own and ends
-in one JSON file; finished cells are kept, and one that was killed starts anew. At the end: a table, a figure,
-and how many algorithms reach the goal (accuracy 0.85) in two of three seeds.
+A cell is an estimator, a loss and a seed: so many seconds of training steps from the demo's warm model,
+which is right about a third of the time, at a constant learning rate, two updates a step where OF_LOSSES
+does not say otherwise. Estimators that compare the samples of a prompt get eight of 64 prompts, others one
+of 512. Each cell is a process of its own and ends in one JSON file; finished cells are kept, and one that
+was killed starts anew. At the end: a table, a figure, and how many algorithms reach the goal (accuracy
+0.85) in two of three seeds.
 
     python benchmarks/learning_curves.py [--only NAME …] [--seeds 3] [--seconds 60] [--jobs 1] [--out FOLDER]
 """
@@ -88,8 +89,8 @@ OF_LOSSES: Mapping[str, tuple[str, ...]] = {
     "reinforce": (f"{ACTOR}.ppo_mini_batch_size=64",),
     "sapo": (f"{ACTOR}.optim.lr=2.5e-4",),
 }
-"""What an algorithm is given besides its name. Losses that hold little or nothing back where the policy has
-moved away make one update a step, or steps of half the size."""
+"""What an algorithm is given besides its name. Smaller steps, or one update a step, are for those that sank
+or did not reach the goal without."""
 
 
 def in_parts(
