@@ -30,9 +30,9 @@ import transformers
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from tandem.config.load import load_train_config
+from tandem.demo.model import build_tokenizer
+from tandem.demo.problems import split, write_problems
 from tandem.trainer.build import build_ppo
-from tandem.trainer.demo.model import build_tokenizer
-from tandem.trainer.demo.problems import split, write_problems
 
 HERE = Path(__file__).resolve().parent
 TRL = HERE.parent / ".peers" / "trl" / "bin" / "python"

@@ -36,12 +36,12 @@ from curves_svg import Curve, Panel, draw
 
 from tandem.algorithms.registry import ADVANTAGES, POLICY_LOSSES
 from tandem.config.load import load_train_config
+from tandem.demo.problems import LONGEST_PROMPT, LONGEST_RESPONSE
+from tandem.demo.program import make_task, warm_up
 from tandem.errors import ConfigErrors
 from tandem.rewards.arithmetic import compute_score
 from tandem.runtime import BatchFuture
 from tandem.trainer.build import build_ppo
-from tandem.trainer.demo.problems import LONGEST_PROMPT, LONGEST_RESPONSE
-from tandem.trainer.demo.program import make_task, warm_up
 from tandem.trainer.ppo import PPOTrainer
 
 GOAL = 0.85

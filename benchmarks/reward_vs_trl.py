@@ -25,10 +25,10 @@ import transformers
 from grpo_step_vs_trl import HERE, TRL, run_json
 
 from tandem.config.load import load_train_config
+from tandem.demo.problems import LONGEST_PROMPT, LONGEST_RESPONSE
+from tandem.demo.program import make_task, warm_up
 from tandem.observability.run import read_metrics
 from tandem.trainer.build import build_ppo
-from tandem.trainer.demo.problems import LONGEST_PROMPT, LONGEST_RESPONSE
-from tandem.trainer.demo.program import make_task, warm_up
 
 TARGET, PROMPTS, N, LR, EVERY, MOST_STEPS = 0.9, 64, 8, 5e-4, 5, 100
 

@@ -46,10 +46,10 @@ from tandem.config.actor import ActorConfig
 from tandem.config.fsdp import FSDPConfig
 from tandem.config.model import BackboneConfig
 from tandem.config.optim import OptimConfig
+from tandem.demo.model import build_tokenizer
 from tandem.engines.train.base import MicroBatching
 from tandem.engines.train.fsdp import FSDPEngine
 from tandem.protocol import DataProto, Ragged
-from tandem.trainer.demo.model import build_tokenizer
 from tandem.workers.losses import ActorLoss
 
 HERE = Path(__file__).resolve().parent

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tandem.trainer.demo.model import write_model
+from tandem.demo.model import write_model
 
 FOLDER = Path("preferences")
 

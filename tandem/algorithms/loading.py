@@ -16,11 +16,27 @@ from typing import Any
 
 from tandem.errors import ConfigError
 
+MOVED = {"tandem.trainer.demo": "tandem.demo"}
+"""Modules and packages that a config may name by where they once were, and where they are."""
+
 
 def import_submodules(package: str, path: Iterable[str]) -> None:
     """Imports every module of a package, so that each registers what it defines."""
     for module in pkgutil.iter_modules(path):
         importlib.import_module(f"{package}.{module.name}")
+
+
+def import_named(name: str) -> ModuleType:
+    """Imports the module of a dotted name, which may be one that it had earlier (`MOVED`).
+
+    Raises:
+        ImportError: no such module. Whatever else the module raises on import passes through.
+    """
+    package, rest = name, ""
+    while package and package not in MOVED:
+        package, _, last = package.rpartition(".")
+        rest = f".{last}{rest}"
+    return importlib.import_module(f"{MOVED[package]}{rest}" if package else name)
 
 
 def load_function(reference: str) -> Callable[..., Any]:
@@ -47,7 +63,7 @@ def load_module(reference: str) -> tuple[ModuleType, str]:
     source, _, name = reference.rpartition(":")
     try:
         is_file = source.endswith(".py")
-        return _module_of_file(Path(source).resolve()) if is_file else importlib.import_module(source), name
+        return _module_of_file(Path(source).resolve()) if is_file else import_named(source), name
     except Exception as error:
         raise ConfigError(
             "the module could not be imported",

@@ -29,7 +29,7 @@ def _demo(
     ranks: Annotated[int, typer.Option(min=1, help="processes that share the work, by way of Ray")] = 1,
 ) -> None:
     """A policy learns arithmetic by reinforcement, on this machine, in a few minutes."""
-    run_demo = import_module("tandem.trainer.demo.program").run_demo
+    run_demo = import_module("tandem.demo.program").run_demo
     run_demo(
         out,
         algorithm=algo,

@@ -29,7 +29,7 @@ def evaluate(arguments: list[str]) -> int:
     config = resolved(arguments, USAGE, load_eval_config, ("--overwrite",))
     if config is None:
         return 0
-    evaluate_file = import_module("tandem.trainer.scoring").evaluate_file
+    evaluate_file = import_module("tandem.offline.eval").evaluate_file
     sources = evaluate_file(
         config,
         overwrite="--overwrite" in arguments,

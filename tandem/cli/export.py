@@ -30,7 +30,7 @@ def _export(
 ) -> None:
     """Writes a checkpoint's policy or trained reward model as a folder that transformers loads."""
     torch = import_module("torch")
-    export_checkpoint = import_module("tandem.trainer.export").export_checkpoint
+    export_checkpoint = import_module("tandem.offline.export").export_checkpoint
     wrote = export_checkpoint(
         checkpoint,
         out,

@@ -22,7 +22,7 @@ def generate(arguments: list[str]) -> int:
     config = resolved(arguments, USAGE, load_generate_config, ("--overwrite",))
     if config is None:
         return 0
-    generate_file = import_module("tandem.trainer.offline").generate_file
+    generate_file = import_module("tandem.offline.generate").generate_file
     output = generate_file(
         config,
         overwrite="--overwrite" in arguments,

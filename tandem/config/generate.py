@@ -12,8 +12,8 @@ from tandem.config.rollout import EngineConfig
 from tandem.config.section import AsTuple, LocalPath, Paths, Section, key
 
 ROWS = "data.reader"
-OFFLINE = "trainer.offline"
-SCORING = "trainer.scoring"
+OFFLINE = "offline.generate"
+SCORING = "offline.eval"
 
 OTHER_NAMES = {
     "data.n_samples": Deprecated("rollout.n"),

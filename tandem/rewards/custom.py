@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 import importlib.util
 import inspect
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from tandem.algorithms.loading import import_named
 from tandem.errors import RewardError
 from tandem.rewards.base import Reward
 
@@ -74,7 +74,7 @@ def _module(path: str) -> ModuleType:
         raise RewardError("no such file", field="custom_reward_function.path", got=path)
     try:
         if not is_file:
-            return importlib.import_module(path)
+            return import_named(path)
         module_name = f"custom_reward_function.{file.stem}"
         spec = importlib.util.spec_from_file_location(module_name, file.resolve())
         assert spec is not None

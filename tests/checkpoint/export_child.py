@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from tandem.trainer.export import export_checkpoint
+from tandem.offline.export import export_checkpoint
 
 
 def kilobytes(name: str) -> int:

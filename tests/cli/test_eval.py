@@ -181,7 +181,7 @@ def test_a_reward_that_was_changed_is_noticed(
     words = [f"data.path={responses(tmp_path)}", f"custom_reward_function.path={reward}"]
     out = tmp_path / "report.json"
     with monkeypatch.context() as patch:
-        patch.setattr("tandem.trainer.scoring.replace_file", lambda *_: 1 / 0)
+        patch.setattr("tandem.offline.eval.replace_file", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             report(out, *words)
     reward.write_text(reward.read_text().replace("0.5", "1.0"))

@@ -120,7 +120,7 @@ def test_a_killed_run_goes_on_where_it_was(
 def unfinished(shop: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a run that an error ended leaves behind."""
     with monkeypatch.context() as patch:
-        patch.setattr("tandem.trainer.offline.write_rows", lambda *_: 1 / 0)
+        patch.setattr("tandem.offline.generate.write_rows", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             main(["generate", *words(shop, out)])
 
@@ -138,7 +138,7 @@ def test_work_of_other_settings_is_refused(
     assert "data.path (prompts)=" in capsys.readouterr().err
     # How fast it goes may change: all is there, and no engine is made.
     with monkeypatch.context() as patch:
-        patch.setattr("tandem.trainer.offline.make_rollout_engine", lambda *_, **__: 1 / 0)
+        patch.setattr("tandem.offline.generate.make_rollout_engine", lambda *_, **__: 1 / 0)
         whole = run(shop, out, "rollout.max_num_seqs=1")
     assert run(shop, out, "rollout.n=2", "--overwrite") == [
         {name: value[:2] if name in NEW else value for name, value in row.items()} for row in whole

@@ -16,9 +16,9 @@ from tandem.cli.main import main
 from tandem.config.reward_model import RewardBackboneConfig, RewardModelConfig
 from tandem.data import PreferenceDataset
 from tandem.observability.run import RunFolder, read_metrics
+from tandem.offline.export import export_checkpoint
 from tandem.protocol import DataProto
 from tandem.runtime.worker import create
-from tandem.trainer.export import export_checkpoint
 from tandem.workers.reward_model import RewardModelWorker
 from tests.support.school import School, school
 from tests.support.tiny import write_rows

@@ -116,3 +116,11 @@ def test_in_another_process_it_is_loaded_anew(tmp_path: Path, monkeypatch: pytes
     sent = pickle.dumps(reward)
     monkeypatch.chdir("/")
     assert score([item], pickle.loads(sent))[0].score == 1.5
+
+
+def test_a_module_that_moved_is_found_by_its_old_name() -> None:
+    """Run folders of before hold it in their config.yaml."""
+    old, new = (load_custom(f"tandem.{package}.controls", "shuffled") for package in ("trainer.demo", "demo"))
+    assert old.function is new.function
+    with pytest.raises(RewardError, match=r"tandem\.trainer\.demolition"):
+        load_custom("tandem.trainer.demolition")

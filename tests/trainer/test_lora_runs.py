@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from tandem.cli.main import main
 from tandem.errors import CheckpointError
-from tandem.trainer.export import export_checkpoint
+from tandem.offline.export import export_checkpoint
 from tests.support.runs import Finished, Lab, broken_off, lab, same_weights, without_times
 from tests.support.school import School, school
 

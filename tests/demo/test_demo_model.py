@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tandem.demo.model import build_model, build_tokenizer, write_model
 from tandem.models.loading import load_policy, load_tokenizer
-from tandem.trainer.demo.model import build_model, build_tokenizer, write_model
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,8 @@ import pytest
 
 from tandem.data.prompts import PromptDataset
 from tandem.data.sft import SFTDataset
-from tandem.rewards import Item, score
-from tandem.trainer.demo.model import build_tokenizer
-from tandem.trainer.demo.problems import (
+from tandem.demo.model import build_tokenizer
+from tandem.demo.problems import (
     DATA_SOURCE,
     LONGEST_PROMPT,
     LONGEST_RESPONSE,
@@ -21,6 +20,7 @@ from tandem.trainer.demo.problems import (
     write_demonstrations,
     write_problems,
 )
+from tandem.rewards import Item, score
 
 
 @pytest.mark.parametrize(

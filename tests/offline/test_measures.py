@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tandem.config.generate import MeasuresConfig
-from tandem.trainer.measures import Verdict, measure
+from tandem.offline.measures import Verdict, measure
 
 
 def verdicts(scores: list[list[float]], *, reads: bool = False) -> dict[int, list[Verdict]]:

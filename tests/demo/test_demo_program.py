@@ -9,8 +9,8 @@ import pytest
 
 from tandem.cli.main import main
 from tandem.config.root import TrainConfig
+from tandem.demo import program
 from tandem.observability.run import RunFolder
-from tandem.trainer.demo import program
 
 
 def test_ranks_and_further_words_reach_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

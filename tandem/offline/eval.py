@@ -25,10 +25,7 @@ from tandem.errors import ConfigError
 from tandem.observability.files import replace_file
 from tandem.observability.journal import Journal
 from tandem.observability.progress import Progress
-from tandem.protocol import Sample
-from tandem.rewards import Item, Reward, load_custom, reward_for, score
-from tandem.trainer.measures import Source, Verdict, measure
-from tandem.trainer.offline import (
+from tandem.offline.generate import (
     COLUMNS,
     Offline,
     beside,
@@ -38,6 +35,9 @@ from tandem.trainer.offline import (
     response_columns,
     response_text,
 )
+from tandem.offline.measures import Source, Verdict, measure
+from tandem.protocol import Sample
+from tandem.rewards import Item, Reward, load_custom, reward_for, score
 
 SCORE_COLUMNS = ("scores", "right", "answers")
 """What is added to each row: lists, one entry per response."""

@@ -14,10 +14,8 @@ import plotext
 import torch
 
 from tandem.config.load import load_sft_config, load_train_config
-from tandem.errors import ConfigError
-from tandem.observability.run import read_metrics, read_samples
-from tandem.trainer.demo.model import write_model
-from tandem.trainer.demo.problems import (
+from tandem.demo.model import write_model
+from tandem.demo.problems import (
     LONGEST_PROMPT,
     LONGEST_RESPONSE,
     demonstrations,
@@ -25,7 +23,9 @@ from tandem.trainer.demo.problems import (
     write_demonstrations,
     write_problems,
 )
-from tandem.trainer.export import export_checkpoint
+from tandem.errors import ConfigError
+from tandem.observability.run import read_metrics, read_samples
+from tandem.offline.export import export_checkpoint
 from tandem.trainer.launch import ray_backend
 from tandem.trainer.run import run_ppo
 from tandem.trainer.sft import run_sft
@@ -40,7 +40,7 @@ CONTROLS = {
     "none": (),
     "zero-lr": ("actor_rollout_ref.actor.optim.lr=0",),
     "shuffled-rewards": (
-        "custom_reward_function.path=tandem.trainer.demo.controls",
+        "custom_reward_function.path=tandem.demo.controls",
         "custom_reward_function.name=shuffled",
     ),
 }

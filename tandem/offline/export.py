@@ -20,7 +20,7 @@ from tandem.checkpoint.weights import read_weights
 from tandem.config.model import ModelConfig
 from tandem.errors import CheckpointError
 from tandem.models.loading import load_config, load_tokenizer
-from tandem.trainer.export_lora import export_adapter, merged_weights
+from tandem.offline.export_lora import export_adapter, merged_weights
 
 
 def export_checkpoint(

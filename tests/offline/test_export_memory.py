@@ -16,7 +16,7 @@ from tandem.checkpoint import CheckpointManager
 from tandem.checkpoint.hf_export import export
 from tandem.cli.main import main
 from tandem.errors import CheckpointError
-from tandem.trainer.export import export_checkpoint
+from tandem.offline.export import export_checkpoint
 from tests.support.runs import Lab
 from tests.support.tiny import make_tokenizer
 

@@ -16,7 +16,7 @@ from tandem.engines.rollout.hf import HFEngine
 from tandem.engines.rollout.registry import stall_timeout_s
 from tandem.engines.weight_sync import digest
 from tandem.errors import EngineError
-from tandem.trainer import offline
+from tandem.offline import generate as offline
 from tests.engines.rollout.http.fakes import FakeOpenAI
 from tests.support.tiny import make_model, problem, write_rows
 
