@@ -13,11 +13,10 @@ from tandem.config.load import (
     to_dict,
     to_yaml,
 )
-from tandem.config.rm import RMConfig
 from tandem.config.root import TrainConfig
-from tandem.config.sft import SFTConfig
 from tandem.config.sizes import derived
 from tandem.config.sources import split_arguments
+from tandem.config.supervised import RMConfig, SFTConfig
 
 __all__ = [
     "Batching",

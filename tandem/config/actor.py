@@ -1,14 +1,14 @@
-"""`actor_rollout_ref.actor`: the policy update."""
+"""`actor_rollout_ref.actor` and `.ref`: the policy's update, and the reference policy of the KL terms."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any
 
 from tandem.config import tables
-from tandem.config.batching import Batching
-from tandem.config.fsdp import FSDPConfig
+from tandem.config.batching import Batching, LogProbSection
+from tandem.config.dynamic_sampling import AdaptiveEntropyConfig
+from tandem.config.fsdp import FSDPConfig, RefFSDPConfig
 from tandem.config.optim import OptimConfig
-from tandem.config.sampling import AdaptiveEntropyConfig
 from tandem.config.section import OneOf, Section, key
 
 LOSSES = "workers.losses"
@@ -127,3 +127,29 @@ class ActorConfig(Section):
             samples=self.ppo_micro_batch_size_per_gpu,
             tokens=self.ppo_max_token_len_per_gpu,
         )
+
+
+class RefConfig(LogProbSection):
+    """The frozen policy; it exists when a KL term asks for it."""
+
+    ulysses_sequence_parallel_size: int = key(
+        1,
+        "devices that share one sequence",
+        read_by="workers.actor",
+        inherits="actor_rollout_ref.actor.ulysses_sequence_parallel_size",
+        ge=1,
+    )
+    reset_interval: int = key(
+        0,
+        "training steps after which the reference takes the actor's weights, again and again; 0: never. It "
+        "belongs into checkpoints then",
+        read_by="trainer.ppo",
+        ge=0,
+    )
+    reset_optimizer: bool = key(
+        False,
+        "with each reset the actor's optimizer begins anew (ProRL, Liu et al. 2025, arXiv 2505.24864); the "
+        "learning rate's schedule goes on",
+        read_by="trainer.ppo",
+    )
+    fsdp_config: RefFSDPConfig = RefFSDPConfig()

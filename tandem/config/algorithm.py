@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from tandem.config import tables
 from tandem.config.actor import KLKind
-from tandem.config.correction import RolloutCorrectionConfig
-from tandem.config.sampling import FilterGroupsConfig
+from tandem.config.dynamic_sampling import FilterGroupsConfig
+from tandem.config.rollout_correction import RolloutCorrectionConfig
 from tandem.config.section import AsTuple, Names, OneOf, Section, key
 
 WORKER = "workers.batch"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tandem.config.correction import AT, RolloutCorrectionConfig
 from tandem.config.files import code_file
+from tandem.config.rollout_correction import AT, RolloutCorrectionConfig
 from tandem.config.root import TrainConfig
 from tandem.config.rule import Rule
 from tandem.config.tables import READS_SQUARES

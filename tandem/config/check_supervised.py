@@ -12,10 +12,8 @@ from tandem.config.engine import engine_rule
 from tandem.config.files import files, keep_best, model, resume
 from tandem.config.kernels import fused_head, liger
 from tandem.config.lora import lora_rules
-from tandem.config.rm import RMConfig
 from tandem.config.rule import Rule
-from tandem.config.sft import SFTConfig
-from tandem.config.supervised import SupervisedConfig
+from tandem.config.supervised import RMConfig, SFTConfig, SupervisedConfig
 from tandem.config.unused import SUPERVISED_ERRORS, SUPERVISED_NOTICES, unused_errors, unused_notices
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from tandem.config.sampling import SamplerConfig
+from tandem.config.dynamic_sampling import SamplerConfig
 from tandem.config.section import Paths, Section, key
 
 Truncation = Literal["error", "left", "right", "middle"]

@@ -6,11 +6,10 @@ from collections.abc import Iterable, Mapping
 
 from tandem.config.deprecated import DEPRECATED, Deprecated
 from tandem.config.generate import EvalConfig, GenerateConfig
-from tandem.config.rm import RMConfig
 from tandem.config.root import TrainConfig
 from tandem.config.schema import Key, keys, sections, shown, unknown_key
 from tandem.config.section import Section
-from tandem.config.sft import SFTConfig
+from tandem.config.supervised import RMConfig, SFTConfig
 
 COMMANDS: Mapping[str, type[Section]] = {
     "tandem train": TrainConfig,

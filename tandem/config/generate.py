@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from tandem.config.data import Truncation
 from tandem.config.deprecated import Deprecated
 from tandem.config.model import LOADING
-from tandem.config.reward import CustomRewardConfig
+from tandem.config.rewards import CustomRewardConfig
 from tandem.config.rollout import EngineConfig
 from tandem.config.section import AsTuple, LocalPath, Paths, Section, key
 

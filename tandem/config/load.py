@@ -16,12 +16,11 @@ from tandem.config.check_offline import check_eval, check_generate
 from tandem.config.check_supervised import check_rm, check_sft
 from tandem.config.deprecated import DEPRECATED, Deprecated, Settled, modernise
 from tandem.config.generate import OTHER_NAMES, EvalConfig, GenerateConfig
-from tandem.config.rm import RMConfig
 from tandem.config.root import TrainConfig
 from tandem.config.schema import REQUIRED, Key, keys, nested, sections, shown, unknown_key, value_at
 from tandem.config.section import Section, nearest_remedy
-from tandem.config.sft import SFTConfig
 from tandem.config.sources import read_sources
+from tandem.config.supervised import RMConfig, SFTConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.errors import ConfigError, ConfigErrors
 

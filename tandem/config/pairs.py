@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tandem.config.correction import AT
+from tandem.config.rollout_correction import AT
 from tandem.config.root import TrainConfig
 from tandem.config.rule import Rule
 from tandem.config.unused import ACTOR

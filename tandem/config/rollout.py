@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from tandem.config import tables
 from tandem.config.batching import LogProbSection
-from tandem.config.sampling import BySteps
+from tandem.config.dynamic_sampling import BySteps
 from tandem.config.section import LocalPath, Names, OneOf, Section, key
 
 ENGINE = "engines.rollout"

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from tandem.config.actor import ActorConfig
+from tandem.config.actor import ActorConfig, RefConfig
 from tandem.config.algorithm import AlgorithmConfig
 from tandem.config.cluster import ROLES
 from tandem.config.critic import CriticConfig
 from tandem.config.data import DataConfig
 from tandem.config.model import ModelConfig
-from tandem.config.ref import RefConfig
-from tandem.config.reward import CustomRewardConfig
-from tandem.config.reward_model import RewardModelConfig
+from tandem.config.rewards import CustomRewardConfig, RewardModelConfig
 from tandem.config.rollout import RolloutConfig
 from tandem.config.section import Section
 from tandem.config.tables import FULL_KL, needs

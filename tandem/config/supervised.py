@@ -1,4 +1,4 @@
-"""What the configs of `tandem sft` and `tandem rm` share."""
+"""The configs of `tandem sft` and `tandem rm`."""
 
 from __future__ import annotations
 
@@ -72,3 +72,48 @@ class SupervisedConfig(Section):
             samples=self.micro_batch_size_per_gpu,
             tokens=self.max_token_len_per_gpu,
         )
+
+
+class SFTDataConfig(SupervisedDataConfig):
+    """Demonstrations for supervised fine-tuning."""
+
+    response_key: str = key("response", "column of the response to the prompt", read_by="data.sft")
+    messages_key: str = key(
+        "messages", "column of whole conversations; assistant turns are learned", read_by="data.sft"
+    )
+
+
+class SFTConfig(SupervisedConfig):
+    """The whole config of `tandem sft`."""
+
+    data: SFTDataConfig
+
+
+class RMDataConfig(SupervisedDataConfig):
+    """Preferences to learn a reward from."""
+
+    chosen_key: str = key(
+        "chosen",
+        "column of the better answer: a conversation, or text that follows the prompt",
+        read_by="data.preferences",
+    )
+    rejected_key: str = key(
+        "rejected", "column of the worse answer, in the same form", read_by="data.preferences"
+    )
+    margin_key: str | None = key(
+        None,
+        "column of numbers by which the better answer is to score higher; null: by any",
+        read_by="data.preferences",
+    )
+
+
+class RMConfig(SupervisedConfig):
+    """The whole config of `tandem rm`."""
+
+    data: RMDataConfig
+    center_rewards_coefficient: float = key(
+        0.0,
+        "weight of (chosen reward + rejected reward) squared in the loss, which keeps rewards around zero",
+        read_by="workers.losses",
+        ge=0,
+    )

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from tandem.config.generate import EvalConfig
 from tandem.config.load import to_dict
-from tandem.config.reward import CustomRewardConfig
+from tandem.config.rewards import CustomRewardConfig
 from tandem.data.files import read_files
 from tandem.data.rows import check_new_columns, json_line, write_rows
 from tandem.data.validate import RowProblems, kind, reward_problem

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from tandem.config.rm import RMConfig
+from tandem.config.supervised import RMConfig
 from tandem.data.preferences import PreferenceDataset
 from tandem.models.loading import lacks_score_head, load_config
 from tandem.trainer.run import run

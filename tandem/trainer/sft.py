@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from tandem.config.sft import SFTConfig
+from tandem.config.supervised import SFTConfig
 from tandem.data.sft import SFTDataset
 from tandem.trainer.run import run
 from tandem.trainer.supervised import SupervisedTrainer, Task, build_supervised

@@ -9,7 +9,7 @@ import numpy as np
 
 from tandem.algorithms.kl import FULL
 from tandem.algorithms.registry import AdvantageSpec, policy_loss
-from tandem.config.correction import AT
+from tandem.config.rollout_correction import AT
 from tandem.config.root import TrainConfig
 from tandem.errors import ConfigError
 from tandem.runtime import BatchFuture

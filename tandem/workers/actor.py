@@ -12,9 +12,8 @@ from dataclasses import replace
 import torch.distributed as dist
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from tandem.config.actor import ActorConfig
+from tandem.config.actor import ActorConfig, RefConfig
 from tandem.config.optim import OptimConfig
-from tandem.config.ref import RefConfig
 from tandem.config.root import TrainConfig
 from tandem.engines.rollout.base import (
     SLEEP_TAGS,

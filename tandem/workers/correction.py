@@ -31,7 +31,7 @@ from tandem.algorithms.corrections.rejection import rejection_observations, with
 from tandem.algorithms.corrections.weights import bounded_weights, normalised_weights, weight_observations
 from tandem.algorithms.masked import segment_sum
 from tandem.config.actor import ActorConfig
-from tandem.config.correction import Bounds, RolloutCorrectionConfig
+from tandem.config.rollout_correction import Bounds, RolloutCorrectionConfig
 from tandem.engines.train.base import Counts
 from tandem.errors import EngineError
 from tandem.observability.metrics import Metrics, Spread

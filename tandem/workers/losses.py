@@ -19,8 +19,8 @@ from tandem.algorithms.kl import FULL, kl_penalty
 from tandem.algorithms.registry import PolicyLossSpec, policy_loss
 from tandem.algorithms.value_loss import clipped_value_loss
 from tandem.config.actor import ActorConfig
-from tandem.config.correction import RolloutCorrectionConfig
 from tandem.config.critic import CriticConfig
+from tandem.config.rollout_correction import RolloutCorrectionConfig
 from tandem.engines.train.base import Counts
 from tandem.observability.metrics import Metrics
 from tandem.workers.correction import WEIGHTS, Correction, bypassing, count_kept, recounted

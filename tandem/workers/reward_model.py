@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from tandem.config.reward_model import RewardModelConfig
+from tandem.config.rewards import RewardModelConfig
 from tandem.engines.train.fsdp import FSDPEngine
 from tandem.models.loading import check_vocabulary, load_config, require_scorer
 from tandem.observability.run import RunFolder

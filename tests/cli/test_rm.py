@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tandem.cli.main import main
-from tandem.config.reward_model import RewardBackboneConfig, RewardModelConfig
+from tandem.config.rewards import RewardBackboneConfig, RewardModelConfig
 from tandem.data import PreferenceDataset
 from tandem.observability.run import RunFolder, read_metrics
 from tandem.offline.export import export_checkpoint

@@ -8,8 +8,8 @@ import pytest
 
 from tandem.algorithms.corrections.registry import IMPORTANCE_WEIGHTS, REJECTIONS
 from tandem.config import tables
-from tandem.config.correction import Bounds, RolloutCorrectionConfig
 from tandem.config.load import load_train_config, to_yaml
+from tandem.config.rollout_correction import Bounds, RolloutCorrectionConfig
 
 C = "algorithm.rollout_correction"
 A = "actor_rollout_ref.actor"

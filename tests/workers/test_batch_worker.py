@@ -10,7 +10,7 @@ import torch
 
 from tandem.config.actor import ActorConfig, PolicyLossConfig
 from tandem.config.algorithm import AlgorithmConfig
-from tandem.config.correction import RolloutCorrectionConfig
+from tandem.config.rollout_correction import RolloutCorrectionConfig
 from tandem.errors import NonFiniteError, RewardError, TandemError
 from tandem.observability.run import RunFolder
 from tandem.protocol import DataProto, Ragged

@@ -22,7 +22,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.config.correction import RolloutCorrectionConfig
+from tandem.config.rollout_correction import RolloutCorrectionConfig
 from tandem.observability.metrics import Metrics
 from tandem.workers.correction import Correction
 

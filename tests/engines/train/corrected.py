@@ -4,7 +4,7 @@ import synthetic
 import torch
 
 from tandem.config.actor import ActorConfig
-from tandem.config.correction import RolloutCorrectionConfig
+from tandem.config.rollout_correction import RolloutCorrectionConfig
 from tandem.workers.losses import ActorLoss
 
 SETTINGS = {

@@ -11,7 +11,7 @@ import pytest
 import synthetic
 import torch
 
-from tandem.config.correction import RolloutCorrectionConfig
+from tandem.config.rollout_correction import RolloutCorrectionConfig
 from tandem.engines.train.base import Counts
 from tandem.observability.metrics import Metrics
 from tandem.protocol import DataProto

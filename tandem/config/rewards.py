@@ -1,14 +1,29 @@
-"""`reward_model`: a trained model that scores responses, in place of reward functions."""
+"""`custom_reward_function` and `reward_model`: a reward function of the user's own, and a trained model that
+scores responses in place of functions."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from tandem.config.batching import Batching
+from tandem.config.dynamic_sampling import OverlongBufferConfig
 from tandem.config.fsdp import FSDPConfig
 from tandem.config.model import LOADING, BackboneConfig
-from tandem.config.sampling import OverlongBufferConfig
 from tandem.config.section import LocalPath, Section, key
 
 WORKER = "workers.reward_model"
+
+
+class CustomRewardConfig(Section):
+    """Replaces the built-in reward functions for every data source."""
+
+    path: LocalPath | None = key(
+        None,
+        "Python file or module with it; null: built-in, by data source",
+        read_by="rewards.custom",
+    )
+    name: str = key("compute_score", "the function's name", read_by="rewards.custom")
+    reward_kwargs: dict[str, Any] = key({}, "further arguments of the function", read_by="rewards.custom")
 
 
 class RewardBackboneConfig(BackboneConfig):
