@@ -44,7 +44,7 @@ test-verl: $(DEV) .peers/verl/.installed ## the same numbers as verl's functions
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m verl tests/algorithms $(ARGS)
 
 stress: $(DEV) ## 10,000 random requests on a tiny cache, each as if it were alone; ARGS='--requests N'
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.engines.rollout.stress $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.engines.rollout.native.stress $(ARGS)
 
 bench: $(DEV) peers ## the performance claims, each against its peer
 	$(BIN)/python benchmarks/rollout_vs_vllm.py

@@ -37,12 +37,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tandem.device import choose_device
 from tandem.engines.rollout.base import SharedModule, generate
+from tandem.engines.rollout.draws.sampler import RowParams, sample
 from tandem.engines.rollout.native.attention import Attention, make_attention
 from tandem.engines.rollout.native.engine import NativeEngine
 from tandem.engines.rollout.native.graphs import GraphedRunner
 from tandem.engines.rollout.native.paged import PagedCache, StepInput, bytes_per_token
 from tandem.engines.rollout.native.runner import Runner, make_runner
-from tandem.engines.rollout.sampler import RowParams, sample
 from tandem.protocol import Request, SamplingParams
 
 BLOCK_SIZE = 16

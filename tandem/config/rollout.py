@@ -13,7 +13,7 @@ ENGINE = "engines.rollout"
 SERVERS = "engines.rollout.http"
 NATIVE = "engines.rollout.native"
 SAMPLING = "trainer.sampling"
-VLLM = "engines.rollout.vllm_make"
+VLLM = "engines.rollout.vllm.make"
 BOTH = f"{NATIVE}, {VLLM}"
 
 

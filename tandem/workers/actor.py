@@ -23,7 +23,7 @@ from tandem.engines.rollout.base import (
     WeightStream,
     finished,
 )
-from tandem.engines.rollout.native.tensor_parallel import WHOLE, TensorParallel
+from tandem.engines.rollout.native.split import WHOLE, LayerSplit
 from tandem.engines.rollout.registry import make_rollout_engine, stall_timeout_s
 from tandem.engines.train.base import TrainEngine
 from tandem.engines.train.fsdp import FSDPEngine
@@ -152,14 +152,14 @@ class ActorWorker(ReferenceWorker):
             )
         return engine
 
-    def _split(self, size: int) -> TensorParallel:
+    def _split(self, size: int) -> LayerSplit:
         """Joins the workers that split the rollout engine's layers, neighbours by rank."""
         place = self.rank % size
         self.register_mesh("rollout", self.rank // size, self.world_size // size, collects=place == 0)
         if size == 1:
             return WHOLE
         groups = [dist.new_group(range(first, first + size)) for first in range(0, self.world_size, size)]
-        split = TensorParallel(place, size, groups[self.rank // size])
+        split = LayerSplit(place, size, groups[self.rank // size])
         split.check(AutoConfig.from_pretrained(self._config.actor_rollout_ref.model.path))
         return split
 

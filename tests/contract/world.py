@@ -14,7 +14,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from tandem.engines.rollout.base import RolloutEngine, WeightSource
-from tandem.engines.rollout.keyed import first_position, row_key, uniforms
+from tandem.engines.rollout.draws.keyed import first_position, row_key, uniforms
 from tandem.protocol import Request, Sample, SamplingParams
 from tests.contract.reference import distribution
 

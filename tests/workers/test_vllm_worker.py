@@ -11,12 +11,12 @@ import torch
 from transformers import AutoTokenizer
 
 from tandem.engines.weight_sync import WeightSyncError
-from tests.engines.rollout.vllm_models import build
+from tests.engines.rollout.vllm.models import build
 from tests.workers import roles
 from tests.workers.streamed import FAULTS
 
 pytestmark = pytest.mark.vllm
-vllm_engine = pytest.importorskip("tandem.engines.rollout.vllm", exc_type=ImportError)
+vllm_engine = pytest.importorskip("tandem.engines.rollout.vllm.engine", exc_type=ImportError)
 
 
 @pytest.fixture(scope="module")

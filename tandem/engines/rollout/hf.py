@@ -27,9 +27,9 @@ from tandem.engines.rollout.base import SLEEP_TAGS, SharedModule, SleepTag, Weig
 from tandem.engines.rollout.borrowed import borrowed
 from tandem.engines.rollout.checks import check_fits_model, check_new
 from tandem.engines.rollout.counters import Counters
+from tandem.engines.rollout.draws.rows import Rows, empty_sample
+from tandem.engines.rollout.draws.stops import Decode
 from tandem.engines.rollout.own_weights import OwnWeights, kinds_taken, taken
-from tandem.engines.rollout.rows import Rows, empty_sample
-from tandem.engines.rollout.stops import Decode
 from tandem.engines.weight_sync import Digest, digest
 from tandem.errors import EngineError
 from tandem.protocol import Request, Sample

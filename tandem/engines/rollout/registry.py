@@ -11,13 +11,13 @@ from transformers import PreTrainedTokenizerBase
 
 from tandem.config.rollout import EngineConfig
 from tandem.engines.rollout.base import RolloutEngine
+from tandem.engines.rollout.draws.stops import Decode
 from tandem.engines.rollout.hf import HFEngine
 from tandem.engines.rollout.http.make import HTTP_ENGINES, make_http_engine
 from tandem.engines.rollout.native.engine import NativeEngine
-from tandem.engines.rollout.native.tensor_parallel import WHOLE, TensorParallel
+from tandem.engines.rollout.native.split import WHOLE, LayerSplit
 from tandem.engines.rollout.own_weights import OwnWeights
-from tandem.engines.rollout.stops import Decode
-from tandem.engines.rollout.vllm_make import make_vllm_engine
+from tandem.engines.rollout.vllm.make import make_vllm_engine
 from tandem.errors import ConfigError
 
 _STALL_S = 600.0
@@ -33,7 +33,7 @@ def make_rollout_engine(
     max_length: int,
     log: Callable[[str], None] | None,
     share: tuple[int, int] = (0, 1),
-    split: TensorParallel = WHOLE,
+    split: LayerSplit = WHOLE,
     model_path: str | None = None,
     trust_remote_code: bool = False,
     dtype: torch.dtype | None = None,

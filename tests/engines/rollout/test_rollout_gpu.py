@@ -5,13 +5,13 @@ import pytest
 import torch
 
 from tandem.engines.rollout.base import SharedModule, generate
+from tandem.engines.rollout.draws.sampler import RowParams, sample
 from tandem.engines.rollout.hf import HFEngine
 from tandem.engines.rollout.native.attention import make_attention
 from tandem.engines.rollout.native.engine import NativeEngine
 from tandem.engines.rollout.native.graphs import CudaCapture, GraphedRunner
 from tandem.engines.rollout.native.paged import LayerShape, PagedCache, StepInput
 from tandem.engines.rollout.native.runner import make_runner
-from tandem.engines.rollout.sampler import RowParams, sample
 
 pytestmark = [
     pytest.mark.gpu,

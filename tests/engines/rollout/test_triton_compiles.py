@@ -26,8 +26,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tandem.engines.rollout import sampler_triton
-from tandem.engines.rollout.native import ops_triton
+from tandem.engines.rollout.draws import sampler_triton
+from tandem.engines.rollout.native.ops import triton as ops_triton
 from tandem.engines.rollout.native.attention import triton_kernels
 from tandem.engines.rollout.native.attention.triton import Tiles, _shape
 from tandem.engines.rollout.native.paged import LayerShape

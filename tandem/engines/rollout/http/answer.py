@@ -10,7 +10,7 @@ from uuid import uuid4
 
 import numpy as np
 
-from tandem.engines.rollout.keyed import first_position, row_key
+from tandem.engines.rollout.draws.keyed import first_position, row_key
 from tandem.errors import EngineError
 from tandem.protocol import Request, Sample, SamplingParams
 

@@ -14,10 +14,10 @@ from tandem.engines.rollout.base import RolloutEngine
 from tandem.engines.rollout.http.client import HTTPEngine
 from tandem.engines.rollout.http.connection import Server
 from tandem.engines.rollout.http.openai import OpenAIEngine
+from tandem.engines.rollout.http.router import Router
 from tandem.engines.rollout.http.sglang import SGLangEngine
 from tandem.engines.rollout.http.shards import WeightsFolder
 from tandem.engines.rollout.http.tgi import TGIEngine
-from tandem.engines.rollout.router import Router
 from tandem.errors import ConfigError
 
 HTTP_ENGINES: dict[str, Callable[..., HTTPEngine]] = {

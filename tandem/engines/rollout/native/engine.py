@@ -20,6 +20,9 @@ from torch import Tensor
 from tandem.engines.rollout.base import SLEEP_TAGS, SharedModule, SleepTag, WeightSource, WeightStream
 from tandem.engines.rollout.checks import check_fits_model, check_new
 from tandem.engines.rollout.counters import Counters
+from tandem.engines.rollout.draws.rows import Rows, empty_sample
+from tandem.engines.rollout.draws.sampler import Drawn, RowParams
+from tandem.engines.rollout.draws.stops import Decode
 from tandem.engines.rollout.native.attention import Attention, AttentionName, make_attention
 from tandem.engines.rollout.native.blocks import BlockManager
 from tandem.engines.rollout.native.graphs import GraphedRunner
@@ -28,11 +31,8 @@ from tandem.engines.rollout.native.memory import CacheRoom, grown
 from tandem.engines.rollout.native.paged import PagedCache, bytes_per_token
 from tandem.engines.rollout.native.runner import Runner, RunnerName, make_runner
 from tandem.engines.rollout.native.scheduler import Index, Plan, Scheduler
-from tandem.engines.rollout.native.tensor_parallel import WHOLE, TensorParallel
+from tandem.engines.rollout.native.split import WHOLE, LayerSplit
 from tandem.engines.rollout.own_weights import OwnWeights, kinds_taken, taken
-from tandem.engines.rollout.rows import Rows, empty_sample
-from tandem.engines.rollout.sampler import Drawn, RowParams
-from tandem.engines.rollout.stops import Decode
 from tandem.engines.rollout.transfer import to_device
 from tandem.engines.weight_sync import Digest, digest
 from tandem.errors import EngineError
@@ -96,7 +96,7 @@ class NativeEngine:
         enforce_eager: bool = False,
         run_ahead: bool | None = None,
         logprobs_mode: LogprobsMode = "processed_logprobs",
-        split: TensorParallel = WHOLE,
+        split: LayerSplit = WHOLE,
         own: OwnWeights | None = None,
         decode: Decode | None = None,
         log: Callable[[str], None] | None = None,

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from tandem.engines.rollout.native.attention import Attention
-from tandem.engines.rollout.native.ops import Heads, make_ops
+from tandem.engines.rollout.native.ops import make_ops
+from tandem.engines.rollout.native.ops.base import Heads
 from tandem.engines.rollout.native.paged import LayerShape, StepInput
-from tandem.engines.rollout.native.tensor_parallel import WHOLE, TensorParallel, Weights
+from tandem.engines.rollout.native.split import WHOLE, LayerSplit, Weights
 from tandem.models.linear import can_pack, linear, pack, packed_linear
 
 _MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -74,7 +75,7 @@ class FusedRunner:
         ConfigError: a model that cannot be split as `split` says.
     """
 
-    def __init__(self, module: nn.Module, max_length: int, split: TensorParallel = WHOLE) -> None:
+    def __init__(self, module: nn.Module, max_length: int, split: LayerSplit = WHOLE) -> None:
         config: Any = module.config
         split.check(config)
         self._split = split

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from tandem.engines.rollout.draws.rows import Rows
 from tandem.engines.rollout.native.paged import StepInput
 from tandem.engines.rollout.native.scheduler import Index, Plan, Scheduler
-from tandem.engines.rollout.rows import Rows
 from tandem.engines.rollout.transfer import to_device
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from tandem.engines.rollout.native.paged import PagedCache
-from tandem.engines.rollout.native.tensor_parallel import WHOLE, TensorParallel
+from tandem.engines.rollout.native.split import WHOLE, LayerSplit
 from tandem.errors import EngineError
 
 _MEMINFO = Path("/proc/meminfo")
@@ -32,7 +32,7 @@ class CacheRoom:
     utilization: float
     block_size: int
     fixed: int | None = None
-    split: TensorParallel = WHOLE
+    split: LayerSplit = WHOLE
     _budget: int | None = None
 
     def most(self, per_block: int) -> int:

@@ -10,7 +10,7 @@ from tandem.engines.rollout.native.attention import Attention
 from tandem.engines.rollout.native.fused import FusedRunner, why_not_fused
 from tandem.engines.rollout.native.module import ModuleRunner
 from tandem.engines.rollout.native.paged import LayerShape, StepInput
-from tandem.engines.rollout.native.tensor_parallel import WHOLE, TensorParallel
+from tandem.engines.rollout.native.split import WHOLE, LayerSplit
 from tandem.errors import EngineError
 
 RunnerName = Literal["auto", "fused", "module"]
@@ -37,9 +37,7 @@ class Runner(Protocol):
         ...
 
 
-def make_runner(
-    name: RunnerName, module: nn.Module, max_length: int, split: TensorParallel = WHOLE
-) -> Runner:
+def make_runner(name: RunnerName, module: nn.Module, max_length: int, split: LayerSplit = WHOLE) -> Runner:
     """The runner of that name; "auto" is fused where the model allows it.
 
     Args:

@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.engines.rollout.counters import Counters
+from tandem.engines.rollout.draws.rows import Rows
 from tandem.engines.rollout.native.blocks import BlockManager, Blocks, chain
-from tandem.engines.rollout.rows import Rows
 from tandem.protocol import Request
 
 Index = NDArray[np.int64]

@@ -12,9 +12,9 @@ from tandem.config.rollout import RolloutConfig, ServerConfig
 from tandem.engines.rollout.base import WeightStream, generate
 from tandem.engines.rollout.http.make import HTTP_ENGINES
 from tandem.engines.rollout.http.openai import OpenAIEngine
+from tandem.engines.rollout.http.router import Router
 from tandem.engines.rollout.http.sglang import SGLangEngine
 from tandem.engines.rollout.registry import make_rollout_engine
-from tandem.engines.rollout.router import Router
 from tandem.errors import ConfigError
 from tests.engines.rollout.http.fakes import FakeOpenAI
 from tests.engines.rollout.http.test_tgi import request, tokenizer

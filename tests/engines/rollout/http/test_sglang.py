@@ -20,9 +20,9 @@ from tandem.engines.rollout.base import WeightStream, generate
 from tandem.engines.rollout.http import shards
 from tandem.engines.rollout.http.answer import seed_of
 from tandem.engines.rollout.http.connection import Server
+from tandem.engines.rollout.http.router import Router
 from tandem.engines.rollout.http.sglang import SGLangEngine
 from tandem.engines.rollout.http.shards import WeightsFolder, write_shards
-from tandem.engines.rollout.router import Router
 from tandem.engines.weight_sync import WeightSyncError, digest
 from tandem.errors import EngineError
 from tandem.protocol import Request, SamplingParams

@@ -6,8 +6,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Literal, Protocol
 
-import torch
-from torch import Tensor
+from torch import Tensor, float64
 
 from tandem.engines.rollout.native.attention.cpu import why_not_cpu
 from tandem.engines.rollout.native.paged import PagedCache, StepInput
@@ -62,6 +61,6 @@ def make_attention(cache: PagedCache, name: AttentionName = "auto") -> Attention
 
 
 def _fastest(cache: PagedCache) -> AttentionName:
-    if cache.device.type == "cuda" and cache.dtype != torch.float64 and find_spec("triton"):
+    if cache.device.type == "cuda" and cache.dtype != float64 and find_spec("triton"):
         return "triton"
     return "cpu" if why_not_cpu(cache) is None else "torch"

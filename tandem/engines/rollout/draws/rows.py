@@ -1,0 +1,328 @@
+"""The running sequences as columns of numbers, one row each, packed into rows 0..n-1.
+
+All per-token bookkeeping, from logits to finished samples, is a vectorised operation on these columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem.engines.rollout.checks import check_finite
+from tandem.engines.rollout.draws.edits import Barred, Biases, Edits, History, Penalties
+from tandem.engines.rollout.draws.keyed import first_position, row_key, uniforms
+from tandem.engines.rollout.draws.sampler import Drawn, RowParams, sample
+from tandem.engines.rollout.draws.stops import Decode, ends_with_stop
+from tandem.engines.rollout.transfer import to_device
+from tandem.protocol import Request, Sample, SamplingParams
+from tandem.protocol.rollout import LogprobsMode
+
+_COLUMNS = (
+    "request",
+    "key",
+    "first_position",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "min_tokens",
+    "edited",
+    "slot",
+    "counted",
+    "last_token",
+    "produced",
+    "max_tokens",
+    "stop_ids",
+    "has_stop_text",
+)
+_OUTPUTS = ("tokens", "log_probs", "untruncated", "versions")
+
+
+class Rows:
+    """Columns of `capacity` rows, of which the first `count` are running.
+
+    Args:
+        logprobs_mode: what samples carry as `log_probs`.
+
+    Attributes:
+        request: the requests.
+        key, first_position: of the random numbers.
+        temperature, top_k, top_p, min_p, min_tokens, max_tokens: as in SamplingParams.
+        edited: whether logits are biased or penalised.
+        slot: where the history is that penalties look at; -1 before the first draw and without penalties.
+        counted: tokens of the response in that history.
+        last_token: sampled, not yet in the cache.
+        produced: tokens sampled.
+        stop_ids: (capacity, widest) stop tokens, filled with -1.
+        has_stop_text: whether there are stop strings.
+        tokens, log_probs, untruncated, versions: (capacity, max_tokens) what was sampled.
+        precision: of the log-probs in samples: float32, or float64 where the logits are.
+    """
+
+    def __init__(self, capacity: int, logprobs_mode: LogprobsMode = "processed_logprobs") -> None:
+        self.count = 0
+        self.capacity = capacity
+        self.request = np.empty(capacity, dtype=object)
+        self.key = np.zeros(capacity, dtype=np.uint64)
+        self.temperature, self.top_p, self.min_p = (np.zeros(capacity, dtype=np.float64) for _ in range(3))
+        self.top_k = np.zeros(capacity, dtype=np.int64)
+        self.first_position, self.last_token, self.produced = (
+            np.zeros(capacity, dtype=np.int64) for _ in range(3)
+        )
+        self.min_tokens, self.max_tokens = (np.zeros(capacity, dtype=np.int64) for _ in range(2))
+        self.has_stop_text, self.edited = (np.zeros(capacity, dtype=bool) for _ in range(2))
+        self.slot = np.full(capacity, -1, dtype=np.int64)
+        self.counted = np.zeros(capacity, dtype=np.int64)
+        self.stop_ids = np.full((capacity, 1), -1, dtype=np.int64)
+        self.tokens = np.zeros((capacity, 0), dtype=np.int64)
+        self.log_probs, self.untruncated = (np.zeros((capacity, 0), dtype=np.float64) for _ in range(2))
+        self.precision: type[np.floating[Any]] = np.float32
+        self.versions = np.zeros((capacity, 0), dtype=np.int32)
+        self._mode = logprobs_mode
+        self._history: History | None = None
+
+    def add(self, requests: Sequence[Request]) -> np.ndarray:
+        """Puts requests that have written nothing into the next rows; their row numbers."""
+        self._widen(requests)
+        rows = np.arange(self.count, self.count + len(requests))
+        for row, request in zip(rows, requests, strict=True):
+            self.request[row] = request
+            self.key[row] = row_key(request)
+            self.first_position[row] = first_position(request)
+            self._set(int(row), request.params)
+        self.produced[rows] = 0
+        self.slot[rows] = -1
+        self.count += len(requests)
+        return rows
+
+    def _set(self, row: int, params: SamplingParams) -> None:
+        self.min_tokens[row], self.max_tokens[row] = params.min_tokens, params.max_tokens
+        self.temperature[row], self.min_p[row] = params.temperature, params.min_p
+        self.top_k[row], self.top_p[row] = params.top_k, params.top_p
+        self.edited[row] = params.penalised or bool(params.logit_bias)
+        self.has_stop_text[row] = bool(params.stop)
+        self.stop_ids[row] = -1
+        self.stop_ids[row, : len(params.stop_token_ids)] = params.stop_token_ids
+
+    def _widen(self, requests: Sequence[Request]) -> None:
+        stops = max(len(request.params.stop_token_ids) for request in requests)
+        tokens = max(request.params.max_tokens for request in requests)
+        self.stop_ids = _wider(self.stop_ids, stops, -1)
+        for name in _OUTPUTS:
+            setattr(self, name, _wider(getattr(self, name), tokens, 0))
+
+    def params(self, rows: np.ndarray, vocabulary: int, device: torch.device) -> RowParams:
+        """How to sample the next token of each of `rows`."""
+        edits = None
+        if self.edited[rows].any():
+            edits = Edits(
+                rows_E=to_device(np.flatnonzero(self.edited[rows]), device),
+                biases=self._biases(rows, device),
+                penalties=self._penalties(rows, vocabulary, device),
+            )
+        return RowParams.of(
+            self.temperature[rows],
+            self.top_k[rows],
+            self.top_p[rows],
+            self.min_p[rows],
+            vocabulary,
+            device,
+            edits,
+        )
+
+    def _biases(self, rows: np.ndarray, device: torch.device) -> Biases | None:
+        entries = [
+            (index, token, bias)
+            for index in np.flatnonzero(self.edited[rows]).tolist()
+            for token, bias in self.request[rows[index]].params.logit_bias
+        ]
+        if not entries:
+            return None
+        at, tokens, values = (np.array(column) for column in zip(*entries, strict=True))
+        return Biases(*(to_device(part, device) for part in (at, tokens, values.astype(np.float64))))
+
+    def _penalties(self, rows: np.ndarray, vocabulary: int, device: torch.device) -> Penalties | None:
+        at = [i for i in np.flatnonzero(self.edited[rows]) if self.request[rows[i]].params.penalised]
+        if not at:
+            return None
+        if self._history is None:
+            self._history = History(vocabulary, device)
+        for row in rows[at]:
+            if self.slot[row] < 0:
+                self.slot[row], self.counted[row] = self._history.open(), -1
+        asked = [self.request[row].params for row in rows[at]]
+
+        def column(name: str) -> Tensor:
+            return to_device(np.array([getattr(p, name) for p in asked], dtype=np.float64), device)
+
+        return Penalties(
+            history=self._history,
+            rows_P=to_device(np.array(at), device),
+            slots_P=to_device(self.slot[rows[at]], device),
+            repetition_P=column("repetition_penalty"),
+            frequency_P=column("frequency_penalty"),
+            presence_P=column("presence_penalty"),
+            lengths_P=torch.empty(0),
+            longest=0,
+        )
+
+    def _step_edits(
+        self, rows: np.ndarray, params: RowParams, ahead: int | np.ndarray, logits_RV: Tensor
+    ) -> Edits | None:
+        """Those of `params` as of this step, and the stop tokens of rows still short of `min_tokens`."""
+        edits = params.edits
+        if edits is not None and edits.penalties is not None:
+            edits = replace(edits, penalties=self._current(rows, edits.penalties, ahead))
+        short = self.produced[rows] + ahead < self.min_tokens[rows]
+        if not short.any():
+            return edits
+        ids = self.stop_ids[rows]
+        at, column = np.nonzero(short[:, None] & (ids >= 0) & (ids < logits_RV.shape[1]))
+        edited = np.flatnonzero(short | self.edited[rows])
+        tokens = np.stack((at, ids[at, column]))
+        edited_E, barred_2N = (to_device(part, logits_RV.device) for part in (edited, tokens))
+        barred = Barred(barred_2N[0], barred_2N[1])
+        if edits is None:
+            return Edits(edited_E, barred)
+        return replace(edits, rows_E=edited_E, barred=barred)
+
+    def _current(self, rows: np.ndarray, penalties: Penalties, ahead: int | np.ndarray) -> Penalties:
+        """With the history as long as it is at this step: set anew for rows new to penalties, and for those
+        whose drawn tokens were never accepted."""
+        history = penalties.history
+        penalised = self.slot[rows] >= 0
+        written = (self.produced[rows] + ahead)[penalised]
+        mine = rows[penalised]
+        for row in mine[self.counted[mine] != written]:
+            tokens = self.tokens[row, : self.produced[row]]
+            history.set(int(self.slot[row]), self.request[row].prompt_ids, tokens)
+        self.counted[mine] = written + 1
+        lengths = written + [len(request.prompt_ids) for request in self.request[mine]]
+        longest = int(lengths.max())
+        history.widen(longest + 1)
+        lengths_P = to_device(lengths, penalties.rows_P.device)
+        return penalties._replace(lengths_P=lengths_P, longest=longest)
+
+    def draw(
+        self, rows: np.ndarray, logits_RV: Tensor, params: RowParams, ahead: int | np.ndarray = 0
+    ) -> Drawn:
+        """Samples one token for each of `rows` on the device; nothing is appended. The host does not wait for
+        the device.
+
+        Args:
+            params: of `rows`, in their order.
+            ahead: tokens drawn for these rows, or for each, and not yet accepted.
+        """
+        numbers = uniforms(self.key[rows], self.first_position[rows] + self.produced[rows] + ahead)
+        uniforms_R = to_device(numbers, logits_RV.device)
+        edits = self._step_edits(rows, params, ahead, logits_RV)
+        return sample(logits_RV, uniforms_R, params, edits, self._mode)
+
+    def accept(
+        self, rows: np.ndarray, drawn: Drawn, version: int, decode: Decode | None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Appends the tokens drawn for `rows`. It waits for those that are still on a device.
+
+        Returns:
+            done, stopped: (R) bool, which have finished, and which of those by a stop token or string.
+
+        Raises:
+            EngineError: logits that were not finite; nothing is appended then.
+        """
+        fetched = torch.stack([part.double() for part in drawn]).cpu().numpy()  # one transfer
+        self.precision = np.float64 if drawn.log_probs_R.dtype == torch.float64 else np.float32
+        tokens = fetched[0].astype(np.int64)
+        column = self.produced[rows]
+        check_finite(fetched[1] + fetched[2], self.request[rows], column)
+        self.tokens[rows, column] = tokens
+        self.log_probs[rows, column] = fetched[3]
+        self.untruncated[rows, column] = fetched[2]
+        self.versions[rows, column] = version
+        self.last_token[rows] = tokens
+        self.produced[rows] = column + 1
+        may_stop = self.produced[rows] > self.min_tokens[rows]
+        stopped = (self.stop_ids[rows] == tokens[:, None]).any(1) & may_stop
+        if decode is not None:
+            for index in np.flatnonzero(self.has_stop_text[rows] & may_stop & ~stopped):
+                row = int(rows[index])
+                written = self.tokens[row, : self.produced[row]]
+                params = self.request[row].params
+                stopped[index] = ends_with_stop(written, params.stop, decode, params.min_tokens)
+        return stopped | (self.produced[rows] >= self.max_tokens[rows]), stopped
+
+    def take(
+        self, rows: np.ndarray, logits_RV: Tensor, params: RowParams, version: int, decode: Decode | None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """`draw` and `accept` in one."""
+        return self.accept(rows, self.draw(rows, logits_RV, params), version, decode)
+
+    def sample(self, row: int, finish_reason: str) -> Sample:
+        """What the row has written, copied out."""
+        request: Request = self.request[row]
+        done = slice(0, int(self.produced[row]))
+        return Sample(
+            uid=request.uid,
+            sample=request.sample,
+            token_ids=self.tokens[row, done].copy(),
+            log_probs=self.log_probs[row, done].astype(self.precision),
+            versions=self.versions[row, done].copy(),
+            finish_reason=finish_reason,
+            untruncated_log_probs=self.untruncated[row, done].astype(self.precision),
+        )
+
+    def remove(self, gone: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Drops rows by a mask (count) and moves the last rows into the holes.
+
+        Returns:
+            (source, target): the rows moved, for the cache to do the same.
+        """
+        slots = self.slot[: self.count][gone]
+        if self._history is not None:
+            self._history.close(slots[slots >= 0])
+        left = self.count - int(gone.sum())
+        target = np.flatnonzero(gone[:left])
+        source = left + np.flatnonzero(~gone[left:])
+        self.move(source, target)
+        self.request[left : self.count] = None
+        self.slot[left : self.count] = -1
+        self.count = left
+        if not (self.slot[:left] >= 0).any():
+            self._history = None
+        return source, target
+
+    def move(self, source: np.ndarray, target: np.ndarray) -> None:
+        """Copies rows to other rows, all read before any is written."""
+        if not len(source):
+            return
+        used = int(self.produced[: self.count].max(initial=0))
+        for name in _COLUMNS:
+            column = getattr(self, name)
+            column[target] = column[source]
+        for name in _OUTPUTS:
+            table = getattr(self, name)
+            table[target, :used] = table[source, :used]
+
+
+def _wider(table: np.ndarray, width: int, fill: int) -> np.ndarray:
+    missing = width - table.shape[1]
+    if missing <= 0:
+        return table
+    return np.pad(table, ((0, 0), (0, missing)), constant_values=fill)
+
+
+def empty_sample(request: Request) -> Sample:
+    """The partial sample of a request aborted before its first token."""
+    return Sample(
+        uid=request.uid,
+        sample=request.sample,
+        token_ids=np.zeros(0, dtype=np.int64),
+        log_probs=np.zeros(0, dtype=np.float32),
+        versions=np.zeros(0, dtype=np.int32),
+        finish_reason="abort",
+        untruncated_log_probs=np.zeros(0, dtype=np.float32),
+    )

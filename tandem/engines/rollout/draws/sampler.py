@@ -1,0 +1,337 @@
+"""Draws tokens from logits by inverting the cumulative distribution at one given uniform number per row.
+
+Shape suffixes: R rows, V vocabulary, N blocks of it, C rows that cut tokens off, K candidates (the likeliest
+tokens, in falling order), E rows with edited logits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tandem.engines.rollout.draws.edits import Edits
+from tandem.engines.rollout.transfer import to_device
+from tandem.protocol.rollout import LogprobsMode
+
+_TRITON = find_spec("triton") is not None
+_BLOCK = 128  # tokens per block of the two-level search
+_FIRST_CANDIDATES = 256
+_BELOW_ONE = 1 - 2.0**-53
+_INFINITY = {  # its bits, read as an integer
+    torch.float32: (torch.int32, 0x7F80_0000),
+    torch.float64: (torch.int64, 0x7FF0_0000_0000_0000),
+}
+
+
+class Drawn(NamedTuple):
+    """One token per row.
+
+    Attributes:
+        tokens_R: int64.
+        log_probs_R: nats under the distribution drawn from; a greedy token's under the untempered,
+            untruncated one.
+        untruncated_R: nats under softmax(logits / temperature) of the logits given, temperature 1 for greedy.
+        asked_R: what `logprobs_mode` asks for.
+    """
+
+    tokens_R: Tensor
+    log_probs_R: Tensor
+    untruncated_R: Tensor
+    asked_R: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """The rows that cut tokens off, C of R, and where.
+
+    Attributes:
+        rows_C: int64.
+        min_p_C: float64; None where no row has one.
+        top_k_C: int64, the vocabulary's size where there is none; None where no row has one.
+        top_p_C: float64; None where no row has one.
+        widest: the largest top-k of a row, 0 where no row has one.
+        unbounded: whether a row has top-p and no top-k.
+    """
+
+    rows_C: Tensor
+    min_p_C: Tensor | None
+    top_k_C: Tensor | None
+    top_p_C: Tensor | None
+    widest: int
+    unbounded: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RowParams:
+    """Sampling parameters of R rows on the device, and which paths they need.
+
+    Attributes:
+        temperature_R: float64; 1 for greedy rows.
+        greedy_R: bool.
+        greedy: (none, some, all) greedy rows as 0, 1, 2.
+        tempered: whether any temperature differs from 1.
+        cuts: the rows with min-p, top-k or top-p, or None.
+        edits: the rows with biases or penalties, or None; what those of each step are made from.
+    """
+
+    temperature_R: Tensor
+    greedy_R: Tensor
+    greedy: int
+    tempered: bool
+    cuts: Cuts | None
+    edits: Edits | None = None
+
+    @classmethod
+    def of(
+        cls,
+        temperature_R: NDArray[np.float64],
+        top_k_R: NDArray[np.int64],
+        top_p_R: NDArray[np.float64],
+        min_p_R: NDArray[np.float64],
+        vocabulary: int,
+        device: torch.device,
+        edits: Edits | None = None,
+    ) -> RowParams:
+        """From columns as in `SamplingParams`, for logits over `vocabulary` tokens; a top-k that leaves
+        them all is none."""
+        greedy_R = temperature_R == 0
+        top_k_R = np.where((top_k_R > 0) & (top_k_R < vocabulary), top_k_R, vocabulary)
+        cut_R = ~greedy_R & ((top_k_R < vocabulary) | (top_p_R < 1) | (min_p_R > 0))
+        divisor_R = np.where(greedy_R, 1.0, temperature_R)
+
+        def column(values: NDArray[Any]) -> Tensor:
+            return to_device(values.copy(), device)
+
+        cuts = None
+        if cut_R.any():
+            k, p, low = top_k_R[cut_R], top_p_R[cut_R], min_p_R[cut_R]
+            bounded = k < vocabulary
+            cuts = Cuts(
+                rows_C=column(np.flatnonzero(cut_R)),
+                min_p_C=column(low) if low.any() else None,
+                top_k_C=column(k) if bounded.any() else None,
+                top_p_C=column(p) if (p < 1).any() else None,
+                widest=int(k[bounded].max(initial=0)),
+                unbounded=bool(((p < 1) & ~bounded).any()),
+            )
+        return cls(
+            temperature_R=column(divisor_R),
+            greedy_R=column(greedy_R),
+            greedy=2 if greedy_R.all() else int(greedy_R.any()),
+            tempered=bool((divisor_R != 1).any()),
+            cuts=cuts,
+            edits=edits,
+        )
+
+
+def sample(
+    logits_RV: Tensor,
+    uniforms_R: Tensor,
+    params: RowParams,
+    edits: Edits | None = None,
+    mode: LogprobsMode = "processed_logprobs",
+) -> Drawn:
+    """One token per row, by the parameters in the order that `SamplingParams` states (vLLM's). Half-precision
+    logits are widened to float32, float64 stays.
+
+    The host does not wait for the device. NaN in a row's logits, or nothing but -inf, gives that row a NaN
+    log-prob.
+
+    Args:
+        logits_RV: any floating dtype; not changed.
+        uniforms_R: float64 in [0, 1).
+        edits: of this step; those of `params` are not looked at.
+        mode: what to give in `asked_R`.
+    """
+    assert logits_RV.shape[0] == len(uniforms_R) == len(params.greedy_R)
+    plain = edits is None and params.cuts is None and mode == "processed_logprobs"
+    if plain and logits_RV.is_cuda and logits_RV.dtype != torch.float64 and _TRITON:
+        # One pass over the logits instead of about ten; loaded by name, for it imports Triton.
+        one_pass = import_module("tandem.engines.rollout.draws.sampler_triton").sample_uncut
+        tokens_R, log_probs_R = one_pass(logits_RV, uniforms_R, params.temperature_R, params.greedy_R)
+        return Drawn(tokens_R, log_probs_R, log_probs_R, log_probs_R)
+    raw_RV = logits_RV if logits_RV.dtype == torch.float64 else logits_RV.float()
+    scores_RV = raw_RV if edits is None else edits.applied(raw_RV)
+    if params.tempered:
+        scores_RV = scores_RV / params.temperature_R.to(scores_RV.dtype)[:, None]
+    peak_R = scores_RV.amax(-1)
+    weights_RV, ends_RN = _weights(scores_RV, peak_R)
+    log_total_R = _log_total(peak_R, ends_RN)
+    whole_R = log_total_R
+    if params.cuts is not None:
+        weights_RV, ends_RN = _cut(params.cuts, scores_RV, peak_R, weights_RV, ends_RN)
+        log_total_R = _log_total(peak_R, ends_RN)
+    if params.greedy == 2:
+        tokens_R = scores_RV.argmax(-1)
+    else:
+        tokens_R = _draw(weights_RV, ends_RN, uniforms_R).clamp_(max=scores_RV.shape[1] - 1)  # if NaN
+        if params.greedy == 1:
+            tokens_R = torch.where(params.greedy_R, scores_RV.argmax(-1), tokens_R)
+    picked_R = _picked(scores_RV, tokens_R)
+    log_probs_R = picked_R - log_total_R
+    untruncated_R = picked_R - whole_R
+    if edits is not None:
+        own_E = _own_log_probs(raw_RV, tokens_R, params, edits.rows_E)
+        untruncated_R = untruncated_R.index_copy(0, edits.rows_E, own_E)
+        if edits.penalties is not None:
+            edits.penalties.note(tokens_R)
+    asked_R = log_probs_R if mode == "processed_logprobs" else picked_R
+    if mode.startswith("raw"):
+        asked_R = _picked(raw_RV if mode == "raw_logits" else raw_RV.log_softmax(-1), tokens_R)
+    return Drawn(tokens_R, log_probs_R, untruncated_R, asked_R)
+
+
+def _picked(values_RV: Tensor, index_R: Tensor) -> Tensor:
+    return values_RV.gather(-1, index_R[:, None]).squeeze(-1)
+
+
+def _own_log_probs(raw_RV: Tensor, tokens_R: Tensor, params: RowParams, rows_E: Tensor) -> Tensor:
+    """Nats under softmax(logits / temperature), for rows whose logits were edited."""
+    tokens_E, own_EV = tokens_R[rows_E], raw_RV if len(rows_E) == len(raw_RV) else raw_RV[rows_E]
+    if params.tempered:
+        own_EV = own_EV / params.temperature_R[rows_E].to(raw_RV.dtype)[:, None]
+    return _picked(own_EV, tokens_E) - own_EV.logsumexp(-1)
+
+
+def _weights(scores_RV: Tensor, peak_R: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights exp(score - peak), padded with zeros to whole blocks of `_BLOCK` tokens, and their `_ends`."""
+    weights_RV = (scores_RV - peak_R[:, None]).exp_()
+    missing = -weights_RV.shape[1] % _BLOCK
+    if missing:
+        weights_RV = F.pad(weights_RV, (0, missing))
+    return weights_RV, _ends(weights_RV)
+
+
+def _ends(weights_RV: Tensor) -> Tensor:
+    """Cumulative sums at the blocks' ends (R, N), float64."""
+    return weights_RV.view(len(weights_RV), -1, _BLOCK).sum(-1).cumsum(-1, dtype=torch.float64)
+
+
+def _draw(weights_RV: Tensor, ends_RN: Tensor, uniforms_R: Tensor) -> Tensor:
+    """The first token whose cumulative weight exceeds the uniform's share of the total: first the
+    block is found, then the token in it, so that one pass over the vocabulary is enough."""
+    target_R = uniforms_R * ends_RN[:, -1]
+    block_R = _first_above(ends_RN, target_R)
+    end_R = _picked(ends_RN, block_R)
+    begin_R = torch.where(block_R > 0, _picked(ends_RN, (block_R - 1).clamp_(min=0)), 0.0)
+    first_R = block_R * _BLOCK
+    columns = first_R[:, None] + torch.arange(_BLOCK, device=first_R.device)
+    ends_in_block = weights_RV.gather(-1, columns).cumsum(-1, dtype=torch.float64)
+    share_R = ((target_R - begin_R) / (end_R - begin_R)).clamp_(0.0, _BELOW_ONE)
+    return first_R + _first_above(ends_in_block, share_R * ends_in_block[:, -1])
+
+
+def _first_above(ends: Tensor, target_R: Tensor) -> Tensor:
+    """Index of the first of the rising `ends` (R, N) above the target. As the target lies in [0, last
+    end), an entry of weight zero is never chosen; a row of NaN gets the last index."""
+    found = torch.searchsorted(ends, target_R[:, None], right=True).squeeze(-1)
+    return found.clamp_(max=ends.shape[1] - 1)
+
+
+def _log_total(peak_R: Tensor, ends_RN: Tensor) -> Tensor:
+    return peak_R + ends_RN[:, -1].log().to(peak_R.dtype)
+
+
+def _cut(
+    cuts: Cuts, scores_RV: Tensor, peak_R: Tensor, weights_RV: Tensor, ends_RN: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What `_weights` gave, with weight zero for the tokens cut off, in place. A row keeps all tokens at or
+    above one score, so that neither the order of equal scores nor the other rows matter."""
+    whole = len(cuts.rows_C) == len(scores_RV)
+    scores_CV, peak_C, weights_CV, ends_CN = (
+        part if whole else part[cuts.rows_C] for part in (scores_RV, peak_R, weights_RV, ends_RN)
+    )
+    vocabulary = scores_CV.shape[1]
+    floor_C = torch.full_like(peak_C, -torch.inf)
+    best_CK = _candidates(cuts, scores_CV)
+    if cuts.top_k_C is not None:
+        kth_C = _picked(best_CK, (cuts.top_k_C - 1).clamp(max=best_CK.shape[1] - 1))
+        floor_C = torch.where(cuts.top_k_C < vocabulary, kth_C, floor_C)
+    if cuts.min_p_C is not None:
+        floor_C = torch.maximum(floor_C, peak_C + cuts.min_p_C.log().to(peak_C.dtype))
+    if cuts.top_k_C is not None or cuts.min_p_C is not None:
+        ends_CN = _keep(weights_CV, scores_CV, floor_C)
+    if cuts.top_p_C is not None:
+        limited_C = cuts.top_p_C < 1
+        goal_C = torch.where(limited_C, cuts.top_p_C * ends_CN[:, -1], 0.0)
+        nucleus_C = _nucleus_floor(best_CK, scores_CV, weights_CV, peak_C, floor_C, goal_C, cuts.unbounded)
+        ends_CN = _keep(weights_CV, scores_CV, torch.where(limited_C, nucleus_C, floor_C))
+    if whole:
+        return weights_CV, ends_CN
+    return weights_RV.index_copy_(0, cuts.rows_C, weights_CV), ends_RN.index_copy_(0, cuts.rows_C, ends_CN)
+
+
+def _keep(weights_CV: Tensor, scores_CV: Tensor, floor_C: Tensor) -> Tensor:
+    """Leaves weights at or above the floor, in place; their `_ends`."""
+    weights_CV[:, : scores_CV.shape[1]].masked_fill_(scores_CV < floor_C[:, None], 0.0)
+    return _ends(weights_CV)
+
+
+def _candidates(cuts: Cuts, scores_CV: Tensor) -> Tensor:
+    """The highest scores of each row: all that top-k asks for, and on a host those that top-p is tried on."""
+    count = cuts.widest
+    if cuts.top_p_C is not None and (not cuts.unbounded or scores_CV.device.type == "cpu"):
+        count = max(count, _FIRST_CANDIDATES)
+    return scores_CV.topk(min(count, scores_CV.shape[1]), -1).values if count else scores_CV[:, :0]
+
+
+def _nucleus_floor(
+    best_CK: Tensor,
+    scores_CV: Tensor,
+    weights_CV: Tensor,
+    peak_C: Tensor,
+    floor_C: Tensor,
+    goal_C: Tensor,
+    unbounded: bool,
+) -> Tensor:
+    """The score of the token with which the likeliest ones' weight reaches the goal, or what else keeps the
+    same tokens.
+
+    Args:
+        best_CK: the highest scores.
+        weights_CV: zero below `floor_C`.
+        floor_C: of what counts.
+        unbounded: whether a row's goal may lie beyond the highest scores. Only the device knows whether it
+            does, so on others than a host, which would have to wait, all rows are then searched.
+    """
+    if unbounded and scores_CV.device.type != "cpu":
+        return _searched_floor(scores_CV, weights_CV, goal_C)
+    weights_CK = (best_CK - peak_C[:, None]).exp().masked_fill(best_CK < floor_C[:, None], 0.0)
+    ends_CK = weights_CK.cumsum(-1, dtype=torch.float64)
+    below_C = (ends_CK < goal_C[:, None]).sum(-1)
+    nucleus_C = _picked(best_CK, below_C.clamp(max=best_CK.shape[1] - 1))
+    if unbounded:
+        beyond = (below_C == best_CK.shape[1]).nonzero().squeeze(-1)
+        if len(beyond):
+            nucleus_C[beyond] = _searched_floor(scores_CV[beyond], weights_CV[beyond], goal_C[beyond])
+    return nucleus_C
+
+
+def _searched_floor(scores_CV: Tensor, weights_CV: Tensor, goal_C: Tensor) -> Tensor:
+    """The highest number such that the weights of the scores at or above it reach the goal; -inf if all do
+    not. Found bit by bit: the bits of floating-point numbers, read as integers, are in the numbers' order.
+    """
+    kind, infinity = _INFINITY[scores_CV.dtype]
+    weights_CV = weights_CV[:, : scores_CV.shape[1]]
+
+    def number(key_C: Tensor) -> Tensor:
+        """Negative numbers are stored as sign and magnitude."""
+        return torch.where(key_C < 0, key_C ^ torch.iinfo(kind).max, key_C).to(kind).view(scores_CV.dtype)
+
+    high_C = torch.full_like(goal_C, infinity, dtype=torch.int64)
+    low_C = ~high_C
+    for _ in range(torch.iinfo(kind).bits):
+        middle_C = (low_C & high_C) + ((low_C ^ high_C) >> 1)  # of a sum that may be too large
+        kept_CV = torch.where(scores_CV >= number(middle_C)[:, None], weights_CV, 0.0)
+        reached_C = kept_CV.sum(-1, dtype=torch.float64) >= goal_C
+        low_C = torch.where(reached_C, middle_C, low_C)
+        high_C = torch.where(reached_C, high_C, middle_C)
+    return number(low_C)

@@ -1,0 +1,23 @@
+"""The choice of `Ops` for a device. (The name `torch` is a submodule here.)"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+
+from torch import float64
+
+from tandem.engines.rollout.native.kernels import load_kernels
+from tandem.engines.rollout.native.ops.base import Heads, Ops
+from tandem.engines.rollout.native.ops.cpu import CPUOps
+from tandem.engines.rollout.native.ops.torch import TorchOps
+
+
+def make_ops(heads: Heads, eps: float) -> Ops:
+    """The fastest implementation for the device and dtype of the rotary tables, which are the model's."""
+    device, dtype = heads.cos_PD.device, heads.cos_PD.dtype
+    if device.type == "cuda" and dtype != float64 and find_spec("triton"):
+        made: Ops = import_module("tandem.engines.rollout.native.ops.triton").TritonOps(heads, eps)
+        return made
+    kernels = load_kernels(dtype) if device.type == "cpu" else None
+    return TorchOps(heads, eps) if kernels is None else CPUOps(heads, eps, kernels)

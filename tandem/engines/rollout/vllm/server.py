@@ -1,0 +1,311 @@
+"""vLLM's server as a rollout engine: started here or elsewhere, reached over HTTP.
+
+Requests and answers are token ids (`/inference/v1/generate`), so the server needs no tokenizer; stop strings
+are looked for here. New weights go through shared memory to a server that was started here, and over the
+network to one elsewhere. A server elsewhere has its model on one device, can import `tandem`, has the
+environment variable VLLM_SERVER_DEV_MODE=1 and these options, as `vllm_process.serve` gives them to its own:
+
+    --skip-tokenizer-init --enable-scale-out --logprobs-mode processed_logprobs
+    --worker-extension-cls tandem.engines.rollout.vllm.worker.WorkerExtension
+    --generation-config FOLDER    one whose generation_config.json is {}
+    --load-format dummy           where weights will be sent before anything is asked for
+    --enforce-eager --no-enable-chunked-prefill      on a CPU
+
+vLLM's own ways to transfer weights (`nccl` between machines, `ipc` between processes on one GPU) are not
+used: their sending side is part of vLLM, which this process need not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from tandem.engines.rollout.base import SLEEP_TAGS, SleepTag, WeightSource, WeightStream
+from tandem.engines.rollout.checks import check_fits_model
+from tandem.engines.rollout.draws.stops import Decode, ends_with_stop
+from tandem.engines.rollout.http.answer import Answer, asked, seed_of
+from tandem.engines.rollout.http.client import STREAM_INTERVAL, HTTPEngine
+from tandem.engines.rollout.http.connection import Server, ServerLost
+from tandem.engines.rollout.vllm.channel import Backend, Channel, MemoryChannel, NetworkChannel, send
+from tandem.engines.rollout.vllm.process import VLLMProcess, check_temperature
+from tandem.engines.weight_sync import Digest
+from tandem.errors import EngineError
+from tandem.protocol import Request, Sample
+
+BUCKET_BYTES = 256 << 20
+_DYING_S = 5.0  # a server that loses one of its processes ends itself
+
+_METRICS = {"decode_steps": "vllm:iteration_tokens_total_count", "preemptions": "vllm:num_preemptions_total"}
+
+
+class _Described(nn.Module):
+    """What `check_fits_model` asks of a module."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__()
+        self.config = config
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """How weights go over the network: from this device, with this backend; None: nccl between GPUs, else
+    gloo."""
+
+    device: torch.device
+    backend: Backend | None = None
+
+
+class VLLMServerEngine(HTTPEngine):
+    """A `RolloutEngine` on a vLLM server.
+
+    Sequences that run when weights are updated go on under the new ones, with keys and values computed anew.
+    The version of each token is as vLLM tells it at the end of a response. Where a response is aborted or
+    ends with a stop string, it is the version at the token's arrival, which is up to STREAM_INTERVAL tokens
+    after it was written.
+
+    Args:
+        config: of the model that the server has.
+        process: the server, if it was started for this engine and is to end with it.
+        decode: token ids to text, for stop strings.
+        network: whether new weights go over the network, from this device and with this backend; None: the
+            server is on this machine, and they go through its memory.
+        sleeps: whether it was started with vLLM's sleep mode, which needs CUDA.
+        has_weights: whether it has weights to sample from before the first `update_weights`.
+        bucket_bytes: weights sent at a time; a larger tensor goes alone.
+    """
+
+    takes = frozenset({WeightStream})
+    route = "/inference/v1/generate"
+    streams = True
+
+    def __init__(
+        self,
+        server: Server,
+        *,
+        config: PreTrainedConfig,
+        max_length: int,
+        max_num_seqs: int = 256,
+        process: VLLMProcess | None = None,
+        decode: Decode | None = None,
+        network: Network | None = None,
+        sleeps: bool = False,
+        has_weights: bool = False,
+        bucket_bytes: int = BUCKET_BYTES,
+        log: Callable[[str], None] | None = None,
+    ) -> None:
+        super().__init__(server, max_length=max_length, max_num_seqs=max_num_seqs, log=log)
+        self._channel: Channel = MemoryChannel(self._rpc)
+        if network is not None:
+            self._channel = NetworkChannel(
+                server.url, self._begin_rpc, device=network.device, backend=network.backend
+            )
+        self._described = _Described(config)
+        self._process = process
+        self._decode = decode
+        self._sleeps = sleeps
+        self._has_weights = has_weights
+        self._asleep: set[SleepTag] = set()
+        self._bucket_bytes = bucket_bytes
+        self._before: dict[str, float] = {}
+
+    async def connect(self) -> None:
+        """Tries one token: the only one of a distribution cut to one has log-prob 0, and less in another. A
+        bias singles it out, for a server without weights yet may give all tokens the same logit."""
+        sampling = {
+            "max_tokens": 1,
+            "logprobs": 0,
+            "top_k": 1,
+            "logit_bias": {"0": 100.0},
+            "detokenize": False,
+        }
+        said = await self.ask("POST", self.route, json={"token_ids": [0], "sampling_params": sampling})
+        log_prob = said["choices"][0]["logprobs"]["content"][0]["logprob"]
+        if log_prob < -1e-6:
+            raise self.failure(
+                "the server gives log-probs of another distribution than the one it samples from",
+                self.route,
+                f"{log_prob} for a token that had no rival",
+                remedy="start vLLM with --logprobs-mode processed_logprobs",
+            )
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        if not self._has_weights:
+            raise EngineError(
+                "the server has no weights", got=self.server.url, remedy="call update_weights before submit"
+            )
+        check_fits_model(requests, self._described)
+        self.wake()
+        super().submit(requests)
+
+    def check(self, request: Request) -> None:
+        check_temperature(request)
+        if request.params.stop and self._decode is None:
+            raise EngineError("stop strings need a tokenizer", field="stop", got=request.params.stop)
+
+    def body(self, answer: Answer) -> dict[str, Any]:
+        params = answer.request.params
+        sampling = {name: value for name, value in asked(params).items() if name != "stop"}
+        if params.logit_bias:
+            sampling["logit_bias"] = {str(token): bias for token, bias in params.logit_bias}
+        return {
+            "request_id": answer.name,
+            "token_ids": answer.request.prompt_ids.tolist(),
+            "sampling_params": sampling
+            | {
+                "max_tokens": params.max_tokens,
+                "seed": seed_of(answer.request),
+                "ignore_eos": True,
+                "logprobs": 0,
+                "detokenize": False,
+                "stream_interval": STREAM_INTERVAL,
+            },
+            "stream": True,
+            "return_token_ids": True,
+        }
+
+    def read(self, event: dict[str, Any], answer: Answer) -> str | None:
+        if event.get("prompt_token_ids") is not None:
+            answer.check_prompt(event["prompt_token_ids"])
+        for choice in event["choices"]:
+            content = choice["logprobs"]["content"] if choice["token_ids"] else []
+            answer.add(choice["token_ids"], [entry["logprob"] for entry in content], self.version)
+            if self._stopped(answer, len(choice["token_ids"])):
+                return "stop"
+            if choice["finish_reason"]:
+                for span in choice["weight_versions"] or ():
+                    _stamp(answer, span)
+                return str(choice["finish_reason"])
+        return None
+
+    def _stopped(self, answer: Answer, new: int) -> bool:
+        """Whether a stop string ends among the new tokens; cuts off what came after it."""
+        params, tokens = answer.request.params, answer.token_ids
+        if not params.stop or self._decode is None:
+            return False
+        for count in range(max(len(tokens) - new, params.min_tokens) + 1, len(tokens) + 1):
+            if ends_with_stop(np.array(tokens[:count]), params.stop, self._decode, params.min_tokens):
+                for column in (answer.token_ids, answer.log_probs, answer.versions):
+                    del column[count:]
+                return True
+        return False
+
+    def poll(self, timeout_s: float) -> list[Sample]:
+        """
+        Raises:
+            EngineError: a request failed; if it did because the server died, all of them did, and the message
+                names them.
+        """
+        try:
+            return super().poll(timeout_s)
+        except ServerLost as lost:
+            if self._process is None:
+                raise
+            try:
+                self._process.check(within_s=_DYING_S)
+            except EngineError as dead:
+                dead.field = f"{1 + self.pending()} requests pending, the first: {lost.field}"
+                raise dead from lost
+            raise
+
+    def update_weights(self, source: WeightSource, version: int) -> Digest:
+        """Sends the weights in buckets, while the server stands still.
+
+        Raises:
+            EngineError: the server refused. It has no weights then, and its requests stand still until others
+                are sent.
+        """
+        if not isinstance(source, WeightStream):
+            raise EngineError(
+                "a server takes weights as a stream", got=type(source).__name__, expected="a WeightStream"
+            )
+        self.wake()
+        self._has_weights = False
+        self.call("POST", "/pause", params={"mode": "keep"})
+        with self._channel.opened() as bucket:
+            sent = set(send(source.tensors, bucket, self._bucket_bytes))
+        held = self._digest()
+        missing = held.keys() - sent
+        if missing:
+            raise EngineError(
+                "the stream brought not all weights",
+                field=min(missing),
+                got=f"{len(missing)} are missing",
+                expected="each weight of the model",
+            )
+        self.call("POST", "/reset_prefix_cache", params={"reset_running_requests": True})
+        self.call("POST", "/update_weight_version", json={"new_version": str(version)})
+        self.version, self._has_weights = version, True
+        self.call("POST", "/resume")
+        return held
+
+    def stats(self) -> dict[str, float]:
+        """`decode_steps` (here those of prompts too) and `preemptions` are the server's, whoever caused them;
+        `cache_bytes` and `cache_use` are 0."""
+        said = self._counted()
+        for name, total in said.items():
+            setattr(self._counters, name, int(total - self._before.get(name, 0.0)))
+        self._before = said
+        return super().stats()
+
+    def _counted(self) -> dict[str, float]:
+        """The server's own counters since it was started."""
+        lines = [line for line in self.call("GET", "/metrics").splitlines() if not line.startswith("#")]
+        return {
+            ours: sum(float(line.split()[-1]) for line in lines if line.startswith(theirs + "{"))
+            for ours, theirs in _METRICS.items()
+        }
+
+    def _digest(self) -> Digest:
+        [digest] = self._rpc("tandem_digest")
+        return {name: int(value) for name, value in digest.items()}
+
+    def _rpc(self, method: str, *arguments: Any) -> Any:
+        """What each of the server's workers answers."""
+        return self._begin_rpc(method, *arguments).result()
+
+    def _begin_rpc(self, method: str, *arguments: Any) -> Future[Any]:
+        return self._connection.begin(self._asked_of_workers(method, arguments))
+
+    async def _asked_of_workers(self, method: str, arguments: Sequence[Any]) -> Any:
+        said = await self.ask("POST", "/collective_rpc", json={"method": method, "args": arguments})
+        return said["results"]
+
+    def sleep(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
+        """vLLM's sleep mode, which gives back weights and cache together; a server without it keeps its
+        memory."""
+        self.check_idle()
+        tags = set(tags) - self._asleep
+        if not tags:
+            return
+        if "weights" in tags:
+            self._has_weights = False
+        if self._sleeps:
+            self.wake()  # in part asleep, it would not fall asleep again
+            self.call("POST", "/sleep", params={"level": 2 if "weights" in tags else 1})
+            self._asleep.update(SLEEP_TAGS)
+
+    def wake(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
+        asleep = set(tags) & self._asleep
+        if asleep:
+            self.call("POST", "/wake_up", params={"tags": sorted(asleep)})
+            self._asleep -= asleep
+
+    def close(self) -> None:
+        try:
+            super().close()
+        finally:
+            if self._process is not None:
+                self._process.close()
+
+
+def _stamp(answer: Answer, span: dict[str, Any]) -> None:
+    """Versions by vLLM's own account; before the first `update_weights` it says "default"."""
+    version = 0 if span["version"] == "default" else int(span["version"])
+    answer.versions[span["start"] : span["end"]] = [version] * (span["end"] - span["start"])

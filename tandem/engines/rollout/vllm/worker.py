@@ -1,0 +1,137 @@
+"""What runs inside vLLM's workers: new weights in, the digest of the weights held out.
+
+Importing this module makes vLLM keep the weights of linear layers as they were loaded, on CPUs too. Else it
+packs them there into the formats of its kernels and drops the originals, and the packed copy of a tied
+output layer goes stale when the embedding is loaded again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers import utils as vllm_layers
+
+from tandem.engines.rollout.vllm.channel import Backend, Group, Layout
+from tandem.engines.weight_sync import Digest, digest
+from tandem.errors import EngineError, TandemError
+
+_pack = vllm_layers.dispatch_cpu_unquantized_gemm
+
+
+def _keep(layer: Any, remove_weight: bool) -> None:
+    if layer.weight.dim() == 2:
+        layer.cpu_linear = torch.nn.functional.linear
+    else:  # of convolutions
+        _pack(layer, remove_weight)
+
+
+vllm_layers.dispatch_cpu_unquantized_gemm = _keep
+
+
+class WorkerExtension:
+    """Methods that vLLM mixes into its worker (`--worker-extension-cls`), called by `collective_rpc`."""
+
+    model_runner: Any
+    device: torch.device
+    tandem_group: Group
+
+    def tandem_load(self, path: str, size: int, layout: Layout) -> None:
+        """Takes over the weights in a file in shared memory.
+
+        Args:
+            size: of the file, bytes.
+        """
+        shared = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+        load_weights(self.model_runner.model, _views(shared, layout))
+
+    def tandem_device(self) -> str:
+        return self.device.type
+
+    def tandem_join(self, address: str, port: int, backend: Backend) -> None:
+        """Makes a process group with the trainer, in the place of an earlier one.
+
+        Args:
+            address, port: of the trainer's store.
+        """
+        self.tandem_group = Group.joined(address, port, backend)
+
+    def tandem_receive(self, size: int, layout: Layout) -> None:
+        """Takes over the weights in a bucket that the trainer sends, of that many bytes."""
+        bucket = torch.empty(size, dtype=torch.uint8, device=self.device)
+        self.tandem_group.broadcast(bucket).wait()
+        load_weights(self.model_runner.model, _views(bucket, layout))
+
+    def tandem_digest(self) -> dict[str, str]:
+        """As text, for not every reader of JSON takes 64 bits."""
+        return {name: str(value) for name, value in weights_digest(self.model_runner.model).items()}
+
+
+def _views(shared: Tensor, layout: Layout) -> Iterator[tuple[str, Tensor]]:
+    for name, kind, shape, offset in layout:
+        dtype: torch.dtype = getattr(torch, kind)
+        size = math.prod(shape) * dtype.itemsize
+        yield name, shared[offset : offset + size].view(dtype).view(shape)
+
+
+def load_weights(model: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """
+    Args:
+        tensors: whole tensors by Hugging Face name, each used before the next is asked for.
+
+    Raises:
+        EngineError: weights of another model, or of another type than the model's.
+    """
+    dtype = next(model.parameters()).dtype
+
+    def checked() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors:
+            if tensor.dtype != dtype:
+                raise EngineError(
+                    "the weights come in another type than vLLM holds them",
+                    field=name,
+                    got=tensor.dtype,
+                    expected=dtype,
+                    remedy="set actor_rollout_ref.rollout.dtype to the type that the actor computes in",
+                )
+            yield name, tensor
+
+    try:
+        with torch.no_grad():
+            model.load_weights(checked())
+    except TandemError:
+        raise
+    except (ValueError, KeyError, AssertionError, AttributeError) as error:
+        raise EngineError(
+            "the weights are of another model than vLLM has loaded",
+            got=f"{type(error).__name__}: {error}",
+            expected=type(model).__name__,
+            remedy="give actor and rollout the same actor_rollout_ref.model.path",
+        ) from error
+
+
+def weights_digest(model: nn.Module) -> Digest:
+    """Digests of the weights as vLLM holds them, by Hugging Face name."""
+    return digest(hugging_face_weights(model))
+
+
+def hugging_face_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """vLLM's weights under the names and in the shapes of the checkpoint: layers that vLLM has joined
+    (`qkv_proj`, `gate_up_proj`) cut into their parts, rows that pad the vocabulary left out, tied weights
+    once."""
+    joined: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+    layers: dict[str, Any] = dict(model.named_modules())
+    for name, parameter in model.named_parameters():
+        path, _, leaf = name.rpartition(".")
+        parent, _, last = path.rpartition(".")
+        layer = layers[path]
+        if last in joined:
+            parts = parameter.split(list(layer.output_sizes))
+            yield from (
+                (f"{parent}.{part}.{leaf}", rows) for part, rows in zip(joined[last], parts, strict=True)
+            )
+        else:
+            yield name, parameter[: getattr(layer, "org_vocab_size", len(parameter))]

@@ -1,0 +1,91 @@
+"""The Triton sampler against `sampler.sample`; see `test_attention_triton` for where this runs."""
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from tandem.engines.rollout.draws.sampler import RowParams, sample
+from tandem.engines.rollout.draws.sampler_triton import sample_uncut
+
+pytestmark = pytest.mark.triton
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def both(logits, uniforms, temperature):
+    """(tokens, log-probs) of the kernels and of the plain sampler in float64."""
+    rows = len(logits)
+    plain = RowParams.of(
+        np.asarray(temperature, np.float64),
+        np.zeros(rows, np.int64),
+        np.ones(rows),
+        np.zeros(rows),
+        logits.shape[1],
+        DEVICE,
+    )
+    uniforms = torch.as_tensor(uniforms, dtype=torch.float64, device=DEVICE)
+    fused = sample_uncut(logits, uniforms, plain.temperature_R, plain.greedy_R)
+    expected = sample(logits.double(), uniforms, plain)
+    return fused, (expected.tokens_R, expected.log_probs_R)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("vocabulary", [5, 4096, 10_007])
+def test_draws_what_the_plain_sampler_draws(vocabulary, dtype):
+    generator = torch.Generator().manual_seed(vocabulary)
+    logits = (3 * torch.randn(24, vocabulary, generator=generator)).to(DEVICE, dtype)
+    rng = np.random.default_rng(vocabulary)
+    (tokens, log_probs), (expected, expected_log_probs) = both(
+        logits, rng.random(24), rng.choice([0.0, 0.3, 0.7, 1.0, 2.0], 24)
+    )
+    assert tokens.tolist() == expected.tolist()
+    torch.testing.assert_close(log_probs.double(), expected_log_probs, rtol=1e-6, atol=2e-6)
+
+
+def test_a_token_is_drawn_as_often_as_its_probability_says():
+    """Uniform numbers at equal distances: each token comes up within one of its share."""
+    logits = torch.linspace(-1, 1, 7)
+    count = 60
+    (tokens, _), _ = both(
+        logits.to(DEVICE).expand(count, -1), (np.arange(count) + 0.5) / count, np.ones(count)
+    )
+    expected = count * logits.double().softmax(0)
+    counts = torch.bincount(tokens.cpu(), minlength=7)
+    assert (counts - expected).abs().max() < 1
+
+
+def test_tokens_of_probability_zero_are_never_drawn():
+    logits = torch.full((3, 9000), -torch.inf, device=DEVICE)
+    logits[:, [4200, 8999]] = 0.0
+    (tokens, log_probs), _ = both(logits, [0.0, 0.5, 1 - 2.0**-53], [1.0, 0.5, 1.0])
+    assert tokens.tolist() == [4200, 8999, 8999]
+    torch.testing.assert_close(log_probs.cpu(), torch.full((3,), 0.5).log())
+
+
+def test_greedy_takes_the_first_of_equals_at_temperature_one():
+    logits = torch.zeros(1, 9000, device=DEVICE)
+    logits[0, [77, 5000, 8000]] = 4.0
+    (tokens, log_probs), _ = both(logits, [0.9], [0.0])
+    assert tokens.tolist() == [77]
+    torch.testing.assert_close(log_probs.double(), logits.double().log_softmax(-1)[:, 77], rtol=0, atol=2e-6)
+
+
+def test_rows_without_a_distribution_have_nan_log_probs_and_a_valid_token():
+    logits = torch.zeros(4, 9000, device=DEVICE)
+    logits[0, 8500] = torch.nan
+    logits[1] = -torch.inf
+    logits[2, 100] = torch.inf
+    (tokens, log_probs), _ = both(logits, [0.3] * 4, [1.0, 0.7, 1.0, 1.0])
+    assert log_probs.isnan().tolist() == [True, True, True, False]
+    assert bool(((tokens >= 0) & (tokens < 9000)).all())
+
+
+def test_rows_may_lie_apart_and_are_left_alone():
+    wide = torch.randn(4, 2, 6000, device=DEVICE)
+    before = wide.clone()
+    (tokens, _), (expected, _) = both(wide[:, 1], [0.1, 0.4, 0.6, 0.9], [1.0, 1.0, 0.5, 0.0])
+    assert tokens.tolist() == expected.tolist()
+    assert torch.equal(wide, before)
+    (across, _), _ = both(wide[:, 1].T.contiguous().T, [0.1, 0.4, 0.6, 0.9], [1.0, 1.0, 0.5, 0.0])
+    assert across.tolist() == tokens.tolist()

@@ -1,0 +1,99 @@
+"""Stop strings, with a byte-level tokenizer whose tokens may end inside a character."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandem.engines.rollout.draws.stops import ends_with_stop
+
+PIECES = [bytes([byte]) for byte in "aé€😀".encode()] + [b"ab", b"ba", b"a" * 9, b"\n\n", b"", b"</", b"END"]
+IDS = {piece: i for i, piece in enumerate(PIECES)}
+
+
+def decode(token_ids):
+    """Bytes that are no character, or none yet, decode to U+FFFD; one token decodes to nothing."""
+    return b"".join(PIECES[token] for token in token_ids).decode(errors="replace")
+
+
+def tokens_of(*pieces):
+    return np.array([IDS[piece] for piece in pieces])
+
+
+def ends(tokens, stop, min_tokens=0):
+    """The number of tokens after which the response ends; None: it does not."""
+    for size in range(min_tokens + 1, len(tokens) + 1):
+        if ends_with_stop(tokens[:size], stop, decode, min_tokens):
+            return size
+    return None
+
+
+def ends_by_definition(tokens, stop, min_tokens=0):
+    """The first token after the first `min_tokens` with which a stop string stands in the whole text that
+    did not, as often, before."""
+    for size in range(min_tokens + 1, len(tokens) + 1):
+        now, before = decode(tokens[:size]), decode(tokens[: size - 1])
+        if any(count(now, text) > count(before, text) for text in stop):
+            return size
+    return None
+
+
+def count(text, part):
+    return sum(text.startswith(part, i) for i in range(len(text)))
+
+
+@pytest.mark.parametrize(
+    ("pieces", "stop", "end"),
+    [
+        ([b"a", b"</", b"END", b"a"], ("</END",), 3),
+        ([b"a", b"</", b"END"], ("/E",), 3),
+        ([b"END"], ("N",), 1),
+        ([b"ab", b"ab"], ("bab", "never"), 2),
+        ([bytes([b]) for b in "€".encode()] + [b"a"], ("€",), 3),
+        ([b"a"] + [bytes([b]) for b in "😀é".encode()], ("😀é",), 7),
+        ([b"a", b"", b"", b"ba"], ("ab",), 4),
+        ([b"\n\n"], ("\n",), 1),
+        ([b"a", b"ba", b"END"], ("D!",), None),
+        ([b"a"] * 40, ("aaa" * 13,), 39),
+        ([b"a" * 9] * 30 + [b"</", b"END"], ("</END",), 32),
+    ],
+)
+def test_the_token_that_completes_a_string_ends_the_response(pieces, stop, end):
+    assert ends(tokens_of(*pieces), stop) == end
+
+
+@pytest.mark.parametrize(
+    ("min_tokens", "end"), [(0, 2), (1, 2), (2, 4), (3, 4), (4, 6), (5, 6), (6, None), (7, None)]
+)
+def test_strings_that_end_among_the_first_min_tokens_do_not_count(min_tokens, end):
+    tokens = tokens_of(*[b"a", b"END"] * 3, b"a")
+    assert ends(tokens, ("END",), min_tokens) == end
+    assert ends(tokens, ("aE", "no"), min_tokens) == end
+
+
+def test_the_decoded_window_does_not_grow_with_the_response():
+    seen = []
+
+    def watched(token_ids):
+        seen.append(len(token_ids))
+        return decode(token_ids)
+
+    tokens = tokens_of(*[b"a"] * 500)
+    assert not any(ends_with_stop(tokens[:n], ("END", "€"), watched, 3) for n in range(4, 501))
+    assert max(seen) <= 12
+    assert len(seen) == 497
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    tokens=st.lists(st.sampled_from(range(len(PIECES))), min_size=1, max_size=30),
+    stop=st.lists(
+        st.sampled_from(["a", "aa", "ab", "ba\n", "é", "€a", "😀", "END", "</E", "aé"]), min_size=1
+    ),
+    min_tokens=st.integers(0, 12),
+)
+def test_random_responses_end_where_the_whole_text_says(tokens, stop, min_tokens):
+    tokens = np.array(tokens)
+    assert ends(tokens, tuple(stop), min_tokens) == ends_by_definition(tokens, tuple(stop), min_tokens)

@@ -1,0 +1,319 @@
+"""Random requests that arrive and are aborted at random, on an engine whose cache is far too small for them.
+
+    python -m tests.engines.rollout.native.stress --requests 10000 --dtype float64      (make stress)
+
+Every request is answered once, no block of the cache is lost, and every response is the one that the request
+gets alone. In float64 that is exact. In float32 the rows beside it change a logit's last bits, so that a
+response may differ from the first token on whose random number lies within rounding of the border between two
+tokens; that it does is shown for each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+
+from tandem.engines.rollout.base import SharedModule, generate
+from tandem.engines.rollout.draws.rows import Rows
+from tandem.engines.rollout.native import engine as native
+from tandem.engines.rollout.native.engine import NativeEngine
+from tandem.engines.rollout.native.graphs import GraphedRunner
+from tandem.protocol import Request, Sample, SamplingParams
+
+VOCABULARY = 97
+LONGEST_PROMPT, LONGEST_RESPONSE = 40, 56
+BLOCK_SIZES = {torch.float64: 4, torch.float32: 16}
+"""Small ones run short in the middle of responses; the CPU kernels, not made for float64, want large ones."""
+ROOM = 2 * (LONGEST_PROMPT + LONGEST_RESPONSE)
+"""Tokens of the cache: two of the longest sequences."""
+
+ROUNDING = 1e-5
+"""More than what float32 logits of this model differ by, from batch to batch."""
+
+Id = tuple[str, int]
+
+
+def build_model(dtype: torch.dtype) -> PreTrainedModel:
+    """Two layers, peaked distributions."""
+    torch.manual_seed(3)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        initializer_range=0.2,
+    )
+    return Qwen2ForCausalLM(config).to(dtype).eval()
+
+
+def decode(ids: Sequence[int]) -> str:
+    return "".join(chr(ord("a") + token % 26) for token in ids)
+
+
+def random_requests(count: int, seed: int) -> list[Request]:
+    """One to four samples of each prompt; half of the prompts begin like an earlier one. Most responses are
+    short; the few long ones need blocks that are not there."""
+    rng = np.random.default_rng(seed)
+    requests: list[Request] = []
+    prompts: list[np.ndarray] = []
+    while len(requests) < count:
+        prompt = rng.integers(0, VOCABULARY, size=rng.integers(1, LONGEST_PROMPT + 1))
+        if prompts and rng.random() < 0.5:
+            head = prompts[rng.integers(len(prompts))]
+            prompt = np.concatenate([head[: rng.integers(1, len(head) + 1)], prompt])[:LONGEST_PROMPT]
+        first = int(rng.integers(0, len(prompt))) if rng.random() < 0.1 else -1
+        samples = range(min(int(rng.integers(1, 5)), count - len(requests)))
+        requests += [
+            Request(f"p{len(prompts)}", sample, prompt, _random_params(rng), first) for sample in samples
+        ]
+        prompts.append(prompt)
+    return requests
+
+
+def _random_params(rng: np.random.Generator) -> SamplingParams:
+    longest = min(LONGEST_RESPONSE, int(rng.geometric(0.08)))
+    some: dict[str, Any] = {
+        "top_k": int(rng.integers(1, 30)),
+        "top_p": float(rng.uniform(0.3, 1.0)),
+        "min_p": float(rng.uniform(0.0, 0.3)),
+        "repetition_penalty": float(rng.uniform(0.8, 1.5)),
+        "presence_penalty": float(rng.uniform(-1.0, 1.0)),
+        "frequency_penalty": float(rng.uniform(-1.0, 1.0)),
+        "min_tokens": int(rng.integers(0, longest + 1)),
+        "logit_bias": tuple((int(t), float(rng.normal())) for t in rng.choice(VOCABULARY, 3, replace=False)),
+        "stop_token_ids": tuple(rng.integers(0, VOCABULARY, size=rng.integers(1, 6)).tolist()),
+        "stop": tuple(decode(rng.integers(0, 26, size=2)) for _ in range(3)),
+    }
+    return SamplingParams(
+        temperature=float(rng.choice([0.0, 0.7, 1.0, 1.3])),
+        max_tokens=longest,
+        seed=int(rng.integers(3)),
+        **{name: value for name, value in some.items() if rng.random() < 0.25},
+    )
+
+
+def one_by_one(module: PreTrainedModel, requests: Sequence[Request]) -> dict[Id, Sample]:
+    """Each request alone, with nothing in the cache but its own."""
+    engine = NativeEngine(
+        device=torch.device("cpu"),
+        max_length=LONGEST_PROMPT + LONGEST_RESPONSE,
+        max_num_seqs=1,
+        enable_prefix_caching=False,
+        decode=decode,
+    )
+    engine.update_weights(SharedModule(module), 0)
+    return {sample.id: sample for sample in generate(engine, requests)}
+
+
+@dataclass
+class Outcome:
+    """What became of the requests.
+
+    Attributes:
+        finished: by id.
+        partial: aborted ones whose beginning was asked for.
+        dropped: aborted ones whose beginning was not.
+        stats: the engine's counters.
+    """
+
+    finished: dict[Id, Sample] = field(default_factory=dict)
+    partial: dict[Id, Sample] = field(default_factory=dict)
+    dropped: set[Id] = field(default_factory=set)
+    stats: dict[str, float] = field(default_factory=dict)
+
+
+def _again(work: Callable[[], None]) -> Callable[[], None]:
+    """In place of a CUDA graph: the work, done again on the same buffers."""
+    work()
+    return work
+
+
+def make_engine(dtype: torch.dtype, *, run_ahead: bool, graphs: bool) -> NativeEngine:
+    """With room for two of the longest sequences."""
+    engine = NativeEngine(
+        device=torch.device("cpu"),
+        max_length=LONGEST_PROMPT + LONGEST_RESPONSE,
+        max_num_seqs=24,
+        max_num_batched_tokens=64,
+        block_size=BLOCK_SIZES[dtype],
+        num_gpu_blocks_override=ROOM // BLOCK_SIZES[dtype],
+        run_ahead=run_ahead,
+        decode=decode,
+    )
+    engine._graphs = graphs
+    return engine
+
+
+def stressed(
+    module: PreTrainedModel,
+    requests: Sequence[Request],
+    seed: int,
+    *,
+    run_ahead: bool = False,
+    graphs: bool = False,
+) -> Outcome:
+    """All requests, arriving in bursts, one in twenty aborted, the weights handed over anew now and then.
+
+    Args:
+        run_ahead: whether steps are launched before the last one's tokens are fetched, as on CUDA.
+        graphs: whether decode steps run in the fixed buffers of CUDA graphs.
+
+    Raises:
+        AssertionError: a request is answered twice or never, or a block is lost.
+    """
+    with mock.patch.object(native, "GraphedRunner", partial(GraphedRunner, capture=_again)):
+        return _run(make_engine(module.dtype, run_ahead=run_ahead, graphs=graphs), module, requests, seed)
+
+
+def _run(engine: NativeEngine, module: PreTrainedModel, requests: Sequence[Request], seed: int) -> Outcome:
+    rng = np.random.default_rng(seed)
+    engine.update_weights(SharedModule(module), 0)
+    out, open_ids, submitted, idle_polls = Outcome(), dict[Id, None](), 0, 0
+    while submitted < len(requests) or engine.pending():
+        if len(open_ids) < 100 and rng.random() < 0.2:
+            burst = requests[submitted : submitted + int(rng.integers(1, 40))]
+            engine.submit(burst)
+            open_ids.update((request.id, None) for request in burst)
+            submitted += len(burst)
+        if open_ids and rng.random() < 0.02:
+            gone = [list(open_ids)[place] for place in rng.integers(len(open_ids), size=2)]
+            _abort(engine, sorted(set(gone)), bool(rng.random() < 0.5), out, open_ids)
+        if rng.random() < 0.002:
+            engine.update_weights(SharedModule(module), 1)
+        written = engine.progress()
+        for sample in engine.poll(timeout_s=0.0):
+            assert sample.id in open_ids and sample.id not in out.finished, sample.id
+            del open_ids[sample.id]
+            out.finished[sample.id] = sample
+        assert engine.pending() == len(open_ids)
+        idle_polls = 0 if engine.progress() > written or not open_ids else idle_polls + 1
+        assert idle_polls < 100, "no token was written in 100 steps"
+        if rng.random() < 0.02:
+            engine._scheduler.check()
+    engine._scheduler.check()
+    blocks = engine._scheduler.blocks
+    assert blocks.free == blocks.blocks > 0, "blocks are held and no sequence runs"
+    out.stats = engine.stats()
+    return out
+
+
+def _abort(
+    engine: NativeEngine, ids: Sequence[Id], keep: bool, out: Outcome, open_ids: dict[Id, None]
+) -> None:
+    partial = engine.abort(ids, keep_partial=keep)
+    assert sorted(sample.id for sample in partial) == (list(ids) if keep else [])
+    for sample in partial:
+        assert sample.finish_reason == "abort"
+        out.partial[sample.id] = sample
+    out.dropped |= set() if keep else set(ids)
+    for id in ids:
+        del open_ids[id]
+
+
+def check_outcome(
+    requests: Sequence[Request], out: Outcome, alone: dict[Id, Sample], dtype: torch.dtype
+) -> int:
+    """Compares with the same requests run one by one.
+
+    Returns:
+        responses that differ from a token on whose draw was a tie within rounding.
+
+    Raises:
+        AssertionError: a request without an answer, or a difference that has no such excuse.
+    """
+    ids = [request.id for request in requests]
+    assert sorted([*out.finished, *out.partial, *out.dropped]) == sorted(ids)
+    exact = build_model(torch.float64) if dtype != torch.float64 else None
+    ties = 0
+    for request in requests:
+        sample = out.finished.get(request.id) or out.partial.get(request.id)
+        if sample is None:
+            continue
+        expected = alone[request.id]
+        same = _common(sample.token_ids, expected.token_ids)
+        np.testing.assert_allclose(
+            sample.log_probs[:same], expected.log_probs[:same], atol=1e-10 if exact is None else 1e-3
+        )
+        if same == len(sample.token_ids) and sample.finish_reason == "abort":
+            continue
+        if same == len(sample.token_ids) == len(expected.token_ids):
+            assert sample.finish_reason == expected.finish_reason, request
+            continue
+        both = (int(sample.token_ids[same]), int(expected.token_ids[same]))
+        assert exact is not None, f"{request} differs at token {same}: {both}"
+        assert is_tie(exact, request, expected.token_ids[:same], both), (request, same, both)
+        ties += 1
+    return ties
+
+
+def _common(a: np.ndarray, b: np.ndarray) -> int:
+    """Length of the common beginning."""
+    length = min(len(a), len(b))
+    different = np.flatnonzero(a[:length] != b[:length])
+    return int(different[0]) if len(different) else length
+
+
+def is_tie(exact: PreTrainedModel, request: Request, written: np.ndarray, tokens: tuple[int, int]) -> bool:
+    """Whether logits that are the float64 model's up to rounding give either token.
+
+    Args:
+        exact: the model in float64.
+        written: (R) the response so far.
+        tokens: the two that were drawn next.
+    """
+    ids = torch.from_numpy(np.concatenate([request.prompt_ids, written]))
+    with torch.no_grad():
+        logits_V = exact(ids[None]).logits[0, -1]
+    noise = torch.Generator().manual_seed(0)
+    count = 1024
+    logits_CV = logits_V + ROUNDING * torch.randn(count, VOCABULARY, dtype=torch.float64, generator=noise)
+    rows = Rows(count)
+    places = rows.add([request] * count)
+    rows.tokens[:, : len(written)] = written
+    rows.produced[:] = len(written)
+    drawn = rows.draw(places, logits_CV, rows.params(places, VOCABULARY, logits_CV.device))
+    return set(tokens) <= set(drawn.tokens_R.tolist())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--dtype", nargs="+", choices=["float64", "float32"], default=["float64", "float32"])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--run-ahead", action="store_true", help="launch steps before tokens are fetched")
+    parser.add_argument("--graphs", action="store_true", help="decode in the buffers of CUDA graphs")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    requests = random_requests(options.requests, options.seed)
+    for name in options.dtype:
+        dtype = getattr(torch, name)
+        module = build_model(dtype)
+        began = time.monotonic()
+        out = stressed(module, requests, options.seed, run_ahead=options.run_ahead, graphs=options.graphs)
+        stressed_s = time.monotonic() - began
+        ties = check_outcome(requests, out, one_by_one(module, requests), dtype)
+        print(
+            f"{name}: {len(requests)} requests in {stressed_s:.1f} s, with the same one by one "
+            f"{time.monotonic() - began:.1f} s; {len(out.finished)} finished, "
+            f"{len(out.partial) + len(out.dropped)} aborted, {out.stats['preemptions']:.0f} preempted; "
+            f"{ties} differ at a tie within rounding, all others are the same",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

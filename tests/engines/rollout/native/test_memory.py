@@ -1,0 +1,102 @@
+import os
+
+import pytest
+import torch
+
+from tandem.engines.rollout.native import memory
+from tandem.engines.rollout.native.memory import CacheRoom
+from tandem.engines.rollout.native.split import LayerSplit
+from tandem.errors import EngineError
+
+CPU = torch.device("cpu")
+GIB = 2**30
+TOTAL = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.fixture
+def host(tmp_path, monkeypatch):
+    """Writes the kernel's files as a host with 8 GiB available and no limit would have them."""
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text(f"MemTotal: {16 * GIB // 1024} kB\nMemAvailable: {8 * GIB // 1024} kB\n")
+    monkeypatch.setattr(memory, "_MEMINFO", meminfo)
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    return tmp_path
+
+
+def limit(host, total, used, reclaimable):
+    (host / "memory.max").write_text(f"{total}\n")
+    (host / "memory.current").write_text(f"{used}\n")
+    (host / "memory.stat").write_text(f"anon 1\ninactive_file {reclaimable}\n")
+
+
+def test_the_budget_is_a_share_of_all_memory_whatever_is_free(host):
+    assert memory.cache_budget(CPU, 0.25) == int(0.25 * TOTAL)
+    (host / "meminfo").write_text("MemAvailable: 1 kB\n")
+    assert memory.cache_budget(CPU, 0.25) == int(0.25 * TOTAL)
+
+
+def test_a_containers_limit_binds(host):
+    limit(host, GIB, GIB // 2, 0)
+    assert memory.cache_budget(CPU, 0.5) == GIB // 2
+    (host / "memory.max").write_text("max\n")
+    assert memory.cache_budget(CPU, 0.5) == TOTAL // 2
+
+
+def test_more_than_is_free_is_refused(host):
+    room = CacheRoom(CPU, 0.5, 16)
+    room.check_free(8 * GIB)
+    assert room.is_free(8 * GIB) and not room.is_free(8 * GIB + 1)
+    with pytest.raises(EngineError, match=r"8,192.0 MiB free") as caught:
+        room.check_free(8 * GIB + 1)
+    assert caught.value.field == "actor_rollout_ref.rollout.gpu_memory_utilization"
+    assert "max_num_seqs" in caught.value.remedy
+    limit(host, 6 * GIB, 5 * GIB, GIB)
+    room.check_free(2 * GIB)
+    with pytest.raises(EngineError, match=r"2,048.0 MiB free"):
+        room.check_free(2 * GIB + 1)
+
+
+def test_an_override_that_is_not_free_is_what_is_named(host):
+    with pytest.raises(EngineError) as caught:
+        CacheRoom(CPU, 0.5, 16, fixed=10**9).check_free(10**9 * GIB)
+    assert caught.value.field == "actor_rollout_ref.rollout.num_gpu_blocks_override"
+    assert caught.value.remedy == "lower it, or end what else uses the memory"
+
+
+def test_as_many_blocks_as_are_asked_for_or_may_be_had(monkeypatch):
+    monkeypatch.setattr(memory, "cache_budget", lambda device, share: 100 * 7)
+    room = CacheRoom(CPU, 0.5, 16)
+    assert room.wanted([3, 4, 5], 10, 0, per_block=7) == 12
+    assert room.wanted([3, 4, 5], 2, 0, per_block=7) == 10
+    assert room.wanted([60, 70], 10, 0, per_block=7) == 100
+    assert room.wanted([3, 4, 5], 10, 11, per_block=7) == 22
+    assert room.wanted([3, 4, 5], 10, 12, per_block=7) == 12
+    assert room.wanted([60, 70], 10, 90, per_block=7) == 100
+    assert CacheRoom(CPU, 0.5, 16, fixed=33).wanted([3, 4], 10, 0, per_block=7) == 33
+    with pytest.raises(EngineError, match="1600 tokens would fit"):
+        room.wanted([3, 101], 10, 0, per_block=7)
+
+
+def test_a_device_full_of_the_process_itself_says_so(monkeypatch):
+    """The trainer already holds more than the cache's share."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * GIB, 40 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 30 * GIB)
+    room = CacheRoom(torch.device("cuda"), 0.5, 16)
+    with pytest.raises(
+        EngineError, match=r"0.5: 0.0 MiB beside 30,720.0 MiB that this process holds"
+    ) as caught:
+        room.check_longest(4, 2**20)
+    assert caught.value.field == "actor_rollout_ref.rollout.gpu_memory_utilization"
+    assert "would fit" not in caught.value.remedy and "what this process holds" in caught.value.remedy
+
+
+def test_all_ranks_decide_by_the_one_with_least(host):
+    class Least(LayerSplit):
+        def smallest(self, value):
+            return min(value, GIB)
+
+    room = CacheRoom(CPU, 0.5, 16, split=Least(0, 2))
+    assert room.is_free(GIB) and not room.is_free(GIB + 1)
+    with pytest.raises(EngineError, match=r"1,024.0 MiB free"):
+        room.check_free(GIB + 1)
+    assert room.most(2**20) == 1024

@@ -1,0 +1,67 @@
+"""The Triton ops against `TorchOps` in float64; see `test_attention_triton` for where this runs."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from tandem.engines.rollout.native.ops.base import Heads
+from tandem.engines.rollout.native.ops.torch import TorchOps
+from tandem.engines.rollout.native.ops.triton import TritonOps
+
+pytestmark = pytest.mark.triton
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ROWS, EPS = 5, 1e-3
+LIMITS = {torch.float32: 2e-6, torch.bfloat16: 1.5e-2}
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(DEVICE)
+
+
+def both(dtype, heads=3, kv_heads=1, dim=24):
+    """(Triton ops of that type, plain ops in float64)."""
+    cos_PD, sin_PD = random(50, dim, seed=1).to(dtype), random(50, dim, seed=2).to(dtype)
+    made = Heads(heads, kv_heads, dim, cos_PD, sin_PD, dim**-0.5)
+    wide = Heads(heads, kv_heads, dim, cos_PD.double(), sin_PD.double(), dim**-0.5)
+    return TritonOps(made, EPS), TorchOps(wide, EPS)
+
+
+def close(actual, expected):
+    limit = LIMITS[actual.dtype]
+    torch.testing.assert_close(actual.double(), expected, rtol=limit, atol=limit)
+
+
+@pytest.fixture(params=LIMITS, ids=str)
+def dtype(request):
+    return request.param
+
+
+@pytest.mark.parametrize("size", [16, 100, 896])
+def test_norms(size, dtype):
+    ops, plain = both(dtype)
+    x, added, weight = (random(*shape).to(dtype) for shape in ((ROWS, size), (ROWS, size), (size,)))
+    close(ops.norm(x, weight), plain.norm(x.double(), weight.double()))
+    total, normed = ops.added_norm(x.clone(), added, weight)
+    close(total, x.double() + added.double())
+    close(normed, plain.norm(total.double(), weight.double()))
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(3, 1, 24), (4, 2, 64), (7, 7, 16)])
+def test_rotation(heads, kv_heads, dim, normed, dtype):
+    ops, plain = both(dtype, heads, kv_heads, dim)
+    qkv = random(ROWS, (heads + 2 * kv_heads) * dim, seed=3).to(dtype)
+    norm = random(heads + kv_heads, dim, seed=4).to(dtype) if normed else None
+    positions = torch.tensor([0, 49, 7, 7, 31], device=DEVICE)
+    expected = plain.rotate(qkv.double(), positions, None if norm is None else norm.double())
+    for part, wanted in zip(ops.rotate(qkv, positions, norm), expected, strict=True):
+        assert part.dtype == dtype
+        close(part, wanted)
+
+
+@pytest.mark.parametrize("size", [48, 1024, 1500])
+def test_gate(size, dtype):
+    ops, plain = both(dtype)
+    gate_up = 3 * random(ROWS, 2 * size).to(dtype)
+    close(ops.gate(gate_up), plain.gate(gate_up.double()))

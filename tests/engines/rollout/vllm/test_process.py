@@ -1,0 +1,51 @@
+"""A server that is started here: found whatever proxy is set, and its log kept or not."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.engines.rollout.vllm.process import VLLMProcess
+
+
+def start(folder: Path, **options: Any) -> VLLMProcess:
+    """Python's own server as vLLM's: it answers /health."""
+    (folder / "www").mkdir()
+    (folder / "www" / "health").touch()
+    (folder / "logs").mkdir()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1"]
+    command += ["--directory", str(folder / "www")]
+    url, log = f"http://127.0.0.1:{port}", folder / "logs" / "log"
+    return VLLMProcess(command, url, log, environment={}, start_timeout_s=30, **options)
+
+
+def test_no_proxy_is_asked_for_a_server_on_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    start(tmp_path).close()
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_temporary_log_goes_with_the_server(tmp_path: Path, keeps: bool) -> None:
+    process = start(tmp_path, keeps_log=keeps)
+    assert process.log.exists()
+    process.close()
+    process.close()
+    assert process.log.exists() is process.log.parent.exists() is keeps
+
+
+def test_the_log_of_a_server_that_failed_is_kept(tmp_path: Path) -> None:
+    process = start(tmp_path, keeps_log=False)
+    process._process.kill()
+    process._process.wait(10)
+    process.close()
+    assert process.log.exists()

@@ -1,0 +1,163 @@
+"""How a vLLM server gets weights and gives memory back; on a fake, for vLLM itself see test_vllm_server."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tandem.engines.rollout.http.connection import Server, ServerLost
+from tandem.engines.rollout.vllm.memory import DeviceMemory
+from tandem.engines.rollout.vllm.server import Network, VLLMServerEngine
+from tandem.engines.weight_sync import digest
+from tandem.errors import EngineError
+from tests.engines.rollout.http.fake_vllm import FakeVLLM
+from tests.engines.rollout.http.fakes import Reply
+from tests.engines.rollout.vllm.models import build, stream
+
+
+@pytest.fixture
+def server() -> Iterator[FakeVLLM]:
+    held = {name: torch.zeros_like(value) for name, value in build().named_parameters()}
+    with FakeVLLM(held) as fake:
+        yield fake
+
+
+def engine_on(server: FakeVLLM, **options: Any) -> VLLMServerEngine:
+    return VLLMServerEngine(Server(server.url), config=build().config, max_length=64, **options)
+
+
+@pytest.fixture
+def engine(server: FakeVLLM) -> Iterator[VLLMServerEngine]:
+    made = engine_on(server, bucket_bytes=20_000, sleeps=True)
+    yield made
+    made.close()
+
+
+def test_weights_go_through_memory_that_has_no_name_and_no_limit_of_its_own(server, engine):
+    """Files in /dev/shm end with a bus error where it is full, and outlive a process that is killed."""
+    model = build(seed=5)
+    assert engine.update_weights(stream(model), 3) == digest(model.named_parameters())
+    assert len(server.files) > 3
+    assert set(server.files) == {"/memfd:tandem-weights (deleted)"}
+    assert all(torch.equal(server.held[name], value) for name, value in model.named_parameters())
+
+
+def test_a_server_whose_tokens_all_have_one_logit_passes_its_trial(engine, monkeypatch):
+    """As one without weights may; top_k=1 keeps all that are as likely as the first."""
+
+    async def ask(self: Any, method: str, path: str, *, json: Any) -> Any:
+        likeliest = len(json["sampling_params"].get("logit_bias", range(46)))
+        return {"choices": [{"logprobs": {"content": [{"logprob": -math.log(likeliest)}]}}]}
+
+    monkeypatch.setattr(VLLMServerEngine, "ask", ask)
+    asyncio.run(engine.connect())
+
+
+def test_weights_go_over_the_network_in_one_group_for_all_versions(server):
+    engine = engine_on(server, bucket_bytes=20_000, network=Network(torch.device("cpu")))
+    for version in (1, 2):
+        model = build(seed=version)
+        assert engine.update_weights(stream(model), version) == digest(model.named_parameters())
+        assert all(torch.equal(server.held[name], value) for name, value in model.named_parameters())
+    assert server.calls.count("tandem_join") == 1
+    assert server.calls.count("tandem_receive") > 6
+    assert server.files == []
+    engine.close()
+
+
+def test_a_bucket_that_the_server_does_not_want_is_told_and_the_next_group_works(server, monkeypatch):
+    engine = engine_on(server, network=Network(torch.device("cpu")))
+    engine.update_weights(stream(build()), 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(server, "answer", lambda *_: Reply({"error": "out of memory"}, 500))
+        patch.setattr(engine, "call", lambda *_, **__: None)
+        with pytest.raises(ServerLost, match="refused") as caught:
+            engine.update_weights(stream(build(seed=2)), 2)
+    assert server.url in caught.value.got and "out of memory" in caught.value.got
+    model = build(seed=3)
+    assert engine.update_weights(stream(model), 3) == digest(model.named_parameters())
+    engine.close()
+
+
+def test_a_server_that_does_not_come_to_the_group_is_named(server, monkeypatch):
+    monkeypatch.setattr("tandem.engines.rollout.vllm.channel._LIMIT_S", 1.0)
+    monkeypatch.setattr(server, "_tandem_join", lambda *_: server._closing.wait(20), raising=False)
+    engine = engine_on(server, network=Network(torch.device("cpu")))
+    with pytest.raises(ServerLost, match="did not reach the server") as caught:
+        engine.update_weights(stream(build()), 1)
+    assert server.url in caught.value.got
+    engine.close()
+
+
+def test_a_model_on_several_devices_is_refused(server, monkeypatch):
+    monkeypatch.setattr(server, "results", 2)
+    engine = engine_on(server, network=Network(torch.device("cpu")))
+    with pytest.raises(EngineError, match="splits its model") as caught:
+        engine.update_weights(stream(build()), 1)
+    assert caught.value.got == f"{server.url}: 2 workers"
+    engine.close()
+
+
+def test_what_the_server_holds_is_summed_once(server, engine):
+    engine.update_weights(stream(build()), 1)
+    assert server.calls.count("tandem_digest") == 1
+    with pytest.raises(EngineError, match="brought not all weights") as caught:
+        engine.update_weights(stream(build(), lambda name, t: None if "norm" in name else t), 2)
+    assert caught.value.field == "model.layers.0.input_layernorm.weight"
+
+
+def test_a_server_that_is_half_awake_falls_asleep(server, engine):
+    engine.sleep()
+    engine.wake({"weights"})
+    assert server.asleep == {"kv_cache"}
+    engine.sleep()
+    assert server.asleep == {"weights", "kv_cache"}
+
+
+def test_the_process_is_ended_even_if_the_connection_is_not(server, monkeypatch):
+    class Process:
+        ended = False
+
+        def close(self) -> None:
+            self.ended = True
+
+    process: Any = Process()
+    engine = engine_on(server, process=process)
+    close = engine._connection.close
+    monkeypatch.setattr(engine._connection, "close", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.close()
+    assert process.ended
+    close()
+
+
+class Sleeper:
+    """vLLM's engine, as far as it sleeps: one that sleeps in part only warns when it is told to."""
+
+    def __init__(self) -> None:
+        self.asleep: set[str] = set()
+
+    def is_sleeping(self) -> bool:
+        return bool(self.asleep)
+
+    def sleep(self, level: int) -> None:
+        if not self.asleep:
+            self.asleep = {"weights", "kv_cache"}
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        self.asleep -= set(tags or ("weights", "kv_cache"))
+
+
+def test_device_memory_that_is_taken_again_in_part_can_be_given_back():
+    engine = Sleeper()
+    memory = DeviceMemory(engine)
+    memory.release({"weights", "kv_cache"})
+    memory.restore({"weights"})
+    assert engine.asleep == {"kv_cache"}
+    memory.release({"weights"})
+    assert engine.asleep == {"weights", "kv_cache"}
