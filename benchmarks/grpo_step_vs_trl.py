@@ -32,7 +32,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from tandem.config.load import load_train_config
 from tandem.demo.model import build_tokenizer
 from tandem.demo.problems import split, write_problems
-from tandem.trainer.build import build_ppo
+from tandem.trainer.assembly import build_ppo
 
 HERE = Path(__file__).resolve().parent
 TRL = HERE.parent / ".peers" / "trl" / "bin" / "python"

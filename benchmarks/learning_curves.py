@@ -41,7 +41,7 @@ from tandem.demo.program import make_task, warm_up
 from tandem.errors import ConfigErrors
 from tandem.rewards.arithmetic import compute_score
 from tandem.runtime import BatchFuture
-from tandem.trainer.build import build_ppo
+from tandem.trainer.assembly import build_ppo
 from tandem.trainer.ppo import PPOTrainer
 
 GOAL = 0.85
@@ -146,8 +146,8 @@ class TimedTrainer(PPOTrainer):
         return metrics
 
     def at_step_boundary(self, step: int) -> None:
-        if self.trained_s >= self.limit_s and step + 1 < self.plan.total_steps:
-            self.plan = replace(self.plan, total_steps=step + 1)
+        if self.trained_s >= self.limit_s and step + 1 < self.rhythm.total_steps:
+            self.rhythm = replace(self.rhythm, total_steps=step + 1)
 
 
 def task(folder: Path, seed: int) -> Path:

@@ -28,7 +28,7 @@ from tandem.config.load import load_train_config
 from tandem.demo.problems import LONGEST_PROMPT, LONGEST_RESPONSE
 from tandem.demo.program import make_task, warm_up
 from tandem.observability.run import read_metrics
-from tandem.trainer.build import build_ppo
+from tandem.trainer.assembly import build_ppo
 
 TARGET, PROMPTS, N, LR, EVERY, MOST_STEPS = 0.9, 64, 8, 5e-4, 5, 100
 

@@ -12,4 +12,4 @@ Trains a reward model on preferences: columns of chosen and rejected answers.
 
 
 def rm(arguments: list[str]) -> int:
-    return supervised(arguments, USAGE, load_rm_config, "tandem.trainer.rm:run_rm")
+    return supervised(arguments, USAGE, load_rm_config, "tandem.trainer.run:run_rm")

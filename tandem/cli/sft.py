@@ -16,7 +16,7 @@ Fine-tunes a model on demonstrations: a column of messages, or of prompts and re
 
 
 def sft(arguments: list[str]) -> int:
-    return supervised(arguments, USAGE, load_sft_config, "tandem.trainer.sft:run_sft")
+    return supervised(arguments, USAGE, load_sft_config, "tandem.trainer.run:run_sft")
 
 
 def supervised(arguments: list[str], usage: str, load: Callable[..., Loaded[Any]], run: str) -> int:

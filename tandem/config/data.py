@@ -27,7 +27,7 @@ class DataConfig(Section):
         ge=1,
     )
     val_batch_size: int | None = key(
-        None, "prompts per validation batch; null: all at once", read_by="trainer.evaluate", ge=1
+        None, "prompts per validation batch; null: all at once", read_by="trainer.gathering", ge=1
     )
     max_prompt_length: int = key(512, "longest prompt, tokens", read_by="data.prompts", ge=1)
     max_response_length: int = key(512, "longest response, tokens", read_by="trainer.ppo", ge=1)

@@ -68,7 +68,9 @@ class SamplerConfig(Section):
         read_by="workers.data",
     )
     class_name: str | None = key(
-        None, "the class; null: no sampler, the order of data.shuffle", read_by="workers.data, trainer.build"
+        None,
+        "the class; null: no sampler, the order of data.shuffle",
+        read_by="workers.data, trainer.assembly",
     )
     kwargs: dict[str, Any] = key({}, "further arguments of the class", read_by="workers.data")
 
@@ -77,12 +79,12 @@ class AdaptiveEntropyConfig(Section):
     """An entropy coefficient that keeps the policy's entropy at a target (He et al. 2025, Skywork-OR1, arXiv
     2505.22312, section 4). It begins at entropy_coeff."""
 
-    enabled: bool = key(False, "move entropy_coeff by the entropy of each step", read_by="trainer.build")
+    enabled: bool = key(False, "move entropy_coeff by the entropy of each step", read_by="trainer.assembly")
     target_entropy: float = key(
-        0.2, "nats per token; above it the coefficient is zero", read_by="trainer.build", gt=0
+        0.2, "nats per token; above it the coefficient is zero", read_by="trainer.assembly", gt=0
     )
-    max_ent_coef: float = key(0.005, "the coefficient's upper bound", read_by="trainer.build", ge=0)
-    min_ent_coef: float = key(0.0, "the coefficient's lower bound", read_by="trainer.build", ge=0)
+    max_ent_coef: float = key(0.005, "the coefficient's upper bound", read_by="trainer.assembly", ge=0)
+    min_ent_coef: float = key(0.0, "the coefficient's lower bound", read_by="trainer.assembly", ge=0)
     delta_ent_coef: float = key(
-        0.0001, "by which it goes up or down after each step", read_by="trainer.build", gt=0
+        0.0001, "by which it goes up or down after each step", read_by="trainer.assembly", gt=0
     )

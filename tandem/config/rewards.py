@@ -40,7 +40,7 @@ class RewardModelConfig(Section):
     """The reward model; it only computes."""
 
     enable: bool = key(
-        False, "score responses with this model, not with reward functions", read_by="trainer.build"
+        False, "score responses with this model, not with reward functions", read_by="trainer.assembly"
     )
     model: RewardBackboneConfig = RewardBackboneConfig()
     use_dynamic_bsz: bool = key(

@@ -12,7 +12,7 @@ from tandem.config.section import LocalPath, Names, OneOf, Section, key
 ENGINE = "engines.rollout"
 SERVERS = "engines.rollout.http"
 NATIVE = "engines.rollout.native"
-SAMPLING = "trainer.sampling"
+SAMPLING = "trainer.sampling_params"
 VLLM = "engines.rollout.vllm.make"
 BOTH = f"{NATIVE}, {VLLM}"
 
@@ -56,7 +56,7 @@ class ValidationSampling(SamplingSection):
     """Sampling of validation responses."""
 
     temperature: float = key(0.0, "divides the logits; 0: greedy", read_by=SAMPLING, ge=0)
-    n: int = key(1, "responses per validation prompt", read_by="trainer.evaluate", ge=1)
+    n: int = key(1, "responses per validation prompt", read_by="trainer.gathering", ge=1)
     do_sample: bool = key(False, "false: greedy, whatever the temperature", read_by=SAMPLING)
 
 

@@ -27,8 +27,7 @@ from tandem.errors import ConfigError
 from tandem.observability.run import read_metrics, read_samples
 from tandem.offline.export import export_checkpoint
 from tandem.trainer.launch import ray_backend
-from tandem.trainer.run import run_ppo
-from tandem.trainer.sft import run_sft
+from tandem.trainer.run import run_ppo, run_sft
 
 TRAIN_PROBLEMS = 4000
 VALIDATION_PROBLEMS = 512

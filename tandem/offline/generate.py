@@ -37,7 +37,7 @@ from tandem.models.loading import load_policy, load_tokenizer
 from tandem.observability.journal import Journal
 from tandem.observability.progress import Progress
 from tandem.protocol import Request, Sample
-from tandem.trainer.sampling import sampling_params, stop_token_ids
+from tandem.trainer.sampling_params import sampling_params, stop_token_ids
 
 COLUMNS = ("responses", "response_ids", "response_log_probs", "finish_reasons")
 """What is added to each row: lists, whose place i is the prompt's sample i."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.config.root import TrainConfig
-from tandem.trainer.build import build_ppo
+from tandem.trainer.assembly import build_ppo
 
 _PROMPTS = 8
 _OF_THE_MAXIMUM = 50.0

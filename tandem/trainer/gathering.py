@@ -1,18 +1,20 @@
-"""The samples of a step: prompts answered and scored, and further ones until a batch is full of prompts that
-teach something (dynamic sampling: Yu et al. 2025, DAPO, arXiv 2503.14476, section 3.2)."""
+"""Prompts answered and scored: those of a training step, and further ones until its batch is full of prompts
+that teach something (dynamic sampling: Yu et al. 2025, DAPO, arXiv 2503.14476, section 3.2); and those of the
+validation set."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from tandem.config.root import TrainConfig
-from tandem.errors import ConfigError, RewardError
+from tandem.errors import RewardError
+from tandem.observability.metrics import Metrics
 from tandem.protocol import SamplingParams
-from tandem.runtime import BatchFuture, Future, WorkerGroup
+from tandem.runtime import BatchFuture, Future
 from tandem.trainer.dealing import Dealer
 from tandem.trainer.prompts import Prompts
 from tandem.trainer.roles import Roles
@@ -28,12 +30,14 @@ class Gathered(NamedTuple):
         prompts: one row per prompt.
         samples, scores: n rows per prompt, in the order of the prompts.
         metrics: of the sampling, where there is a choice.
+        baselines: `reward_baselines`, as many rows, if they were asked for.
     """
 
     prompts: BatchFuture
     samples: BatchFuture
     scores: BatchFuture
     metrics: dict[str, float]
+    baselines: tuple[BatchFuture, ...] = ()
 
 
 @dataclass
@@ -116,16 +120,25 @@ class Gatherer:
             -(-self._size // prompts.batch_size), prompts.steps_per_epoch
         )
 
-    def gather(self, roles: Roles, prompts: BatchFuture, n: int) -> Gathered:
+    def gather(
+        self, roles: Roles, prompts: BatchFuture, n: int, *, greedy_baselines: bool = False
+    ) -> Gathered:
         """The samples of a step.
 
         Args:
             prompts: the first generation batch.
             n: responses to each.
+            greedy_baselines: whether each prompt is answered once more, greedily, for its baseline.
 
         Raises:
             RewardError: `limit` generation batches did not fill the batch.
         """
+        gathered = self._gather(roles, prompts, n)
+        if greedy_baselines:
+            gathered = gathered._replace(baselines=(self._baselines(roles, gathered.prompts, n),))
+        return gathered
+
+    def _gather(self, roles: Roles, prompts: BatchFuture, n: int) -> Gathered:
         if not self._filters:
             return Gathered(prompts, *self._answer(roles, prompts, n), {})
         filling = _Filling(self._size, [])
@@ -166,7 +179,7 @@ class Gatherer:
         )
         return punished
 
-    def baselines(self, roles: Roles, prompts: BatchFuture, n: int) -> BatchFuture:
+    def _baselines(self, roles: Roles, prompts: BatchFuture, n: int) -> BatchFuture:
         """`reward_baselines`: the total reward of the greedy response to each prompt, which has the limits,
         the penalties and the punishment for length of the samples; n times, beside the prompt's n samples.
         Timed as `gen_max`."""
@@ -201,27 +214,40 @@ def _metrics(filling: _Filling, batches: int) -> dict[str, float]:
     }
 
 
-def require_sampling(config: TrainConfig, batch: WorkerGroup, data: WorkerGroup) -> None:
-    """Refuses worker classes of the user's own that lack what the config's way of sampling calls.
+@dataclass(frozen=True)
+class Evaluator:
+    """Answers and scores the validation set.
 
-    Raises:
-        ConfigError: names the key that asks for the method.
+    Attributes:
+        batches: how many batches it has.
+        n: samples per prompt.
+        params: how to sample.
+        writes_samples: whether the samples go into the run folder.
+        dealer: says which problems are better answered by the same rank.
     """
-    filters, overlong = config.algorithm.filter_groups.enable, config.reward_model.overlong_buffer.enable
-    draws = config.data.sampler.class_name is not None
-    for asked, field, group, methods in (
-        (filters, f"{FILTER}.enable", batch, ("group_spread",)),
-        (filters, f"{FILTER}.enable", data, ("recall",)),
-        (overlong, "reward_model.overlong_buffer.enable", batch, ("punish_overlong",)),
-        (config.algorithm.mask_truncated_completions, "algorithm.mask_truncated_completions", batch,
-         ("truncated",)),
-        (draws, "data.sampler.class_name", data, ("observe", "sampler_state", "load_sampler_state")),
-    ):  # fmt: skip
-        missing = [method for method in methods if not hasattr(group, method)]
-        if asked and missing:
-            raise ConfigError(
-                f"asks for methods that the worker class of role {group.role} lacks",
-                field=field,
-                got=f"no {', '.join(missing)}",
-                remedy=f"derive trainer.worker_classes.{group.role} from the class it replaces",
-            )
+
+    batches: int
+    n: int
+    params: SamplingParams
+    writes_samples: bool
+    dealer: Dealer = field(default_factory=Dealer)
+
+    def run(self, step: int, roles: Roles) -> dict[str, float]:
+        """`val/accuracy` and `val/reward`, over all problems and per data source."""
+        measured: list[Future[Metrics]] = []
+        written: list[Future[Any]] = []
+        answered: list[tuple[BatchFuture, BatchFuture]] = []
+        for number in range(self.batches):
+            prompts = roles.data.val_batch(number)
+            samples, scores = roles.generate(prompts, self.n, self.params, self.dealer)
+            answered.append((prompts, samples))
+            batch = samples.union(scores)
+            measured.append(roles.batch.measure_validation(batch))
+            if self.writes_samples:
+                written.append(roles.batch.write_samples(step, batch, part=f"val{number or ''}"))
+        metrics = Metrics.merged(future.get() for future in measured).to_floats()
+        for future in written:
+            future.get()
+        for prompts, samples in answered:
+            self.dealer.learn(prompts.index, samples.index)
+        return metrics

@@ -17,7 +17,7 @@ from tandem.observability.run import RunFolder
 from tandem.rewards import Reward
 from tandem.runtime import Backend, LocalBackend, Placement, ResourcePool, WorkerGroup
 from tandem.runtime.worker import WorkerFactory
-from tandem.trainer.placing import CONTROLLER_POOL, Tenant, load_classes, tenants
+from tandem.trainer.placing import CONTROLLER_POOL, Cast, Tenant, tenants
 from tandem.trainer.roles import Roles
 from tandem.trainer.steps import Plan, updates_per_step
 from tandem.workers.batch import BatchWorker
@@ -99,32 +99,28 @@ class Launcher:
 
     Args:
         config: the resolved config.
-        played: the roles of `PLACES` that the run has.
+        cast: the roles that the run has, and who plays them.
         backend: where workers run.
         run: the run folder.
         tokenizer: the policy's.
         reward: the user's own reward function; None takes each data source's.
-
-    Raises:
-        ConfigError: a worker class of the user's own cannot be used.
     """
 
     def __init__(
         self,
         config: TrainConfig,
-        played: frozenset[str],
+        cast: Cast,
         backend: Backend,
         run: RunFolder,
         tokenizer: PreTrainedTokenizerBase,
         reward: Reward | None,
     ) -> None:
         self.config = config
-        self.played = played
+        self.cast = cast
         self.backend = backend
         self.run = run
         self.tokenizer = tokenizer
         self.reward = reward
-        self.classes = load_classes(config.trainer.worker_classes)
         self._pools: dict[str, ResourcePool] = {}
 
     def reserve(self, placement: Placement) -> None:
@@ -133,7 +129,7 @@ class Launcher:
         Raises:
             ConfigError: they cannot be had, or a class does not fit its role.
         """
-        used = [tenant.pool for tenant in tenants(placement, self.played, self.classes).values()]
+        used = [tenant.pool for tenant in tenants(placement, self.cast).values()]
         pools = {pool.name: pool for pool in (CONTROLLER_POOL, *used)}
         gone = [name for name, pool in self._pools.items() if pools.get(name) != pool]
         self.backend.release(gone)
@@ -146,7 +142,7 @@ class Launcher:
         Raises:
             DataError: anything wrong with them.
         """
-        worker = self.classes.get("data", DataWorker)
+        worker = self.cast.classes.get("data", DataWorker)
         return self._group(
             partial(worker, self.config.data, self.tokenizer, self.run), CONTROLLER_POOL, "data"
         )
@@ -157,8 +153,8 @@ class Launcher:
         Raises:
             TandemError: a model cannot be loaded, or anything else a worker refuses.
         """
-        batch, policy = self.classes.get("batch", BatchWorker), self.config.actor_rollout_ref
-        placed = tenants(placement, self.played, self.classes)
+        batch, policy = self.cast.classes.get("batch", BatchWorker), self.config.actor_rollout_ref
+        placed = tenants(placement, self.cast)
         groups = {
             role: self._group(self._factory(tenant, plan), tenant.pool, role)
             for role, tenant in placed.items()
@@ -191,10 +187,6 @@ class Launcher:
                 group.shutdown()
         self.reserve(placement)
         return self.launch(placement, plan, roles.data)
-
-    def shutdown(self) -> None:
-        """Ends all groups."""
-        self.backend.shutdown()
 
     def _group(self, factory: WorkerFactory, pool: ResourcePool, role: str) -> WorkerGroup:
         return WorkerGroup(self.backend, factory, pool, role=role, balance=self.config.trainer.balance_batch)

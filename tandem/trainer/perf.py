@@ -1,10 +1,46 @@
-"""Seconds and tokens of a step as rates, under the field's names."""
+"""What the workers measured of a step: counts, seconds, and these as rates under the field's names."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
+from tandem.observability.metrics import Metrics
+from tandem.runtime import WorkerGroup
 from tandem.trainer.steps import Plan
+
+
+def take_observed(groups: Iterable[WorkerGroup]) -> Metrics:
+    """What workers observed besides their results since the last call."""
+    return Metrics.merged(part for group in groups for part in _offered(group, "take_observed"))
+
+
+def take_timings(groups: Iterable[WorkerGroup]) -> dict[str, float]:
+    """`timing/PHASE`, seconds since the last call; of several ranks the slowest's."""
+    seconds: dict[str, float] = {}
+    for group in groups:
+        for taken in _offered(group, "take_timings"):
+            seconds |= {name: max(value, seconds.get(name, 0.0)) for name, value in taken.items()}
+    return seconds
+
+
+def take_usage(groups: Iterable[WorkerGroup], elapsed_s: float) -> dict[str, float]:
+    """Per role since the last call: the share of the elapsed time that its ranks were busy, their seconds of
+    waiting for inputs and of bringing them, all means over ranks, and the bytes brought."""
+    out: dict[str, float] = {}
+    for group in groups:
+        taken = group.take_usage()
+        ranks = len(taken)
+        out[f"perf/busy_share/{group.role}"] = sum(u.busy_s for u in taken) / ranks / elapsed_s
+        out[f"perf/wait_s/{group.role}"] = sum(u.wait_s for u in taken) / ranks
+        out[f"perf/transfer_s/{group.role}"] = sum(u.transfer_s for u in taken) / ranks
+        out[f"perf/transfer_bytes/{group.role}"] = float(sum(u.transfer_bytes for u in taken))
+    return out
+
+
+def _offered(group: WorkerGroup, method: str) -> list[Any]:
+    call: Callable[[], list[Any]] | None = getattr(group, method, None)
+    return [] if call is None else call()
 
 
 def throughput(

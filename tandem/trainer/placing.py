@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tandem.algorithms.loading import load_module
+from tandem.algorithms.registry import AdvantageSpec
 from tandem.config.cluster import place
 from tandem.config.root import TrainConfig
+from tandem.config.trainer import TrainerConfig
 from tandem.errors import ConfigError
 from tandem.runtime import Placement, ResourcePool, Role, Worker
 from tandem.runtime.worker import registrations
-from tandem.trainer.roles import require_methods
+from tandem.trainer.methods import Need, needs_of, require_methods
 from tandem.workers.actor import ActorWorker
 from tandem.workers.critic import CriticWorker
 from tandem.workers.reward import RewardWorker
@@ -51,10 +53,48 @@ class Tenant:
     worker: type[Worker]
 
 
-def configured_placement(config: TrainConfig) -> Placement:
+@dataclass(frozen=True)
+class Cast:
+    """Who plays which role in a run.
+
+    Attributes:
+        played: the roles that the run has, of those of `PLACES`.
+        classes: worker classes of the user's own, by role; others are ours.
+        needs: what the run calls on them.
+    """
+
+    played: frozenset[str]
+    classes: Mapping[str, type[Worker]] = field(default_factory=dict)
+    needs: tuple[Need, ...] = ()
+
+
+def cast_roles(config: TrainConfig, spec: AdvantageSpec) -> Cast:
+    """The cast of a run with this advantage estimator.
+
+    Raises:
+        ConfigError: a worker class of the user's own cannot be used.
+    """
+    classes, needs = load_classes(config.trainer.worker_classes), needs_of(config, spec)
+    for role in sorted({"batch", "data"} & set(classes)):
+        require_methods(classes[role], frozenset({role}), needs, role=role)
+    return Cast(played_roles(config, spec), classes, needs)
+
+
+def played_roles(config: TrainConfig, spec: AdvantageSpec) -> frozenset[str]:
+    """The roles of a run besides its helpers: the reference if a KL term or the estimator needs it, the
+    critic if the estimator needs values, a reward model or reward functions."""
+    roles = {"actor", "rollout", "reward_model" if config.reward_model.enable else "reward"}
+    if config.needs_reference or "ref_log_probs" in spec.columns:
+        roles.add("ref")
+    if "values" in spec.columns:
+        roles.add("critic")
+    return frozenset(roles)
+
+
+def configured_placement(trainer: TrainerConfig) -> Placement:
     """The placement that the config asks for."""
-    placed = {places[0]: config.trainer.placed(role) for role, places in PLACES.items()}
-    return Placement(config.trainer.pools, {role: pool for role, pool in placed.items() if pool is not None})
+    placed = {places[0]: trainer.placed(role) for role, places in PLACES.items()}
+    return Placement(trainer.pools, {role: pool for role, pool in placed.items() if pool is not None})
 
 
 def load_classes(references: Mapping[str, str]) -> dict[str, type[Worker]]:
@@ -64,12 +104,9 @@ def load_classes(references: Mapping[str, str]) -> dict[str, type[Worker]]:
         references: role to `file.py:Class` or `package.module:Class`.
 
     Raises:
-        ConfigError: no such module or class, one that is no worker, or a helper that lacks a method.
+        ConfigError: no such module or class, or one that is no worker.
     """
-    classes = {role: _load_class(role, reference) for role, reference in references.items()}
-    for role in sorted({"batch", "data"} & set(classes)):
-        require_methods(classes[role], frozenset({role}), field=f"trainer.worker_classes.{role}")
-    return classes
+    return {role: _load_class(role, reference) for role, reference in references.items()}
 
 
 def _load_class(role: str, reference: str) -> type[Worker]:
@@ -91,24 +128,18 @@ def _load_class(role: str, reference: str) -> type[Worker]:
     )
 
 
-def tenants(
-    placement: Placement,
-    played: frozenset[str],
-    classes: Mapping[str, type[Worker]],
-    more: Mapping[str, tuple[str, ...]] | None = None,
-) -> dict[str, Tenant]:
+def tenants(placement: Placement, cast: Cast) -> dict[str, Tenant]:
     """The groups of a run by role. Actor, rollout and reference on one pool are one group, so that they
     share weights; a role with a class of the user's own is a group of its own.
 
     Args:
         placement: where the roles are.
-        played: the roles that this run has, of those of `PLACES`.
-        classes: the user's own.
-        more: further methods that the run calls on its workers, by role.
+        cast: which there are, and who plays them.
 
     Raises:
-        ConfigError: a role without a place, or a user's class that lacks a method.
+        ConfigError: a role without a place, or a class that lacks a method.
     """
+    played, classes = cast.played, cast.classes
     pools = {role: _pool(placement, role) for role in played}
     apart = pools["actor"] != pools["rollout"] or bool({"actor", "rollout"} & set(classes))
     key = "actor" if apart else "actor_rollout"
@@ -117,17 +148,11 @@ def tenants(
     if "ref" in played and pools["ref"] == pools["actor"] and "ref" not in classes:
         parts |= {"ref"} & _plays(policy)
     out = {"actor": Tenant("actor", frozenset(parts), pools["actor"], policy)}
-    require_methods(policy, out["actor"].parts, field=f"trainer.worker_classes.{key}", apart=apart, more=more)
     for role in sorted(played - parts):
-        worker = classes.get(role, _OURS[role])
-        out[role] = Tenant(role, frozenset({role}), pools[role], worker)
-        require_methods(
-            worker, out[role].parts, field=f"trainer.worker_classes.{role}", apart=apart, more=more
-        )
-    if "batch" in classes:
-        require_methods(
-            classes["batch"], frozenset({"batch"}), field="trainer.worker_classes.batch", more=more
-        )
+        out[role] = Tenant(role, frozenset({role}), pools[role], classes.get(role, _OURS[role]))
+    for role, tenant in out.items():
+        named = key if role == "actor" else role
+        require_methods(tenant.worker, tenant.parts, cast.needs, role=named, apart=apart)
     return out
 
 

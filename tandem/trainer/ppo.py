@@ -1,7 +1,7 @@
-"""The PPO family: one step of the algorithm, from prompts to updated weights, and the loop around it.
+"""The PPO family: one step of the algorithm, from prompts to updated weights.
 
 PPO: Schulman et al. 2017 (arXiv 1707.06347), for language models as in Ouyang et al. 2022
-(arXiv 2203.02155). GRPO, RLOO and REINFORCE++ are the same loop with another advantage estimator and
+(arXiv 2203.02155). GRPO, RLOO and REINFORCE++ are the same step with another advantage estimator and
 no critic. The controller runs this file; each call on a role runs on that role's workers. What
 passes between the calls are futures: the data goes from worker to worker, and calls that do not
 need each other's results run at the same time where their roles have processes of their own.
@@ -9,8 +9,8 @@ need each other's results run at the same time where their roles have processes 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from tandem.algorithms.entropy import AdaptiveEntropyController
@@ -19,26 +19,27 @@ from tandem.config.root import TrainConfig
 from tandem.errors import CheckpointError
 from tandem.observability.metrics import Metrics
 from tandem.protocol import SamplingParams
-from tandem.runtime import BatchFuture, Future, Placement
+from tandem.runtime import BatchFuture, Future, Placement, WorkerGroup
 from tandem.trainer.dealing import Dealer
-from tandem.trainer.evaluate import Evaluator
-from tandem.trainer.gathering import Gatherer
+from tandem.trainer.gathering import Evaluator, Gathered, Gatherer
 from tandem.trainer.launch import Launcher
-from tandem.trainer.perf import throughput
-from tandem.trainer.probes import TrustProbe
+from tandem.trainer.loop import Loop, Rhythm
+from tandem.trainer.perf import take_observed, take_usage, throughput
 from tandem.trainer.prompts import Prompts
 from tandem.trainer.roles import Roles
-from tandem.trainer.session import Session, due
+from tandem.trainer.schedule import Schedule
+from tandem.trainer.session import Session
 from tandem.trainer.steps import Plan, minibatches
+from tandem.trainer.trust import TrustProbe
 
 
-class PPOTrainer:
-    """The controller of one run.
+class PPOTrainer(Loop[Gathered]):
+    """The controller of one run of reinforcement learning.
 
     Args:
         config: the resolved config.
         plan: what follows from it (total steps, what to compute).
-        launcher: made the roles, and ends or moves them.
+        launcher: made the roles, and moves them.
         roles: the worker groups.
         sampling: how training responses are drawn.
         prompts: training prompts.
@@ -46,6 +47,7 @@ class PPOTrainer:
         kl_controller: the coefficient of the KL in the reward.
         entropy_controller: that of the entropy bonus, where it moves.
         session: the run folder, its metrics and checkpoints.
+        schedule: see `Loop`.
     """
 
     def __init__(
@@ -60,73 +62,53 @@ class PPOTrainer:
         kl_controller: FixedKLController | AdaptiveKLController,
         entropy_controller: AdaptiveEntropyController | None,
         session: Session,
+        schedule: Schedule[Gathered] | None = None,
     ) -> None:
+        run = config.trainer
+        rhythm = Rhythm(plan.total_steps, run.test_freq, run.save_freq, run.val_before_train, run.val_only)
+        super().__init__(rhythm, prompts, session, launcher.backend, schedule)
         self.config = config
         self.plan = plan
         self.launcher = launcher
         self.roles = roles
         self.sampling = sampling
-        self.prompts = prompts
         self.evaluator = evaluator
         self.kl = kl_controller
         self.entropy = entropy_controller
-        self.session = session
         self.dealer = Dealer()
         self.gatherer = Gatherer(config, prompts, sampling, self.dealer)
         self.trust = TrustProbe(config.actor_rollout_ref.rollout.temperature, session.say)
         self._rollout_is_current = False
         self._head_is_current = False
         self._reference_step = 0
-        self._done: tuple[int, dict[str, float]] = (0, {})
 
-    def fit(self) -> None:
-        """Runs to the last step, or to an interrupt, whose step is finished and saved first."""
-        trainer = self.config.trainer
-        with self.session as session:
-            step = session.restore(self.load_state_dict, forget=not trainer.val_only)
-            if self.evaluator and (trainer.val_only or (trainer.val_before_train and step == 0)):
-                session.log(step, session.restored | self.validate(step) | session.timeline.take())
-            self._forget_measures()
-            session.finishes_steps = True
-            stop = trainer.val_only
-            while step < self.plan.total_steps and not stop:
-                step += 1
-                last = step == self.plan.total_steps
-                with session.phase("step"):
-                    metrics = self.step(step, self.prompts.next())
-                metrics |= self._performance(metrics)
-                if self.evaluator and due(trainer.test_freq, step, last):
-                    with session.phase("testing"):  # after the step's own observations were taken
-                        metrics |= self.validate(step)
-                stop = session.interrupted  # read once: an interrupt after this is for the next step
-                if due(trainer.save_freq, step, last) or stop:
-                    self._save(step, metrics)
-                session.log(step, metrics | session.timeline.take())
-                session.check_save()
-                self._done = step, metrics
-                self.at_step_boundary(step)
-
-    def step(self, step: int, prompts: BatchFuture) -> dict[str, float]:
-        """One iteration of the algorithm.
+    def generate(self, step: int, prompts: BatchFuture) -> Gathered:
+        """The samples of a step, scored.
 
         Args:
             step: its number, from 1.
             prompts: `train_batch_size` prompts, or with `algorithm.filter_groups` the first generation batch.
+        """
+        self._update_rollout()
+        plan = self.plan.at(step)
+        return self.gatherer.gather(self.roles, prompts, plan.n, greedy_baselines=plan.greedy_baselines)
+
+    def learn(self, step: int, gathered: Gathered) -> dict[str, float]:
+        """The rest of the step: log-probs and values of the samples, advantages, updates.
+
+        Args:
+            step: its number, from 1.
+            gathered: the samples, scored.
 
         Returns:
-            its metrics.
+            the step's metrics.
         """
-        roles, plan = self.roles, self.plan.at(step)
-
-        self._update_rollout()
-        prompts, samples, scores, gathered = self.gatherer.gather(roles, prompts, plan.n)
+        roles, plan, samples = self.roles, self.plan.at(step), gathered.samples
         left_out = roles.batch.truncated(samples.select("finish_reason")) if self.masks_truncated else None
 
         learns = step > self.config.trainer.critic_warmup
         reference, hidden = self._reference(samples)
-        columns = [scores, *reference]
-        if plan.greedy_baselines:
-            columns.append(self.gatherer.baselines(roles, prompts, plan.n))
+        columns = [gathered.scores, *reference, *gathered.baselines]
         if plan.recompute_old or not (learns or plan.bypasses):  # else the update compares with the rollout's
             columns.append(roles.actor.compute_log_prob(samples.union(*hidden["reward"])))
         if roles.critic:
@@ -145,9 +127,9 @@ class PPOTrainer:
                 updates.append(("actor", roles.actor.update_actor(mini, **self.actor_options(number))))
             self._rollout_is_current = False
 
-        metrics = gathered | self._measure(step, batch, updates) | self._reset_reference(step)
+        metrics = gathered.metrics | self._measure(step, batch, updates) | self._reset_reference(step)
         self._control_entropy(metrics)
-        self.dealer.learn(prompts.index, samples.index)
+        self.dealer.learn(gathered.prompts.index, samples.index)
         if self.config.algorithm.use_kl_in_reward:
             metrics["actor/kl_coef"] = self.kl.value
             self.kl.update(metrics["actor/kl_in_reward"], n_steps=plan.batch_samples)
@@ -200,26 +182,14 @@ class PPOTrainer:
             metrics["actor/entropy_coeff"] = self.entropy.value
             self.entropy.update(metrics["actor/entropy"])
 
+    @property
+    def can_validate(self) -> bool:
+        return self.evaluator is not None
+
     def validate(self, step: int) -> dict[str, float]:
-        """The validation's metrics."""
         assert self.evaluator is not None
         self._update_rollout()
-        metrics = self.evaluator.run(step, self.roles)
-        self._forget_measures()
-        return metrics
-
-    def _save(self, step: int, metrics: dict[str, float], *, wait: bool = False) -> Path:
-        """A checkpoint; its folder. See `Session.save`."""
-        path = self.session.save(step, self.state_dict(), metrics, wait=wait)
-        self._forget_measures()
-        return path
-
-    def _forget_measures(self) -> None:
-        """What workers counted and timed outside of steps, such as loading models, is charged to none."""
-        self.roles.take_observed()
-        self.roles.take_timings()
-        self.roles.take_usage(elapsed_s=1.0)
-        self.launcher.backend.take_traffic()
+        return self.evaluator.run(step, self.roles)
 
     def _update_rollout(self) -> None:
         if not self._rollout_is_current:
@@ -234,7 +204,7 @@ class PPOTrainer:
         written = roles.batch.write_samples(step, batch) if self.session.writes_samples(step) else None
         measured: Future[Metrics] = roles.batch.measure(batch)
         learnt = [prefixed(role, future.get()) for role, future in updates]
-        metrics = Metrics.merged([measured.get(), *learnt, roles.take_observed()]).to_floats()
+        metrics = Metrics.merged([measured.get(), *learnt, take_observed(self.groups)]).to_floats()
         metrics = self.trust.read(metrics, self.sampling)
         if written is not None:
             written.get()
@@ -243,20 +213,16 @@ class PPOTrainer:
             metrics.setdefault("actor/kl", metrics["actor/kl_in_reward"])
         return metrics
 
-    def _performance(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Seconds, rates, and how the step's time and bytes were spent, by role."""
-        roles = self.roles
-        seconds = self.session.timeline.take() | roles.take_timings()
-        devices = {"actor": roles.actor.world_size, "rollout": roles.rollout.world_size}
-        return (
-            throughput(seconds, metrics, self.plan, devices)
-            | roles.take_usage(seconds["timing/step"])
-            | self.launcher.backend.take_traffic()
-        )
+    @property
+    def groups(self) -> Sequence[WorkerGroup]:
+        return self.roles.groups
 
-    def at_step_boundary(self, step: int) -> None:
-        """Called after each step, when all of it has been done and reported; does nothing. A subclass may
-        call `reallocate` here."""
+    def rates(self, seconds: dict[str, float], metrics: Mapping[str, float]) -> dict[str, float]:
+        """Seconds, rates, and how each role spent the step's time and bytes."""
+        devices = {"actor": self.roles.actor.world_size, "rollout": self.roles.rollout.world_size}
+        return throughput(seconds, metrics, self.plan, devices) | take_usage(
+            self.groups, seconds["timing/step"]
+        )
 
     def reallocate(self, placement: Placement) -> None:
         """Moves the roles to other processes, between two steps: what they have learnt goes through a
@@ -269,20 +235,14 @@ class PPOTrainer:
             ConfigError: there are no such processes. The run has ended then, and resumes from the
                 checkpoint.
         """
-        step, metrics = self._done
-        path = self._save(step, metrics, wait=True)
+        path = self.save_last()
         self.roles = self.launcher.move(self.roles, placement, self.plan)
         self.session.members = self.roles.members
         self.session.load_members(path)
-        self._forget_measures()
+        self.forget_measures()
         self._rollout_is_current = self._head_is_current = False
 
-    def shutdown(self) -> None:
-        """Ends all workers."""
-        self.launcher.shutdown()
-
     def state_dict(self) -> dict[str, Any]:
-        """The controller's own state; the models' is their workers'."""
         entropy = {} if self.entropy is None else {"entropy": self.entropy.state_dict()}
         return {
             "loader": self.prompts.state_dict(),

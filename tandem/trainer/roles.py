@@ -2,37 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from tandem.engines.weight_sync import Digest
-from tandem.errors import ConfigError
-from tandem.observability.metrics import Metrics
 from tandem.protocol import SamplingParams
-from tandem.runtime import BatchFuture, BatchStream, Future, Worker, WorkerGroup
-from tandem.runtime.worker import registrations
+from tandem.runtime import BatchFuture, BatchStream, Future, WorkerGroup
 from tandem.trainer.dealing import Dealer
-from tandem.trainer.reference import ReferenceMember
-from tandem.trainer.saving import Saves
-
-METHODS = {
-    "actor": ("compute_log_prob", "update_actor", "save_checkpoint", "load_checkpoint"),
-    "rollout": ("generate_sequences",),
-    "ref": ("compute_ref_log_prob",),
-    "critic": ("compute_values", "update_critic", "save_checkpoint", "load_checkpoint"),
-    "reward_model": ("compute_rm_score",),
-    "reward": ("compute_scores",),
-    "batch": ("compute_advantages", "measure", "measure_validation", "write_samples"),
-    "data": ("describe", "train_batch", "val_batch"),
-}
-"""What the loop calls on each role. A rollout with `stream_sequences` too has its samples scored as they
-finish; take_observed and take_timings are called where they are offered."""
-
-APART = {"actor": ("weight_buckets", "export_weights"), "rollout": ("load_weights",)}
-"""What it calls besides where the rollout is no part of the actor."""
+from tandem.trainer.saving import ReferenceMember, Saves
 
 
 @dataclass(frozen=True)
@@ -154,70 +134,3 @@ class Roles:
         """That of the actor's weights."""
         found: Digest = self.actor.weight_digest()
         return found
-
-    def take_observed(self) -> Metrics:
-        """What workers observed besides their results since the last call."""
-        return Metrics.merged(part for group in self.groups for part in _offered(group, "take_observed"))
-
-    def take_timings(self) -> dict[str, float]:
-        """`timing/PHASE`, seconds since the last call; of several ranks the slowest's."""
-        return slowest_timings(self.groups)
-
-    def take_usage(self, elapsed_s: float) -> dict[str, float]:
-        """Per role since the last call: the share of the elapsed time that its ranks were busy, their
-        seconds of waiting for inputs and of bringing them, all means over ranks, and the bytes brought."""
-        out: dict[str, float] = {}
-        for group in self.groups:
-            taken = group.take_usage()
-            ranks = len(taken)
-            out[f"perf/busy_share/{group.role}"] = sum(u.busy_s for u in taken) / ranks / elapsed_s
-            out[f"perf/wait_s/{group.role}"] = sum(u.wait_s for u in taken) / ranks
-            out[f"perf/transfer_s/{group.role}"] = sum(u.transfer_s for u in taken) / ranks
-            out[f"perf/transfer_bytes/{group.role}"] = float(sum(u.transfer_bytes for u in taken))
-        return out
-
-
-def slowest_timings(groups: Iterable[WorkerGroup]) -> dict[str, float]:
-    """`timing/PHASE` of all groups, seconds since the last call; of several ranks the slowest's."""
-    seconds: dict[str, float] = {}
-    for group in groups:
-        for taken in _offered(group, "take_timings"):
-            seconds |= {name: max(value, seconds.get(name, 0.0)) for name, value in taken.items()}
-    return seconds
-
-
-def _offered(group: WorkerGroup, method: str) -> list[Any]:
-    call: Callable[[], list[Any]] | None = getattr(group, method, None)
-    return [] if call is None else call()
-
-
-def require_methods(
-    worker: type[Worker],
-    parts: frozenset[str],
-    *,
-    field: str,
-    apart: bool = False,
-    more: Mapping[str, tuple[str, ...]] | None = None,
-) -> None:
-    """Refuses a user's worker class that lacks what the loop calls.
-
-    Args:
-        parts: the roles it is to play.
-        field: the config key that named it.
-        apart: whether actor and rollout are groups of their own.
-        more: further methods that this run calls, by role.
-
-    Raises:
-        ConfigError: names what is missing.
-    """
-    tables = [METHODS, *([APART] if apart else []), more or {}]
-    wanted = [name for part in sorted(parts) for table in tables for name in table.get(part, ())]
-    missing = [name for name in wanted if name not in registrations(worker)]
-    if missing:
-        raise ConfigError(
-            "the worker class lacks methods that the loop calls",
-            field=field,
-            got=f"{worker.__name__} without {', '.join(missing)}",
-            expected=f"methods with @register: {', '.join(wanted)}",
-            remedy="add them, or derive the class from the one it replaces",
-        )

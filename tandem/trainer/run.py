@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 from tandem.config.root import TrainConfig
+from tandem.config.supervised import RMConfig, SFTConfig
 from tandem.config.trainer import RunConfig
 from tandem.errors import WorkerFailure
 from tandem.observability.files import append_line
-from tandem.trainer.build import build_ppo
+from tandem.trainer.assembly import build_ppo, build_rm, build_sft
 from tandem.trainer.ppo import PPOTrainer
 from tandem.trainer.supervised import SupervisedTrainer
 
@@ -41,9 +42,19 @@ def run_ppo(
     """Trains by reinforcement to the end; see `run`.
 
     Args:
-        trainer: the loop's class.
+        trainer: its class.
     """
     return run(config, partial(build_ppo, say=say, trainer=trainer), say)
+
+
+def run_sft(config: SFTConfig, *, say: Callable[[str], None]) -> bool:
+    """Trains on examples of what to say to the end; see `run`."""
+    return run(config, partial(build_sft, say=say), say)
+
+
+def run_rm(config: RMConfig, *, say: Callable[[str], None]) -> bool:
+    """Trains a reward model to the end; see `run`."""
+    return run(config, partial(build_rm, say=say), say)
 
 
 def run(config: C, build: Build[C], say: Callable[[str], None]) -> bool:

@@ -11,7 +11,7 @@ from tandem.checkpoint.background import PendingSave, ask_writers, await_pending
 from tandem.checkpoint.best import Best
 from tandem.checkpoint.manager import CheckpointManager
 from tandem.config.trainer import RunConfig
-from tandem.errors import CheckpointError, ConfigError, WorkerFailure
+from tandem.errors import CheckpointError, WorkerFailure
 
 WRITE_LIMIT_S = 1800.0
 """A checkpoint that takes longer to write has stopped."""
@@ -31,6 +31,37 @@ class Saves(Protocol):
     def check_save(self) -> None: ...
 
 
+class ReferenceMember:
+    """The reference among the groups whose state goes into checkpoints: it may be part of the actor's group,
+    which saves the actor by the usual methods.
+
+    Args:
+        group: the reference's.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def save_checkpoint(self, path: Path) -> None:
+        """Into the empty folder `path`."""
+        self._group.save_reference(path)
+
+    def load_checkpoint(self, path: Path) -> None:
+        """Goes on with what was saved."""
+        self._group.restore_reference(path)
+
+    def begin_save(self, path: Path) -> None:
+        """The same as `save_checkpoint` while training goes on."""
+        self._group.begin_save_reference(path)
+
+    def check_save(self) -> None:
+        """
+        Raises:
+            Exception: what a write begun by `begin_save` met with.
+        """
+        self._group.check_save_reference()
+
+
 def best_of(config: RunConfig) -> Best | None:
     """The judge that the config names."""
     return None if config.keep_best is None else Best(config.keep_best, config.keep_best_mode)
@@ -45,9 +76,6 @@ class Saver:
         members: gives the names and groups whose state is saved.
         there: is told the folder of each checkpoint once it is whole.
         say: prints a sentence to the user.
-
-    Raises:
-        ConfigError: a group cannot save while training goes on.
     """
 
     def __init__(
@@ -66,14 +94,6 @@ class Saver:
         self._say = say
         self._pending: PendingSave | None = None
         self._told = False
-        without = [name for name, group in members().items() if not hasattr(group, "begin_save")]
-        if self._beside and without:
-            raise ConfigError(
-                "a worker class of your own cannot save while training goes on",
-                field="trainer.async_save",
-                got=f"{without[0]} without begin_save and check_save",
-                remedy="derive it from the class it replaces, or set trainer.async_save=false",
-            )
 
     def save(self, step: int, state: dict[str, Any], metrics: Mapping[str, float], *, wait: bool) -> Path:
         """A checkpoint of all members, once the one before is there.

@@ -258,8 +258,3 @@ class Session:
         if self._sinks is None:
             raise AssertionError("restore comes before the first log")
         self._sinks.log(step, metrics)
-
-
-def due(frequency: int, step: int, last: bool) -> bool:
-    """Whether something that happens every `frequency` steps, and at the end, happens now."""
-    return frequency > 0 and (step % frequency == 0 or last)

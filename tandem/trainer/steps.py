@@ -83,17 +83,6 @@ def updates_per_step(batch_samples: int, mini: MiniBatching) -> int:
     return mini.epochs * -(-batch_samples // mini.samples)
 
 
-def played_roles(config: TrainConfig, spec: AdvantageSpec) -> frozenset[str]:
-    """The roles of a run besides its helpers: the reference if a KL term or the estimator needs it, the
-    critic if the estimator needs values, a reward model or reward functions."""
-    roles = {"actor", "rollout", "reward_model" if config.reward_model.enable else "reward"}
-    if config.needs_reference or "ref_log_probs" in spec.columns:
-        roles.add("ref")
-    if "values" in spec.columns:
-        roles.add("critic")
-    return frozenset(roles)
-
-
 def plan_run(config: TrainConfig, spec: AdvantageSpec, steps_per_epoch: int) -> Plan:
     """The plan of a config for a training set of `steps_per_epoch` batches.
 

@@ -1,5 +1,5 @@
 """What workers measure of the difference between the engine that sampled and the one that trains, and the
-evidence of its cause. The controller adds it up and names the cause; see `tandem.trainer.probes`.
+evidence of its cause. The controller adds it up and names the cause; see `tandem.trainer.trust`.
 
 Shapes: B samples, T their tokens, flat.
 """

@@ -9,7 +9,7 @@ import pytest
 from tandem.config.rollout import RolloutConfig
 from tandem.protocol import SamplingParams
 from tandem.protocol.rollout import LogprobsMode
-from tandem.trainer.sampling import sampling
+from tandem.trainer.sampling_params import sampling
 
 R = "actor_rollout_ref.rollout"
 V = f"{R}.val_kwargs"

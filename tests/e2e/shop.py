@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tandem.config.load import load_train_config
-from tandem.trainer.build import build_ppo
+from tandem.trainer.assembly import build_ppo
 from tandem.trainer.ppo import PPOTrainer
 from tests.support.runs import Finished
 from tests.support.tiny import make_model, write_problems

@@ -12,7 +12,7 @@ import yaml
 
 from tandem.config.load import load_train_config
 from tandem.config.schema import value_at
-from tandem.trainer.build import build_ppo
+from tandem.trainer.assembly import build_ppo
 from tests.e2e.keys import ACTOR, ROLLOUT
 from tests.e2e.shop import SOURCES
 from tests.support.runs import Finished, Lab

@@ -13,7 +13,7 @@ import torch
 
 from tandem.config.load import load_train_config
 from tandem.observability.run import read_metrics, read_samples
-from tandem.trainer.build import build_ppo
+from tandem.trainer.assembly import build_ppo
 from tandem.trainer.ppo import PPOTrainer
 from tests.support.tiny import make_model, write_problems
 

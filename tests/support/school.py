@@ -12,8 +12,7 @@ import torch
 
 from tandem.config.load import load_rm_config, load_sft_config
 from tandem.observability.run import read_metrics
-from tandem.trainer.rm import build_rm
-from tandem.trainer.sft import build_sft
+from tandem.trainer.assembly import build_rm, build_sft
 from tandem.trainer.supervised import SupervisedTrainer
 from tests.support.tiny import make_model, write_rows
 

@@ -14,9 +14,8 @@ import pytest
 
 from tandem.checkpoint import open_checkpoint
 from tandem.engines.train import state
-from tandem.errors import CheckpointError, ConfigError, RewardError
+from tandem.errors import CheckpointError, RewardError
 from tandem.trainer.ppo import PPOTrainer
-from tandem.trainer.saving import Saver
 from tests.support.runs import Finished, Lab, same_weights, without_times
 
 WORDS = (
@@ -180,22 +179,6 @@ def test_an_error_lets_the_write_end_and_a_second_interrupt_does_not(
     with pytest.raises(error):
         lab.run(name, *BESIDE)
     assert names(lab.folder / name) == left
-
-
-def test_workers_that_cannot_save_meanwhile_are_refused(lab: Lab) -> None:
-    class Plain:
-        def save_checkpoint(self, path: Path) -> None: ...
-
-        def load_checkpoint(self, path: Path) -> None: ...
-
-    run = lab.trainer(lab.folder / "plain", *BESIDE)
-    try:
-        opened = run.session.run
-        with pytest.raises(ConfigError, match="cannot save while training goes on") as caught:
-            Saver(opened.checkpoints, opened.config, lambda: {"actor": Plain()}, print, print)  # type: ignore[dict-item]
-        assert caught.value.field == "trainer.async_save"
-    finally:
-        run.shutdown()
 
 
 def test_rewards_that_fail_cost_no_checkpoint(lab: Lab) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from tandem.errors import ConfigError
 from tandem.runtime import Placement, Role
-from tandem.trainer.placing import REWARD_POOL, load_classes, tenants
+from tandem.trainer.placing import REWARD_POOL, Cast, load_classes, tenants
 from tandem.workers.actor import ActorWorker
 from tandem.workers.critic import CriticWorker
 from tests.support.runs import Lab
@@ -76,6 +76,22 @@ class Incomplete(BaseWorker):
     def update_critic(self, batch): ...
 
 
+class SavesNoLater(Constant):
+    """A critic that has what every run calls."""
+
+    @register()
+    def compute_values(self, batch): ...
+
+    @register()
+    def update_critic(self, batch): ...
+
+    @register()
+    def save_checkpoint(self, path): ...
+
+    @register()
+    def load_checkpoint(self, path): ...
+
+
 class NoWorker: ...
 '''
 
@@ -89,7 +105,7 @@ def own(lab: Lab) -> Path:
 
 def test_what_is_on_one_pool_shares_weights_and_what_is_apart_does_not() -> None:
     pools = {"a": [1], "b": [2]}
-    together = tenants(Placement(pools, {Role.Actor: "a", Role.Rollout: "a"}), EVERYBODY, {})
+    together = tenants(Placement(pools, {Role.Actor: "a", Role.Rollout: "a"}), Cast(EVERYBODY))
     assert {role: sorted(tenant.parts) for role, tenant in together.items()} == {
         "actor": ["actor", "ref", "rollout"], "critic": ["critic"], "reward": ["reward"],
     }  # fmt: skip
@@ -97,7 +113,7 @@ def test_what_is_on_one_pool_shares_weights_and_what_is_apart_does_not() -> None
     assert not together["reward"].pool.on_device
 
     apart = {Role.ActorRollout: "a", Role.RefPolicy: "b", Role.Critic: "b", Role.Reward: "b"}
-    split = tenants(Placement(pools, apart), EVERYBODY, {})
+    split = tenants(Placement(pools, apart), Cast(EVERYBODY))
     assert {role: (sorted(tenant.parts), tenant.pool.name) for role, tenant in split.items()} == {
         "actor": (["actor", "rollout"], "a"), "critic": (["critic"], "b"), "ref": (["ref"], "b"),
         "reward": (["reward"], "b"),
@@ -106,13 +122,13 @@ def test_what_is_on_one_pool_shares_weights_and_what_is_apart_does_not() -> None
     far = {Role.Actor: "a", Role.Rollout: "b"}
     assert {
         role: (sorted(tenant.parts), tenant.pool.name)
-        for role, tenant in tenants(Placement(pools, far), EVERYBODY - {"reward"}, {}).items()
+        for role, tenant in tenants(Placement(pools, far), Cast(EVERYBODY - {"reward"})).items()
     } == {"actor": (["actor", "ref"], "a"), "critic": (["critic"], "a"), "rollout": (["rollout"], "b")}
 
 
 def test_a_placement_without_an_actor_is_refused() -> None:
     with pytest.raises(ConfigError, match="no resource pool is mapped to the actor"):
-        tenants(Placement({"a": [1]}, {Role.Critic: "a"}), EVERYBODY, {})
+        tenants(Placement({"a": [1]}, {Role.Critic: "a"}), Cast(EVERYBODY))
 
 
 def test_a_role_with_a_class_of_its_own_is_a_group_of_its_own() -> None:
@@ -121,11 +137,11 @@ def test_a_role_with_a_class_of_its_own_is_a_group_of_its_own() -> None:
 
     placement = Placement({"a": [1]}, {Role.ActorRolloutRef: "a"})
     for role, parts in (("ref", ["actor", "rollout"]), ("rollout", ["actor", "ref"])):
-        found = tenants(placement, EVERYBODY, {role: Mine})
+        found = tenants(placement, Cast(EVERYBODY, {role: Mine}))
         assert found[role].worker is Mine
         assert sorted(found["actor"].parts) == parts
         assert found["actor"].worker is ActorWorker
-    fused = tenants(placement, EVERYBODY, {"actor_rollout": Mine})
+    fused = tenants(placement, Cast(EVERYBODY, {"actor_rollout": Mine}))
     assert fused["actor"].worker is Mine
     assert sorted(fused["actor"].parts) == ["actor", "ref", "rollout"]
     assert fused["critic"].worker is CriticWorker
@@ -157,6 +173,8 @@ def test_a_users_own_workers_take_part_in_the_loop(lab: Lab, own: Path) -> None:
                                   "@register: compute_values, update_critic")),
         ("rollout", "Constant", ("Constant without generate_sequences, load_weights",)),
         ("data", "Incomplete", ("trainer.worker_classes.data", "describe, train_batch, val_batch")),
+        ("critic", "SavesNoLater", ("trainer.async_save: asks for methods that the worker class",
+                                    "SavesNoLater without begin_save, check_save")),
         ("critic", "NoWorker", ("trainer.worker_classes.critic: not a worker class", "OwnCritic")),
         ("critic", "OwnCritik", ("no such worker class", "did you mean 'OwnCritic'?")),
     ],
@@ -166,7 +184,10 @@ def test_a_class_that_cannot_play_its_role_is_refused_before_anything_starts(
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         lab.run(
-            "refused", "algorithm.adv_estimator=gae", f"trainer.worker_classes={{{role}: '{own}:{name}'}}"
+            "refused",
+            "algorithm.adv_estimator=gae",
+            "trainer.async_save=true",
+            f"trainer.worker_classes={{{role}: '{own}:{name}'}}",
         )
     for text in telling:
         assert text in str(caught.value)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tandem.errors import ConfigError
-from tandem.trainer import build
+from tandem.trainer import assembly
 from tests.support.runs import Lab
 
 OFFLOAD = "actor_rollout_ref.actor.fsdp_config.param_offload"
@@ -27,7 +27,7 @@ def test_offload_without_effect(
     def none(*_: Any) -> None:
         raise ConfigError("no backend here")
 
-    monkeypatch.setattr(build, "make_backend", none)
+    monkeypatch.setattr(assembly, "make_backend", none)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     said: list[str] = []
     with pytest.raises(ConfigError, match="no backend here"):

@@ -16,7 +16,7 @@ from tandem.engines.rollout.hf import HFEngine
 from tandem.models.loading import load_policy
 from tandem.observability.metrics import Metrics
 from tandem.protocol import DataProto, Ragged, Request, SamplingParams
-from tandem.trainer.probes import Cause, Evidence, TrustProbe, diagnose, pearson, sentence
+from tandem.trainer.trust import Cause, Evidence, TrustProbe, diagnose, pearson, sentence
 from tandem.workers.losses import ActorLoss
 from tandem.workers.probes import (
     FINGERPRINT,

@@ -1,0 +1,192 @@
+"""The loop of every training run: steps, validation, checkpoints, metrics, an orderly stop. An algorithm adds
+how a step is answered and learnt from, and what of it a checkpoint holds."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic
+
+from tandem.runtime import Backend, BatchFuture, WorkerGroup
+from tandem.trainer.perf import take_observed, take_timings, take_usage
+from tandem.trainer.prompts import Prompts
+from tandem.trainer.schedule import E, Schedule, Synchronous
+from tandem.trainer.session import Session
+
+
+@dataclass(frozen=True, slots=True)
+class Rhythm:
+    """When a run validates, saves and ends.
+
+    Attributes:
+        total_steps: training steps.
+        test_freq: steps between validations, one at the end included; 0 or less: none.
+        save_freq: steps between checkpoints, likewise.
+        val_before_train: whether a new run validates before its first step.
+        val_only: whether validation is all there is to do.
+    """
+
+    total_steps: int
+    test_freq: int
+    save_freq: int
+    val_before_train: bool = False
+    val_only: bool = False
+
+    def validates_first(self, step: int) -> bool:
+        """Whether a run that goes on after this step, 0 for a new one, begins with a validation."""
+        return self.val_only or (self.val_before_train and step == 0)
+
+    def validates(self, step: int) -> bool:
+        return self._due(self.test_freq, step)
+
+    def saves(self, step: int) -> bool:
+        return self._due(self.save_freq, step)
+
+    def _due(self, frequency: int, step: int) -> bool:
+        return frequency > 0 and (step % frequency == 0 or step == self.total_steps)
+
+
+class Loop(ABC, Generic[E]):
+    """The controller of one run.
+
+    Args:
+        rhythm: when it validates, saves and ends.
+        prompts: its training batches.
+        session: the run folder, its metrics and checkpoints.
+        backend: where the workers run.
+        schedule: the order of generation and learning; None is one after the other.
+    """
+
+    def __init__(
+        self,
+        rhythm: Rhythm,
+        prompts: Prompts,
+        session: Session,
+        backend: Backend,
+        schedule: Schedule[E] | None = None,
+    ) -> None:
+        self.rhythm = rhythm
+        self.prompts = prompts
+        self.session = session
+        self.backend = backend
+        self.schedule = Synchronous() if schedule is None else schedule
+        self._done: tuple[int, dict[str, float]] = (0, {})
+
+    def fit(self) -> None:
+        """Runs to the last step, or to an interrupt, whose step is finished and saved first."""
+        with self.session as session:
+            step = session.restore(self._restore, forget=not self.rhythm.val_only)
+            if self.can_validate and self.rhythm.validates_first(step):
+                session.log(step, session.restored | self.validate(step) | session.timeline.take())
+            self.forget_measures()
+            session.finishes_steps = True
+            stop = self.rhythm.val_only
+            while step < self.rhythm.total_steps and not stop:
+                step += 1
+                with session.phase("step"):
+                    metrics = self.schedule.step(step, self)
+                metrics |= self._performance(metrics)
+                if self.can_validate and self.rhythm.validates(step):
+                    with session.phase("testing"):  # after the step's own observations were taken
+                        metrics |= self.validate(step)
+                        self.forget_measures()
+                stop = session.interrupted  # read once: an interrupt after this is for the next step
+                if self.rhythm.saves(step) or stop:
+                    self.save(step, metrics)
+                session.log(step, metrics | session.timeline.take())
+                session.check_save()
+                self._done = step, metrics
+                self.at_step_boundary(step)
+
+    def next_batch(self) -> BatchFuture:
+        """The prompts, or examples, of the next step."""
+        return self.prompts.next()
+
+    def step(self, step: int, batch: BatchFuture) -> dict[str, float]:
+        """One iteration of the algorithm: the batch is answered, then learnt from.
+
+        Args:
+            step: its number, from 1.
+            batch: of `next_batch`.
+
+        Returns:
+            its metrics.
+        """
+        return self.learn(step, self.generate(step, batch))
+
+    @abstractmethod
+    def generate(self, step: int, batch: BatchFuture) -> E:
+        """What the step learns from, made of its batch with the weights as they are now."""
+
+    @abstractmethod
+    def learn(self, step: int, experience: E) -> dict[str, float]:
+        """Updates the weights; the step's metrics."""
+
+    @property
+    @abstractmethod
+    def can_validate(self) -> bool:
+        """Whether there are data for it."""
+
+    @abstractmethod
+    def validate(self, step: int) -> dict[str, float]:
+        """The metrics of a validation with the weights after that step."""
+
+    @property
+    @abstractmethod
+    def groups(self) -> Sequence[WorkerGroup]:
+        """All worker groups, each once."""
+
+    @abstractmethod
+    def rates(self, seconds: dict[str, float], metrics: Mapping[str, float]) -> dict[str, float]:
+        """What is reported of a step's speed.
+
+        Args:
+            seconds: `timing/PHASE`, of the controller and the workers.
+            metrics: of the step.
+        """
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """The controller's own state; the models' is their workers'."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from what `state_dict` gave."""
+
+    def at_step_boundary(self, step: int) -> None:
+        """Called after each step, when all of it has been done and reported; does nothing. A subclass may
+        move workers or change the rhythm here."""
+
+    def save(self, step: int, metrics: dict[str, float], *, wait: bool = False) -> Path:
+        """A checkpoint; its folder. See `Session.save`."""
+        begun = self.schedule.state_dict()
+        state = self.state_dict() | ({"schedule": begun} if begun else {})
+        path = self.session.save(step, state, metrics, wait=wait)
+        self.forget_measures()
+        return path
+
+    def save_last(self) -> Path:
+        """The whole checkpoint of the step just done; its folder."""
+        step, metrics = self._done
+        return self.save(step, metrics, wait=True)
+
+    def forget_measures(self) -> None:
+        """What workers counted and timed outside of steps, such as loading models, is charged to none."""
+        take_observed(self.groups)
+        take_timings(self.groups)
+        take_usage(self.groups, elapsed_s=1.0)
+        self.backend.take_traffic()
+
+    def shutdown(self) -> None:
+        """Ends all workers."""
+        self.backend.shutdown()
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        self.load_state_dict(state)
+        self.schedule.load_state_dict(state.get("schedule", {}))
+
+    def _performance(self, metrics: dict[str, float]) -> dict[str, float]:
+        seconds = self.session.timeline.take() | take_timings(self.groups)
+        return self.rates(seconds, metrics) | self.backend.take_traffic()
