@@ -21,6 +21,7 @@ from tandem.observability.metrics import Metrics
 from tandem.protocol import SamplingParams
 from tandem.runtime import BatchFuture, Future, Placement, WorkerGroup
 from tandem.trainer.dealing import Dealer
+from tandem.trainer.exact_kl import ExactKL
 from tandem.trainer.gathering import Evaluator, Gathered, Gatherer
 from tandem.trainer.launch import Launcher
 from tandem.trainer.loop import Loop, Rhythm
@@ -79,7 +80,7 @@ class PPOTrainer(Loop[Gathered]):
         self.gatherer = Gatherer(config, prompts, sampling, self.dealer)
         self.trust = TrustProbe(config.actor_rollout_ref.rollout.temperature, session.say)
         self._rollout_is_current = False
-        self._head_is_current = False
+        self.exact_kl = ExactKL(plan.exact_kl)
         self._reference_step = 0
 
     def generate(self, step: int, prompts: BatchFuture) -> Gathered:
@@ -107,10 +108,10 @@ class PPOTrainer(Loop[Gathered]):
         left_out = roles.batch.truncated(samples.select("finish_reason")) if self.masks_truncated else None
 
         learns = step > self.config.trainer.critic_warmup
-        reference, hidden = self._reference(samples)
-        columns = [gathered.scores, *reference, *gathered.baselines]
+        reference = self.exact_kl.refer(roles, samples)
+        columns = [gathered.scores, *reference.log_probs, *gathered.baselines]
         if plan.recompute_old or not (learns or plan.bypasses):  # else the update compares with the rollout's
-            columns.append(roles.actor.compute_log_prob(samples.union(*hidden["reward"])))
+            columns.append(roles.actor.compute_log_prob(reference.added_for("reward", samples)))
         if roles.critic:
             columns.append(roles.critic.compute_values(samples))
         batch = samples.union(*columns)
@@ -122,7 +123,7 @@ class PPOTrainer(Loop[Gathered]):
             for mini in minibatches(batch, len(samples), plan.critic, step, without):
                 updates.append(("critic", roles.critic.update_critic(mini)))
         if learns:
-            learnt = batch.union(*hidden["loss"])
+            learnt = reference.added_for("loss", batch)
             for number, mini in enumerate(minibatches(learnt, len(samples), plan.actor, step, without)):
                 updates.append(("actor", roles.actor.update_actor(mini, **self.actor_options(number))))
             self._rollout_is_current = False
@@ -135,20 +136,6 @@ class PPOTrainer(Loop[Gathered]):
             self.kl.update(metrics["actor/kl_in_reward"], n_steps=plan.batch_samples)
         return metrics
 
-    def _reference(self, samples: BatchFuture) -> tuple[list[BatchFuture], dict[str, list[BatchFuture]]]:
-        """The reference's log-probs, if there is one; and its hidden states for each KL term that is exact.
-        These are large, and go to the actor alone, which holds the reference's head then."""
-        hidden: dict[str, list[BatchFuture]] = {"reward": [], "loss": []}
-        if self.roles.reference is None:
-            return [], hidden
-        if self.plan.exact_kl and not self._head_is_current:
-            self.roles.share_reference_head()
-            self._head_is_current = True
-        found: BatchFuture = self.roles.reference.compute_ref_log_prob(samples)
-        for term in self.plan.exact_kl:
-            hidden[term].append(found.select("ref_hidden"))
-        return [found.select("ref_log_probs")], hidden
-
     def _reset_reference(self, step: int) -> dict[str, float]:
         """Every `ref.reset_interval` steps the reference becomes the actor; which step's actor it was in this
         step."""
@@ -158,7 +145,8 @@ class PPOTrainer(Loop[Gathered]):
         metrics = {"actor/reference_step": float(self._reference_step)}
         if step % interval == 0:
             self.roles.reset_reference(optimizer=self.config.actor_rollout_ref.ref.reset_optimizer)
-            self._reference_step, self._head_is_current = step, False
+            self._reference_step = step
+            self.exact_kl.forget_head()
         return metrics
 
     @property
@@ -240,7 +228,8 @@ class PPOTrainer(Loop[Gathered]):
         self.session.members = self.roles.members
         self.session.load_members(path)
         self.forget_measures()
-        self._rollout_is_current = self._head_is_current = False
+        self._rollout_is_current = False
+        self.exact_kl.forget_head()
 
     def state_dict(self) -> dict[str, Any]:
         entropy = {} if self.entropy is None else {"entropy": self.entropy.state_dict()}

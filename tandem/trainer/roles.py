@@ -116,11 +116,6 @@ class Roles:
         if optimizer:
             self.actor.reset_optimizer()
 
-    def share_reference_head(self) -> None:
-        """Gives the actor's workers the reference's output head, for an exact KL."""
-        assert self.reference is not None
-        self.actor.hold_reference_head(self.reference.reference_head())
-
     def _send_weights(self, load: Callable[[Future[Any]], None]) -> None:
         count: int = self.actor.weight_buckets()
         following: Future[Any] = self.actor.export_weights(0)
