@@ -98,7 +98,7 @@ def check_arrival(sent: Sent, held: Digest, *, engine: str, before: Sent | None 
     Raises:
         WeightSyncError: names the weights that are missing, stale, exchanged, damaged, or were never sent.
     """
-    wrong = [name for name in {**sent.digest, **held} if held.get(name) != sent.digest.get(name)]
+    wrong = _differing(sent, held)
     if not wrong:
         return
     found = [_difference(name, sent, held, before) for name in wrong[:_SHOWN]]
@@ -124,7 +124,7 @@ def check_copy(sent: Sent, held: Digest, *, holder: str) -> None:
     Raises:
         WeightSyncError: names the weights that differ.
     """
-    wrong = [name for name in {**sent.digest, **held} if held.get(name) != sent.digest.get(name)]
+    wrong = _differing(sent, held)
     if wrong:
         raise WeightSyncError(
             f"{len(wrong)} of {len(sent.digest)} weights of version {sent.version} in the {holder} are not "
@@ -134,6 +134,10 @@ def check_copy(sent: Sent, held: Digest, *, holder: str) -> None:
             expected="; ".join(f"{name} {_hex(sent.digest.get(name))}" for name in wrong[:_SHOWN]),
             remedy="start again from the last checkpoint",
         )
+
+
+def _differing(sent: Sent, held: Digest) -> list[str]:
+    return [name for name in {**sent.digest, **held} if held.get(name) != sent.digest.get(name)]
 
 
 def _difference(name: str, sent: Sent, held: Digest, before: Sent | None) -> str:
@@ -174,20 +178,44 @@ class WeightBucket:
         return WeightBucket, (self.number, self.count, self.version, shipped, self.sent)
 
 
+class Packing:
+    """The places of weights in buckets, one after the other; every way on which weights travel packs by it.
+
+    Args:
+        limit: bytes of a bucket, at most; a larger weight is alone in one of its own size.
+        alignment: bytes; each weight starts at a multiple of it.
+    """
+
+    def __init__(self, limit: int, *, alignment: int = 1) -> None:
+        self._limit = limit
+        self._alignment = alignment
+        self._end = limit + 1  # full: the first weight begins a bucket
+
+    def place(self, size: int) -> tuple[bool, int]:
+        """Puts the next weight, of so many bytes, into its place.
+
+        Returns:
+            Whether a new bucket begins with it, and its first byte in its bucket.
+        """
+        start = -(-self._end // self._alignment) * self._alignment
+        begins = start + size > self._limit
+        start = 0 if begins else start
+        self._end = start + size
+        return begins, start
+
+
 def buckets(sizes: Mapping[str, int], limit: int) -> list[tuple[str, ...]]:
-    """Names in their order, in buckets of at most `limit` bytes; a tensor above that is alone in one.
+    """Names in their order, bucket by bucket; see `Packing`.
 
     Args:
         sizes: bytes by name.
+        limit: bytes of a bucket, at most.
     """
-    packed: list[list[str]] = []
-    room = 0
+    packing, packed = Packing(limit), list[list[str]]()
     for name, size in sizes.items():
-        if not packed or size > room:
+        if packing.place(size)[0]:
             packed.append([])
-            room = limit
         packed[-1].append(name)
-        room -= size
     return [tuple(names) for names in packed]
 
 

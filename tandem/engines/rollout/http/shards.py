@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tandem.engines.weight_sync import Digest, digest
+from tandem.engines.weight_sync import Digest, Packing, digest
 from tandem.errors import EngineError
 
 SHARD_BYTES = 4 << 30
@@ -126,20 +126,20 @@ def write_shards(
 
     Args:
         tensors: each only valid until the next is asked for.
-        shard_bytes: a shard ends with the tensor that reaches this size.
+        shard_bytes: of a shard, at most; a larger tensor is alone in one.
 
     Returns:
         the digest of the tensors.
     """
+    packing = Packing(shard_bytes)
     written: Digest = {}
     shard: dict[str, Tensor] = {}
-    size = count = 0
+    count = 0
     for name, tensor in tensors:
-        shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        size += shard[name].nbytes
-        if size >= shard_bytes:
+        if packing.place(tensor.nbytes)[0] and shard:
             written |= _write(shard, folder, count)
-            shard, size, count = {}, 0, count + 1
+            shard, count = {}, count + 1
+        shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
     if shard:
         written |= _write(shard, folder, count)
     return written

@@ -5,6 +5,7 @@ Over the network trainer and worker are a process group of two, apart from all o
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import time
@@ -20,6 +21,7 @@ from torch import Tensor, distributed
 from torch.distributed import Work
 
 from tandem.engines.rollout.http.connection import ServerLost
+from tandem.engines.weight_sync import Packing
 from tandem.errors import EngineError
 
 Layout = list[tuple[str, str, list[int], int]]
@@ -60,23 +62,32 @@ def send(tensors: Iterable[tuple[str, Tensor]], bucket: Bucket, bucket_bytes: in
         tensors: each only valid until the next is asked for.
         bucket_bytes: sent at a time; a larger tensor goes alone.
     """
+    packing = Packing(bucket_bytes, alignment=_ALIGNMENT)
     layout: Layout = []
-    end = size = 0
+    used = size = 0
     for name, tensor in tensors:
-        if end + tensor.nbytes > size:
+        begins, start = packing.place(tensor.nbytes)
+        if begins:
             if layout:
-                bucket.send(end, layout)
-            layout, end = [], 0
+                bucket.send(used, layout)
+            layout = []
             if tensor.nbytes > size:
                 size = max(bucket_bytes, tensor.nbytes)
                 room = bucket.room(size)
-        flat = tensor.detach().contiguous().reshape(-1)
-        room[end : end + flat.nbytes].copy_(flat.view(torch.uint8))
-        layout.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), end))
-        end = min(size, end - (-flat.nbytes // _ALIGNMENT) * _ALIGNMENT)
+        used = start + tensor.nbytes
+        room[start:used].copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
+        layout.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), start))
         yield name
     if layout:
-        bucket.send(end, layout)
+        bucket.send(used, layout)
+
+
+def unpacked(bucket: Tensor, layout: Layout) -> Iterator[tuple[str, Tensor]]:
+    """Views of the tensors that `send` has packed, by name."""
+    for name, kind, shape, offset in layout:
+        dtype: torch.dtype = getattr(torch, kind)
+        size = math.prod(shape) * dtype.itemsize
+        yield name, bucket[offset : offset + size].view(dtype).view(shape)
 
 
 class MemoryChannel:

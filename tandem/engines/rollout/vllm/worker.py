@@ -7,7 +7,6 @@ output layer goes stale when the embedding is loaded again.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers import utils as vllm_layers
 
-from tandem.engines.rollout.vllm.channel import Backend, Group, Layout
+from tandem.engines.rollout.vllm.channel import Backend, Group, Layout, unpacked
 from tandem.engines.weight_sync import Digest, digest
 from tandem.errors import EngineError, TandemError
 
@@ -46,7 +45,7 @@ class WorkerExtension:
             size: of the file, bytes.
         """
         shared = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
-        load_weights(self.model_runner.model, _views(shared, layout))
+        load_weights(self.model_runner.model, unpacked(shared, layout))
 
     def tandem_device(self) -> str:
         return self.device.type
@@ -63,18 +62,11 @@ class WorkerExtension:
         """Takes over the weights in a bucket that the trainer sends, of that many bytes."""
         bucket = torch.empty(size, dtype=torch.uint8, device=self.device)
         self.tandem_group.broadcast(bucket).wait()
-        load_weights(self.model_runner.model, _views(bucket, layout))
+        load_weights(self.model_runner.model, unpacked(bucket, layout))
 
     def tandem_digest(self) -> dict[str, str]:
         """As text, for not every reader of JSON takes 64 bits."""
         return {name: str(value) for name, value in weights_digest(self.model_runner.model).items()}
-
-
-def _views(shared: Tensor, layout: Layout) -> Iterator[tuple[str, Tensor]]:
-    for name, kind, shape, offset in layout:
-        dtype: torch.dtype = getattr(torch, kind)
-        size = math.prod(shape) * dtype.itemsize
-        yield name, shared[offset : offset + size].view(dtype).view(shape)
 
 
 def load_weights(model: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
