@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.errors import ConfigError
@@ -65,6 +67,17 @@ def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     sent = [tensor for tensor in tensors if tensor.device.type == "cpu"]
     arrived = iter(apart(together(sent, pinned=True).to(device, non_blocking=True), sent))
     return [next(arrived) if tensor.device.type == "cpu" else tensor.to(device) for tensor in tensors]
+
+
+def upload(array: NDArray[np.generic], device: torch.device) -> Tensor:
+    """A copy of the array on the device, made in the order of its other work; the host does not wait for it.
+    On a CPU it is the array itself, which must not change afterwards."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cpu":
+        return tensor
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()  # a copy from other memory is waited for
+    return tensor.to(device, non_blocking=True)
 
 
 def together(tensors: Sequence[Tensor], *, pinned: bool = False) -> Tensor:

@@ -50,6 +50,16 @@ def check_new(
             )
 
 
+def check_idle(pending: int) -> None:
+    """Refuses to give memory back under requests.
+
+    Raises:
+        EngineError: requests are pending.
+    """
+    if pending:
+        raise EngineError("requests are pending", got=f"{pending} requests", remedy="poll or abort them")
+
+
 def check_fits_model(requests: Sequence[Request], module: nn.Module) -> None:
     """Refuses requests the model cannot take.
 

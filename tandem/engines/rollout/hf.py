@@ -25,7 +25,7 @@ from transformers import (
 
 from tandem.engines.rollout.base import SLEEP_TAGS, SharedModule, SleepTag, WeightSource, WeightStream
 from tandem.engines.rollout.borrowed import borrowed
-from tandem.engines.rollout.checks import check_fits_model, check_new
+from tandem.engines.rollout.checks import check_fits_model, check_idle, check_new
 from tandem.engines.rollout.counters import Counters
 from tandem.engines.rollout.draws.rows import Rows, empty_sample
 from tandem.engines.rollout.draws.stops import Decode
@@ -109,10 +109,7 @@ class HFEngine:
         """It lives in this process and has nothing to end."""
 
     def sleep(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
-        if self._waiting:
-            raise EngineError(
-                "requests are pending", got=f"{len(self._waiting)} requests", remedy="poll or abort them"
-            )
+        check_idle(len(self._waiting))
         if "weights" in tags:
             self._source = None
             if self._own is not None:

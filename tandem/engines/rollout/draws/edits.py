@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.engines.rollout.transfer import to_device
+from tandem.device import upload
 
 _FIRST_SLOTS = 8
 
@@ -48,7 +48,7 @@ class History:
 
     def set(self, slot: int, prompt_ids: np.ndarray, token_ids: np.ndarray) -> None:
         """Takes over a prompt and what was written of its response."""
-        ids_T = to_device(np.concatenate((prompt_ids, token_ids)).astype(np.int64), self.ids_SL.device)
+        ids_T = upload(np.concatenate((prompt_ids, token_ids)).astype(np.int64), self.ids_SL.device)
         self.widen(len(ids_T))
         self.ids_SL[slot, : len(ids_T)] = ids_T
         written_T = ids_T[len(prompt_ids) :]

@@ -13,34 +13,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tandem.device import upload
 from tandem.engines.rollout.checks import check_finite
 from tandem.engines.rollout.draws.edits import Barred, Biases, Edits, History, Penalties
 from tandem.engines.rollout.draws.keyed import first_position, row_key, uniforms
 from tandem.engines.rollout.draws.sampler import Drawn, RowParams, sample
 from tandem.engines.rollout.draws.stops import Decode, ends_with_stop
-from tandem.engines.rollout.transfer import to_device
 from tandem.protocol import Request, Sample, SamplingParams
 from tandem.protocol.rollout import LogprobsMode
 
-_COLUMNS = (
-    "request",
-    "key",
-    "first_position",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "min_tokens",
-    "edited",
-    "slot",
-    "counted",
-    "last_token",
-    "produced",
-    "max_tokens",
-    "stop_ids",
-    "has_stop_text",
-)
-_OUTPUTS = ("tokens", "log_probs", "untruncated", "versions")
+# What grows with the requests, (capacity, widest): type, and what stands where nothing was written.
+_TABLES: dict[str, tuple[type[np.generic], int]] = {
+    "stop_ids": (np.int64, -1),
+    "tokens": (np.int64, 0),
+    "log_probs": (np.float64, 0),
+    "untruncated": (np.float64, 0),
+    "versions": (np.int32, 0),
+}
 
 
 class Rows:
@@ -64,27 +53,47 @@ class Rows:
         precision: of the log-probs in samples: float32, or float64 where the logits are.
     """
 
+    stop_ids: np.ndarray
+    tokens: np.ndarray
+    log_probs: np.ndarray
+    untruncated: np.ndarray
+    versions: np.ndarray
+
     def __init__(self, capacity: int, logprobs_mode: LogprobsMode = "processed_logprobs") -> None:
         self.count = 0
         self.capacity = capacity
-        self.request = np.empty(capacity, dtype=object)
-        self.key = np.zeros(capacity, dtype=np.uint64)
-        self.temperature, self.top_p, self.min_p = (np.zeros(capacity, dtype=np.float64) for _ in range(3))
-        self.top_k = np.zeros(capacity, dtype=np.int64)
-        self.first_position, self.last_token, self.produced = (
-            np.zeros(capacity, dtype=np.int64) for _ in range(3)
-        )
-        self.min_tokens, self.max_tokens = (np.zeros(capacity, dtype=np.int64) for _ in range(2))
-        self.has_stop_text, self.edited = (np.zeros(capacity, dtype=bool) for _ in range(2))
-        self.slot = np.full(capacity, -1, dtype=np.int64)
-        self.counted = np.zeros(capacity, dtype=np.int64)
-        self.stop_ids = np.full((capacity, 1), -1, dtype=np.int64)
-        self.tokens = np.zeros((capacity, 0), dtype=np.int64)
-        self.log_probs, self.untruncated = (np.zeros((capacity, 0), dtype=np.float64) for _ in range(2))
+        self._columns: list[np.ndarray] = []
+        self.request = self.column(object, None)
+        self.key = self.column(np.uint64)
+        self.first_position = self.column(np.int64)
+        self.temperature = self.column(np.float64)
+        self.top_k = self.column(np.int64)
+        self.top_p = self.column(np.float64)
+        self.min_p = self.column(np.float64)
+        self.min_tokens = self.column(np.int64)
+        self.max_tokens = self.column(np.int64)
+        self.has_stop_text = self.column(bool)
+        self.edited = self.column(bool)
+        self.slot = self.column(np.int64, -1)
+        self.counted = self.column(np.int64)
+        self.last_token = self.column(np.int64)
+        self.produced = self.column(np.int64)
+        for name, (kind, fill) in _TABLES.items():
+            setattr(self, name, np.full((capacity, 0), fill, dtype=kind))
         self.precision: type[np.floating[Any]] = np.float32
-        self.versions = np.zeros((capacity, 0), dtype=np.int32)
         self._mode = logprobs_mode
         self._history: History | None = None
+
+    def column(self, kind: Any, fill: Any = 0, width: tuple[int, ...] = ()) -> np.ndarray:
+        """A new column of this table, (capacity, *width), whose entries move with their rows.
+
+        Args:
+            kind: numpy's type of its entries.
+            fill: what stands in it first.
+        """
+        made = np.full((self.capacity, *width), fill, dtype=kind)
+        self._columns.append(made)
+        return made
 
     def add(self, requests: Sequence[Request]) -> np.ndarray:
         """Puts requests that have written nothing into the next rows; their row numbers."""
@@ -112,16 +121,16 @@ class Rows:
     def _widen(self, requests: Sequence[Request]) -> None:
         stops = max(len(request.params.stop_token_ids) for request in requests)
         tokens = max(request.params.max_tokens for request in requests)
-        self.stop_ids = _wider(self.stop_ids, stops, -1)
-        for name in _OUTPUTS:
-            setattr(self, name, _wider(getattr(self, name), tokens, 0))
+        for name, (_, fill) in _TABLES.items():
+            width = stops if name == "stop_ids" else tokens
+            setattr(self, name, _wider(getattr(self, name), width, fill))
 
     def params(self, rows: np.ndarray, vocabulary: int, device: torch.device) -> RowParams:
         """How to sample the next token of each of `rows`."""
         edits = None
         if self.edited[rows].any():
             edits = Edits(
-                rows_E=to_device(np.flatnonzero(self.edited[rows]), device),
+                rows_E=upload(np.flatnonzero(self.edited[rows]), device),
                 biases=self._biases(rows, device),
                 penalties=self._penalties(rows, vocabulary, device),
             )
@@ -144,7 +153,7 @@ class Rows:
         if not entries:
             return None
         at, tokens, values = (np.array(column) for column in zip(*entries, strict=True))
-        return Biases(*(to_device(part, device) for part in (at, tokens, values.astype(np.float64))))
+        return Biases(*(upload(part, device) for part in (at, tokens, values.astype(np.float64))))
 
     def _penalties(self, rows: np.ndarray, vocabulary: int, device: torch.device) -> Penalties | None:
         at = [i for i in np.flatnonzero(self.edited[rows]) if self.request[rows[i]].params.penalised]
@@ -158,12 +167,12 @@ class Rows:
         asked = [self.request[row].params for row in rows[at]]
 
         def column(name: str) -> Tensor:
-            return to_device(np.array([getattr(p, name) for p in asked], dtype=np.float64), device)
+            return upload(np.array([getattr(p, name) for p in asked], dtype=np.float64), device)
 
         return Penalties(
             history=self._history,
-            rows_P=to_device(np.array(at), device),
-            slots_P=to_device(self.slot[rows[at]], device),
+            rows_P=upload(np.array(at), device),
+            slots_P=upload(self.slot[rows[at]], device),
             repetition_P=column("repetition_penalty"),
             frequency_P=column("frequency_penalty"),
             presence_P=column("presence_penalty"),
@@ -185,7 +194,7 @@ class Rows:
         at, column = np.nonzero(short[:, None] & (ids >= 0) & (ids < logits_RV.shape[1]))
         edited = np.flatnonzero(short | self.edited[rows])
         tokens = np.stack((at, ids[at, column]))
-        edited_E, barred_2N = (to_device(part, logits_RV.device) for part in (edited, tokens))
+        edited_E, barred_2N = (upload(part, logits_RV.device) for part in (edited, tokens))
         barred = Barred(barred_2N[0], barred_2N[1])
         if edits is None:
             return Edits(edited_E, barred)
@@ -205,7 +214,7 @@ class Rows:
         lengths = written + [len(request.prompt_ids) for request in self.request[mine]]
         longest = int(lengths.max())
         history.widen(longest + 1)
-        lengths_P = to_device(lengths, penalties.rows_P.device)
+        lengths_P = upload(lengths, penalties.rows_P.device)
         return penalties._replace(lengths_P=lengths_P, longest=longest)
 
     def draw(
@@ -219,7 +228,7 @@ class Rows:
             ahead: tokens drawn for these rows, or for each, and not yet accepted.
         """
         numbers = uniforms(self.key[rows], self.first_position[rows] + self.produced[rows] + ahead)
-        uniforms_R = to_device(numbers, logits_RV.device)
+        uniforms_R = upload(numbers, logits_RV.device)
         edits = self._step_edits(rows, params, ahead, logits_RV)
         return sample(logits_RV, uniforms_R, params, edits, self._mode)
 
@@ -275,11 +284,11 @@ class Rows:
             untruncated_log_probs=self.untruncated[row, done].astype(self.precision),
         )
 
-    def remove(self, gone: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def remove(self, gone: np.ndarray) -> np.ndarray:
         """Drops rows by a mask (count) and moves the last rows into the holes.
 
         Returns:
-            (source, target): the rows moved, for the cache to do the same.
+            where each row is now (count); -1 for those dropped.
         """
         slots = self.slot[: self.count][gone]
         if self._history is not None:
@@ -287,23 +296,24 @@ class Rows:
         left = self.count - int(gone.sum())
         target = np.flatnonzero(gone[:left])
         source = left + np.flatnonzero(~gone[left:])
-        self.move(source, target)
+        self._move(source, target)
+        moved = np.where(gone, -1, np.arange(self.count))
+        moved[source] = target
         self.request[left : self.count] = None
         self.slot[left : self.count] = -1
         self.count = left
         if not (self.slot[:left] >= 0).any():
             self._history = None
-        return source, target
+        return moved
 
-    def move(self, source: np.ndarray, target: np.ndarray) -> None:
+    def _move(self, source: np.ndarray, target: np.ndarray) -> None:
         """Copies rows to other rows, all read before any is written."""
         if not len(source):
             return
-        used = int(self.produced[: self.count].max(initial=0))
-        for name in _COLUMNS:
-            column = getattr(self, name)
+        for column in self._columns:
             column[target] = column[source]
-        for name in _OUTPUTS:
+        used = max(self.stop_ids.shape[1], int(self.produced[: self.count].max(initial=0)))
+        for name in _TABLES:
             table = getattr(self, name)
             table[target, :used] = table[source, :used]
 

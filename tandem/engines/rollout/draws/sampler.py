@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tandem.device import upload
 from tandem.engines.rollout.draws.edits import Edits
-from tandem.engines.rollout.transfer import to_device
 from tandem.protocol.rollout import LogprobsMode
 
 _TRITON = find_spec("triton") is not None
@@ -108,7 +108,7 @@ class RowParams:
         divisor_R = np.where(greedy_R, 1.0, temperature_R)
 
         def column(values: NDArray[Any]) -> Tensor:
-            return to_device(values.copy(), device)
+            return upload(values.copy(), device)
 
         cuts = None
         if cut_R.any():

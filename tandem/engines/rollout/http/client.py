@@ -15,7 +15,7 @@ from contextlib import aclosing, suppress
 from typing import Any, ClassVar
 
 from tandem.engines.rollout.base import SLEEP_TAGS, SharedModule, SleepTag, WeightSource, WeightStream
-from tandem.engines.rollout.checks import check_new, check_vocabulary
+from tandem.engines.rollout.checks import check_idle, check_new, check_vocabulary
 from tandem.engines.rollout.counters import Counters
 from tandem.engines.rollout.http.answer import Answer
 from tandem.engines.rollout.http.connection import CLOSING_S, Connection, Refused, Server, ServerLost
@@ -170,7 +170,7 @@ class HTTPEngine(ABC):
 
     def sleep(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
         """Leaves the server's memory alone."""
-        self.check_idle()
+        check_idle(self.pending())
 
     def wake(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:  # noqa: B027
         """Leaves the server's memory alone."""
@@ -196,15 +196,6 @@ class HTTPEngine(ABC):
     async def ask(self, method: str, path: str, **options: Any) -> Any:
         """See `Connection.ask`."""
         return await self._connection.ask(method, path, **options)
-
-    def check_idle(self) -> None:
-        """Raises:
-        EngineError: requests are pending.
-        """
-        if self._answers:
-            raise EngineError(
-                "requests are pending", got=f"{len(self._answers)} requests", remedy="poll or abort them"
-            )
 
     def failure(self, message: str, path: str, got: object, **parts: Any) -> EngineError:
         """An error that names the server."""

@@ -25,7 +25,7 @@ from tandem.engines.rollout.base import (
     WeightSource,
     WeightStream,
 )
-from tandem.engines.rollout.checks import check_new, check_vocabulary
+from tandem.engines.rollout.checks import check_idle, check_new, check_vocabulary
 from tandem.engines.rollout.draws.rows import empty_sample
 from tandem.engines.rollout.http.connection import Refused, ServerLost
 from tandem.engines.rollout.http.relay import Outcome, relay
@@ -174,10 +174,7 @@ class Router:
             return error
 
     def sleep(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
-        if self.pending():
-            raise EngineError(
-                "requests are pending", got=f"{self.pending()} requests", remedy="poll or abort them"
-            )
+        check_idle(self.pending())
         for replica in self._alive():
             self._tried(replica, replica.engine.sleep, tags)
 

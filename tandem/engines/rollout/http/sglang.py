@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.engines.rollout.base import SLEEP_TAGS, SleepTag, WeightSource, WeightStream
+from tandem.engines.rollout.checks import check_idle
 from tandem.engines.rollout.http.answer import Answer, asked, refuse_unknown, seed_of
 from tandem.engines.rollout.http.client import STREAM_INTERVAL, HTTPEngine
 from tandem.engines.rollout.http.connection import Refused, Server, ServerLost
@@ -234,7 +235,7 @@ class SGLangEngine(HTTPEngine):
         return shown if isinstance(shown[0], list) else [shown]
 
     def sleep(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
-        self.check_idle()
+        check_idle(self.pending())
         awake = [tag for tag in SLEEP_TAGS if tag in tags and tag not in self._asleep]
         if awake:
             self.call("POST", "/release_memory_occupation", json={"tags": awake})

@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tandem.device import upload
 from tandem.engines.rollout.base import SLEEP_TAGS, SharedModule, SleepTag, WeightSource, WeightStream
-from tandem.engines.rollout.checks import check_fits_model, check_new
+from tandem.engines.rollout.checks import check_fits_model, check_idle, check_new
 from tandem.engines.rollout.counters import Counters
 from tandem.engines.rollout.draws.rows import Rows, empty_sample
 from tandem.engines.rollout.draws.sampler import Drawn, RowParams
@@ -26,14 +27,13 @@ from tandem.engines.rollout.draws.stops import Decode
 from tandem.engines.rollout.native.attention import Attention, AttentionName, make_attention
 from tandem.engines.rollout.native.blocks import BlockManager
 from tandem.engines.rollout.native.graphs import GraphedRunner
-from tandem.engines.rollout.native.inputs import step_input
 from tandem.engines.rollout.native.memory import CacheRoom, grown
 from tandem.engines.rollout.native.paged import PagedCache, bytes_per_token
+from tandem.engines.rollout.native.plan import Index, Plan, step_input
 from tandem.engines.rollout.native.runner import Runner, RunnerName, make_runner
-from tandem.engines.rollout.native.scheduler import Index, Plan, Scheduler
+from tandem.engines.rollout.native.scheduler import Scheduler
 from tandem.engines.rollout.native.split import WHOLE, LayerSplit
 from tandem.engines.rollout.own_weights import OwnWeights, kinds_taken, taken
-from tandem.engines.rollout.transfer import to_device
 from tandem.engines.weight_sync import Digest, digest
 from tandem.errors import EngineError
 from tandem.protocol import Request, Sample
@@ -177,10 +177,7 @@ class NativeEngine:
 
     def sleep(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
         """Gives back the cache, and every reference to the weights."""
-        if self._known:
-            raise EngineError(
-                "requests are pending", got=f"{len(self._known)} requests", remedy="poll or abort them"
-            )
+        check_idle(len(self._known))
         self._flight = self._params = None
         if "kv_cache" in tags:
             self._drop_cache()
@@ -299,7 +296,14 @@ class NativeEngine:
         """Runs the step and draws its tokens; on CUDA, only asks for it."""
         assert self._cache is not None and self._attention is not None
         self._count(plan)
-        step, logits_of = step_input(plan, self._scheduler, self._rows, self._block_size, self._device)
+        step, logits_of = step_input(
+            plan,
+            self._scheduler.tables,
+            self._rows.last_token,
+            self._scheduler.content,
+            self._block_size,
+            self._device,
+        )
         place = np.full(self._rows.capacity, -1)  # of each row among the tokens in flight
         if earlier is not None:
             alive = np.flatnonzero(earlier.rows >= 0)
@@ -311,12 +315,12 @@ class NativeEngine:
             )
         logits = (self._graphed or runner).forward(step, self._attention)
         if plan.copies[0]:
-            source, target = (to_device(np.array(part), self._device) for part in plan.copies)
+            source, target = (upload(np.array(part), self._device) for part in plan.copies)
             self._cache.copy_blocks(source, target)
         if not len(plan.sampled):
             return None
         if len(logits) != len(logits_of):
-            logits = logits[to_device(logits_of, self._device)]
+            logits = logits[upload(logits_of, self._device)]
         ahead = (place[plan.sampled] >= 0).astype(np.int64)
         params = self._row_params(plan.sampled, logits.shape[1])
         drawn = self._rows.draw(plan.sampled, logits, params, ahead)
@@ -335,7 +339,7 @@ class NativeEngine:
             ids_T[: len(place)] = tokens_R
             return
         at = np.flatnonzero(place >= 0)
-        at_N, place_N = (to_device(part, self._device) for part in (at, place[at]))
+        at_N, place_N = (upload(part, self._device) for part in (at, place[at]))
         ids_T[at_N] = tokens_R[place_N]
 
     def _row_params(self, rows: Index, vocabulary: int) -> RowParams:

@@ -23,37 +23,14 @@ from numpy.typing import NDArray
 from tandem.engines.rollout.counters import Counters
 from tandem.engines.rollout.draws.rows import Rows
 from tandem.engines.rollout.native.blocks import BlockManager, Blocks, chain
+from tandem.engines.rollout.native.plan import Index, Plan
 from tandem.protocol import Request
 
-Index = NDArray[np.int64]
 _Count = TypeVar("_Count", int, Index)
 
 # While others run, waiting requests are admitted when this share of the rows is free: steps that only
 # decode are cheaper than those between which prompts come in one by one.
 _ADMIT_SHARE = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """One step, by rows of the table of sequences.
-
-    Attributes:
-        rows: those with tokens in this step; the first `decoding` of them have one each, the last that
-            they wrote.
-        first: how many of each one's tokens are in the cache already.
-        counts: how many tokens of each are computed.
-        sampled: rows that get a token.
-        source: for each of `sampled`, which of `rows` gives its logits, those after its last token.
-        copies: (source, target) blocks to copy once the step is computed.
-    """
-
-    rows: Index
-    first: Index
-    counts: Index
-    decoding: int
-    sampled: Index
-    source: Index
-    copies: tuple[list[int], list[int]]
 
 
 @dataclass(slots=True)
@@ -75,7 +52,8 @@ class _Prompts:
 
 
 class Scheduler:
-    """Columns beside those of `rows`, which holds all sequences that were admitted.
+    """The order in which sequences run. It adds its columns to those of `rows`, the table of all sequences
+    that were admitted.
 
     Args:
         rows: as many sequences as may run at the same time.
@@ -113,11 +91,15 @@ class Scheduler:
         self._caching = caching
         self.blocks = BlockManager(0)
         self.waiting: deque[Request] = deque()
-        columns = (np.zeros(rows.capacity, dtype=np.int64) for _ in range(6))
-        self.computed, self.length, self._held, self._prompt_length, self._limit, self._arrival = columns
-        self.tables = np.zeros((rows.capacity, self.blocks_for(max_length)), dtype=np.int32)
-        self._prompt = np.empty(rows.capacity, dtype=object)  # bytes, equal for equal prompts
-        self._digests = np.empty(rows.capacity, dtype=object)  # of full blocks; None: never to be found
+        self.computed = rows.column(np.int64)
+        self.length = rows.column(np.int64)
+        self._held = rows.column(np.int64)
+        self._prompt_length = rows.column(np.int64)
+        self._limit = rows.column(np.int64)
+        self._arrival = rows.column(np.int64)
+        self._prompt = rows.column(object, None)  # bytes, equal for equal prompts
+        self._digests = rows.column(object, None)  # of full blocks; None: never to be found
+        self.tables = rows.column(np.int32, width=(self.blocks_for(max_length),))
         self._arrivals = 0
         self._root = 0  # of all digests
 
@@ -156,24 +138,9 @@ class Scheduler:
         Returns:
             where each row is now; -1 for those dropped.
         """
-        moved = np.where(gone, -1, np.arange(self._rows.count))
         for row in np.flatnonzero(gone).tolist():
             self._release(row)
-        source, target = self._rows.remove(gone)
-        moved[source] = target
-        for column in (
-            self.computed,
-            self.length,
-            self._held,
-            self._prompt_length,
-            self._limit,
-            self._arrival,
-            self.tables,
-            self._prompt,
-            self._digests,
-        ):
-            column[target] = column[source]
-        return moved
+        return self._rows.remove(gone)
 
     def forget(self) -> None:
         """Finds no block again that was computed before. Sequences that have written something go on over

@@ -28,7 +28,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from tandem.engines.rollout.base import SLEEP_TAGS, SleepTag, WeightSource, WeightStream
-from tandem.engines.rollout.checks import check_finite, check_fits_model, check_new
+from tandem.engines.rollout.checks import check_finite, check_fits_model, check_idle, check_new
 from tandem.engines.rollout.counters import Counters
 from tandem.engines.rollout.draws.stops import Decode, ends_with_stop
 from tandem.engines.rollout.http.answer import seed_of
@@ -269,10 +269,7 @@ class VLLMEngine:
     def sleep(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
         """Drops the weights and the cache, whichever is asked for. vLLM's own sleep mode needs CUDA; on a CPU
         their memory goes back to the system in the same way."""
-        if self.pending():
-            raise EngineError(
-                "requests are pending", got=f"{self.pending()} requests", remedy="poll or abort them"
-            )
+        check_idle(self.pending())
         tags = set(tags) - self._asleep
         if not tags:
             return

@@ -28,7 +28,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from tandem.engines.rollout.base import SLEEP_TAGS, SleepTag, WeightSource, WeightStream
-from tandem.engines.rollout.checks import check_fits_model
+from tandem.engines.rollout.checks import check_fits_model, check_idle
 from tandem.engines.rollout.draws.stops import Decode, ends_with_stop
 from tandem.engines.rollout.http.answer import Answer, asked, seed_of
 from tandem.engines.rollout.http.client import STREAM_INTERVAL, HTTPEngine
@@ -280,7 +280,7 @@ class VLLMServerEngine(HTTPEngine):
     def sleep(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
         """vLLM's sleep mode, which gives back weights and cache together; a server without it keeps its
         memory."""
-        self.check_idle()
+        check_idle(self.pending())
         tags = set(tags) - self._asleep
         if not tags:
             return
