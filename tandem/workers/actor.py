@@ -318,7 +318,7 @@ class ActorWorker(ReferenceWorker):
         """
         config, loss = self._config.actor_rollout_ref.actor, self.loss
         if entropy_coeff is not None:
-            loss = replace(loss, entropy_coeff=entropy_coeff)
+            loss = loss.with_entropy_coeff(entropy_coeff)
         if not loss.recomputed or (first and self._bypasses):
             loss = replace(loss, compared=gap_columns(batch))
         if loss.compared and len(batch) and self.actor.share.leads:

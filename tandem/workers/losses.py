@@ -6,8 +6,10 @@ Shapes: T tokens of a micro-batch, flat; offsets (B+1).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -15,31 +17,31 @@ from torch import Tensor
 
 from tandem.algorithms.aggregation import aggregate
 from tandem.algorithms.bradley_terry import bradley_terry_loss
-from tandem.algorithms.kl import FULL, kl_penalty
+from tandem.algorithms.kl import FULL
 from tandem.algorithms.registry import PolicyLossSpec, policy_loss
 from tandem.algorithms.value_loss import clipped_value_loss
 from tandem.config.actor import ActorConfig
 from tandem.config.critic import CriticConfig
 from tandem.config.rollout_correction import RolloutCorrectionConfig
+from tandem.config.tables import LOSS_KEYS
 from tandem.engines.train.base import Counts
 from tandem.observability.metrics import Metrics
 from tandem.workers.correction import WEIGHTS, Correction, bypassing, count_kept, recounted
+from tandem.workers.loss_terms import EntropyTerm, ExactKLTerm, PolicyTerm, SampledKLTerm, Term
 from tandem.workers.probes import SAMPLED, add_rollout_gap
 
 
 @dataclass(frozen=True)
 class ActorLoss:
-    """Policy loss - entropy_coeff · entropy + kl_coef · KL(policy, reference).
+    """The policy's loss: Σ coefficient · aggregated term, over the policy loss, the entropy bonus and the KL
+    to the reference, in this order.
 
     Where the batch holds no `old_log_probs` column, the policy that wrote the batch is the one being
     trained (one update per batch), and the update's own log-probs, detached, stand for it.
 
     Attributes:
-        spec, options: the policy loss and its numbers.
+        terms: see `Term`.
         agg_mode, norm_length: how tokens become one number.
-        entropy_coeff: weight of the entropy bonus; 0 only reports the entropy.
-        kl_coef: weight of the KL term; None leaves it out.
-        kl_kind: estimator of the KL term; "full" is an output of the model.
         recomputed: whether `old_log_probs` is a column of the batch.
         compared: columns of the rollout's log-probs that the update's own are compared with; see
             `add_rollout_gap`.
@@ -47,32 +49,26 @@ class ActorLoss:
         correction: the rollout correction, where it is made here; see `tandem.workers.correction`.
     """
 
-    spec: PolicyLossSpec
-    options: dict[str, Any]
+    terms: tuple[Term, ...]
     agg_mode: str
     norm_length: float
-    entropy_coeff: float
-    kl_coef: float | None
-    kl_kind: str
     recomputed: bool
     compared: frozenset[str] = frozenset()
     weighted: bool = False
     correction: Correction | None = None
-    outputs: frozenset[str] = frozenset({"log_probs", "entropy"})
-    columns: frozenset[str] = field(init=False)
 
-    def __post_init__(self) -> None:
-        given = {"offsets", "log_probs", "entropy"}
-        columns = {"response_mask", *self.spec.columns} - given
-        exact = self.kl_coef is not None and self.kl_kind == FULL
-        if exact:
-            object.__setattr__(self, "outputs", self.outputs | {"ref_kl"})
-        elif self.kl_coef is not None:
-            columns.add("ref_log_probs")
+    @property
+    def outputs(self) -> frozenset[str]:
+        """See `LossFn`."""
+        return frozenset({"log_probs"}.union(*(term.outputs for term in self.terms)))
+
+    @property
+    def columns(self) -> frozenset[str]:
+        """See `LossFn`."""
+        columns = {"response_mask"}.union(*(term.columns for term in self.terms)) - {WEIGHTS}
         columns -= set() if self.recomputed else {"old_log_probs"}
         columns |= {SAMPLED} if self.correction is not None else set()
-        columns = columns | {WEIGHTS} if self.weighted else columns - {WEIGHTS}
-        object.__setattr__(self, "columns", frozenset(columns | self.compared))
+        return frozenset(columns | ({WEIGHTS} if self.weighted else set()) | self.compared)
 
     @classmethod
     def from_config(
@@ -90,20 +86,24 @@ class ActorLoss:
         correction = correction or RolloutCorrectionConfig()
         bypasses = correction.bypass_mode
         actor = bypassing(actor, correction.loss_type) if bypasses else actor
-        spec, options = configured_loss(actor)
+        here = bypasses or (correction.corrects and not recomputed)
         return cls(
-            spec=spec,
-            options=options,
+            terms=configured_terms(actor),
             agg_mode=actor.loss_agg_mode,
             norm_length=actor.loss_scale_factor,
-            entropy_coeff=actor.entropy_coeff,
-            kl_coef=actor.kl_loss_coef if actor.use_kl_loss else None,
-            kl_kind=actor.kl_loss_type,
             recomputed=recomputed or bypasses,
             weighted=correction.rollout_is is not None and recomputed,
-            correction=Correction.from_config(correction)
-            if bypasses or (correction.corrects and not recomputed)
-            else None,
+            correction=Correction.from_config(correction) if here else None,
+        )
+
+    def with_entropy_coeff(self, coefficient: float) -> ActorLoss:
+        """The same loss with another weight of the entropy bonus."""
+        return replace(
+            self,
+            terms=tuple(
+                replace(term, coefficient=-coefficient) if isinstance(term, EntropyTerm) else term
+                for term in self.terms
+            ),
         )
 
     def __call__(
@@ -116,24 +116,32 @@ class ActorLoss:
         self._correct(given, metrics)
         mask = given["response_mask"]
         given |= {name: _inside(given[name], mask) for name in given if name != "offsets"}
-        losses_T, observed = self.spec(given, **self.options)
-        if WEIGHTS in given and WEIGHTS not in self.spec.columns:
-            losses_T = losses_T * given[WEIGHTS]
-        loss = policy = self._reduce(losses_T, mask, offsets, counts)
-        if self.entropy_coeff != 0:
-            loss = loss - self.entropy_coeff * self._reduce(out["entropy"], mask, offsets, counts)
-        if self.kl_coef is not None:
-            kl_T = self._kl(given)
-            loss = loss + self.kl_coef * self._reduce(kl_T, mask, offsets, counts)
-            metrics.add_mean("kl", _total(kl_T, mask), mask.sum())
-        metrics.add_sum("pg_loss", policy)
+        shares = []
+        for term in self.terms:
+            values_T, observed = term(given)
+            if term.coefficient != 0:
+                share = self._aggregated(values_T, mask, offsets, counts)
+                shares.append(term.coefficient * share)
+                if term.share is not None:
+                    metrics.add_sum(term.share, share)
+            for name, observed_T in observed.items():
+                metrics.add_mean(name, _total(observed_T, mask), mask.sum())
+        loss = functools.reduce(torch.add, shares)
         metrics.add_sum("loss", loss)
-        metrics.add_mean("entropy", _total(out["entropy"], mask), mask.sum())
-        for name, values_T in observed.items():
-            metrics.add_mean(name, _total(values_T, mask), mask.sum())
         if self.compared:
             add_rollout_gap(metrics, out["log_probs"].detach(), columns, columns["response_mask"])
         return loss, metrics
+
+    def _aggregated(self, values_T: Tensor, mask: Tensor, offsets: Tensor, counts: Counts) -> Tensor:
+        return aggregate(
+            values_T,
+            mask,
+            offsets,
+            mode=self.agg_mode,
+            tokens=counts.tokens,
+            sequences=counts.sequences,
+            norm_length=self.norm_length,
+        )
 
     def _correct(self, given: dict[str, Tensor], metrics: Metrics) -> None:
         """Adds the weights, and takes rejected tokens out of the mask, where this is done here."""
@@ -145,7 +153,7 @@ class ActorLoss:
                 given[WEIGHTS] = found.weights
             if self.rejects:
                 count_kept(metrics, found.kept, offsets)
-        if WEIGHTS in self.spec.columns:
+        if any(WEIGHTS in term.columns for term in self.terms):
             given.setdefault(WEIGHTS, torch.ones_like(given["log_probs"]))
 
     def recount(self, metrics: Metrics, counts: Counts) -> float:
@@ -157,21 +165,20 @@ class ActorLoss:
         """Whether tokens are rejected here."""
         return self.correction is not None and bool(self.correction.rejections)
 
-    def _kl(self, given: Mapping[str, Tensor]) -> Tensor:
-        if self.kl_kind == FULL:
-            return given["ref_kl"]
-        return kl_penalty(given["log_probs"], given["ref_log_probs"], self.kl_kind)
 
-    def _reduce(self, values_T: Tensor, mask: Tensor, offsets: Tensor, counts: Counts) -> Tensor:
-        return aggregate(
-            values_T,
-            mask,
-            offsets,
-            mode=self.agg_mode,
-            tokens=counts.tokens,
-            sequences=counts.sequences,
-            norm_length=self.norm_length,
-        )
+def configured_terms(actor: ActorConfig) -> tuple[Term, ...]:
+    """The terms of the policy's loss that a config asks for. The entropy is reported without a bonus too.
+
+    Raises:
+        ConfigError: see `configured_loss`.
+    """
+    policy = PolicyTerm(*configured_loss(actor))
+    terms: tuple[Term, ...] = (policy, EntropyTerm(-actor.entropy_coeff))
+    if not actor.use_kl_loss:
+        return terms
+    if actor.kl_loss_type == FULL:
+        return (*terms, ExactKLTerm(actor.kl_loss_coef))
+    return (*terms, SampledKLTerm(actor.kl_loss_coef, actor.kl_loss_type))
 
 
 def configured_loss(actor: ActorConfig) -> tuple[PolicyLossSpec, dict[str, Any]]:
@@ -180,23 +187,10 @@ def configured_loss(actor: ActorConfig) -> tuple[PolicyLossSpec, dict[str, Any]]
     Raises:
         ConfigError: an option that it does not take, or of another type.
     """
-    section = actor.policy_loss
-    spec = policy_loss(section.loss_mode)
-    shared = {
-        "clip_ratio_low": actor.clip_ratio_low,
-        "clip_ratio_high": actor.clip_ratio_high,
-        "clip_ratio_c": actor.clip_ratio_c,
-        "tau_pos": actor.tau_pos,
-        "tau_neg": actor.tau_neg,
-        "clip_cov_ratio": section.clip_cov_ratio,
-        "clip_cov_lb": section.clip_cov_lb,
-        "clip_cov_ub": section.clip_cov_ub,
-        "kl_cov_ratio": section.kl_cov_ratio,
-        "ppo_kl_coef": section.ppo_kl_coef,
-    }
-    if section.dro_beta is not None:
-        shared["dro_beta"] = section.dro_beta
-    return spec, spec.select_options(shared, section.kwargs)
+    spec = policy_loss(actor.policy_loss.loss_mode)
+    shared = {option: attrgetter(key)(actor) for option, key in LOSS_KEYS.items()}
+    given = {option: value for option, value in shared.items() if value is not None}
+    return spec, spec.select_options(given, actor.policy_loss.kwargs)
 
 
 @dataclass(frozen=True)

@@ -96,6 +96,47 @@ def test_the_loss_names_only_columns_that_it_reads() -> None:
     assert plain.columns == {"response_mask", "old_log_probs", "advantages"}
 
 
+@dataclasses.dataclass(frozen=True)
+class Length:
+    """A toy term: each token's place, once for each unit of a column that no other term reads."""
+
+    coefficient: float = 0.25
+    share: str | None = "length_loss"
+    outputs: frozenset[str] = frozenset({"sum_pi_squared"})
+    columns: frozenset[str] = frozenset({"policy_version"})
+
+    def __call__(self, given: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        values_T = given["sum_pi_squared"] * given["policy_version"]
+        return values_T, {"length": values_T}
+
+
+def test_a_term_of_ones_own_declares_what_it_reads_and_adds_to_the_sum() -> None:
+    plain = ActorLoss.from_config(ActorConfig(entropy_coeff=0.1), recomputed=True)
+    longer = dataclasses.replace(plain, terms=(*plain.terms, Length()))
+    assert longer.columns - plain.columns == {"policy_version"}
+    assert longer.outputs - plain.outputs == {"sum_pi_squared"}
+    columns = random_columns(2) | {"policy_version": torch.arange(7)}
+    out, batch = split(columns)
+    out["sum_pi_squared"] = torch.full((7,), 0.5, dtype=torch.float64)
+    without, _ = plain(out, batch, OFFSETS, COUNTS)
+    loss, metrics = longer(out, batch, OFFSETS, COUNTS)
+    mean = 0.5 * (2 + 3 + 5 + 6) / 4
+    assert float(loss - without) == pytest.approx(0.25 * mean, rel=1e-12)
+    floats = metrics.to_floats()
+    assert floats["length_loss"] == floats["length"] == pytest.approx(mean)
+    reported = dataclasses.replace(plain, terms=(*plain.terms, Length(coefficient=0.0)))
+    loss, metrics = reported(out, batch, OFFSETS, COUNTS)
+    assert torch.equal(loss, without) and metrics.to_floats()["length"] == pytest.approx(mean)
+
+
+def test_another_weight_of_the_entropy_is_that_of_the_config() -> None:
+    columns = random_columns(3)
+    out, batch = split(columns)
+    loss = ActorLoss.from_config(ActorConfig(), recomputed=True).with_entropy_coeff(0.3)
+    wanted = ActorLoss.from_config(ActorConfig(entropy_coeff=0.3), recomputed=True)
+    assert torch.equal(loss(out, batch, OFFSETS, COUNTS)[0], wanted(out, batch, OFFSETS, COUNTS)[0])
+
+
 def test_the_critic_loss_is_the_larger_of_plain_and_clipped_squares() -> None:
     out = {"values": torch.tensor([0.0, 0.0, 2.0, 0.1, 0.0, -1.0, 0.4], dtype=torch.float64)}
     columns = {

@@ -205,7 +205,7 @@ def test_the_first_update_is_the_policy_gradient(name, ragged_columns, rows) -> 
         advantages[row] = torch.where(mask[row], advantage, 0.0)
     columns["advantages"] = advantages
     loss = actor_loss(name, "token-sum", recomputed=False)
-    loss = ActorLoss(loss.spec, loss.options, "token-sum", 1.0, 0.0, None, "kl", recomputed=False)
+    loss = ActorLoss(loss.terms[:1], "token-sum", 1.0, recomputed=False)
     _, gradient, metrics = run(loss, columns, counts_of(columns, rows(columns)))
     silent = columns["selected_tokens"] if name == "clip_cov" else torch.zeros_like(mask)
     torch.testing.assert_close(gradient, torch.where(mask & ~silent, -advantages, 0.0), rtol=1e-12, atol=0)
