@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -67,17 +66,18 @@ def build_ppo(
     """
     on_host = on_cpu(config.trainer)
     spec = check_algorithms(config)
-    cast, placement = cast_roles(config, spec), configured_placement(config.trainer)
+    cast = cast_roles(config, spec)
+    placed = tenants(configured_placement(config.trainer), cast)
     if on_host:
         say_idle_offload(config, cast.played, say)
-    tenants(placement, cast)  # refuses what cannot be placed
     reward = _own_reward(config.custom_reward_function)
     tokenizer = _tokenizer(config.actor_rollout_ref.model)
-    with _opened(config.trainer, to_yaml(config), say) as (run, backend):
+    resolved = to_yaml(config)
+    with _opened(config.trainer, resolved, say) as (run, backend):
         launcher = Launcher(config, cast, backend, run.folder, tokenizer, reward)
-        launcher.reserve(placement)
+        launcher.reserve(placed)
 
-        data = launcher.launch_data()
+        data = launcher.launch_data(placed["data"])
         facts: DataFacts = data.describe()
         if "reward" in cast.played and reward is None:
             for source in facts.sources:
@@ -85,17 +85,9 @@ def build_ppo(
         prompts, steps_per_epoch = _prompts(config.data, data, facts.rows)
 
         plan = plan_run(config, spec, steps_per_epoch)
-        roles = launcher.launch(placement, plan, data)
+        roles = launcher.launch(placed, plan, data)
 
         stops = stop_token_ids(config.actor_rollout_ref.model.path, tokenizer)
-        evaluator = Evaluator(
-            facts.val_batches,
-            n=config.actor_rollout_ref.rollout.val_kwargs.n,
-            params=sampling(config, stops, validation=True),
-            writes_samples=config.trainer.samples_freq > 0,
-        )
-        freq = config.trainer.samples_freq
-        session = _session(run, to_dict(config), roles.members, plan.total_steps, say, samples_freq=freq)
         return trainer(
             config,
             plan,
@@ -103,10 +95,10 @@ def build_ppo(
             roles,
             sampling(config, stops),
             prompts,
-            evaluator if facts.val_batches else None,
+            _evaluator(config, facts.val_batches, stops),
             _kl_controller(config.algorithm.kl_ctrl),
             _entropy_controller(config.actor_rollout_ref.actor),
-            session,
+            _session(run, config, roles.members, plan.total_steps, say),
             schedule,
         )
 
@@ -159,7 +151,7 @@ def build_supervised(config: SupervisedConfig, task: Task, *, say: Say) -> Super
         return SupervisedTrainer(
             Rhythm(steps, trainer.test_freq, trainer.save_freq),
             prompts,
-            _session(run, to_dict(config), {task.role: model}, steps, say),
+            _session(run, config, {task.role: model}, steps, say),
             backend,
             name=task.name,
             data=data,
@@ -208,6 +200,13 @@ def _prompts(config: DataConfig, data: WorkerGroup, rows: int) -> tuple[Prompts,
     ), steps_per_epoch
 
 
+def _evaluator(config: TrainConfig, batches: int, stops: tuple[int, ...]) -> Evaluator | None:
+    """Validation over so many batches; None where there are none."""
+    params = sampling(config, stops, validation=True)
+    n, writes = config.actor_rollout_ref.rollout.val_kwargs.n, config.trainer.samples_freq > 0
+    return Evaluator(batches, n, params, writes) if batches else None
+
+
 def _kl_controller(config: KLControllerConfig) -> FixedKLController | AdaptiveKLController:
     if config.type == "fixed":
         return FixedKLController(config.kl_coef)
@@ -230,18 +229,17 @@ def _entropy_controller(config: ActorConfig) -> AdaptiveEntropyController | None
 
 def _session(
     run: OpenRun,
-    config: dict[str, Any],
+    config: TrainConfig | SupervisedConfig,
     members: Mapping[str, Saves],
     total_steps: int,
     say: Say,
-    *,
-    samples_freq: int = -1,
 ) -> Session:
     info = RunInfo(
         project=run.config.project_name,
         experiment=run.config.experiment_name,
         folder=run.folder.path,
         total_steps=total_steps,
-        config=config,
+        config=to_dict(config),
     )
-    return Session(run, run.config.logger, info, members, samples_freq=samples_freq, say=say)
+    freq = config.trainer.samples_freq if isinstance(config, TrainConfig) else -1
+    return Session(run, run.config.logger, info, members, samples_freq=freq, say=say)

@@ -24,13 +24,13 @@ def check_algorithms(config: TrainConfig) -> AdvantageSpec:
         ConfigError: one is not, or does not.
     """
     spec = advantage_estimator(config.algorithm.adv_estimator)
+    own_loss, kinds = config.actor_rollout_ref.actor.policy_loss, _kl_kinds(config)
     spec.select_options({}, config.algorithm.adv_kwargs)  # refuses what does not fit
-    _check_rewards(config, spec)
-    own_loss = config.actor_rollout_ref.actor.policy_loss
     policy_loss(own_loss.loss_mode).select_options({}, own_loss.kwargs)
-    Correction.from_config(config.algorithm.rollout_correction)
-    for kind in _kl_kinds(config) - {FULL}:
+    for kind in kinds - {FULL}:
         kl_estimator(kind.removesuffix("+"))
+    _check_rewards(config, spec)
+    Correction.from_config(config.algorithm.rollout_correction)
     return spec
 
 

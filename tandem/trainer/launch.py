@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
@@ -20,8 +20,6 @@ from tandem.runtime.worker import WorkerFactory
 from tandem.trainer.placing import CONTROLLER_POOL, Cast, Tenant, tenants
 from tandem.trainer.roles import Roles
 from tandem.trainer.steps import Plan, updates_per_step
-from tandem.workers.batch import BatchWorker
-from tandem.workers.data import DataWorker
 
 RAY = "tandem.runtime.ray_backend:RayBackend"
 
@@ -99,7 +97,7 @@ class Launcher:
 
     Args:
         config: the resolved config.
-        cast: the roles that the run has, and who plays them.
+        cast: who plays which role, wherever it moves.
         backend: where workers run.
         run: the run folder.
         tokenizer: the policy's.
@@ -123,73 +121,67 @@ class Launcher:
         self.reward = reward
         self._pools: dict[str, ResourcePool] = {}
 
-    def reserve(self, placement: Placement) -> None:
-        """Makes sure of the processes that a placement asks for.
+    def reserve(self, placed: Mapping[str, Tenant]) -> None:
+        """Makes sure of the processes that the groups of a run have.
 
         Raises:
-            ConfigError: they cannot be had, or a class does not fit its role.
+            ConfigError: they cannot be had.
         """
-        used = [tenant.pool for tenant in tenants(placement, self.cast).values()]
-        pools = {pool.name: pool for pool in (CONTROLLER_POOL, *used)}
+        pools = {pool.name: pool for pool in (CONTROLLER_POOL, *(tenant.pool for tenant in placed.values()))}
         gone = [name for name, pool in self._pools.items() if pools.get(name) != pool]
         self.backend.release(gone)
         self.backend.reserve(list(pools.values()))
         self._pools = pools
 
-    def launch_data(self) -> WorkerGroup:
+    def launch_data(self, tenant: Tenant) -> WorkerGroup:
         """The group that reads the data.
 
         Raises:
             DataError: anything wrong with them.
         """
-        worker = self.cast.classes.get("data", DataWorker)
-        return self._group(
-            partial(worker, self.config.data, self.tokenizer, self.run), CONTROLLER_POOL, "data"
-        )
+        return self._group(tenant, partial(tenant.worker, self.config.data, self.tokenizer, self.run))
 
-    def launch(self, placement: Placement, plan: Plan, data: WorkerGroup) -> Roles:
+    def launch(self, placed: Mapping[str, Tenant], plan: Plan, data: WorkerGroup) -> Roles:
         """All other groups, in processes that were reserved.
 
         Raises:
             TandemError: a model cannot be loaded, or anything else a worker refuses.
         """
-        batch, policy = self.cast.classes.get("batch", BatchWorker), self.config.actor_rollout_ref
-        placed = tenants(placement, self.cast)
-        groups = {
-            role: self._group(self._factory(tenant, plan), tenant.pool, role)
-            for role, tenant in placed.items()
-        }
-        of_part = {part: groups[role] for role, tenant in placed.items() for part in tenant.parts}
+        rollout, ref = self.config.actor_rollout_ref.rollout, self.config.actor_rollout_ref.ref
+        groups = {"data": data}
+        for role, tenant in placed.items():
+            if role != "data":
+                groups |= dict.fromkeys(tenant.parts, self._group(tenant, self._factory(tenant, plan)))
         return Roles(
             data=data,
-            actor=of_part["actor"],
-            rollout=of_part["rollout"],
-            reference=of_part.get("ref"),
-            critic=of_part.get("critic"),
-            reward_model=of_part.get("reward_model"),
-            reward=of_part.get("reward"),
-            batch=self._group(
-                partial(batch, self.config.algorithm, self.run, policy.actor), CONTROLLER_POOL, "batch"
-            ),
-            scores_parts=self._scores_parts(of_part),
-            resets_reference="ref" in of_part and policy.ref.reset_interval > 0,
-            rollout_shares=of_part["rollout"].world_size // policy.rollout.tensor_model_parallel_size,
+            actor=groups["actor"],
+            rollout=groups["rollout"],
+            reference=groups.get("ref"),
+            critic=groups.get("critic"),
+            reward_model=groups.get("reward_model"),
+            reward=groups.get("reward"),
+            batch=groups["batch"],
+            scores_parts=self._scores_parts(groups),
+            resets_reference="ref" in groups and ref.reset_interval > 0,
+            rollout_shares=groups["rollout"].world_size // rollout.tensor_model_parallel_size,
         )
 
     def move(self, roles: Roles, placement: Placement, plan: Plan) -> Roles:
         """The same roles in other processes, with nothing learnt yet; only the data stay where they are.
 
         Raises:
-            ConfigError: as `reserve`.
+            ConfigError: as `tenants` and `reserve`.
         """
+        placed = tenants(placement, self.cast)
         for group in roles.groups:
             if group is not roles.data:
                 group.shutdown()
-        self.reserve(placement)
-        return self.launch(placement, plan, roles.data)
+        self.reserve(placed)
+        return self.launch(placed, plan, roles.data)
 
-    def _group(self, factory: WorkerFactory, pool: ResourcePool, role: str) -> WorkerGroup:
-        return WorkerGroup(self.backend, factory, pool, role=role, balance=self.config.trainer.balance_batch)
+    def _group(self, tenant: Tenant, factory: WorkerFactory) -> WorkerGroup:
+        balance = self.config.trainer.balance_batch
+        return WorkerGroup(self.backend, factory, tenant.pool, role=tenant.role, balance=balance)
 
     def _scores_parts(self, groups: dict[str, WorkerGroup]) -> bool:
         whole = self.reward is not None and self.reward.batched
@@ -197,6 +189,8 @@ class Launcher:
 
     def _factory(self, tenant: Tenant, plan: Plan) -> WorkerFactory:
         config, trainer = self.config, self.config.trainer
+        if tenant.role == "batch":
+            return partial(tenant.worker, config.algorithm, self.run, config.actor_rollout_ref.actor)
         if tenant.role == "reward":
             return partial(tenant.worker, self.tokenizer, self.reward, self.run)
         engine = {

@@ -16,7 +16,9 @@ from tandem.runtime import Placement, ResourcePool, Role, Worker
 from tandem.runtime.worker import registrations
 from tandem.trainer.methods import Need, needs_of, require_methods
 from tandem.workers.actor import ActorWorker
+from tandem.workers.batch import BatchWorker
 from tandem.workers.critic import CriticWorker
+from tandem.workers.data import DataWorker
 from tandem.workers.reward import RewardWorker
 from tandem.workers.reward_model import RewardModelWorker
 
@@ -74,10 +76,8 @@ def cast_roles(config: TrainConfig, spec: AdvantageSpec) -> Cast:
     Raises:
         ConfigError: a worker class of the user's own cannot be used.
     """
-    classes, needs = load_classes(config.trainer.worker_classes), needs_of(config, spec)
-    for role in sorted({"batch", "data"} & set(classes)):
-        require_methods(classes[role], frozenset({role}), needs, role=role)
-    return Cast(played_roles(config, spec), classes, needs)
+    classes = load_classes(config.trainer.worker_classes)
+    return Cast(played_roles(config, spec), classes, needs_of(config, spec))
 
 
 def played_roles(config: TrainConfig, spec: AdvantageSpec) -> frozenset[str]:
@@ -130,7 +130,8 @@ def _load_class(role: str, reference: str) -> type[Worker]:
 
 def tenants(placement: Placement, cast: Cast) -> dict[str, Tenant]:
     """The groups of a run by role. Actor, rollout and reference on one pool are one group, so that they
-    share weights; a role with a class of the user's own is a group of its own.
+    share weights; a role with a class of the user's own is a group of its own. The helpers that read data and
+    compute over whole batches are beside the controller.
 
     Args:
         placement: where the roles are.
@@ -147,8 +148,9 @@ def tenants(placement: Placement, cast: Cast) -> dict[str, Tenant]:
     parts = {"actor"} if apart else {"actor", "rollout"}
     if "ref" in played and pools["ref"] == pools["actor"] and "ref" not in classes:
         parts |= {"ref"} & _plays(policy)
+    pools |= {"data": CONTROLLER_POOL, "batch": CONTROLLER_POOL}
     out = {"actor": Tenant("actor", frozenset(parts), pools["actor"], policy)}
-    for role in sorted(played - parts):
+    for role in ("data", *sorted(played - parts), "batch"):
         out[role] = Tenant(role, frozenset({role}), pools[role], classes.get(role, _OURS[role]))
     for role, tenant in out.items():
         named = key if role == "actor" else role
@@ -180,6 +182,8 @@ def _pool(placement: Placement, role: str) -> ResourcePool:
 
 
 _OURS: dict[str, type[Worker]] = {
+    "data": DataWorker,
+    "batch": BatchWorker,
     "rollout": ActorWorker,
     "ref": ActorWorker,
     "critic": CriticWorker,

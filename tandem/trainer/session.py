@@ -53,11 +53,10 @@ def open_run(config: RunConfig, config_yaml: str, say: Callable[[str], None]) ->
     Raises:
         CheckpointError: the checkpoint named in the config is missing or damaged.
     """
+    best = best_of(config)
     require_sinks(config.logger)
     folder = RunFolder(Path(config.default_local_dir).absolute())  # workers may stand elsewhere
-    checkpoints = CheckpointManager(
-        folder.checkpoints, config.max_ckpt_to_keep, best=best_of(config), log=say
-    )
+    checkpoints = CheckpointManager(folder.checkpoints, config.max_ckpt_to_keep, best=best, log=say)
     checkpoint = None
     if config.resume_mode == "resume_path":
         assert config.resume_from_path is not None, "the config refuses this mode without a path"

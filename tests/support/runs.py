@@ -15,6 +15,7 @@ from tandem.config.load import load_train_config
 from tandem.observability.run import read_metrics, read_samples
 from tandem.trainer.assembly import build_ppo
 from tandem.trainer.ppo import PPOTrainer
+from tandem.trainer.schedule import Schedule
 from tests.support.tiny import make_model, write_problems
 
 
@@ -113,20 +114,28 @@ class Lab:
         *words: str,
         said: list[str] | None = None,
         trainer: type[PPOTrainer] = PPOTrainer,
+        schedule: Schedule[Any] | None = None,
     ) -> PPOTrainer:
         loaded = load_train_config(None, [*self.overrides(run), *words])
         said = [] if said is None else said
         said.extend(loaded.notices)
-        return build_ppo(loaded.config, say=said.append, trainer=trainer)
+        return build_ppo(loaded.config, say=said.append, trainer=trainer, schedule=schedule)
 
-    def run(self, name: str, *words: str, trainer: type[PPOTrainer] = PPOTrainer) -> Finished:
+    def run(
+        self,
+        name: str,
+        *words: str,
+        trainer: type[PPOTrainer] = PPOTrainer,
+        schedule: Schedule[Any] | None = None,
+    ) -> Finished:
         """A run in the folder `name`, with `key=value` words on top of the usual ones.
 
         Args:
-            trainer: the loop's class.
+            trainer: its class.
+            schedule: the order of its steps.
         """
         said: list[str] = []
-        made = self.trainer(self.folder / name, *words, said=said, trainer=trainer)
+        made = self.trainer(self.folder / name, *words, said=said, trainer=trainer, schedule=schedule)
         try:
             made.fit()
         finally:

@@ -103,27 +103,35 @@ def own(lab: Lab) -> Path:
     return path
 
 
+HELPERS = {"data": (["data"], "controller_pool"), "batch": (["batch"], "controller_pool")}
+
+
+def groups(placement: Placement, played: frozenset[str]) -> dict[str, tuple[list[str], str]]:
+    """What each group plays, and where."""
+    found = tenants(placement, Cast(played))
+    return {role: (sorted(tenant.parts), tenant.pool.name) for role, tenant in found.items()}
+
+
 def test_what_is_on_one_pool_shares_weights_and_what_is_apart_does_not() -> None:
     pools = {"a": [1], "b": [2]}
-    together = tenants(Placement(pools, {Role.Actor: "a", Role.Rollout: "a"}), Cast(EVERYBODY))
-    assert {role: sorted(tenant.parts) for role, tenant in together.items()} == {
-        "actor": ["actor", "ref", "rollout"], "critic": ["critic"], "reward": ["reward"],
+    together = {Role.Actor: "a", Role.Rollout: "a"}
+    assert groups(Placement(pools, together), EVERYBODY) == {
+        **HELPERS, "actor": (["actor", "ref", "rollout"], "a"), "critic": (["critic"], "a"),
+        "reward": (["reward"], REWARD_POOL.name),
     }  # fmt: skip
-    assert [tenant.pool.name for tenant in together.values()] == ["a", "a", REWARD_POOL.name]
-    assert not together["reward"].pool.on_device
+    assert not REWARD_POOL.on_device
 
     apart = {Role.ActorRollout: "a", Role.RefPolicy: "b", Role.Critic: "b", Role.Reward: "b"}
-    split = tenants(Placement(pools, apart), Cast(EVERYBODY))
-    assert {role: (sorted(tenant.parts), tenant.pool.name) for role, tenant in split.items()} == {
-        "actor": (["actor", "rollout"], "a"), "critic": (["critic"], "b"), "ref": (["ref"], "b"),
+    assert groups(Placement(pools, apart), EVERYBODY) == {
+        **HELPERS, "actor": (["actor", "rollout"], "a"), "critic": (["critic"], "b"), "ref": (["ref"], "b"),
         "reward": (["reward"], "b"),
     }  # fmt: skip
 
     far = {Role.Actor: "a", Role.Rollout: "b"}
-    assert {
-        role: (sorted(tenant.parts), tenant.pool.name)
-        for role, tenant in tenants(Placement(pools, far), Cast(EVERYBODY - {"reward"})).items()
-    } == {"actor": (["actor", "ref"], "a"), "critic": (["critic"], "a"), "rollout": (["rollout"], "b")}
+    assert groups(Placement(pools, far), EVERYBODY - {"reward"}) == {
+        **HELPERS, "actor": (["actor", "ref"], "a"), "critic": (["critic"], "a"),
+        "rollout": (["rollout"], "b"),
+    }  # fmt: skip
 
 
 def test_a_placement_without_an_actor_is_refused() -> None:

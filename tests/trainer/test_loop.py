@@ -1,0 +1,83 @@
+"""The loop's seam for schedules, which a class in one file fits; and its rhythm."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import pytest
+
+from tandem.trainer.loop import Rhythm
+from tandem.trainer.schedule import Learner, Schedule
+from tests.support.runs import Lab, broken_off
+
+WORDS = ("trainer.total_training_steps=4", "trainer.save_freq=2")
+
+
+class OneStepOff(Schedule[Any]):
+    """Each step learns from samples that were begun before the step before it updated the weights. What is
+    begun for the next step is begun again after a resume, by the weights of then."""
+
+    def __init__(self) -> None:
+        self.ahead: Any = None
+        self.calls: list[str] = []
+        self.resumed: dict[str, Any] = {}
+
+    def begin(self, step: int, learner: Learner[Any]) -> Any:
+        self.calls.append(f"generate {step}")
+        return learner.generate(step, learner.next_batch())
+
+    def step(self, step: int, learner: Learner[Any]) -> dict[str, float]:
+        experience = self.ahead or self.begin(step, learner)
+        self.ahead = self.begin(step + 1, learner)
+        self.calls.append(f"learn {step}")
+        return learner.learn(step, experience)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"begun": self.calls[-2]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.resumed = state
+
+
+def test_a_schedule_is_one_class(lab: Lab) -> None:
+    """The policy that wrote a step's samples is one update older from the second step on."""
+    schedule = OneStepOff()
+    run = lab.run("ahead", *WORDS, schedule=schedule)
+    assert schedule.calls == [
+        "generate 1", "generate 2", "learn 1", "generate 3", "learn 2", "generate 4", "learn 3", "generate 5",
+        "learn 4",
+    ]  # fmt: skip
+    newest = [max(chain(*run.samples(step)["policy_version"])) for step in (1, 2, 3, 4)]
+    assert newest == [0, 0, 1, 2]
+
+    assert [row["rollout/version_lag"] for row in run.rows] == [0, 1, 1, 1]
+
+
+def test_what_a_schedule_has_begun_is_in_the_checkpoint(lab: Lab) -> None:
+    with broken_off(3):
+        lab.run("broken", *WORDS)
+    schedule = OneStepOff()
+    lab.run("broken", *WORDS, schedule=schedule)
+    assert schedule.resumed == {}, "the synchronous schedule begins nothing ahead"
+    again = OneStepOff()
+    lab.run("broken", *WORDS, "trainer.total_training_steps=5", schedule=again)
+    assert again.resumed == {"begun": "generate 5"}
+    assert again.calls[:2] == ["generate 5", "generate 6"]
+
+
+@pytest.mark.parametrize(("freq", "at"), [(-1, []), (2, [2, 4, 5]), (5, [5]), (9, [5])])
+def test_what_happens_every_few_steps_happens_at_the_end_too(freq: int, at: list[int]) -> None:
+    rhythm = Rhythm(5, test_freq=freq, save_freq=freq)
+    steps = range(1, 6)
+    assert [step for step in steps if rhythm.saves(step)] == at
+    assert [step for step in steps if rhythm.validates(step)] == at
+
+
+def test_a_new_run_validates_first_and_one_that_only_validates_always() -> None:
+    assert [Rhythm(5, -1, -1, val_before_train=True).validates_first(step) for step in (0, 3)] == [
+        True,
+        False,
+    ]
+    assert [Rhythm(5, -1, -1, val_only=True).validates_first(step) for step in (0, 3)] == [True, True]
+    assert not Rhythm(5, -1, -1).validates_first(0)
