@@ -10,7 +10,7 @@ from tandem.algorithms.registry import register_policy_loss
 from tandem.algorithms.surrogate import clipped_surrogate
 
 _MOST = 10.0
-"""Nats; see `log_ratio`."""
+"""Nats. Where the mean log-ratio of a sequence is larger, its ratio is no estimate of anything."""
 
 
 @register_policy_loss("gspo")
@@ -26,15 +26,16 @@ def gspo(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """PPO's clipped surrogate with one ratio for a whole sequence, the geometric mean of its tokens' ratios.
 
-    Equation (T_i response tokens in sequence i, sg stops the gradient; the exponent of s_i is clamped
-    to 10):
+    Equation (T_i response tokens in sequence i, sg stops the gradient):
 
         s_i = exp(1 / T_i * sum_t (log_probs_it - old_log_probs_it))
-        s_it = sg(s_i) * exp(log_probs_it - sg(log_probs_it))
+        s_it = min(sg(s_i) * exp(log_probs_it - sg(log_probs_it)), e^10)
         l_it = max(-s_it * A_it, -clip(s_it, 1 - low, 1 + high) * A_it)
 
     This is the paper's token form, GSPO-token: where all tokens of a sequence have one advantage, its values
-    and its gradient are those of the sequence form, and tokens may have advantages of their own.
+    and its gradient are those of the sequence form, and tokens may have advantages of their own. A sequence
+    whose mean log-ratio is above 10 nats has no gradient. Nothing else would bound it where the advantage is
+    negative.
 
     When to use: models whose tokens' ratios are noisy, above all mixtures of experts, whose routing changes
     between updates; sequences with one reward each. A sequence's ratio moves less than its tokens': the
@@ -65,7 +66,7 @@ def gspo(
     )
     difference = torch.where(response_mask, log_probs - old_log_probs, 0).detach()
     lengths = segment_sum(response_mask, offsets).clamp(min=1)
-    sequence = spread((segment_sum(difference, offsets) / lengths).clamp(max=_MOST), response_mask, offsets)
-    ratio = (log_probs - log_probs.detach() + sequence).exp()
+    sequence = spread(segment_sum(difference, offsets) / lengths, response_mask, offsets)
+    ratio = (log_probs - log_probs.detach() + sequence).clamp(max=_MOST).exp()
     losses, clipped = clipped_surrogate(ratio, advantages, clip_ratio_low, clip_ratio_high)
     return losses, {"clip_fraction": clipped.to(ratio.dtype), "ppo_kl": -difference}

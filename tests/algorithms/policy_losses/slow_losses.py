@@ -67,7 +67,8 @@ def vanilla(token, clip_ratio_low=0.2, clip_ratio_high=0.2, clip_ratio_c=3.0):
 def gspo(tokens, clip_ratio_low=0.2, clip_ratio_high=0.2):
     mean = sum(token.now - token.old for token in tokens) / max(len(tokens), 1)
     ratio = math.exp(min(mean, 10.0))
-    found = [clipped(token.advantage, ratio, ratio, clip_ratio_low, clip_ratio_high) for token in tokens]
+    slope = ratio if mean <= 10 else 0.0
+    found = [clipped(token.advantage, ratio, slope, clip_ratio_low, clip_ratio_high) for token in tokens]
     return [loss for loss, _ in found], [slope for _, slope in found]
 
 

@@ -56,6 +56,21 @@ def test_one_advantage_per_sequence_makes_gspo_the_sequence_objective() -> None:
         torch.testing.assert_close(torch.autograd.grad(found, now)[0], expected, rtol=1e-10, atol=1e-14)
 
 
+@pytest.mark.equation("policy_losses/gspo")
+def test_a_sequence_far_from_the_old_policy_has_no_gradient_under_gspo() -> None:
+    """Mean log-ratios of 9, 11, 11 and 300 nats; only a negative advantage leaves the ratio unclipped."""
+    moved = torch.tensor([8.0, 10.0, 11.0, 11.0, 301.0, 299.0], dtype=torch.float64)
+    now = torch.full((6,), -1.0, dtype=torch.float64, requires_grad=True)
+    advantages = torch.tensor([-2.0, -2.0, -2.0, 2.0, -2.0, -2.0], dtype=torch.float64)
+    offsets = torch.tensor([0, 2, 3, 4, 6])
+    losses, _ = gspo(now, now.detach() - moved, advantages, torch.ones(6, dtype=torch.bool), offsets)
+    (gradient,) = torch.autograd.grad(losses.sum(), now)
+    assert gradient.tolist() == [pytest.approx(2 * math.exp(9))] * 2 + [0] * 4
+    assert losses.tolist() == pytest.approx(
+        [2 * math.exp(9)] * 2 + [2 * math.exp(10), -2.4] + [2 * math.exp(10)] * 2
+    )
+
+
 @pytest.mark.equation("policy_losses/geo_mean")
 def test_the_geometric_mean_is_the_root_of_the_product() -> None:
     """As published: (prod |min(rho A, clip(rho) A)|)^(1/T) sgn(A), with autograd through the product."""
