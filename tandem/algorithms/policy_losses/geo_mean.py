@@ -9,12 +9,16 @@ from tandem.algorithms.masked import segment_sum, spread
 from tandem.algorithms.registry import register_policy_loss
 from tandem.algorithms.surrogate import log_ratio
 
+_LEAST = 1e-10
+"""Importance weight of a token that is masked, so that it alone does not silence its sequence."""
+
 
 @register_policy_loss("geo_mean", "gmpo")
 def geo_mean(
     log_probs: Tensor,
     old_log_probs: Tensor,
     advantages: Tensor,
+    rollout_is_weights: Tensor,
     response_mask: Tensor,
     offsets: Tensor,
     *,
@@ -23,13 +27,16 @@ def geo_mean(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """GMPO: the geometric mean of each sequence's clipped ratios, where GRPO has the arithmetic one.
 
-    Equation (d_it = log_probs - old_log_probs, clamped to [-20, 20]; T_i response tokens in sequence i;
-    A_i the mean of its advantages):
+    Equation (d_it = log_probs - old_log_probs, clamped to [-20, 20]; w_it the rollout_is_weights, at least
+    1e-10; T_i response tokens in sequence i; A_i the mean of its advantages):
 
         c_it = min(d_it, high)  where A_it > 0,  max(d_it, -low)  where A_it < 0,  0  else
-        l_it = l_i = -A_i * exp(1 / T_i * sum_t c_it)
+        l_it = l_i = -A_i * exp(1 / T_i * sum_t (c_it + log w_it))
 
-    Every token of a sequence holds the sequence's loss, so that the mean over them is that loss.
+    Every token of a sequence holds the sequence's loss, so that the mean over them is that loss. A sequence's
+    importance weight is the geometric mean of its tokens', as its ratio is; a token that the correction masks
+    (w = 0) takes 23 / T_i nats off it. Beyond 20 nats a token has no gradient, so that a loss with a
+    negative advantage stays finite; verl has no such bound.
 
     When to use: when single tokens with extreme ratios make GRPO's updates unstable; advantages must be those
     of whole sequences. The bounds are in nats: the paper sets both to 0.4. Usual aggregation:
@@ -42,6 +49,7 @@ def geo_mean(
         log_probs: (N) nats, carries the gradient.
         old_log_probs: (N) nats.
         advantages: (N), one number per sequence.
+        rollout_is_weights: (N) w, >= 0; ones without a rollout correction.
         response_mask: (N) bool.
         offsets: (B+1) int64.
         clip_ratio_low, clip_ratio_high: how far a token's log-ratio may fall below and rise above zero, nats.
@@ -62,7 +70,8 @@ def geo_mean(
     def mean(values: Tensor) -> Tensor:
         return segment_sum(torch.where(response_mask, values, 0), offsets) / lengths
 
-    losses = spread(-mean(advantages) * mean(bounded).exp(), response_mask, offsets)
+    logs = bounded + rollout_is_weights.clamp(min=_LEAST).log()
+    losses = spread(-mean(advantages) * mean(logs).exp(), response_mask, offsets)
     too_low = falls & (difference < -clip_ratio_low)
     clipped = too_low | (rises & (difference > clip_ratio_high))
     return losses, {

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Token:
-    """A response token: log-prob now and before, advantage, whether it was selected."""
+    """A response token: log-prob now and before, advantage, whether it was selected, importance weight."""
 
     now: float
     old: float
     advantage: float
     selected: bool = False
+    weight: float = 1.0
 
     @property
     def moved(self) -> float:
@@ -73,7 +74,7 @@ def gspo(tokens, clip_ratio_low=0.2, clip_ratio_high=0.2):
 
 
 def geo_mean(tokens, clip_ratio_low=0.2, clip_ratio_high=0.2):
-    """The geometric mean of min(rho A, clip(rho) A), in logarithms; the sign is the advantage's."""
+    """The geometric mean of w min(rho A, clip(rho) A), in logarithms; the sign is the advantage's."""
     count = max(len(tokens), 1)
     logs, free = [], []
     for token in tokens:
@@ -83,7 +84,8 @@ def geo_mean(tokens, clip_ratio_low=0.2, clip_ratio_high=0.2):
         logs.append(0.0 if sign == 0 else token.moved if kept else within)
         free.append(float(kept and sign != 0 and abs(token.now - token.old) <= 20))
     advantage = sum(token.advantage for token in tokens) / count
-    loss = -advantage * math.exp(sum(logs) / count)
+    weight = math.prod(max(token.weight, 1e-10) ** (1 / count) for token in tokens)
+    loss = -advantage * math.exp(sum(logs) / count) * weight
     return [loss] * len(tokens), [loss * f / count for f in free]
 
 

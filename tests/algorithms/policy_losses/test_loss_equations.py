@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -18,7 +19,8 @@ from tandem.algorithms.policy_losses.gspo import gspo
 from tandem.algorithms.policy_losses.sapo import sapo
 from tandem.config.actor import ActorConfig, PolicyLossConfig
 from tandem.config.tables import LOSS_KEYS, POLICY_LOSSES
-from tandem.workers.losses import configured_loss
+from tandem.engines.train.base import Counts
+from tandem.workers.losses import ActorLoss, configured_loss
 
 LENGTHS = [5, 1, 9, 0, 12]
 OFFSETS = torch.tensor([0, *LENGTHS]).cumsum(0)
@@ -85,10 +87,29 @@ def test_the_geometric_mean_is_the_root_of_the_product() -> None:
                 terms.append(worse.abs().prod() ** (1 / int(stop - start)) * advantages[i].sign())
         want = -torch.stack(terms).mean()
         per_token = advantages.repeat_interleave(OFFSETS.diff())
-        found = sequence_mean(geo_mean(now, old, per_token, MASK, OFFSETS)[0])
+        found = sequence_mean(geo_mean(now, old, per_token, torch.ones_like(old), MASK, OFFSETS)[0])
         torch.testing.assert_close(found, want, rtol=1e-10, atol=0)
         expected = torch.autograd.grad(want, now)[0]
         torch.testing.assert_close(torch.autograd.grad(found, now)[0], expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.equation("policy_losses/geo_mean")
+def test_the_importance_weight_of_a_sequence_is_the_geometric_mean_of_its_tokens() -> None:
+    """Through the loss that the engine is given: weights of 4, 1 and 2 weigh their sequence by 2, and one that
+    is masked takes the floor of 1e-10 in the mean."""
+    columns = {
+        "old_log_probs": torch.tensor([-1.0, -2.0, -3.0, -1.0, -1.0], dtype=torch.float64),
+        "advantages": torch.tensor([1.5, 1.5, 1.5, -1.0, -1.0], dtype=torch.float64),
+        "rollout_is_weights": torch.tensor([4.0, 1.0, 2.0, 0.0, 1.0], dtype=torch.float64),
+        "response_mask": torch.ones(5, dtype=torch.bool),
+    }
+    config = ActorConfig(policy_loss={"loss_mode": "geo_mean"}, loss_agg_mode="seq-mean-token-mean")
+    loss = replace(ActorLoss.from_config(config, recomputed=True), weighted=True)
+    out = {name: columns["old_log_probs"].clone().requires_grad_() for name in ("log_probs", "entropy")}
+    found, _ = loss(out, columns, torch.tensor([0, 3, 5]), Counts(tokens=5, sequences=2))
+    assert found.item() == pytest.approx((-1.5 * 2 + 1e-5) / 2, rel=1e-12)
+    (gradient,) = torch.autograd.grad(found, out["log_probs"])
+    assert gradient.tolist() == pytest.approx([-0.5] * 3 + [1e-5 / 4] * 2, rel=1e-12)
 
 
 @pytest.mark.equation("policy_losses/cispo")

@@ -58,7 +58,7 @@ def slow_loss(
 ) -> tuple[Tensor, Tensor]:
     """(N) losses of the response tokens, zero elsewhere, and the gradient of their sum by weights."""
     losses, gradient = torch.zeros_like(weights), torch.zeros_like(weights)
-    names = ("log_probs", "old_log_probs", "advantages", "selected_tokens")
+    names = ("log_probs", "old_log_probs", "advantages", "selected_tokens", "rollout_is_weights")
     for row in rows:
         inside = columns["response_mask"][row].nonzero().squeeze(1) + row.start
         tokens = [
