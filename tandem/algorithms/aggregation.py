@@ -40,6 +40,11 @@ def aggregate(
         seq-mean-token-sum-norm  sum_it l_it / (sequences * norm_length)
         seq-mean-token-mean      sum_i (sum_t l_it / T_i) / sequences
 
+    A sequence without a token that counts, an empty response or one that was rejected whole, is no term of a
+    mean: with it the loss is what it is without it, as under token-mean. verl's function, called alone, does
+    the same; its trainer divides by all sequences of the mini-batch instead, which shrinks the update by the
+    share of such ones.
+
     Args:
         values: (N) per-token losses l.
         mask: (N) bool, the tokens that count; T_i of them in sequence i.

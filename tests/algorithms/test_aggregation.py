@@ -60,6 +60,27 @@ def test_value_gradient_and_micro_batches(mode, lengths, seed, data, ragged_colu
     torch.testing.assert_close(torch.stack(parts).sum(), want, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.equation("parts/aggregate")
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("token-mean", 12 / 3),
+        ("token-sum", 12),
+        ("seq-mean-token-sum", 12 / 2),
+        ("seq-mean-token-sum-norm", 12 / 2 / 10),
+        ("seq-mean-token-mean", (3 / 2 + 9) / 2),
+    ],
+)
+def test_an_empty_response_changes_nothing(mode: str, expected: float) -> None:
+    """One whose tokens are all masked neither."""
+    arguments = {"mode": mode, "tokens": 3, "sequences": 2, "norm_length": 10}
+    values, mask = torch.tensor([1.0, 2.0, 9.0]), torch.tensor([True, True, True])
+    without = aggregate(values, mask, torch.tensor([0, 2, 3]), **arguments)
+    values, mask = torch.tensor([1.0, 2.0, 5.0, 9.0]), torch.tensor([True, True, False, True])
+    with_both = aggregate(values, mask, torch.tensor([0, 2, 2, 3, 4]), **arguments)
+    assert without.item() == with_both.item() == pytest.approx(expected)
+
+
 @pytest.mark.parametrize("mode", AGGREGATIONS)
 def test_what_is_masked_does_not_matter(mode: str) -> None:
     mask = torch.tensor([False, True, True, False])

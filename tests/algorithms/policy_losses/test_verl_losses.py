@@ -5,7 +5,7 @@ It differs, on purpose, in these:
     clip_cov, kl_cov  verl chooses tokens in each micro-batch by the log-probs of the moment, ours once in the
                       whole batch by those of the policy that sampled; compared where both choose the same.
     geo_mean, sapo    verl takes the mean by sequences whatever loss_agg_mode says; geo_mean's counts empty
-                      responses, ours does not.
+                      responses, ours does not: see `aggregate`.
     geo_mean, clip_cov, kl_cov
                       verl leaves the log-ratio as it is, ours is clamped to 20 nats on both sides.
 """
