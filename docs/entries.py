@@ -1,4 +1,4 @@
-"""What has a page in docs/algorithms: everything registered, and what says when to use it."""
+"""The algorithms that have a page: everything registered, and whatever says when to use it."""
 
 from __future__ import annotations
 

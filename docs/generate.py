@@ -1,4 +1,5 @@
-"""Writes docs/algorithms/: a page for each algorithm and an index, from docstrings and signatures.
+"""Writes docs/algorithms/, which git ignores: a page for each algorithm and an index, from docstrings and
+signatures.
 
     make docs            (python -m docs.generate)
 
@@ -199,7 +200,7 @@ def pages() -> dict[str, str]:
 
 
 def write(folder: Path = FOLDER) -> None:
-    """Writes all pages, and removes those of what is no more."""
+    """Writes all pages, and removes those of what is no more. Links hold from FOLDER."""
     made = pages() | {equations.PAGE: equations.page(list(entries()), equations.collected())}
     for old in sorted(folder.rglob("*.md")):
         if str(old.relative_to(folder)) not in made:

@@ -1,7 +1,9 @@
-"""The pages of docs/algorithms say what the code says."""
+"""The pages that `make docs` builds say what the code says, and their links lead somewhere."""
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 
 import pytest
@@ -109,14 +111,32 @@ def test_an_equation_needs_no_symbols_and_a_summary_may_be_followed_by_one() -> 
     assert parse(untitled).notes == ["Two."]
 
 
-def test_the_pages_committed_are_those_of_the_code(checks: list[Check]) -> None:
-    committed = {
-        str(path.relative_to(generate.FOLDER)): path.read_text(encoding="utf-8")
-        for path in generate.FOLDER.rglob("*.md")
-    }
-    made = generate.pages() | {equations.PAGE: equations.page(ENTRIES, checks)}
-    stale = sorted(path for path in committed | made if committed.get(path) != made.get(path))
-    assert stale == [], "run `make docs` and commit what it writes"
+@pytest.fixture(scope="module")
+def built(checks: list[Check], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What is in a folder of pages, by path, after they were written over older ones."""
+    folder = tmp_path_factory.mktemp("pages")
+    (folder / "kl").mkdir()
+    (folder / "kl" / "k9.md").write_text("of a KL estimator that is no more")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(equations, "collected", lambda: checks)
+        generate.write(folder)
+    return {path.relative_to(folder).as_posix(): path.read_text("utf-8") for path in folder.rglob("*.md")}
+
+
+def test_every_algorithm_has_a_page_and_nothing_else_has(built: dict[str, str]) -> None:
+    assert set(built) == {"README.md", "tests.md", *(entry.path for entry in ENTRIES)}
+
+
+def test_every_link_leads_to_a_page_or_a_file(built: dict[str, str]) -> None:
+    links = [
+        (path, Path(os.path.normpath((generate.FOLDER / path).parent / target)))
+        for path, text in built.items()
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text)
+        if not target.startswith("http")
+    ]
+    pages = {generate.FOLDER / path for path in built}
+    assert len(links) > 3 * len(ENTRIES)
+    assert [(path, target) for path, target in links if target not in pages and not target.exists()] == []
 
 
 def test_every_algorithm_says_when_to_use_it_what_to_watch_and_what_it_costs() -> None:

@@ -95,8 +95,8 @@ def test_the_geometric_mean_is_the_root_of_the_product() -> None:
 
 @pytest.mark.equation("policy_losses/geo_mean")
 def test_the_importance_weight_of_a_sequence_is_the_geometric_mean_of_its_tokens() -> None:
-    """Through the loss that the engine is given: weights of 4, 1 and 2 weigh their sequence by 2, and one that
-    is masked takes the floor of 1e-10 in the mean."""
+    """Through the loss that the engine is given: weights of 4, 1 and 2 weigh their sequence by 2; one
+    that masks its token counts as 1e-10."""
     columns = {
         "old_log_probs": torch.tensor([-1.0, -2.0, -3.0, -1.0, -1.0], dtype=torch.float64),
         "advantages": torch.tensor([1.5, 1.5, 1.5, -1.0, -1.0], dtype=torch.float64),
