@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from operator import attrgetter
 from typing import Annotated, Any
 
 from tandem.config import tables
-from tandem.config.batching import Batching, LogProbSection
+from tandem.config.batching import BY_SAMPLES, BY_TOKENS, Batching, LogProbSection
 from tandem.config.dynamic_sampling import AdaptiveEntropyConfig
-from tandem.config.fsdp import FSDPConfig, RefFSDPConfig
+from tandem.config.fsdp import FORWARD_ALONE, OPTIMIZER_HAS_STATE_HERE, FSDPConfig, RefFSDPConfig
+from tandem.config.needs import divides_batch, holds_longest, own_code
 from tandem.config.optim import OptimConfig
-from tandem.config.section import OneOf, Section, key
-
-LOSSES = "workers.losses"
+from tandem.config.section import OneOf, Section, When, beside, key, section
+from tandem.config.view import path, root
+from tandem.errors import ConfigError
 
 Strategy = Annotated[
     str,
@@ -28,97 +31,168 @@ Aggregation = Annotated[str, OneOf(tables.AGGREGATIONS)]
 KLKind = Annotated[str, OneOf((*tables.KL_KINDS, tables.FULL_KL), own_code=True)]
 
 
+def _takes(option: str, loss: str = "policy_loss.loss_mode") -> When:
+    """Where the policy loss takes the option; a user's own might."""
+
+    def applies(own: Any) -> bool:
+        options = tables.loss_options(attrgetter(loss)(own))
+        return options is None or option in options
+
+    return When(applies, f"with an {{{loss}}} that takes {option}")
+
+
+def _clips(own: Any) -> bool:
+    """Whether the loss of bypass mode, if it is on, has a clip range."""
+    correction = root(own).algorithm.rollout_correction
+    return not correction.bypass_mode or correction.loss_type == "ppo_clip"
+
+
+_CLIPS = When(_clips, "with algorithm.rollout_correction.loss_type=ppo_clip")
+_LOW, _HIGH, _DUAL = ((_takes(f"clip_ratio_{side}"), _CLIPS) for side in ("low", "high", "c"))
+_KL = beside("use_kl_loss", True, neutral=(0,))
+
+
+def _dro_beta(own: Any, name: str) -> Iterator[ConfigError]:
+    if own.loss_mode == "dro" and own.dro_beta is None:
+        yield ConfigError(
+            "missing",
+            field=path(own, name),
+            expected="a number > 0; a token comes to rest at advantage / dro_beta nats",
+            remedy=f"add {path(own, name)}=…, or set another loss_mode",
+        )
+
+
+def _covariances(own: Any, name: str) -> Iterator[ConfigError]:
+    if own.loss_mode == "clip_cov" and own.clip_cov_lb >= own.clip_cov_ub:
+        yield ConfigError(
+            "no covariance lies between the bounds",
+            field=path(own, name),
+            got=own.clip_cov_lb,
+            expected=f"less than {path(own, 'clip_cov_ub')}={own.clip_cov_ub}",
+            remedy="set one of the two",
+        )
+
+
+def _within_bounds(own: Any, name: str) -> Iterator[ConfigError]:
+    bounds, at = own.adaptive_entropy, path(own, "adaptive_entropy")
+    low, high = bounds.min_ent_coef, bounds.max_ent_coef
+    if bounds.enabled and low <= high and not low <= own.entropy_coeff <= high:
+        yield ConfigError(
+            "begins outside its bounds",
+            field=path(own, name),
+            got=own.entropy_coeff,
+            expected=f"{low} to {high}, the bounds of {at}",
+            remedy=f"set {path(own, name)}={low}, or widen the bounds",
+        )
+
+
 class PolicyLossConfig(Section):
     """Which policy loss, and its own options."""
 
     loss_mode: Annotated[
         str, OneOf(tuple(tables.POLICY_LOSSES), tables.POLICY_LOSS_ALIASES, own_code=True)
-    ] = key("vanilla", "policy loss, by name or as file.py:function", read_by=LOSSES)
+    ] = key("vanilla", "policy loss, by name or as file.py:function", needs=own_code)
     clip_cov_ratio: float = key(
-        0.0002, "clip_cov: share of the response tokens that do not learn", read_by=LOSSES, gt=0, le=1
+        0.0002,
+        "clip_cov: share of the response tokens that do not learn",
+        when=_takes("clip_cov_ratio", "loss_mode"),
+        gt=0,
+        le=1,
     )
     clip_cov_lb: float = key(
         1.0,
         "clip_cov: covariance of log-prob and advantage above which a token may be chosen",
-        read_by=LOSSES,
+        when=_takes("clip_cov_lb", "loss_mode"),
+        needs=_covariances,
     )
-    clip_cov_ub: float = key(5.0, "clip_cov: covariance below which it may be", read_by=LOSSES)
+    clip_cov_ub: float = key(
+        5.0, "clip_cov: covariance below which it may be", when=_takes("clip_cov_ub", "loss_mode")
+    )
     kl_cov_ratio: float = key(
         0.0002,
         "kl_cov: share of the response tokens that are held to the old policy",
-        read_by=LOSSES,
+        when=_takes("kl_cov_ratio", "loss_mode"),
         gt=0,
         le=1,
     )
-    ppo_kl_coef: float = key(0.1, "kl_cov: weight of what holds them, per nat", read_by=LOSSES, ge=0)
+    ppo_kl_coef: float = key(
+        0.1, "kl_cov: weight of what holds them, per nat", when=_takes("ppo_kl_coef", "loss_mode"), ge=0
+    )
     dro_beta: float | None = key(
         None,
         "dro: weight of the squared log-ratio to the old policy; it must be given",
-        read_by=LOSSES,
+        when=_takes("dro_beta", "loss_mode"),
+        needs=_dro_beta,
         gt=0,
     )
-    kwargs: dict[str, Any] = key({}, "further options of the policy loss, by name", read_by=LOSSES)
+    kwargs: dict[str, Any] = key({}, "further options of the policy loss, by name")
 
 
 class ActorConfig(Section):
     """Batches, loss and optimizer of the policy update."""
 
-    strategy: Strategy = key("fsdp2", "training engine (fsdp means fsdp2)", read_by="config")
+    strategy: Strategy = key("fsdp2", "training engine (fsdp means fsdp2)")
     ppo_mini_batch_size: int = key(
-        256, "prompts per optimizer step, over all devices", read_by="trainer.steps", ge=1
+        256, "prompts per optimizer step, over all devices", needs=divides_batch, ge=1
     )
     ppo_micro_batch_size_per_gpu: int | None = key(
-        None, "samples per micro-batch and device; null: the whole share", read_by="workers.actor", ge=1
+        None, "samples per micro-batch and device; null: the whole share", when=BY_SAMPLES, ge=1
     )
-    use_dynamic_bsz: bool = key(False, "cut micro-batches by tokens, not by samples", read_by="workers.actor")
+    use_dynamic_bsz: bool = key(False, "cut micro-batches by tokens, not by samples")
     ppo_max_token_len_per_gpu: int = key(
-        16384, "tokens per micro-batch and device, with use_dynamic_bsz", read_by="workers.actor", ge=1
+        16384,
+        "tokens per micro-batch and device, with use_dynamic_bsz",
+        when=BY_TOKENS,
+        needs=holds_longest,
+        ge=1,
     )
-    ppo_epochs: int = key(1, "passes over each step's samples", read_by="trainer.steps", ge=1)
-    shuffle: bool = key(False, "a new order of the samples in each pass", read_by="trainer.steps")
+    ppo_epochs: int = key(1, "passes over each step's samples", ge=1)
+    shuffle: bool = key(False, "a new order of the samples in each pass")
     clip_ratio: float = key(
         0.2,
         "clip range of the probability ratio, both sides; in nats for geo_mean and dppo_kl",
-        read_by="config",
+        when=_LOW,
         ge=0,
     )
-    clip_ratio_low: float = key(
-        meaning="clip range below 1", read_by=LOSSES, inherits=".clip_ratio", ge=0, le=1
-    )
-    clip_ratio_high: float = key(meaning="clip range above 1", read_by=LOSSES, inherits=".clip_ratio", ge=0)
+    clip_ratio_low: float = key(meaning="clip range below 1", inherits=".clip_ratio", when=_LOW, ge=0, le=1)
+    clip_ratio_high: float = key(meaning="clip range above 1", inherits=".clip_ratio", when=_HIGH, ge=0)
     clip_ratio_c: float = key(
-        3.0, "dual clip: bound of ratio · |advantage| for negative advantages", read_by=LOSSES, gt=1
+        3.0, "dual clip: bound of ratio · |advantage| for negative advantages", when=_DUAL, gt=1
     )
     tau_pos: float = key(
-        1.0, "sapo: how fast positive advantages fade as the policies part", read_by=LOSSES, gt=0
+        1.0, "sapo: how fast positive advantages fade as the policies part", when=_takes("tau_pos"), gt=0
     )
-    tau_neg: float = key(1.05, "sapo: the same for other advantages", read_by=LOSSES, gt=0)
+    tau_neg: float = key(1.05, "sapo: the same for other advantages", when=_takes("tau_neg"), gt=0)
     policy_loss: PolicyLossConfig = PolicyLossConfig()
     loss_agg_mode: Aggregation = key(
-        "token-mean", "how token losses become one number, over the global mini-batch", read_by=LOSSES
+        "token-mean", "how token losses become one number, over the global mini-batch"
     )
     loss_scale_factor: float = key(
         512,
         "divisor of seq-mean-token-sum-norm, tokens",
-        read_by=LOSSES,
         inherits="data.max_response_length",
+        when=When(
+            lambda own: "seq-mean-token-sum-norm" in (own.loss_agg_mode, root(own).critic.loss_agg_mode),
+            "with {loss_agg_mode}=seq-mean-token-sum-norm",
+        ),
         gt=0,
     )
-    entropy_coeff: float = key(0.0, "weight of the entropy bonus", read_by=LOSSES)
-    adaptive_entropy: AdaptiveEntropyConfig = AdaptiveEntropyConfig()
-    use_kl_loss: bool = key(False, "add the KL from the reference policy to the loss", read_by=LOSSES)
-    kl_loss_coef: float = key(0.001, "weight of that KL", read_by=LOSSES, ge=0)
+    entropy_coeff: float = key(0.0, "weight of the entropy bonus", needs=_within_bounds)
+    adaptive_entropy: AdaptiveEntropyConfig = section(
+        AdaptiveEntropyConfig(), when=beside("adaptive_entropy.enabled", True)
+    )
+    use_kl_loss: bool = key(False, "add the KL from the reference policy to the loss")
+    kl_loss_coef: float = key(0.001, "weight of that KL", when=_KL, ge=0)
     kl_loss_type: KLKind = key(
         "low_var_kl",
         "estimator of that KL (Schulman 2020, k1 to k3), with a + for the gradient of k2, such as k3+; full: "
         "exact over the vocabulary; or file.py:function",
-        read_by=LOSSES,
+        when=_KL,
+        needs=own_code,
     )
-    ulysses_sequence_parallel_size: int = key(
-        1, "devices that share one sequence", read_by="workers.actor", ge=1
-    )
+    ulysses_sequence_parallel_size: int = key(1, "devices that share one sequence", ge=1)
     optim: OptimConfig = OptimConfig()
-    fsdp_config: FSDPConfig = FSDPConfig()
+    fsdp_config: FSDPConfig = section(FSDPConfig(), below={"optimizer_offload": OPTIMIZER_HAS_STATE_HERE})
 
     @property
     def train_batching(self) -> Batching:
@@ -129,27 +203,48 @@ class ActorConfig(Section):
         )
 
 
+_OWN_ENGINE = When(
+    lambda own: not root(own).reference_is_the_actor,
+    "where the reference policy has an engine of its own; with actor_rollout_ref.model.lora_rank above 0 the "
+    "actor's, without its adapters, is the reference",
+    notice=True,
+)
+
+
+def _resettable(own: Any, name: str) -> Iterator[ConfigError]:
+    config, at_rank = root(own), "actor_rollout_ref.model.lora_rank"
+    if own.reset_interval and config.needs_reference and config.reference_is_the_actor:
+        yield ConfigError(
+            "the reference is the base of the actor's adapters, and has no weights of its own to change",
+            field=path(own, name),
+            got=f"{own.reset_interval} with {at_rank}={config.actor_rollout_ref.model.lora_rank}",
+            expected="0, or a reference on a pool of its own",
+            remedy=f"set {path(own, name)}=0, or place ref on another of trainer.resource_pools than the "
+            "actor",
+        )
+
+
 class RefConfig(LogProbSection):
     """The frozen policy; it exists when a KL term asks for it."""
 
     ulysses_sequence_parallel_size: int = key(
         1,
         "devices that share one sequence",
-        read_by="workers.actor",
         inherits="actor_rollout_ref.actor.ulysses_sequence_parallel_size",
+        when=_OWN_ENGINE,
         ge=1,
     )
     reset_interval: int = key(
         0,
         "training steps after which the reference takes the actor's weights, again and again; 0: never. It "
         "belongs into checkpoints then",
-        read_by="trainer.ppo",
+        needs=_resettable,
         ge=0,
     )
     reset_optimizer: bool = key(
         False,
         "with each reset the actor's optimizer begins anew (ProRL, Liu et al. 2025, arXiv 2505.24864); the "
         "learning rate's schedule goes on",
-        read_by="trainer.ppo",
+        when=When(lambda own: own.reset_interval > 0, "with {reset_interval} above 0"),
     )
-    fsdp_config: RefFSDPConfig = RefFSDPConfig()
+    fsdp_config: RefFSDPConfig = section(RefFSDPConfig(), when=_OWN_ENGINE, below=FORWARD_ALONE)

@@ -2,26 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from tandem.config import tables
 from tandem.config.actor import KLKind
 from tandem.config.dynamic_sampling import FilterGroupsConfig
+from tandem.config.needs import own_code
 from tandem.config.rollout_correction import RolloutCorrectionConfig
-from tandem.config.section import AsTuple, Names, OneOf, Section, key
+from tandem.config.section import AsTuple, Names, OneOf, Section, When, beside, key, section
+from tandem.config.view import path, root
+from tandem.errors import ConfigError
 
-WORKER = "workers.batch"
+_IN_REWARD = beside("use_kl_in_reward", True, neutral=(0,))
+_ADAPTIVE = beside("type", "adaptive")
+
+
+def _takes(option: str) -> When:
+    """Where the advantage estimator takes the option; a user's own might."""
+
+    def applies(own: Any) -> bool:
+        known = tables.needs(own.adv_estimator)
+        return known is None or option in known.options
+
+    return When(applies, f"with an {{adv_estimator}} that takes {option}")
+
+
+def _reads_components(own: Any) -> bool:
+    return tables.needs(own.adv_estimator) is None or own.adv_estimator in tables.READS_COMPONENTS
+
+
+def _some_whole(own: Any, name: str) -> Iterator[ConfigError]:
+    rollout = root(own).actor_rollout_ref.rollout
+    if getattr(own, name) and rollout.ignore_eos and not rollout.stop:
+        ignored = path(rollout, "ignore_eos")
+        yield ConfigError(
+            "every response is cut, and nothing would be learnt from",
+            field=path(own, name),
+            got=f"true with {ignored}=true",
+            remedy=f"set {ignored}=false, or {path(own, name)}=false",
+        )
 
 
 class KLControllerConfig(Section):
     """The coefficient of the KL penalty in the reward."""
 
     type: Literal["fixed", "adaptive"] = key(
-        "fixed", "adaptive follows target_kl (Ziegler et al. 2019, arXiv 1909.08593)", read_by="trainer"
+        "fixed", "adaptive follows target_kl (Ziegler et al. 2019, arXiv 1909.08593)"
     )
-    kl_coef: float = key(0.001, "the coefficient, or its first value", read_by="trainer", ge=0)
-    horizon: int = key(10000, "samples over which adaptive closes a gap", read_by="trainer", gt=0)
-    target_kl: float = key(0.1, "what adaptive steers to, nats", read_by="trainer", gt=0)
+    kl_coef: float = key(0.001, "the coefficient, or its first value", ge=0)
+    horizon: int = key(10000, "samples over which adaptive closes a gap", when=_ADAPTIVE, gt=0)
+    target_kl: float = key(0.1, "what adaptive steers to, nats", when=_ADAPTIVE, gt=0)
 
 
 class AlgorithmConfig(Section):
@@ -29,38 +60,41 @@ class AlgorithmConfig(Section):
 
     adv_estimator: Annotated[
         str, OneOf(tuple(tables.ADVANTAGES), tables.ADVANTAGE_ALIASES, own_code=True)
-    ] = key("gae", "advantage estimator, by name or as file.py:function", read_by=WORKER)
-    gamma: float = key(1.0, "discount per token", read_by=WORKER, ge=0, le=1)
-    lam: float = key(1.0, "GAE's lambda: 0 trusts the critic, 1 the rewards", read_by=WORKER, ge=0, le=1)
+    ] = key("gae", "advantage estimator, by name or as file.py:function", needs=own_code)
+    gamma: float = key(1.0, "discount per token", when=_takes("gamma"), ge=0, le=1)
+    lam: float = key(1.0, "GAE's lambda: 0 trusts the critic, 1 the rewards", when=_takes("lam"), ge=0, le=1)
     norm_adv_by_std_in_grpo: bool = key(
-        True, "divide GRPO's advantages by the group's deviation; false: Dr.GRPO", read_by=WORKER
+        True,
+        "divide GRPO's advantages by the group's deviation; false: Dr.GRPO",
+        when=_takes("norm_adv_by_std_in_grpo"),
     )
     gdpo_reward_weights: Annotated[tuple[float, ...], AsTuple] = key(
-        (), "GDPO's weights of the reward's components, in their order; none: all 1", read_by=WORKER
+        (),
+        "GDPO's weights of the reward's components, in their order; none: all 1",
+        when=_takes("gdpo_reward_weights"),
     )
-    adv_kwargs: dict[str, Any] = key({}, "further options of the estimator, by name", read_by=WORKER)
+    adv_kwargs: dict[str, Any] = key({}, "further options of the estimator, by name")
     gdpo_reward_keys: Names = key(
         (),
         "names in the reward's dict that are its components, in their order; null: all numbers beside score",
-        read_by=WORKER,
+        when=When(_reads_components, "with an {adv_estimator} that reads the reward's components"),
     )
-    use_kl_in_reward: bool = key(
-        False,
-        "subtract the KL from the reference policy from the rewards",
-        read_by="workers.batch, trainer.ppo",
-    )
+    use_kl_in_reward: bool = key(False, "subtract the KL from the reference policy from the rewards")
     kl_penalty: KLKind = key(
         "kl",
         "estimator of that KL (Schulman 2020, k1 to k3); full: exact over the vocabulary; or "
         "file.py:function",
-        read_by=WORKER,
+        when=_IN_REWARD,
+        needs=own_code,
     )
-    kl_ctrl: KLControllerConfig = KLControllerConfig()
+    kl_ctrl: KLControllerConfig = section(KLControllerConfig(), when=_IN_REWARD)
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
-    filter_groups: FilterGroupsConfig = FilterGroupsConfig()
+    filter_groups: FilterGroupsConfig = section(
+        FilterGroupsConfig(), when=beside("filter_groups.enable", True)
+    )
     mask_truncated_completions: bool = key(
         False,
         "leave responses that were cut at data.max_response_length out of every update; they still count in "
         "their group's baseline",
-        read_by="trainer.ppo",
+        needs=_some_whole,
     )

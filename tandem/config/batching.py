@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tandem.config.section import Section, key
+from tandem.config.needs import holds_longest
+from tandem.config.section import Section, beside, key
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,26 +33,31 @@ class Batching:
         return "all samples at once"
 
 
+BY_SAMPLES = beside("use_dynamic_bsz", False, notice=True)
+BY_TOKENS = beside("use_dynamic_bsz", True, notice=True)
+"""Of the keys that say how many, in a section whose switch has this name."""
+
+
 class LogProbSection(Section):
     """The keys of a phase that only computes log-probs; the actor's stand in where they are not set."""
 
     log_prob_micro_batch_size_per_gpu: int | None = key(
         None,
         "samples per log-prob micro-batch and device; null: all at once",
-        read_by="workers.actor",
+        when=beside("log_prob_use_dynamic_bsz", False, notice=True),
         ge=1,
     )
     log_prob_use_dynamic_bsz: bool = key(
         False,
         "cut log-prob micro-batches by tokens, not by samples",
-        read_by="workers.actor",
         inherits="actor_rollout_ref.actor.use_dynamic_bsz",
     )
     log_prob_max_token_len_per_gpu: int = key(
         16384,
         "tokens per log-prob micro-batch and device, with log_prob_use_dynamic_bsz",
-        read_by="workers.actor",
         inherits="actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+        when=beside("log_prob_use_dynamic_bsz", True, notice=True),
+        needs=holds_longest,
         ge=1,
     )
 

@@ -1,15 +1,17 @@
-"""Where a run's processes are: pools and the roles on them, and every address, port, interface and
-timeout in one place."""
+"""Places of a run's processes: pools and the roles on them; addresses, ports, interfaces and timeouts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 from annotated_types import Ge, MinLen
 from pydantic import BeforeValidator
 
-from tandem.config.section import AsTuple, LocalPath, Section, key
+from tandem.config.section import AsTuple, LocalPath, Section, When, key
+from tandem.config.view import path
+from tandem.errors import ConfigError
 
 POOL = "global_pool"
 """The pool of all roles where nobody names pools."""
@@ -48,33 +50,37 @@ class TimeoutsConfig(Section):
     start: float = key(
         300,
         "seconds until all processes of the pools are up and connected; loading models is limited by call",
-        read_by="trainer.launch",
         gt=0,
     )
     call: float = key(
         7200,
         "seconds that one method of a worker, or loading its models, may take; waiting for its input not "
         "counted",
-        read_by="trainer.launch",
         gt=0,
     )
-    answer: float = key(
-        30, "seconds a process may leave a sign of life unanswered", read_by="trainer.launch", gt=0
-    )
-    collective: float = key(
-        1800,
-        "seconds of one collective operation between processes",
-        read_by="trainer.launch, workers.actor",
-        gt=0,
-    )
+    answer: float = key(30, "seconds a process may leave a sign of life unanswered", gt=0)
+    collective: float = key(1800, "seconds of one collective operation between processes", gt=0)
     resources: float = key(
-        60,
-        "seconds until the cluster has the nodes and devices that the pools ask for",
-        read_by="trainer.launch",
-        gt=0,
+        60, "seconds until the cluster has the nodes and devices that the pools ask for", gt=0
     )
-    stop: float = key(
-        10, "seconds a process has to end by itself before it is killed", read_by="trainer.launch", gt=0
+    stop: float = key(10, "seconds a process has to end by itself before it is killed", gt=0)
+
+
+_OURS = When(
+    lambda own: own.address is None, "with {address}=null, where Ray is started for the run", notice=True
+)
+
+
+def _address(own: Any, name: str) -> Iterator[ConfigError]:
+    given = getattr(own, name)
+    if given in (None, "auto") or ("://" not in given and re.fullmatch(r"\S+:\d+", given)):
+        return
+    yield ConfigError(
+        "not an address",
+        field=path(own, name),
+        got=given,
+        expected="HOST:PORT of the head node, or auto on one of the cluster's machines",
+        remedy="the port is that of `ray start --head`, 6379 unless it was given another",
     )
 
 
@@ -85,34 +91,30 @@ class ClusterConfig(Section):
         None,
         "the cluster: HOST:PORT of its head, or auto: the one this machine is in; null: start Ray here, for "
         "this run",
-        read_by="trainer.launch",
+        needs=_address,
     )
-    namespace: str | None = key(
-        None, "Ray namespace of the run's processes; null: one of its own", read_by="trainer.launch"
-    )
+    namespace: str | None = key(None, "Ray namespace of the run's processes; null: one of its own")
     interface: str | None = key(
         None,
         "network interface of the collectives, such as eth0; null: on each node the one with its address",
-        read_by="trainer.launch",
     )
     master_port: int = key(
         0,
         "TCP port at which the processes of a pool meet, on its first node: of the first pool with more than "
         "one process; each further such pool takes the next port; 0: any that is free",
-        read_by="trainer.launch",
         ge=0,
         le=65535,
     )
     object_store_gb: float | None = key(
         None,
         "memory of Ray's object store, GB (2^30 bytes), where Ray is started here; null: Ray's own choice",
-        read_by="trainer.launch",
+        when=_OURS,
         gt=0,
     )
     temp_dir: LocalPath | None = key(
         None,
         "folder of Ray's sockets and logs, where Ray is started here; null: Ray's own choice",
-        read_by="trainer.launch",
+        when=_OURS,
     )
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from tandem.config.actor import Aggregation, Strategy
-from tandem.config.batching import Batching
-from tandem.config.fsdp import FSDPConfig
-from tandem.config.model import LOADING, BackboneConfig
+from tandem.config.batching import BY_SAMPLES, BY_TOKENS, Batching
+from tandem.config.fsdp import OPTIMIZER_HAS_STATE_HERE, FSDPConfig
+from tandem.config.model import BackboneConfig
+from tandem.config.needs import divides_batch, holds_longest, model_folder
 from tandem.config.optim import OptimConfig
-from tandem.config.section import LocalPath, Section, key
+from tandem.config.section import LocalPath, Section, key, section
 
 ACTOR = "actor_rollout_ref.actor"
-WORKER = "workers.critic"
 
 
 class CriticModelConfig(BackboneConfig):
@@ -19,8 +19,8 @@ class CriticModelConfig(BackboneConfig):
     path: LocalPath = key(
         ...,
         "Hugging Face model folder of the critic",
-        read_by=LOADING,
         inherits="actor_rollout_ref.model.path",
+        needs=model_folder("config.json"),
     )
 
 
@@ -28,66 +28,53 @@ class CriticConfig(Section):
     """Batches, loss and optimizer of the value update."""
 
     model: CriticModelConfig
-    strategy: Strategy = key("fsdp2", "training engine (fsdp means fsdp2)", read_by="config")
+    strategy: Strategy = key("fsdp2", "training engine (fsdp means fsdp2)")
     ppo_mini_batch_size: int = key(
         256,
         "prompts per optimizer step, over all devices",
-        read_by="trainer.steps",
         inherits=f"{ACTOR}.ppo_mini_batch_size",
+        needs=divides_batch,
         ge=1,
     )
     ppo_micro_batch_size_per_gpu: int | None = key(
-        None, "samples per micro-batch and device; null: the whole share", read_by=WORKER, ge=1
+        None, "samples per micro-batch and device; null: the whole share", when=BY_SAMPLES, ge=1
     )
     forward_micro_batch_size_per_gpu: int | None = key(
         meaning="samples per micro-batch and device when values are only computed; null: the whole share",
-        read_by=WORKER,
         inherits=".ppo_micro_batch_size_per_gpu",
+        when=BY_SAMPLES,
         ge=1,
     )
     use_dynamic_bsz: bool = key(
-        False,
-        "cut micro-batches by tokens, not by samples",
-        read_by=WORKER,
-        inherits=f"{ACTOR}.use_dynamic_bsz",
+        False, "cut micro-batches by tokens, not by samples", inherits=f"{ACTOR}.use_dynamic_bsz"
     )
     ppo_max_token_len_per_gpu: int = key(
-        32768, "tokens per micro-batch and device, with use_dynamic_bsz", read_by=WORKER, ge=1
+        32768,
+        "tokens per micro-batch and device, with use_dynamic_bsz",
+        when=BY_TOKENS,
+        needs=holds_longest,
+        ge=1,
     )
     forward_max_token_len_per_gpu: int = key(
         meaning="the same when values are only computed",
-        read_by=WORKER,
         inherits=".ppo_max_token_len_per_gpu",
+        when=BY_TOKENS,
+        needs=holds_longest,
         ge=1,
     )
-    ppo_epochs: int = key(
-        1,
-        "passes over each step's samples",
-        read_by="trainer.steps",
-        inherits=f"{ACTOR}.ppo_epochs",
-        ge=1,
-    )
-    shuffle: bool = key(
-        False,
-        "a new order of the samples in each pass",
-        read_by="trainer.steps",
-        inherits=f"{ACTOR}.shuffle",
-    )
+    ppo_epochs: int = key(1, "passes over each step's samples", inherits=f"{ACTOR}.ppo_epochs", ge=1)
+    shuffle: bool = key(False, "a new order of the samples in each pass", inherits=f"{ACTOR}.shuffle")
     cliprange_value: float = key(
-        0.5,
-        "how far a value may move from its old one before its loss is clipped",
-        read_by="workers.losses",
-        gt=0,
+        0.5, "how far a value may move from its old one before its loss is clipped", gt=0
     )
     loss_agg_mode: Aggregation = key(
         "token-mean",
         "how token losses become one number, over the global mini-batch",
-        read_by="workers.losses",
         inherits=f"{ACTOR}.loss_agg_mode",
     )
-    ulysses_sequence_parallel_size: int = key(1, "devices that share one sequence", read_by=WORKER, ge=1)
+    ulysses_sequence_parallel_size: int = key(1, "devices that share one sequence", ge=1)
     optim: OptimConfig = OptimConfig(lr=1e-5)
-    fsdp_config: FSDPConfig = FSDPConfig()
+    fsdp_config: FSDPConfig = section(FSDPConfig(), below={"optimizer_offload": OPTIMIZER_HAS_STATE_HERE})
 
     @property
     def train_batching(self) -> Batching:

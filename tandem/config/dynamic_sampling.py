@@ -1,15 +1,17 @@
-"""What decides which samples are learnt from: dynamic sampling, long responses, the order of prompts, the
-entropy that is held."""
+"""Which samples are learnt from: dynamic sampling, long responses, the order of prompts, the entropy that is
+held."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
-from tandem.config.section import LocalPath, Section, key
-
-GATHERING = "trainer.gathering"
+from tandem.config.needs import module_or_file
+from tandem.config.section import LocalPath, Section, When, key
+from tandem.config.view import path, root
+from tandem.errors import ConfigError
 
 
 def _by_step(value: Any) -> Any:
@@ -23,40 +25,97 @@ BySteps = Annotated[dict[int, int], BeforeValidator(_by_step)]
 """A whole number from a training step on: {step: number, …}."""
 
 
+def _groups(own: Any, name: str) -> Iterator[ConfigError]:
+    rollout = root(own).actor_rollout_ref.rollout
+    least, at_n = min(rollout.group_sizes.values()), path(rollout, "n")
+    if least < 2:
+        yield ConfigError(
+            "one response alone never differs",
+            field=path(own, name),
+            got=f"true with {least} response per prompt",
+            expected=f"{at_n}, and all of {path(rollout, 'n_schedule')}, >= 2",
+            remedy=f"set {at_n}=8, or {path(own, name)}=false",
+        )
+
+
+def _without_kl(own: Any, name: str) -> Iterator[ConfigError]:
+    if own.metric == "seq_final_reward" and root(own).algorithm.use_kl_in_reward:
+        yield ConfigError(
+            "with the KL in the reward all responses differ, and nothing would be left out",
+            field=path(own, name),
+            got=own.metric,
+            expected="a metric without the KL",
+            remedy=f"set {path(own, name)}=seq_reward, or algorithm.use_kl_in_reward=false",
+        )
+
+
+def _fills_a_batch(own: Any, name: str) -> Iterator[ConfigError]:
+    batches, data = own.max_num_gen_batches, root(own).data
+    if batches and batches * data.prompts_at_a_time < data.train_batch_size:
+        yield ConfigError(
+            "so few prompts can never fill a batch",
+            field=path(own, name),
+            got=f"{batches} batches of {data.prompts_at_a_time} prompts",
+            expected=f"at least data.train_batch_size={data.train_batch_size} prompts",
+            remedy=f"set {path(own, name)}=0, or raise data.gen_batch_size",
+        )
+
+
 class FilterGroupsConfig(Section):
     """Dynamic sampling (Yu et al. 2025, DAPO, arXiv 2503.14476, section 3.2): prompts whose responses are all
     worth the same teach nothing; they are left out, and further prompts take their place."""
 
-    enable: bool = key(
-        False, "leave out prompts whose responses do not differ in the metric", read_by=GATHERING
-    )
+    enable: bool = key(False, "leave out prompts whose responses do not differ in the metric", needs=_groups)
     metric: str = key(
         "acc",
         "acc, score: what the reward says; seq_reward, reward: with the punishment of long responses; "
         "seq_final_reward: with the KL too; or any number that the reward function returns",
-        read_by=GATHERING,
+        needs=_without_kl,
     )
     max_num_gen_batches: int = key(
         0,
         "generation batches of a step before the run ends with an error; 0: as many as it takes to try "
         "every training prompt once",
-        read_by=GATHERING,
+        needs=_fills_a_batch,
         ge=0,
     )
+
+
+def _within_longest(own: Any, name: str) -> Iterator[ConfigError]:
+    longest = root(own).data.max_response_length
+    if own.enable and (own.len is None or own.len > longest):
+        yield ConfigError(
+            "missing" if own.len is None else "longer than the longest response",
+            field=path(own, name),
+            got=own.len,
+            expected=f"1 to data.max_response_length={longest} tokens",
+            remedy=f"set {path(own, name)}={max(1, longest // 5)}, a fifth of the greatest length",
+        )
 
 
 class OverlongBufferConfig(Section):
     """Soft punishment of long responses (DAPO, eq. 13): from max_response_length - len tokens on the reward
     falls in a straight line, by penalty_factor at max_response_length. Validation is not punished."""
 
-    enable: bool = key(False, "take off the punishment from training rewards", read_by=GATHERING)
+    enable: bool = key(False, "take off the punishment from training rewards")
     len: int | None = key(
-        None, "tokens before data.max_response_length that are punished", read_by=GATHERING, ge=1
+        None, "tokens before data.max_response_length that are punished", needs=_within_longest, ge=1
     )
-    penalty_factor: float = key(1.0, "what is taken off at data.max_response_length", read_by=GATHERING, gt=0)
-    log: bool = key(
-        False, "report it: reward/extra/overlong_reward, reward/extra/overlong", read_by=GATHERING
-    )
+    penalty_factor: float = key(1.0, "what is taken off at data.max_response_length", gt=0)
+    log: bool = key(False, "report it: reward/extra/overlong_reward, reward/extra/overlong")
+
+
+def _with_a_class(own: Any, name: str) -> Iterator[ConfigError]:
+    if own.class_path is not None and own.class_name is None:
+        yield ConfigError(
+            "names a file, and no class in it",
+            field=path(own, name),
+            got=own.class_path,
+            expected=f"{path(own, 'class_name')} beside it",
+            remedy=f"set {path(own, 'class_name')}, or remove this key",
+        )
+    else:
+        yield from module_or_file(own, name)
 
 
 class SamplerConfig(Section):
@@ -65,26 +124,33 @@ class SamplerConfig(Section):
     class_path: LocalPath | None = key(
         None,
         "Python file or module with the sampler's class; null: tandem.data.curriculum",
-        read_by="workers.data",
+        needs=_with_a_class,
     )
-    class_name: str | None = key(
-        None,
-        "the class; null: no sampler, the order of data.shuffle",
-        read_by="workers.data, trainer.assembly",
+    class_name: str | None = key(None, "the class; null: no sampler, the order of data.shuffle")
+    kwargs: dict[str, Any] = key(
+        {},
+        "further arguments of the class",
+        when=When(lambda own: own.class_name is not None, "with {class_name}"),
     )
-    kwargs: dict[str, Any] = key({}, "further arguments of the class", read_by="workers.data")
+
+
+def _below_upper(own: Any, name: str) -> Iterator[ConfigError]:
+    if own.min_ent_coef > own.max_ent_coef:
+        yield ConfigError(
+            "above the upper bound",
+            field=path(own, name),
+            got=own.min_ent_coef,
+            expected=f"at most {path(own, 'max_ent_coef')}={own.max_ent_coef}",
+            remedy="lower it, or raise the upper bound",
+        )
 
 
 class AdaptiveEntropyConfig(Section):
     """An entropy coefficient that keeps the policy's entropy at a target (He et al. 2025, Skywork-OR1, arXiv
     2505.22312, section 4). It begins at entropy_coeff."""
 
-    enabled: bool = key(False, "move entropy_coeff by the entropy of each step", read_by="trainer.assembly")
-    target_entropy: float = key(
-        0.2, "nats per token; above it the coefficient is zero", read_by="trainer.assembly", gt=0
-    )
-    max_ent_coef: float = key(0.005, "the coefficient's upper bound", read_by="trainer.assembly", ge=0)
-    min_ent_coef: float = key(0.0, "the coefficient's lower bound", read_by="trainer.assembly", ge=0)
-    delta_ent_coef: float = key(
-        0.0001, "by which it goes up or down after each step", read_by="trainer.assembly", gt=0
-    )
+    enabled: bool = key(False, "move entropy_coeff by the entropy of each step")
+    target_entropy: float = key(0.2, "nats per token; above it the coefficient is zero", gt=0)
+    max_ent_coef: float = key(0.005, "the coefficient's upper bound", ge=0)
+    min_ent_coef: float = key(0.0, "the coefficient's lower bound", needs=_below_upper, ge=0)
+    delta_ent_coef: float = key(0.0001, "by which it goes up or down after each step", gt=0)

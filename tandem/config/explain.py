@@ -49,12 +49,7 @@ def _explain(root: type[Section], name: str) -> str | None:
     if name not in keys(root):
         return None
     key = keys(root)[name]
-    return (
-        f"  type:    {key.expected}\n"
-        f"  default: {_default(key)}\n"
-        f"  meaning: {key.info.description}\n"
-        f"  read by: {', '.join(key.read_by)}"
-    )
+    return f"  type:    {key.expected}\n  default: {_default(key)}\n  meaning: {key.info.description}"
 
 
 def _listed(group: Iterable[Key]) -> str:

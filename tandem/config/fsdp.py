@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
-from tandem.config.section import Names, OneOf, Section, key
+from tandem.config.section import NOT_TRAINED, Names, OneOf, Section, When, key
 
-ENGINE = "engines.train.fsdp"
-WRAP = "models.wrap"
 COMPILE = "actor_rollout_ref.actor.fsdp_config.use_torch_compile"
+OPTIMIZER_HAS_STATE_HERE = When(
+    lambda own: own.optim.optimizer != "adamw_cpu",
+    "with another {optim.optimizer} than adamw_cpu, whose state is always on the host",
+    notice=True,
+    neutral=(False,),
+)
+"""Of optimizer_offload, for the section that holds `fsdp_config` and `optim`."""
+
+FORWARD_ALONE = {"pipeline_schedule": replace(NOT_TRAINED, notice=True)}
+"""Of the keys of a model that only computes."""
+
 SPELLINGS = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64"}
 
 
@@ -19,13 +29,11 @@ class WrapPolicyConfig(Section):
         (),
         "classes of the decoder whose modules are units of FSDP, such as [Qwen2DecoderLayer, Embedding]; all "
         "else is in one; null: the decoder layers",
-        read_by=WRAP,
     )
     min_num_params: int = key(
         0,
         "parameters that a unit has at least: modules that follow each other share one until they have so "
         "many; 0: each has its own",
-        read_by=WRAP,
         ge=0,
     )
 
@@ -34,31 +42,21 @@ class FSDPConfig(Section):
     """How FSDP2 holds a model."""
 
     wrap_policy: WrapPolicyConfig = WrapPolicyConfig()
-    param_offload: bool = key(
-        False, "keep the parameters in host memory while the model is idle", read_by=ENGINE
-    )
-    optimizer_offload: bool = key(
-        False, "keep the optimizer's state in host memory except during updates", read_by=ENGINE
-    )
+    param_offload: bool = key(False, "keep the parameters in host memory while the model is idle")
+    optimizer_offload: bool = key(False, "keep the optimizer's state in host memory except during updates")
     reshard_after_forward: bool = key(
-        True, "free a layer's gathered parameters after its forward, to gather them again", read_by=ENGINE
+        True, "free a layer's gathered parameters after its forward, to gather them again"
     )
     fsdp_size: int = key(
-        -1,
-        "devices that share one copy of the weights (hybrid sharding); -1: all of the model's",
-        read_by=ENGINE,
+        -1, "devices that share one copy of the weights (hybrid sharding); -1: all of the model's"
     )
     tensor_parallel_size: int = key(
-        1,
-        "devices that split each layer of the model among them; FSDP shards each one's part",
-        read_by=ENGINE,
-        ge=1,
+        1, "devices that split each layer of the model among them; FSDP shards each one's part", ge=1
     )
     pipeline_parallel_size: int = key(
         1,
         "groups of devices that each hold a stage, some successive layers of the model; a micro-batch goes "
         "through all of them",
-        read_by="engines.train.division",
         ge=1,
     )
     pipeline_schedule: Annotated[str, OneOf(("1f1b", "gpipe"))] = key(
@@ -66,28 +64,26 @@ class FSDPConfig(Section):
         "order of the micro-batches' passes through the stages; 1f1b: a stage takes backward passes as they "
         "come, and holds the activations of at most as many micro-batches as there are stages; gpipe: all "
         "forward passes first",
-        read_by="engines.train.division",
+        when=When(
+            lambda own: own.pipeline_parallel_size > 1, "with {pipeline_parallel_size}=2 or more", notice=True
+        ),
     )
-    forward_prefetch: bool = key(
-        False, "gather the next layer's parameters during a layer's forward", read_by=ENGINE
-    )
+    forward_prefetch: bool = key(False, "gather the next layer's parameters during a layer's forward")
     model_dtype: Annotated[str, OneOf(("fp32", "fp64"), {"float32": "fp32", "float64": "fp64"})] = key(
-        "fp32", "precision of the parameters that the optimizer updates", read_by=ENGINE
+        "fp32", "precision of the parameters that the optimizer updates"
     )
     dtype: Annotated[str, OneOf(("auto", "fp32", "bf16", "fp64"), SPELLINGS)] = key(
-        "auto", "precision of forward and backward; auto: bf16 on CUDA, model_dtype on CPU", read_by=ENGINE
+        "auto", "precision of forward and backward; auto: bf16 on CUDA, model_dtype on CPU"
     )
     use_torch_compile: bool = key(
         False,
         "compile the decoder layers and the head's tiles; off by default, unlike in verl, as the first steps "
         "wait for the compiler, on a CPU for half a minute and more",
-        read_by=f"{ENGINE}, models.compiled",
     )
     full_determinism: bool = key(
         False,
         "forward and update with deterministic kernels alone, so that the same run gives the same bits; "
         "what has none is refused",
-        read_by="engines.train.deterministic",
     )
 
     @property
@@ -101,9 +97,4 @@ class FSDPConfig(Section):
 class RefFSDPConfig(FSDPConfig):
     """How it holds the reference, which is compiled where the actor is."""
 
-    use_torch_compile: bool = key(
-        False,
-        "compile the decoder layers and the head's tiles",
-        read_by=f"{ENGINE}, models.compiled",
-        inherits=COMPILE,
-    )
+    use_torch_compile: bool = key(False, "compile the decoder layers and the head's tiles", inherits=COMPILE)

@@ -1,19 +1,18 @@
-"""Sections of `tandem generate` and `tandem eval`."""
+"""The configs of `tandem generate` and `tandem eval`."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from tandem.config.data import Truncation
 from tandem.config.deprecated import Deprecated
-from tandem.config.model import LOADING
+from tandem.config.needs import countable, files, model_folder
 from tandem.config.rewards import CustomRewardConfig
 from tandem.config.rollout import EngineConfig
-from tandem.config.section import AsTuple, LocalPath, Paths, Section, key
-
-ROWS = "data.reader"
-OFFLINE = "offline.generate"
-SCORING = "offline.eval"
+from tandem.config.section import AsTuple, Finding, LocalPath, Need, Paths, Section, When, key, section
+from tandem.config.view import path, root
+from tandem.errors import ConfigError
 
 OTHER_NAMES = {
     "data.n_samples": Deprecated("rollout.n"),
@@ -23,21 +22,36 @@ OTHER_NAMES = {
 """What verl's `main_generation` calls these keys."""
 
 
+def _ends_in(*suffixes: str) -> Need:
+    """The output's name says its format."""
+
+    def check(own: Any, name: str) -> Iterator[ConfigError]:
+        file = getattr(own, name)
+        if not file.endswith(suffixes):
+            expected = f"a name that ends in {' or '.join(suffixes)}"
+            yield ConfigError("unknown format", field=path(own, name), got=file, expected=expected)
+
+    return check
+
+
+def _responses(own: Any, name: str) -> Iterator[Finding]:
+    n = getattr(own, name)
+    if own.temperature == 0 and n > 1:
+        yield f"{path(own, name)}={n}: greedy responses to one prompt are all the same; one would do."
+    yield from countable(own, name, n, max(1, root(own).data.max_samples), "prompts")
+
+
 class RowsConfig(Section):
     """Prompts to answer, and the limits of their answers."""
 
-    path: Paths = key(..., "parquet or .jsonl file of prompts, or a list", read_by=ROWS)
-    prompt_key: str = key("prompt", "column of prompts: conversations, texts or token ids", read_by=ROWS)
-    max_samples: int = key(-1, "use the first so many rows; -1: all", read_by=ROWS, ge=-1)
-    max_prompt_length: int = key(512, "longest prompt, tokens", read_by=ROWS, ge=1)
-    max_response_length: int = key(512, "longest response, tokens", read_by=OFFLINE, ge=1)
-    filter_overlong_prompts: bool = key(False, "leave out prompts above max_prompt_length", read_by=ROWS)
-    truncation: Truncation = key(
-        "error", "what to do with a prompt above max_prompt_length; error: stop", read_by=ROWS
-    )
-    apply_chat_template_kwargs: dict[str, Any] = key(
-        {}, "further arguments of the tokenizer's chat template", read_by=ROWS
-    )
+    path: Paths = key(..., "parquet or .jsonl file of prompts, or a list", needs=files)
+    prompt_key: str = key("prompt", "column of prompts: conversations, texts or token ids")
+    max_samples: int = key(-1, "use the first so many rows; -1: all", ge=-1)
+    max_prompt_length: int = key(512, "longest prompt, tokens", ge=1)
+    max_response_length: int = key(512, "longest response, tokens", ge=1)
+    filter_overlong_prompts: bool = key(False, "leave out prompts above max_prompt_length")
+    truncation: Truncation = key("error", "what to do with a prompt above max_prompt_length; error: stop")
+    apply_chat_template_kwargs: dict[str, Any] = key({}, "further arguments of the tokenizer's chat template")
 
 
 class GenerateDataConfig(RowsConfig):
@@ -46,7 +60,7 @@ class GenerateDataConfig(RowsConfig):
     output_path: LocalPath = key(
         ...,
         "file of the responses, .parquet or .jsonl; what is finished so far is beside it",
-        read_by=OFFLINE,
+        needs=_ends_in(".parquet", ".jsonl"),
     )
 
 
@@ -54,58 +68,55 @@ class EvalDataConfig(RowsConfig):
     """Problems with what their reward needs, and the report."""
 
     output_path: LocalPath = key(
-        ..., "JSON file of the report; the scored responses go beside it, as parquet", read_by=SCORING
+        ..., "JSON file of the report; the scored responses go beside it, as parquet", needs=_ends_in(".json")
     )
-    reward_fn_key: str = key("data_source", "column that names the reward function of a row", read_by=SCORING)
-    response_key: str = key(
-        "responses", "column of the responses to score, where there is no model.path", read_by=SCORING
-    )
+    reward_fn_key: str = key("data_source", "column that names the reward function of a row")
+    response_key: str = key("responses", "column of the responses to score, where there is no model.path")
 
 
 class ChatConfig(Section):
     """How a model is spoken to."""
 
-    custom_chat_template: str | None = key(
-        None, "Jinja chat template; null: the tokenizer's own", read_by=LOADING
-    )
-    trust_remote_code: bool = key(False, "run Python code that lies in the model folder", read_by=LOADING)
+    custom_chat_template: str | None = key(None, "Jinja chat template; null: the tokenizer's own")
+    trust_remote_code: bool = key(False, "run Python code that lies in the model folder")
+
+
+_MODEL, _TOKENIZER = model_folder("config.json"), model_folder("tokenizer_config.json")
 
 
 class SampledModelConfig(ChatConfig):
     """A model that only writes."""
 
-    path: LocalPath = key(..., "Hugging Face model folder", read_by=LOADING)
-    tokenizer_path: LocalPath = key(meaning="folder of the tokenizer", read_by=LOADING, inherits=".path")
+    path: LocalPath = key(..., "Hugging Face model folder", needs=_MODEL)
+    tokenizer_path: LocalPath = key(meaning="folder of the tokenizer", inherits=".path", needs=_TOKENIZER)
 
 
 class EvalModelConfig(ChatConfig):
     """The model to evaluate, unless its responses are in the data."""
 
     path: LocalPath | None = key(
-        None, "Hugging Face model folder; null: the responses are in the data", read_by=LOADING
+        None, "Hugging Face model folder; null: the responses are in the data", needs=_MODEL
     )
     tokenizer_path: LocalPath | None = key(
-        meaning="folder of the tokenizer", read_by=LOADING, inherits=".path"
+        meaning="folder of the tokenizer", inherits=".path", needs=_TOKENIZER
     )
 
 
 class OfflineRolloutConfig(EngineConfig):
     """The rollout engine and its sampling, without training."""
 
-    n: int = key(1, "responses per prompt", read_by=OFFLINE, ge=1)
-    temperature: float = key(1.0, "divides the logits; 0: greedy", read_by=OFFLINE, ge=0)
+    n: int = key(1, "responses per prompt", needs=_responses, ge=1)
+    temperature: float = key(1.0, "divides the logits; 0: greedy", ge=0)
     dtype: Literal["bfloat16", "float16", "float32", "float64"] = key(
-        "bfloat16", "type of the weights and the computation", read_by=OFFLINE
+        "bfloat16", "type of the weights and the computation"
     )
 
 
 class OfflineTrainerConfig(Section):
     """What is not the model's and not the data's."""
 
-    device: Literal["auto", "cpu", "cuda"] = key(
-        "auto", "where the model lives; auto: CUDA if there is one", read_by=OFFLINE
-    )
-    seed: int = key(0, "seed of all random numbers", read_by="trainer", ge=0)
+    device: Literal["auto", "cpu", "cuda"] = key("auto", "where the model lives; auto: CUDA if there is one")
+    seed: int = key(0, "seed of all random numbers", ge=0)
 
 
 class GenerateConfig(Section):
@@ -121,20 +132,30 @@ class MeasuresConfig(Section):
     """What is computed from the scores."""
 
     k: Annotated[tuple[int, ...], AsTuple] = key(
-        (), "ks of pass@k and maj@k, one or a list; empty: 2, 4, 8, … and all responses", read_by=SCORING
+        (), "ks of pass@k and maj@k, one or a list; empty: 2, 4, 8, … and all responses"
     )
-    confidence: float = key(0.95, "probability of the confidence intervals", read_by=SCORING, gt=0, lt=1)
-    bootstrap_samples: int = key(
-        10000, "resamples of the problems, for the intervals", read_by=SCORING, ge=100
-    )
+    confidence: float = key(0.95, "probability of the confidence intervals", gt=0, lt=1)
+    bootstrap_samples: int = key(10000, "resamples of the problems, for the intervals", ge=100)
+
+
+_WRITES = When(lambda own: own.model.path is not None, "with model.path")
+_GIVEN = When(lambda own: own.model.path is None, "without model.path, where the responses are in the data")
+_OF_PROMPTS = (
+    "prompt_key",
+    "max_prompt_length",
+    "max_response_length",
+    "filter_overlong_prompts",
+    "truncation",
+    "apply_chat_template_kwargs",
+)
 
 
 class EvalConfig(Section):
     """The whole config of `tandem eval`."""
 
-    data: EvalDataConfig
-    model: EvalModelConfig
-    rollout: OfflineRolloutConfig = OfflineRolloutConfig()
+    data: EvalDataConfig = section(below={**dict.fromkeys(_OF_PROMPTS, _WRITES), "response_key": _GIVEN})
+    model: EvalModelConfig = section(when=_WRITES)
+    rollout: OfflineRolloutConfig = section(OfflineRolloutConfig(), when=_WRITES)
     custom_reward_function: CustomRewardConfig = CustomRewardConfig()
     eval: MeasuresConfig = MeasuresConfig()
-    trainer: OfflineTrainerConfig = OfflineTrainerConfig()
+    trainer: OfflineTrainerConfig = section(OfflineTrainerConfig(), below={"device": _WRITES})

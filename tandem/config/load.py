@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -11,12 +11,11 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from tandem.config.check import Findings, check_train
-from tandem.config.check_offline import check_eval, check_generate
-from tandem.config.check_supervised import check_rm, check_sft
+from tandem.config.check import check
 from tandem.config.deprecated import DEPRECATED, Deprecated, Settled, modernise
 from tandem.config.generate import OTHER_NAMES, EvalConfig, GenerateConfig
 from tandem.config.root import TrainConfig
+from tandem.config.rules import RULES
 from tandem.config.schema import REQUIRED, Key, keys, nested, sections, shown, unknown_key, value_at
 from tandem.config.section import Section, nearest_remedy
 from tandem.config.sources import read_sources
@@ -25,7 +24,6 @@ from tandem.config.trainer import TrainerConfig
 from tandem.errors import ConfigError, ConfigErrors
 
 C = TypeVar("C", bound=Section)
-Check = Callable[[C, frozenset[str], frozenset[str]], Findings]
 
 
 @dataclass(frozen=True)
@@ -51,27 +49,27 @@ def load_train_config(path: str | None = None, overrides: Sequence[str] = ()) ->
     Raises:
         ConfigErrors: everything that is wrong.
     """
-    return _load(TrainConfig, check_train, DEPRECATED, path, overrides)
+    return _load(TrainConfig, DEPRECATED, path, overrides)
 
 
 def load_sft_config(path: str | None = None, overrides: Sequence[str] = ()) -> Loaded[SFTConfig]:
     """The config of `tandem sft`; as `load_train_config`."""
-    return _load(SFTConfig, check_sft, {}, path, overrides)
+    return _load(SFTConfig, {}, path, overrides)
 
 
 def load_rm_config(path: str | None = None, overrides: Sequence[str] = ()) -> Loaded[RMConfig]:
     """The config of `tandem rm`; as `load_train_config`."""
-    return _load(RMConfig, check_rm, {}, path, overrides)
+    return _load(RMConfig, {}, path, overrides)
 
 
 def load_generate_config(path: str | None = None, overrides: Sequence[str] = ()) -> Loaded[GenerateConfig]:
     """The config of `tandem generate`; as `load_train_config`."""
-    return _load(GenerateConfig, check_generate, OTHER_NAMES, path, overrides)
+    return _load(GenerateConfig, OTHER_NAMES, path, overrides)
 
 
 def load_eval_config(path: str | None = None, overrides: Sequence[str] = ()) -> Loaded[EvalConfig]:
     """The config of `tandem eval`; as `load_train_config`."""
-    return _load(EvalConfig, check_eval, OTHER_NAMES, path, overrides)
+    return _load(EvalConfig, OTHER_NAMES, path, overrides)
 
 
 def to_dict(config: Section) -> dict[str, Any]:
@@ -86,7 +84,6 @@ def to_yaml(config: Section) -> str:
 
 def _load(
     root: type[C],
-    check: Check[C],
     deprecated: Mapping[str, Deprecated | Settled],
     path: str | None,
     overrides: Sequence[str],
@@ -97,7 +94,7 @@ def _load(
     config, wrong = _build(root, given)
     bad = _with_heirs(root, given, frozenset(str(error.field) for error in wrong))
     changed = frozenset(name for name in given if value_at(config, name) != _unset(root, config, name))
-    findings = check(config, changed, bad)
+    findings = check(config, changed, bad, RULES[root])
     order = {name: place for place, name in enumerate(keys(root))}
     late = sorted(wrong + findings.errors, key=lambda error: order.get(str(error.field), len(order)))
     if problems := errors + unknown + old_errors + late:

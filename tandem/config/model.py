@@ -2,80 +2,181 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import os
+from collections.abc import Iterator
+from typing import Annotated, Any
 
-from tandem.config.section import LocalPath, Names, OneOf, Section, key
+from tandem.config.needs import cuda_device, model_folder
+from tandem.config.section import (
+    Finding,
+    LocalPath,
+    Names,
+    OneOf,
+    Section,
+    When,
+    beside,
+    key,
+    nearest_remedy,
+    section,
+)
+from tandem.config.view import path, root
+from tandem.errors import ConfigError
 
-LOADING = "models.loading"
-ACTIVATIONS = "models.activations"
-LORA = "models.lora"
+_GROUPS = ("matmul", "attention")
+_ALL = "all-linear"
+_ADAPTED = When(lambda own: own.lora_rank > 0, "with {lora_rank} above 0")
+
+
+def _layers(own: Any, name: str) -> Iterator[ConfigError]:
+    mode, count = own.gradient_checkpointing_mode, getattr(own, name)
+    at_mode = path(own, "gradient_checkpointing_mode")
+    if count is None:
+        first = "the number of layers"
+        yield ConfigError(
+            "missing",
+            field=path(own, name),
+            expected=first if mode == "first" else "one layer in how many is computed again",
+            remedy=f"set {path(own, name)}, or {at_mode}=full",
+        )
+    elif mode == "every" and count == 1:
+        yield ConfigError(
+            "one layer in one is every layer",
+            field=path(own, name),
+            got=count,
+            expected=">= 2",
+            remedy=f"set {at_mode}=full and remove this key",
+        )
+
+
+def _operators(own: Any, name: str) -> Iterator[ConfigError]:
+    if not getattr(own, name):
+        yield ConfigError(
+            "no operator's output is kept",
+            field=path(own, name),
+            got="nothing",
+            expected="at least one operator",
+            remedy=f"set {path(own, 'gradient_checkpointing_mode')}=full and remove this key",
+        )
+    for operator in getattr(own, name):
+        if operator not in _GROUPS and not all(operator.partition(".")):
+            yield ConfigError(
+                "unknown operator",
+                field=path(own, name),
+                got=operator,
+                expected=f"{', '.join(_GROUPS)}, or namespace.operator such as aten.mm",
+                remedy=nearest_remedy(operator, _GROUPS),
+            )
+
+
+def _all_or_names(own: Any, name: str) -> Iterator[ConfigError]:
+    given = getattr(own, name)
+    if _ALL in given and len(given) > 1:
+        yield ConfigError(
+            f"{_ALL} stands beside names of layers",
+            field=path(own, name),
+            got=given,
+            expected=f"{_ALL}, or names",
+            remedy=f"leave {_ALL} or the names out",
+        )
+
+
+def _adapter_folder(own: Any, name: str) -> Iterator[ConfigError]:
+    folder = getattr(own, name)
+    if folder is not None and not os.path.isfile(os.path.join(folder, "adapter_config.json")):
+        yield ConfigError(
+            "no folder of adapters",
+            field=path(own, name),
+            got=folder,
+            expected="a folder with adapter_config.json, as peft and tandem export --adapter write it",
+        )
+
+
+def _fused(own: Any, name: str) -> Iterator[Finding]:
+    """The fused head's kernels run where the models are, and are others than those without it."""
+    asked, on_cpu = own.fused_kernel_options.impl_backend, root(own).trainer.device == "cpu"
+    if not getattr(own, name):
+        return
+    if on_cpu and asked in ("triton", "liger"):
+        backend = path(own, "fused_kernel_options.impl_backend")
+        yield ConfigError(
+            "these kernels run on CUDA devices alone",
+            field=backend,
+            got=f"{asked} with trainer.device=cpu",
+            expected="auto or torch",
+            remedy=f"set {backend}=auto, or trainer.device=cuda",
+        )
+    elif asked == "torch" or on_cpu:
+        yield (
+            f"{path(own, name)}=true: no effect; the head is PyTorch's, fused tile by tile, without it too."
+        )
 
 
 class BackboneConfig(Section):
     """A Hugging Face model folder and how it is run."""
 
-    path: LocalPath = key(..., "Hugging Face model folder", read_by=LOADING)
-    trust_remote_code: bool = key(False, "run Python code that lies in the model folder", read_by=LOADING)
+    path: LocalPath = key(..., "Hugging Face model folder", needs=model_folder("config.json"))
+    trust_remote_code: bool = key(False, "run Python code that lies in the model folder")
     enable_gradient_checkpointing: bool = key(
-        True, "recompute activations in the backward pass, to save memory", read_by=ACTIVATIONS
+        True, "recompute activations in the backward pass, to save memory"
     )
     gradient_checkpointing_mode: Annotated[str, OneOf(("full", "first", "every", "ops"))] = key(
         "full",
         "layers that recompute; full: all; first: the first so many; every: one in so many; ops: all, but "
         "some operators' outputs are kept",
-        read_by=ACTIVATIONS,
+        when=beside("enable_gradient_checkpointing", True),
     )
     gradient_checkpointing_layers: int | None = key(
         None,
         "how many: with mode first the layers that recompute, with every one in so many",
+        when=beside("gradient_checkpointing_mode", "first", "every"),
+        needs=_layers,
         ge=1,
-        read_by=ACTIVATIONS,
     )
     gradient_checkpointing_ops: Names = key(
         ("matmul", "attention"),
         "with mode ops, whose outputs are kept: matmul, attention, or operators of PyTorch such as aten.mm",
-        read_by=ACTIVATIONS,
+        when=beside("gradient_checkpointing_mode", "ops"),
+        needs=_operators,
     )
     enable_activation_offload: bool = key(
-        False, "keep activations in host memory between forward and backward", read_by=ACTIVATIONS
+        False, "keep activations in host memory between forward and backward"
     )
     activation_offload_mode: Annotated[str, OneOf(("async", "sync"))] = key(
         "async",
         "async: copies run beside the next layer's computation; sync: computation waits for them",
-        read_by=ACTIVATIONS,
+        when=beside("enable_activation_offload", True),
     )
     use_remove_padding: bool = key(
-        True,
-        "pack sequences end to end; false: pad each micro-batch to its longest",
-        read_by="engines.train.fsdp",
+        True, "pack sequences end to end; false: pad each micro-batch to its longest"
     )
     use_liger: bool = key(
         False,
         "Liger's kernels for norms, rotary embeddings and gated layers; a CUDA device and liger-kernel "
         "are needed",
-        read_by="models.liger",
+        needs=cuda_device,
     )
 
     lora_rank: int = key(
         0,
         "rank of the low-rank adapters (LoRA) that are trained while the weights stay as they are; 0: no "
         "adapters, all weights are trained",
-        read_by=LORA,
         ge=0,
     )
-    lora_alpha: int = key(16, "what adapters add is scaled by lora_alpha / lora_rank", read_by=LORA, ge=1)
+    lora_alpha: int = key(16, "what adapters add is scaled by lora_alpha / lora_rank", when=_ADAPTED, ge=1)
     target_modules: Names = key(
         ("all-linear",),
         "linear layers that get adapters: all-linear, all but the head, or the ends of their names",
-        read_by=LORA,
+        when=_ADAPTED,
+        needs=_all_or_names,
         min_length=1,
     )
-    exclude_modules: Names = key((), "of these, the ends of the names that get none", read_by=LORA)
+    exclude_modules: Names = key((), "of these, the ends of the names that get none", when=_ADAPTED)
     lora_adapter_path: LocalPath | None = key(
         None,
         "folder of adapters, as peft writes it, to start from; null: they start by changing nothing. The "
         "reference policy is without them either way",
-        read_by=f"{LORA}_files",
+        when=_ADAPTED,
+        needs=_adapter_folder,
     )
 
     @property
@@ -89,6 +190,21 @@ class BackboneConfig(Section):
         return "torch"
 
 
+LEARNING = (
+    "gradient_checkpointing_mode",
+    "gradient_checkpointing_layers",
+    "gradient_checkpointing_ops",
+    "enable_activation_offload",
+    "activation_offload_mode",
+    "lora_rank",
+    "lora_alpha",
+    "target_modules",
+    "exclude_modules",
+    "lora_adapter_path",
+)
+"""Keys of a model that is trained."""
+
+
 class FusedKernelOptions(Section):
     """How the fused head is made."""
 
@@ -96,24 +212,25 @@ class FusedKernelOptions(Section):
         "auto",
         "kernels of the head, with use_fused_kernels; auto: triton on a CUDA device, else torch; liger's "
         "entropy is of the model's precision",
-        read_by="models.heads",
     )
 
 
 class ModelConfig(BackboneConfig):
     """The policy: actor, reference and rollout share it."""
 
-    tokenizer_path: LocalPath = key(meaning="folder of the tokenizer", read_by=LOADING, inherits=".path")
-    custom_chat_template: str | None = key(
-        None, "Jinja chat template; null: the tokenizer's own", read_by=LOADING
+    tokenizer_path: LocalPath = key(
+        meaning="folder of the tokenizer", inherits=".path", needs=model_folder("tokenizer_config.json")
     )
+    custom_chat_template: str | None = key(None, "Jinja chat template; null: the tokenizer's own")
     use_fused_kernels: bool = key(
         False,
         "log-probs and entropies by the kernels of fused_kernel_options; false: by PyTorch's operators, "
         "tile by tile, which does not hold all logits at once either",
-        read_by="models.heads",
+        needs=_fused,
     )
-    fused_kernel_options: FusedKernelOptions = FusedKernelOptions()
+    fused_kernel_options: FusedKernelOptions = section(
+        FusedKernelOptions(), below={"impl_backend": beside("use_fused_kernels", True, notice=True)}
+    )
 
     @property
     def head(self) -> str:

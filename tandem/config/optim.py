@@ -6,10 +6,9 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Lt
 
-from tandem.config.section import AsTuple, OneOf, Section, key
+from tandem.config.section import AsTuple, OneOf, Section, When, beside, key
 
-ADAMW = "engines.train.optimizers"
-SCHEDULE = "engines.train.optim"
+_WSD = beside("lr_scheduler_type", "wsd")
 Decay = Annotated[float, Ge(0), Lt(1)]
 OptimizerName = Annotated[
     str,
@@ -33,53 +32,61 @@ class OptimConfig(Section):
     default here; verl decays every weight (no_weight_decay=[]).
     """
 
-    optimizer: OptimizerName = key("adamw", "the optimizer", read_by=ADAMW)
+    optimizer: OptimizerName = key("adamw", "the optimizer")
     fused: bool = key(
-        True, "AdamW's update as one kernel; false: as several (foreach), with copies", read_by=ADAMW
+        True,
+        "AdamW's update as one kernel; false: as several (foreach), with copies",
+        when=When(
+            lambda own: own.optimizer != "adamw_8bit", "with another {optimizer} than adamw_8bit", notice=True
+        ),
     )
-    lr: float = key(1e-6, "peak learning rate; 0 trains nothing", read_by=SCHEDULE, ge=0)
-    weight_decay: float = key(0.01, "decoupled weight decay, a fraction of lr per step", read_by=ADAMW, ge=0)
+    lr: float = key(1e-6, "peak learning rate; 0 trains nothing", ge=0)
+    weight_decay: float = key(0.01, "decoupled weight decay, a fraction of lr per step", ge=0)
     no_weight_decay: Annotated[tuple[Undecayed, ...], AsTuple] = key(
-        ("norm", "bias"), "kinds of weights that do not decay; []: all decay", read_by=ADAMW
+        ("norm", "bias"), "kinds of weights that do not decay; []: all decay"
     )
     betas: Annotated[tuple[Decay, Decay], AsTuple] = key(
-        (0.9, 0.999), "decay of the running mean and square of the gradient", read_by=ADAMW
+        (0.9, 0.999), "decay of the running mean and square of the gradient"
     )
-    eps: float = key(1e-8, "added to the root of the running square", read_by=ADAMW, gt=0)
-    muon_momentum: Decay = key(0.95, "decay of muon's running gradient", read_by=ADAMW)
-    clip_grad: float = key(
-        1.0,
-        "largest norm of the whole gradient; a longer one is scaled to it",
-        read_by="engines.train.state",
-        gt=0,
-    )
+    eps: float = key(1e-8, "added to the root of the running square", gt=0)
+    muon_momentum: Decay = key(0.95, "decay of muon's running gradient", when=beside("optimizer", "muon"))
+    clip_grad: float = key(1.0, "largest norm of the whole gradient; a longer one is scaled to it", gt=0)
     skip_non_finite_steps: int = key(
         0,
         "optimizer steps in succession that may be skipped because the loss or gradient is not finite; "
         "0: the first ends the run",
-        read_by="workers.base",
         ge=0,
     )
     lr_scheduler_type: Literal["constant", "linear", "cosine", "wsd"] = key(
-        "constant", "course of the learning rate after warm-up", read_by=SCHEDULE
+        "constant", "course of the learning rate after warm-up"
     )
-    lr_warmup_steps: int = key(
-        -1, "training steps of linear warm-up; -1: by lr_warmup_steps_ratio", read_by=SCHEDULE, ge=-1
-    )
+    lr_warmup_steps: int = key(-1, "training steps of linear warm-up; -1: by lr_warmup_steps_ratio", ge=-1)
     lr_warmup_steps_ratio: float = key(
-        0.0, "warm-up as a fraction of all training steps", read_by=SCHEDULE, ge=0, le=1
-    )
-    lr_wsd_decay_ratio: float = key(
-        0.1,
-        "the last part of wsd, in which lr falls, as a fraction of all steps",
-        read_by=SCHEDULE,
+        0.0,
+        "warm-up as a fraction of all training steps",
+        when=When(lambda own: own.lr_warmup_steps < 0, "without {lr_warmup_steps}", neutral=(0,)),
         ge=0,
         le=1,
     )
-    lr_wsd_decay_style: Literal["linear", "1-sqrt"] = key("1-sqrt", "how lr falls there", read_by=SCHEDULE)
+    lr_wsd_decay_ratio: float = key(
+        0.1, "the last part of wsd, in which lr falls, as a fraction of all steps", when=_WSD, ge=0, le=1
+    )
+    lr_wsd_decay_style: Literal["linear", "1-sqrt"] = key("1-sqrt", "how lr falls there", when=_WSD)
     min_lr_ratio: float = key(
-        0.0, "where linear, cosine and wsd end, as a fraction of lr", read_by=SCHEDULE, ge=0, le=1
+        0.0,
+        "where linear, cosine and wsd end, as a fraction of lr",
+        when=When(
+            lambda own: own.lr_scheduler_type != "constant", "with {lr_scheduler_type}=linear, cosine or wsd"
+        ),
+        ge=0,
+        le=1,
     )
     total_training_steps: int = key(
-        -1, "optimizer steps that the schedule spans; -1: those of the whole run", read_by=SCHEDULE, ge=-1
+        -1,
+        "optimizer steps that the schedule spans; -1: those of the whole run",
+        when=When(
+            lambda own: own.lr_scheduler_type != "constant" or own.lr_warmup_steps_ratio > 0,
+            "with {lr_scheduler_type}=linear, cosine or wsd, or with {lr_warmup_steps_ratio}",
+        ),
+        ge=-1,
     )

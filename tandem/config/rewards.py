@@ -3,27 +3,30 @@ scores responses in place of functions."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
-from tandem.config.batching import Batching
+from tandem.config.batching import BY_SAMPLES, BY_TOKENS, Batching
 from tandem.config.dynamic_sampling import OverlongBufferConfig
-from tandem.config.fsdp import FSDPConfig
-from tandem.config.model import LOADING, BackboneConfig
-from tandem.config.section import LocalPath, Section, key
+from tandem.config.fsdp import FORWARD_ALONE, FSDPConfig
+from tandem.config.model import LEARNING, BackboneConfig
+from tandem.config.needs import holds_longest, model_folder, module_or_file
+from tandem.config.section import NOT_TRAINED, LocalPath, Section, When, beside, key, section
+from tandem.config.view import path, root
+from tandem.errors import ConfigError
 
-WORKER = "workers.reward_model"
+_OWN = When(lambda own: own.path is not None, "with {path}")
+_MODEL = beside("enable", True, notice=True)
 
 
 class CustomRewardConfig(Section):
     """Replaces the built-in reward functions for every data source."""
 
     path: LocalPath | None = key(
-        None,
-        "Python file or module with it; null: built-in, by data source",
-        read_by="rewards.custom",
+        None, "Python file or module with it; null: built-in, by data source", needs=module_or_file
     )
-    name: str = key("compute_score", "the function's name", read_by="rewards.custom")
-    reward_kwargs: dict[str, Any] = key({}, "further arguments of the function", read_by="rewards.custom")
+    name: str = key("compute_score", "the function's name", when=_OWN)
+    reward_kwargs: dict[str, Any] = key({}, "further arguments of the function", when=_OWN)
 
 
 class RewardBackboneConfig(BackboneConfig):
@@ -32,36 +35,56 @@ class RewardBackboneConfig(BackboneConfig):
     path: LocalPath = key(
         "",
         "Hugging Face folder of a sequence classifier with one label; needed with reward_model.enable",
-        read_by=LOADING,
+        needs=model_folder("config.json"),
     )
+
+
+def _one_source(own: Any, name: str) -> Iterator[ConfigError]:
+    """With a reward model there is one, and no second source of rewards."""
+    if not own.enable:
+        return
+    if not own.model.path:
+        yield ConfigError(
+            "missing",
+            field=path(own.model, "path"),
+            expected="a Hugging Face folder of a sequence classifier with one label",
+            remedy=f"add {path(own.model, 'path')}=…, or set {path(own, name)}=false",
+        )
+    if root(own).custom_reward_function.path is not None:
+        yield ConfigError(
+            "a second source of rewards, beside custom_reward_function.path",
+            field=path(own, name),
+            got="true",
+            remedy=f"set {path(own, name)}=false, or remove custom_reward_function.path",
+        )
 
 
 class RewardModelConfig(Section):
     """The reward model; it only computes."""
 
-    enable: bool = key(
-        False, "score responses with this model, not with reward functions", read_by="trainer.assembly"
+    enable: bool = key(False, "score responses with this model, not with reward functions", needs=_one_source)
+    model: RewardBackboneConfig = section(
+        RewardBackboneConfig(), when=_MODEL, below=dict.fromkeys(LEARNING, NOT_TRAINED)
     )
-    model: RewardBackboneConfig = RewardBackboneConfig()
     use_dynamic_bsz: bool = key(
-        False,
-        "cut micro-batches by tokens, not by samples",
-        read_by=WORKER,
-        inherits="critic.use_dynamic_bsz",
+        False, "cut micro-batches by tokens, not by samples", inherits="critic.use_dynamic_bsz", when=_MODEL
     )
-    ulysses_sequence_parallel_size: int = key(1, "devices that share one sequence", read_by=WORKER, ge=1)
+    ulysses_sequence_parallel_size: int = key(1, "devices that share one sequence", when=_MODEL, ge=1)
     forward_micro_batch_size_per_gpu: int | None = key(
-        None, "samples per micro-batch and device; null: the whole share", read_by=WORKER, ge=1
+        None, "samples per micro-batch and device; null: the whole share", when=(_MODEL, BY_SAMPLES), ge=1
     )
     forward_max_token_len_per_gpu: int = key(
         32768,
         "tokens per micro-batch and device, with use_dynamic_bsz",
-        read_by=WORKER,
         inherits="critic.forward_max_token_len_per_gpu",
+        when=(_MODEL, BY_TOKENS),
+        needs=holds_longest,
         ge=1,
     )
-    fsdp_config: FSDPConfig = FSDPConfig()
-    overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
+    fsdp_config: FSDPConfig = section(FSDPConfig(), when=_MODEL, below=FORWARD_ALONE)
+    overlong_buffer: OverlongBufferConfig = section(
+        OverlongBufferConfig(), when=beside("overlong_buffer.enable", True)
+    )
 
     @property
     def forward_batching(self) -> Batching:

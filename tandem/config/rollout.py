@@ -2,52 +2,118 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Iterator
+from operator import attrgetter
+from typing import Annotated, Any, Literal
 
 from tandem.config import tables
 from tandem.config.batching import LogProbSection
 from tandem.config.dynamic_sampling import BySteps
-from tandem.config.section import LocalPath, Names, OneOf, Section, key
+from tandem.config.needs import countable, within_response
+from tandem.config.section import Finding, LocalPath, Names, OneOf, Section, When, beside, key, section
+from tandem.config.view import path, root
+from tandem.errors import ConfigError
 
-ENGINE = "engines.rollout"
-SERVERS = "engines.rollout.http"
-NATIVE = "engines.rollout.native"
-SAMPLING = "trainer.sampling_params"
-VLLM = "engines.rollout.vllm.make"
-BOTH = f"{NATIVE}, {VLLM}"
+_NATIVE = beside("name", "native", notice=True)
+_IN_PROCESS = beside("name", "native", "vllm", notice=True)
+_ON_SERVERS = When(
+    lambda own: own.name in tables.SERVER_ENGINES or (own.name == "vllm" and own.mode == "server"),
+    f"with {{name}}={' or '.join(tables.SERVER_ENGINES)}, or with {{name}}=vllm and {{mode}}=server",
+)
+_NO_SERVER_ENGINE = When(lambda own: own.name not in tables.SERVER_ENGINES, "with {name}=vllm")
+_VALIDATES = When(lambda own: bool(root(own).data.val_files), "with data.val_files", notice=True)
+_DRAWN = When(
+    lambda own: own.val_kwargs.do_sample,
+    "with {val_kwargs.do_sample}=true (without it validation is greedy)",
+    notice=True,
+)
+
+
+def ends_early(at: str = "") -> When:
+    """Of min_tokens: where a response can end before its greatest length.
+
+    Args:
+        at: where the rollout section lies, seen from the section that declares this, with a dot.
+    """
+    return When(
+        lambda own: not attrgetter(f"{at}ignore_eos")(own) or bool(attrgetter(f"{at}stop")(own)),
+        f"with {{{at}ignore_eos}}=false, or with {{{at}stop}}",
+        notice=True,
+    )
+
+
+def _apart(own: Any) -> bool:
+    trainer = root(own).trainer
+    own_workers = not {"actor", "rollout"}.isdisjoint(trainer.worker_classes)
+    return trainer.placed("rollout") != trainer.placed("actor") or own_workers
+
+
+def _possible(own: Any, name: str) -> Iterator[ConfigError]:
+    """So many responses as one step asks for can be held."""
+    data = root(own).data
+    yield from countable(own, name, getattr(own, name), data.prompts_at_a_time, "prompts of a step")
+
+
+def _of_steps(own: Any, name: str) -> Iterator[ConfigError]:
+    """Steps and numbers of responses that exist."""
+    for step, n in getattr(own, name).items():
+        if step < 1 or n < 1:
+            yield ConfigError(
+                "out of range",
+                field=path(own, name),
+                got=f"{step}: {n}",
+                expected="a training step >= 1, and a number of responses >= 1",
+                remedy=f"write for instance {path(own, name)}={{1: 4, 100: 8}}",
+            )
+        elif n == 1 and root(own).algorithm.adv_estimator == "rloo":
+            yield ConfigError(
+                "rloo leaves one sample of a prompt out, and there is only one",
+                field=path(own, name),
+                got=f"{step}: {n}",
+                expected=">= 2 responses",
+                remedy="raise it, or choose another algorithm.adv_estimator",
+            )
+        else:
+            yield from countable(own, name, n, root(own).data.prompts_at_a_time, "prompts of a step")
+
+
+def _validated(own: Any, name: str) -> Iterator[Finding]:
+    n = getattr(own, name)
+    if not own.do_sample and n > 1:
+        yield f"{path(own, name)}={n}: greedy responses to one prompt are all the same; one would do."
+    yield from countable(own, name, n, root(own).data.val_batch_size or 1, "validation prompts at a time")
+
+
+def _not_greedy(own: Any, name: str) -> Iterator[ConfigError]:
+    if own.do_sample and own.temperature == 0:
+        temperature = path(own, "temperature")
+        yield ConfigError(
+            "temperature 0 is greedy",
+            field=path(own, name),
+            got="true",
+            expected=f"a {temperature} above 0",
+            remedy=f"set {temperature}=1.0, or {path(own, name)}=false",
+        )
 
 
 class SamplingSection(Section):
     """What changes the distribution that tokens are drawn from, beside the temperature. Training computes
     with softmax(logits / temperature) alone: it is compared with the log-probs under that distribution."""
 
-    top_k: int = key(-1, "sample among the k likeliest tokens; -1: all", read_by=SAMPLING, ge=-1)
-    top_p: float = key(
-        1.0, "sample among the likeliest tokens of this total probability", read_by=SAMPLING, gt=0, le=1
-    )
+    top_k: int = key(-1, "sample among the k likeliest tokens; -1: all", ge=-1)
+    top_p: float = key(1.0, "sample among the likeliest tokens of this total probability", gt=0, le=1)
     min_p: float = key(
-        0.0,
-        "sample among the tokens this share as likely as the likeliest; 0: all",
-        read_by=SAMPLING,
-        ge=0,
-        le=1,
+        0.0, "sample among the tokens this share as likely as the likeliest; 0: all", ge=0, le=1
     )
     repetition_penalty: float = key(
-        1.0,
-        "divides positive, multiplies negative logits of tokens in prompt or response; 1: none",
-        read_by=SAMPLING,
-        gt=0,
+        1.0, "divides positive, multiplies negative logits of tokens in prompt or response; 1: none", gt=0
     )
-    presence_penalty: float = key(
-        0.0, "taken off the logits of tokens in the response", read_by=SAMPLING, ge=-2, le=2
-    )
-    frequency_penalty: float = key(
-        0.0, "taken off for each time a token is in the response", read_by=SAMPLING, ge=-2, le=2
-    )
+    presence_penalty: float = key(0.0, "taken off the logits of tokens in the response", ge=-2, le=2)
+    frequency_penalty: float = key(0.0, "taken off for each time a token is in the response", ge=-2, le=2)
     min_tokens: int = key(
         0,
         "neither a stop token nor the end of a stop text is among the first so many",
-        read_by=SAMPLING,
+        needs=within_response,
         ge=0,
     )
 
@@ -55,34 +121,24 @@ class SamplingSection(Section):
 class ValidationSampling(SamplingSection):
     """Sampling of validation responses."""
 
-    temperature: float = key(0.0, "divides the logits; 0: greedy", read_by=SAMPLING, ge=0)
-    n: int = key(1, "responses per validation prompt", read_by="trainer.gathering", ge=1)
-    do_sample: bool = key(False, "false: greedy, whatever the temperature", read_by=SAMPLING)
+    temperature: float = key(0.0, "divides the logits; 0: greedy", ge=0)
+    n: int = key(1, "responses per validation prompt", needs=_validated, ge=1)
+    do_sample: bool = key(False, "false: greedy, whatever the temperature", needs=_not_greedy)
 
 
 class ServerConfig(Section):
     """Servers that write the responses, each with the same model."""
 
-    urls: Names = key((), "addresses, http://host:port, one or a list", read_by=SERVERS)
-    model: str | None = key(
-        None, "name of the model on a server that has several; openai only", read_by=SERVERS
-    )
-    api_key_env: str | None = key(
-        None, "environment variable with the key that the servers ask for", read_by=SERVERS
-    )
-    connect_timeout: float = key(10.0, "until a connection stands, seconds", read_by=SERVERS, gt=0)
-    request_timeout: float = key(
-        1800.0, "from a request's start to the end of its answer, seconds", read_by=SERVERS, gt=0
-    )
+    urls: Names = key((), "addresses, http://host:port, one or a list")
+    model: str | None = key(None, "name of the model on a server that has several; openai only")
+    api_key_env: str | None = key(None, "environment variable with the key that the servers ask for")
+    connect_timeout: float = key(10.0, "until a connection stands, seconds", gt=0)
+    request_timeout: float = key(1800.0, "from a request's start to the end of its answer, seconds", gt=0)
     weights_backend: Literal["auto", "nccl", "gloo"] = key(
-        "auto",
-        "how vllm servers get new weights over the network; auto: nccl between GPUs, else gloo",
-        read_by=VLLM,
+        "auto", "how vllm servers get new weights over the network; auto: nccl between GPUs, else gloo"
     )
     weights_folder: LocalPath | None = key(
-        None,
-        "folder through which sglang servers get new weights; they see it under the same path",
-        read_by=SERVERS,
+        None, "folder through which sglang servers get new weights; they see it under the same path"
     )
 
 
@@ -90,93 +146,88 @@ class EngineConfig(SamplingSection):
     """The rollout engine and its sampling."""
 
     name: Annotated[str, OneOf(tables.ROLLOUT_ENGINES)] = key(
-        "native", "rollout engine; hf is the slow reference", read_by="engines.rollout.registry"
+        "native", "rollout engine; hf is the slow reference"
     )
     mode: Literal["colocate", "server"] = key(
         "colocate",
         "vllm: in the worker's own process, or on server.urls, or without these on a server that the worker "
         "starts",
-        read_by=VLLM,
+        when=beside("name", "vllm"),
     )
-    server: ServerConfig = ServerConfig()
-    n: int = key(1, "responses per training prompt", read_by="trainer.ppo", ge=1)
-    temperature: float = key(
-        1.0, "divides the logits, in sampling and in training", read_by="trainer.ppo, workers.actor", gt=0
+    server: ServerConfig = section(
+        ServerConfig(), when=_ON_SERVERS, below={"weights_backend": _NO_SERVER_ENGINE}
     )
-    stop: Names = key((), "texts that end a response, one or a list", read_by=SAMPLING)
-    ignore_eos: bool = key(
-        False, "write on past end-of-sequence tokens, to the greatest length", read_by=SAMPLING
-    )
+    n: int = key(1, "responses per training prompt", ge=1)
+    temperature: float = key(1.0, "divides the logits, in sampling and in training", gt=0)
+    stop: Names = key((), "texts that end a response, one or a list")
+    ignore_eos: bool = key(False, "write on past end-of-sequence tokens, to the greatest length")
     logprobs_mode: Literal["processed_logprobs", "raw_logprobs", "processed_logits", "raw_logits"] = key(
         "processed_logprobs",
         "what the engine gives for each token: under the distribution sampled from, or the model's own",
-        read_by=ENGINE,
     )
-    max_num_seqs: int = key(256, "responses written at the same time, at most", read_by=ENGINE, ge=1)
-    max_num_batched_tokens: int = key(
-        8192, "tokens of one engine step: responses first, then prompts", read_by=ENGINE, ge=1
-    )
+    max_num_seqs: int = key(256, "responses written at the same time, at most", ge=1)
+    max_num_batched_tokens: int = key(8192, "tokens of one engine step: responses first, then prompts", ge=1)
     enable_chunked_prefill: bool = key(
         True,
         "a prompt may be computed in several steps; false: whole, alone if it exceeds the tokens of a step",
-        read_by=NATIVE,
+        when=_NATIVE,
     )
     enable_prefix_caching: bool = key(
-        True, "a prompt that begins like an earlier sequence reuses its part of the cache", read_by=BOTH
+        True, "a prompt that begins like an earlier sequence reuses its part of the cache", when=_IN_PROCESS
     )
     gpu_memory_utilization: float = key(
         0.5,
         "share of the device's memory for weights and KV cache; on a CPU, of all memory for the cache",
-        read_by=BOTH,
+        when=_IN_PROCESS,
         gt=0,
         le=1,
     )
     enforce_eager: bool = key(
-        False, "on CUDA, launch each step's kernels one by one instead of replaying graphs", read_by=BOTH
+        False, "on CUDA, launch each step's kernels one by one instead of replaying graphs", when=_IN_PROCESS
     )
-    block_size: int = key(16, "tokens per block of the KV cache", read_by=NATIVE, ge=1)
+    block_size: int = key(16, "tokens per block of the KV cache", when=_NATIVE, ge=1)
     num_gpu_blocks_override: int | None = key(
-        None,
-        "blocks of the KV cache, whatever memory there is; null: by memory and need",
-        read_by=NATIVE,
-        ge=1,
+        None, "blocks of the KV cache, whatever memory there is; null: by memory and need", when=_NATIVE, ge=1
     )
-    tensor_model_parallel_size: int = key(
-        1, "devices that split each layer of the native engine", read_by="workers.actor", ge=1
-    )
-    disable_log_stats: bool = key(True, "keep the engine's progress lines out of the log", read_by=ENGINE)
+    tensor_model_parallel_size: int = key(1, "devices that split each layer of the native engine", ge=1)
+    disable_log_stats: bool = key(True, "keep the engine's progress lines out of the log")
     runner: Literal["auto", "fused", "module"] = key(
         "auto",
         "forward of the native engine: fused decoder, or transformers' module; auto: fused where it can",
-        read_by=NATIVE,
+        when=_NATIVE,
     )
 
 
 class RolloutConfig(EngineConfig, LogProbSection):
     """The rollout of a training run."""
 
+    n: int = key(1, "responses per training prompt", needs=_possible, ge=1)
     n_schedule: BySteps = key(
         {},
         "responses per training prompt from a training step on, {step: n, …}; before the first step, n",
-        read_by="trainer.steps",
+        needs=_of_steps,
     )
-    free_cache_engine: bool = key(
-        True, "give the engine's KV cache and weights back after each generation", read_by="workers.actor"
-    )
+    free_cache_engine: bool = key(True, "give the engine's KV cache and weights back after each generation")
     update_weights_bucket_megabytes: int = key(
         2048,
         "weights sent at a time to a rollout on another pool than the actor, MiB; a larger tensor goes alone",
-        read_by="workers.actor",
+        when=When(_apart, "where actor and rollout are apart", notice=True),
         ge=1,
     )
     log_prob_diff_limit: float | None = key(
         None,
         "mean difference between the log-probs sampled with and those trained with, nats, above which the "
         "cause is named; null: by precision, fp64 1e-7, fp32 1e-4, bf16 0.02",
-        read_by="workers.actor",
         gt=0,
     )
-    val_kwargs: ValidationSampling = ValidationSampling()
+    val_kwargs: ValidationSampling = section(
+        ValidationSampling(),
+        when=_VALIDATES,
+        below={
+            **dict.fromkeys(("temperature", "top_k", "top_p", "min_p"), _DRAWN),
+            "min_tokens": ends_early(),
+        },
+    )
 
     @property
     def group_sizes(self) -> dict[int, int]:

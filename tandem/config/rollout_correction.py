@@ -1,19 +1,21 @@
-"""`algorithm.rollout_correction`: what is done about samples that the rollout's engine drew with other
-probabilities than training computes."""
+"""`algorithm.rollout_correction`: importance weights and rejection for samples that the rollout's engine drew
+with other probabilities than training computes."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
 from tandem.config import tables
-from tandem.config.section import OneOf, Section, key
+from tandem.config.needs import own_code
+from tandem.config.section import OneOf, Section, When, beside, key
+from tandem.config.view import path
 from tandem.errors import ConfigError
 
-WORKER = "workers.correction"
 AT = "algorithm.rollout_correction"
 
 
@@ -47,40 +49,73 @@ class Bounds:
     upper: float
 
 
+_WEIGHS = When(lambda own: own.rollout_is is not None, "with {rollout_is}")
+
+
+def _weights(own: Any, name: str) -> Iterator[ConfigError]:
+    try:
+        _ = own.weight_bounds
+    except ConfigError as error:
+        yield error
+
+
+def _rejections(own: Any, name: str) -> Iterator[ConfigError]:
+    try:
+        _ = own.rejection_bounds
+    except ConfigError as error:
+        yield error
+
+
+def _normalised(own: Any, name: str) -> Iterator[ConfigError]:
+    if own.bypass_mode and getattr(own, name):
+        yield ConfigError(
+            "the mean over the batch is known before the update only with a forward, which bypass_mode saves",
+            field=path(own, name),
+            got="true",
+            remedy="set it to false, or set bypass_mode=false",
+        )
+
+
 class RolloutCorrectionConfig(Section):
     """Importance weights and rejection, and which log-probs stand for the old ones."""
 
     rollout_is: Annotated[str | None, OneOf(tables.IMPORTANCE_WEIGHTS, own_code=True)] = key(
-        None, "importance weights, by name or as file.py:function; null: none", read_by=WORKER
+        None,
+        "importance weights, by name or as file.py:function; null: none",
+        when=When(lambda own: own.takes_weights, "with {bypass_mode}=false or {loss_type}=reinforce"),
+        needs=own_code,
     )
     rollout_is_threshold: Threshold = key(
         "2.0",
         "one number: weights are cut there; lower_upper, such as 0.5_5.0 (both with a point): weights "
         "outside become 0",
-        read_by=WORKER,
+        when=_WEIGHS,
+        needs=_weights,
     )
     rollout_is_batch_normalize: bool = key(
-        False, "divide the weights by their mean over the batch", read_by=WORKER
+        False, "divide the weights by their mean over the batch", when=_WEIGHS, needs=_normalised
     )
     rollout_rs: Annotated[tuple[Mode, ...], BeforeValidator(_as_modes)] = key(
-        (), "what is rejected: one or several modes with commas between, or file.py:function", read_by=WORKER
+        (), "what is rejected: one or several modes with commas between, or file.py:function", needs=own_code
     )
     rollout_rs_threshold: Threshold | None = key(
         None,
         "one bound for all modes, or one for each with commas between: an upper one; for k1 lower_upper of "
         "the ratio, one number u meaning 1/u_u",
-        read_by=WORKER,
+        when=When(lambda own: bool(own.rollout_rs), "with {rollout_rs}"),
+        needs=_rejections,
     )
-    bypass_mode: bool = key(
-        False,
-        "the rollout's log-probs stand for the old ones, which are not recomputed",
-        read_by="trainer.steps, workers.batch",
-    )
+    bypass_mode: bool = key(False, "the rollout's log-probs stand for the old ones, which are not recomputed")
     loss_type: Literal["ppo_clip", "reinforce"] = key(
         "ppo_clip",
         "policy loss with bypass_mode; reinforce takes importance weights",
-        read_by="workers.losses",
+        when=beside("bypass_mode", True),
     )
+
+    @property
+    def takes_weights(self) -> bool:
+        """Whether importance weights are applied: a clipped ratio to the sampling policy is one already."""
+        return not self.bypass_mode or self.loss_type == "reinforce"
 
     @property
     def corrects(self) -> bool:

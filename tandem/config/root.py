@@ -9,10 +9,18 @@ from tandem.config.critic import CriticConfig
 from tandem.config.data import DataConfig
 from tandem.config.model import ModelConfig
 from tandem.config.rewards import CustomRewardConfig, RewardModelConfig
-from tandem.config.rollout import RolloutConfig
-from tandem.config.section import Section
+from tandem.config.rollout import RolloutConfig, ends_early
+from tandem.config.section import Section, When, section
 from tandem.config.tables import FULL_KL, needs
 from tandem.config.trainer import TrainerConfig
+from tandem.config.view import root
+
+_COMPARES = When(
+    lambda own: root(own).needs_reference,
+    "with {actor.use_kl_loss}=true or algorithm.use_kl_in_reward=true",
+    notice=True,
+)
+_CRITIC = When(lambda own: own.needs_critic, "with an algorithm.adv_estimator that has a critic", notice=True)
 
 
 class ActorRolloutRefConfig(Section):
@@ -20,8 +28,8 @@ class ActorRolloutRefConfig(Section):
 
     model: ModelConfig
     actor: ActorConfig = ActorConfig()
-    ref: RefConfig = RefConfig()
-    rollout: RolloutConfig = RolloutConfig()
+    ref: RefConfig = section(RefConfig(), when=_COMPARES)
+    rollout: RolloutConfig = section(RolloutConfig(), below={"min_tokens": ends_early("rollout.")})
 
 
 class TrainConfig(Section):
@@ -29,7 +37,7 @@ class TrainConfig(Section):
 
     data: DataConfig
     actor_rollout_ref: ActorRolloutRefConfig
-    critic: CriticConfig
+    critic: CriticConfig = section(when=_CRITIC)
     reward_model: RewardModelConfig = RewardModelConfig()
     custom_reward_function: CustomRewardConfig = CustomRewardConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -39,6 +47,13 @@ class TrainConfig(Section):
     def needs_reference(self) -> bool:
         """Whether a KL term asks for the reference policy."""
         return self.algorithm.use_kl_in_reward or self.actor_rollout_ref.actor.use_kl_loss
+
+    @property
+    def reference_is_the_actor(self) -> bool:
+        """Whether the actor's base weights are the reference policy, without a copy of their own."""
+        trainer = self.trainer
+        together = trainer.placed("ref") == trainer.placed("actor") and "ref" not in trainer.worker_classes
+        return self.actor_rollout_ref.model.lora_rank > 0 and together
 
     @property
     def exact_kl(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -13,7 +14,7 @@ import annotated_types
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from tandem.config.section import OneOf, Section, nearest_remedy
+from tandem.config.section import Need, OneOf, Section, When, declared, nearest_remedy
 from tandem.errors import ConfigError
 
 REQUIRED = PydanticUndefined
@@ -21,17 +22,46 @@ REQUIRED = PydanticUndefined
 
 
 @dataclass(frozen=True)
-class Key:
-    """One key.
+class Condition:
+    """A `When`, and the section that declares it.
+
+    Attributes:
+        at: what stands before the keys beside it: a dotted path and a dot, or nothing at the root.
+    """
+
+    at: str
+    when: When
+
+    @property
+    def words(self) -> str:
+        return re.sub(r"\{([\w.]+)\}", lambda name: self.at + name.group(1), self.when.words)
+
+
+@dataclass(frozen=True)
+class Group:
+    """A section, as its parent declares it.
 
     Attributes:
         name: the dotted path from the root.
+        conditions: when keys below it count, outermost first.
+        needs: rules that are asked where it counts.
+    """
+
+    name: str
+    conditions: tuple[Condition, ...]
+    needs: tuple[Need, ...]
+
+
+@dataclass(frozen=True)
+class Key(Group):
+    """One key.
+
+    Attributes:
         default: its value when nobody sets it; REQUIRED if there is none. Meaningless with `inherits`.
         inherits: the dotted path of the key whose value stands in, if any.
         info: pydantic's declaration.
     """
 
-    name: str
     default: Any
     inherits: str | None
     info: FieldInfo
@@ -41,21 +71,21 @@ class Key:
         return self.default is REQUIRED and self.inherits is None
 
     @property
-    def read_by(self) -> tuple[str, ...]:
-        """Modules that act on it."""
-        assert isinstance(self.info.json_schema_extra, dict)
-        return tuple(f"tandem.{part}" for part in str(self.info.json_schema_extra["read_by"]).split(", "))
-
-    @property
     def expected(self) -> str:
         """The type and limits in words."""
         return _words(self.info.annotation, self.info.metadata)
 
 
 @cache
+def declarations(root: type[Section]) -> tuple[Group, ...]:
+    """All sections and keys below a root, in the order of their declaration."""
+    return tuple(_walk(root, None, "", (), {}))
+
+
+@cache
 def keys(root: type[Section]) -> Mapping[str, Key]:
     """All keys of a config by dotted path, in the order of their declaration."""
-    return {item.name: item for item in _walk(root, None, "")}
+    return {item.name: item for item in declarations(root) if isinstance(item, Key)}
 
 
 @cache
@@ -101,21 +131,39 @@ def shown(value: Any) -> str:
     return json.dumps(value, default=str, ensure_ascii=False)
 
 
-def _walk(section: type[Section], preset: Section | None, at: str) -> Iterator[Key]:
-    """The keys of `section`, which lies at path `at`; `preset` is the parent's default for it."""
+def _walk(
+    section: type[Section],
+    preset: Section | None,
+    at: str,
+    outer: tuple[Condition, ...],
+    below: Mapping[str, Condition],
+) -> Iterator[Group]:
+    """The keys and sections of `section`, which lies at path `at`.
+
+    Args:
+        preset: the parent's default for it.
+        outer: when any key of it counts.
+        below: when single keys of it count.
+    """
     for name, info in section.model_fields.items():
-        path = f"{at}{name}"
+        path, told = f"{at}{name}", declared(info)
         is_preset = preset is not None and name in preset.model_fields_set
         default = getattr(preset, name) if is_preset else info.default
+        conditions = (
+            *outer,
+            *((below[name],) if name in below else ()),
+            *(Condition(at, when) for when in told.when),
+        )
         if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
-            yield from _walk(info.annotation, None if default is REQUIRED else default, f"{path}.")
+            yield Group(path, conditions, told.needs)
+            inner = {child: Condition(at, when) for child, when in told.below.items()}
+            preset_of_it = None if default is REQUIRED else default
+            yield from _walk(info.annotation, preset_of_it, f"{path}.", conditions, inner)
             continue
-        extra = info.json_schema_extra
-        assert isinstance(extra, dict), f"{path} is not declared with key()"
-        inherits = extra["inherits"]
-        if isinstance(inherits, str) and inherits.startswith("."):
+        inherits = told.inherits
+        if inherits is not None and inherits.startswith("."):
             inherits = at + inherits[1:]
-        yield Key(path, default, None if is_preset or inherits is None else str(inherits), info)
+        yield Key(path, conditions, told.needs, default, None if is_preset else inherits, info)
 
 
 _SIMPLE = {int: "integer", float: "number", bool: "true or false", str: "text", dict: "mapping"}

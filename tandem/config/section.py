@@ -1,17 +1,21 @@
-"""What config sections are made of: the frozen, strict base class, `key` to declare one setting, and
-the few types that plain annotations cannot express."""
+"""Config sections are made of these: the frozen, strict base class, `key` to declare one setting with what it
+needs, and the few types that plain annotations cannot express."""
 
 from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from operator import attrgetter
+from typing import Annotated, Any, cast
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler
 from pydantic.config import JsonDict
+from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from tandem.errors import ConfigError
 
 
 class Section(BaseModel):
@@ -20,25 +24,122 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
+@dataclass(frozen=True)
+class When:
+    """When a key counts, or all keys of a section.
+
+    Attributes:
+        applies: says whether it counts; it is given the section that holds the key, from which `path`, `root`
+            and `changed` of `tandem.config.view` reach further.
+        words: the same in words: "counts only <words>"; {name} becomes the dotted path of a key beside it.
+        notice: whether a value that does not count is worth a sentence alone, as it concerns speed, memory or
+            a part that does not run; else it is an error.
+        neutral: values that ask for nothing, so that they may stand where the key does not count.
+    """
+
+    applies: Callable[[Any], bool]
+    words: str
+    notice: bool = False
+    neutral: tuple[Any, ...] = ()
+
+
+Finding = ConfigError | str
+"""What a rule yields: an error, or a notice as a plain sentence."""
+
+Need = Callable[[Any, str], Iterator[Finding]]
+"""A rule of one key: it is given the section that holds the key, and the key's name there."""
+
+
+@dataclass(frozen=True)
+class Declared:
+    """What a key or section says of itself beside its type.
+
+    Attributes:
+        inherits: the key whose value stands in when nobody sets this one.
+        when: all of these must hold for it to count.
+        needs: rules that are asked where it counts.
+        below: further conditions of a section's own keys, by name.
+    """
+
+    inherits: str | None = None
+    when: tuple[When, ...] = ()
+    needs: tuple[Need, ...] = ()
+    below: Mapping[str, When] = field(default_factory=dict)
+
+
+NOT_TRAINED = When(lambda own: False, "for a model that is trained")
+"""Of keys below a model that only computes."""
+
+
+def beside(name: str, *values: Any, notice: bool = False, neutral: tuple[Any, ...] = ()) -> When:
+    """A key that counts where the key `name` beside it has one of these values."""
+    words = (
+        f"with {{{name}}}={' or '.join(str(v).lower() if isinstance(v, bool) else str(v) for v in values)}"
+    )
+    return When(lambda own: attrgetter(name)(own) in values, words, notice, neutral)
+
+
 def key(
-    default: Any = ..., meaning: str = "", *, read_by: str, inherits: str | None = None, **limits: Any
+    default: Any = ...,
+    meaning: str = "",
+    *,
+    inherits: str | None = None,
+    when: When | Sequence[When] = (),
+    needs: Need | Sequence[Need] = (),
+    **limits: Any,
 ) -> Any:
     """Declares one setting of a section.
 
     Args:
         default: the value when nobody sets one; left out, the key is required or inherited.
         meaning: what it does, with its unit.
-        read_by: the modules of `tandem` that act on it.
         inherits: the key whose value stands in when nobody sets this one: ".name" in the same section,
             else a dotted path from the root. `default` then only serves a section built on its own.
+        when: when it counts.
+        needs: what it needs of other keys, of files or of the device, where it counts. An inherited value is
+            asked for it at its source, unless that does not count.
         limits: pydantic's constraints, such as ge=1.
     """
-    extra: JsonDict = {"read_by": read_by, "inherits": inherits}
+    extra = _extra(Declared(inherits, _several(when), _several(needs)))
     if inherits is not None and inherits.startswith("."):
         return Field(
             default_factory=_sibling(inherits[1:]), description=meaning, json_schema_extra=extra, **limits
         )
     return Field(default, description=meaning, json_schema_extra=extra, **limits)
+
+
+def section(
+    default: Any = ...,
+    *,
+    when: When | Sequence[When] = (),
+    needs: Need | Sequence[Need] = (),
+    below: Mapping[str, When] | None = None,
+) -> Any:
+    """Declares a section within a section, where there is more to say than its type.
+
+    Args:
+        when: when the keys below it count.
+        needs: as of a key.
+        below: when single keys of it count, by name, as far as this depends on what is beside the section.
+    """
+    return Field(
+        default, json_schema_extra=_extra(Declared(None, _several(when), _several(needs), below or {}))
+    )
+
+
+def declared(info: FieldInfo) -> Declared:
+    """What `key` or `section` was told."""
+    extra = info.json_schema_extra
+    found: Any = extra.get("declared") if isinstance(extra, dict) else None
+    return found if isinstance(found, Declared) else Declared()
+
+
+def _extra(what: Declared) -> JsonDict:
+    return cast(JsonDict, {"declared": what})
+
+
+def _several(given: Any) -> tuple[Any, ...]:
+    return tuple(given) if isinstance(given, (list, tuple)) else (given,)
 
 
 def _sibling(name: str) -> Callable[[dict[str, Any]], Any]:

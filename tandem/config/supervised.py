@@ -4,46 +4,43 @@ from __future__ import annotations
 
 from typing import Any
 
-from tandem.config.batching import Batching
+from tandem.config.batching import BY_SAMPLES, BY_TOKENS, Batching
 from tandem.config.data import Truncation
-from tandem.config.fsdp import FSDPConfig
+from tandem.config.fsdp import OPTIMIZER_HAS_STATE_HERE, FSDPConfig
 from tandem.config.model import ModelConfig
+from tandem.config.needs import files, holds_longest
 from tandem.config.optim import OptimConfig
-from tandem.config.section import Paths, Section, key
+from tandem.config.section import Paths, Section, beside, key, section
 from tandem.config.trainer import RunConfig
-
-READER = "data.reader"
-TRAINER = "trainer.supervised"
 
 
 class SupervisedDataConfig(Section):
     """Examples to learn from."""
 
-    train_files: Paths = key(
-        ..., "parquet or .jsonl file of training data, or a list", read_by="workers.data"
-    )
-    val_files: Paths = key(
-        (), "parquet or .jsonl file of held-out data, or a list; null: none", read_by="workers.data"
-    )
+    train_files: Paths = key(..., "parquet or .jsonl file of training data, or a list", needs=files)
+    val_files: Paths = key((), "parquet or .jsonl file of held-out data, or a list; null: none", needs=files)
     train_batch_size: int = key(
-        256, "rows (sequences, or pairs of them) per optimizer step, over all devices", read_by=TRAINER, ge=1
+        256, "rows (sequences, or pairs of them) per optimizer step, over all devices", ge=1
     )
-    max_length: int = key(1024, "longest sequence, tokens", read_by=READER, ge=1)
-    truncation: Truncation = key(
-        "error", "what to do with a sequence above max_length; error: stop", read_by=READER
+    max_length: int = key(1024, "longest sequence, tokens", ge=1)
+    truncation: Truncation = key("error", "what to do with a sequence above max_length; error: stop")
+    prompt_key: str = key("prompt", "column of the prompt of answers that are texts")
+    shuffle: bool = key(True, "a new order of the rows in each epoch")
+    seed: int = key(
+        0, "seed of that order", inherits="trainer.seed", when=beside("shuffle", True, notice=True), ge=0
     )
-    prompt_key: str = key("prompt", "column of the prompt of answers that are texts", read_by=READER)
-    shuffle: bool = key(True, "a new order of the rows in each epoch", read_by="data.loader")
-    seed: int = key(0, "seed of that order", read_by="data.loader", inherits="trainer.seed", ge=0)
-    apply_chat_template_kwargs: dict[str, Any] = key(
-        {}, "further arguments of the tokenizer's chat template", read_by="data.chat"
-    )
+    apply_chat_template_kwargs: dict[str, Any] = key({}, "further arguments of the tokenizer's chat template")
+
+    @property
+    def lengths(self) -> tuple[str, ...]:
+        """The keys here whose sum is the most tokens of a row."""
+        return ("max_length",)
 
 
 class SupervisedRunConfig(RunConfig):
     """A supervised run."""
 
-    total_epochs: int = key(1, "passes over the training data", read_by=TRAINER, ge=1)
+    total_epochs: int = key(1, "passes over the training data", ge=1)
 
 
 class SupervisedConfig(Section):
@@ -52,17 +49,19 @@ class SupervisedConfig(Section):
     data: SupervisedDataConfig
     model: ModelConfig
     optim: OptimConfig = OptimConfig(lr=1e-5)
-    fsdp_config: FSDPConfig = FSDPConfig()
+    fsdp_config: FSDPConfig = section(FSDPConfig(), below={"optimizer_offload": OPTIMIZER_HAS_STATE_HERE})
     micro_batch_size_per_gpu: int | None = key(
-        None, "rows per micro-batch and device; null: the whole share", read_by=TRAINER, ge=1
+        None, "rows per micro-batch and device; null: the whole share", when=BY_SAMPLES, ge=1
     )
-    use_dynamic_bsz: bool = key(True, "cut micro-batches by tokens, not by rows", read_by=TRAINER)
+    use_dynamic_bsz: bool = key(True, "cut micro-batches by tokens, not by rows")
     max_token_len_per_gpu: int = key(
-        16384, "tokens per micro-batch and device, with use_dynamic_bsz", read_by=TRAINER, ge=1
+        16384,
+        "tokens per micro-batch and device, with use_dynamic_bsz",
+        when=BY_TOKENS,
+        needs=holds_longest,
+        ge=1,
     )
-    ulysses_sequence_parallel_size: int = key(
-        1, "devices that share one sequence", read_by="workers.supervised", ge=1
-    )
+    ulysses_sequence_parallel_size: int = key(1, "devices that share one sequence", ge=1)
     trainer: SupervisedRunConfig = SupervisedRunConfig()
 
     @property
@@ -77,10 +76,8 @@ class SupervisedConfig(Section):
 class SFTDataConfig(SupervisedDataConfig):
     """Demonstrations for supervised fine-tuning."""
 
-    response_key: str = key("response", "column of the response to the prompt", read_by="data.sft")
-    messages_key: str = key(
-        "messages", "column of whole conversations; assistant turns are learned", read_by="data.sft"
-    )
+    response_key: str = key("response", "column of the response to the prompt")
+    messages_key: str = key("messages", "column of whole conversations; assistant turns are learned")
 
 
 class SFTConfig(SupervisedConfig):
@@ -93,18 +90,16 @@ class RMDataConfig(SupervisedDataConfig):
     """Preferences to learn a reward from."""
 
     chosen_key: str = key(
-        "chosen",
-        "column of the better answer: a conversation, or text that follows the prompt",
-        read_by="data.preferences",
+        "chosen", "column of the better answer: a conversation, or text that follows the prompt"
     )
-    rejected_key: str = key(
-        "rejected", "column of the worse answer, in the same form", read_by="data.preferences"
-    )
+    rejected_key: str = key("rejected", "column of the worse answer, in the same form")
     margin_key: str | None = key(
-        None,
-        "column of numbers by which the better answer is to score higher; null: by any",
-        read_by="data.preferences",
+        None, "column of numbers by which the better answer is to score higher; null: by any"
     )
+
+    @property
+    def lengths(self) -> tuple[str, ...]:
+        return ("max_length", "max_length")  # a pair is never parted
 
 
 class RMConfig(SupervisedConfig):
@@ -114,6 +109,5 @@ class RMConfig(SupervisedConfig):
     center_rewards_coefficient: float = key(
         0.0,
         "weight of (chosen reward + rejected reward) squared in the loss, which keeps rewards around zero",
-        read_by="workers.losses",
         ge=0,
     )

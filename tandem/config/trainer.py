@@ -2,84 +2,140 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import os
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
 
 from tandem.config import tables
 from tandem.config.cluster import POOL, ROLES, ByName, ClusterConfig, Counts, TimeoutsConfig, place
-from tandem.config.section import AsTuple, LocalPath, OneOf, Section, key
+from tandem.config.needs import validation_files
+from tandem.config.section import AsTuple, LocalPath, OneOf, Section, When, beside, key, section
+from tandem.config.view import path, root
+from tandem.errors import ConfigError
 
-SINKS = "observability.sinks"
+_RAY = When(
+    lambda own: own.resolved_backend == "ray",
+    "with more than one process, or trainer.backend=ray",
+    notice=True,
+)
 Logger = Annotated[str, OneOf(tables.LOGGERS)]
+
+
+def _validated(own: Any, name: str) -> Iterator[ConfigError]:
+    """Checkpoints judged by a validation metric need validations."""
+    metric = getattr(own, name)
+    if metric is not None and metric.startswith("val/") and own.test_freq < 1:
+        yield ConfigError(
+            "judges checkpoints by a validation, and there is none",
+            field=path(own, name),
+            got=metric,
+            remedy=f"set {path(own, 'test_freq')} to a divisor of {path(own, 'save_freq')}",
+        )
+
+
+def _checkpoint(own: Any, name: str) -> Iterator[ConfigError]:
+    folder = getattr(own, name)
+    if folder is None or not os.path.isdir(folder):
+        mode = path(own, "resume_mode")
+        yield ConfigError(
+            "missing" if folder is None else "no such folder",
+            field=path(own, name),
+            got=folder,
+            expected=f"a checkpoint folder, for {mode}=resume_path",
+            remedy=f"name one, or set {mode}=auto",
+        )
+
+
+def _one_process(own: Any, name: str) -> Iterator[ConfigError]:
+    processes = sum(map(sum, own.pools.values()))
+    if own.backend == "local" and processes > 1:
+        yield ConfigError(
+            "runs everything in one process",
+            field=path(own, name),
+            got=f"local, with {processes} processes",
+            expected="one process, of one pool",
+            remedy=f"set {path(own, name)}=auto, or ask for one process",
+        )
+
+
+def _from_checkpoints(own: Any, name: str) -> Iterator[str]:
+    if getattr(own, name) > 0 and own.save_freq < 1:
+        at, saves = path(own, name), path(own, "save_freq")
+        yield f"{at}: without checkpoints a restart begins anew; set {saves}."
 
 
 class RunConfig(Section):
     """What every kind of run has."""
 
-    project_name: str = key("tandem", "name of the project, for the loggers", read_by=SINKS)
-    experiment_name: str = key("default", "name of the run, for the loggers", read_by=SINKS)
+    project_name: str = key("tandem", "name of the project, for the loggers")
+    experiment_name: str = key("default", "name of the run, for the loggers")
     default_local_dir: LocalPath = key(
-        "runs/${trainer.project_name}/${trainer.experiment_name}", "the run folder", read_by="trainer.session"
+        "runs/${trainer.project_name}/${trainer.experiment_name}", "the run folder"
     )
     logger: Annotated[tuple[Logger, ...], AsTuple] = key(
-        ("console",), "where metrics go besides metrics.jsonl, one or a list", read_by=SINKS
+        ("console",), "where metrics go besides metrics.jsonl, one or a list"
     )
-    total_epochs: int = key(30, "passes over the training data", read_by="trainer", ge=1)
-    total_training_steps: int | None = key(
-        None, "training steps; null: as many as total_epochs give", read_by="trainer", ge=1
-    )
-    n_gpus_per_node: int = key(1, "devices per machine (processes, on CPU)", read_by="config", ge=1)
-    nnodes: int = key(1, "machines", read_by="config", ge=1)
-    device: Literal["auto", "cpu", "cuda"] = key(
-        "auto", "where the models live; auto: CUDA if there is one", read_by="trainer"
-    )
-    seed: int = key(0, "seed of all random numbers", read_by="trainer", ge=0)
+    total_epochs: int = key(30, "passes over the training data", ge=1)
+    total_training_steps: int | None = key(None, "training steps; null: as many as total_epochs give", ge=1)
+    n_gpus_per_node: int = key(1, "devices per machine (processes, on CPU)", ge=1)
+    nnodes: int = key(1, "machines", ge=1)
+    device: Literal["auto", "cpu", "cuda"] = key("auto", "where the models live; auto: CUDA if there is one")
+    seed: int = key(0, "seed of all random numbers", ge=0)
     test_freq: int = key(
-        -1, "validate every so many steps and at the end; -1: never", read_by="trainer", ge=-1
+        -1, "validate every so many steps and at the end; -1: never", needs=validation_files, ge=-1
     )
-    save_freq: int = key(-1, "save every so many steps and at the end; -1: never", read_by="trainer", ge=-1)
-    max_ckpt_to_keep: int | None = key(
-        None, "newest checkpoints that are kept; null: all", read_by="checkpoint", ge=1
-    )
+    save_freq: int = key(-1, "save every so many steps and at the end; -1: never", ge=-1)
+    max_ckpt_to_keep: int | None = key(None, "newest checkpoints that are kept; null: all", ge=1)
     keep_best: str | None = key(
         None,
         "metric, such as val/accuracy, by which the best checkpoint is kept beside the newest; one of a step "
         "without it does not count; null: none",
-        read_by="trainer.saving",
+        needs=_validated,
     )
     keep_best_mode: Literal["max", "min"] = key(
-        "max", "whether the most or the least of keep_best is the best", read_by="trainer.saving"
+        "max",
+        "whether the most or the least of keep_best is the best",
+        when=When(lambda own: own.keep_best is not None, "with {keep_best}"),
     )
     async_save: bool = key(
         False,
         "write checkpoints while training goes on; each process needs memory on the host for a copy of its "
         "share of weights and optimizer",
-        read_by="trainer.saving",
     )
     resume_mode: Annotated[str, OneOf(("auto", "disable", "resume_path"), {"path": "resume_path"})] = key(
         "auto",
         "auto: go on from the run folder's newest whole checkpoint; resume_path: from resume_from_path",
-        read_by="trainer.session",
     )
     resume_from_path: LocalPath | None = key(
-        None, "checkpoint folder for resume_mode=resume_path", read_by="trainer.session"
+        None,
+        "checkpoint folder for resume_mode=resume_path",
+        when=beside("resume_mode", "resume_path"),
+        needs=_checkpoint,
     )
     backend: Literal["auto", "local", "ray"] = key(
         "auto",
         "how workers run; local: in this process; ray: in processes of their own; auto: local for one "
         "process, else ray",
-        read_by="trainer.launch",
+        needs=_one_process,
     )
     balance_batch: bool = key(
-        True, "share samples out so that all devices get as many tokens", read_by="trainer.launch"
+        True,
+        "share samples out so that all devices get as many tokens",
+        when=When(
+            lambda own: any(sum(counts) > 1 for counts in own.pools.values()),
+            "with a pool of more than one process",
+            notice=True,
+        ),
     )
     max_restarts: int = key(
         0,
         "how often a run goes on by itself, from its newest checkpoint, after a worker failed",
-        read_by="trainer.run",
+        when=_RAY,
+        needs=_from_checkpoints,
         ge=0,
     )
-    timeouts: TimeoutsConfig = TimeoutsConfig()
-    cluster: ClusterConfig = ClusterConfig()
+    timeouts: TimeoutsConfig = section(TimeoutsConfig(), when=_RAY)
+    cluster: ClusterConfig = section(ClusterConfig(), when=_RAY)
 
     @property
     def pools(self) -> dict[str, tuple[int, ...]]:
@@ -101,32 +157,29 @@ class TrainerConfig(RunConfig):
         {},
         "pools of processes, each with a device unless only reward functions are there: {name: [processes on "
         "each of its nodes]}; empty: one pool, of n_gpus_per_node processes on each of nnodes nodes",
-        read_by="trainer.placing",
     )
     placement: Annotated[dict[str, str], ByName] = key(
         {},
         "the pool of a role: {role: name}, actor and rollout apart or as actor_rollout; unplaced, they have "
         "the first pool, reward functions a CPU process of their own, and ref, critic and reward_model are "
         "with the actor",
-        read_by="trainer.placing",
     )
     worker_classes: Annotated[dict[str, str], ByName] = key(
         {},
         "workers of your own: {role: file.py:Class or package.module:Class}; roles as in placement, and "
         "batch, data",
-        read_by="trainer.launch",
     )
     critic_warmup: int = key(
-        0, "first training steps in which only the critic learns", read_by="trainer.ppo", ge=0
+        0,
+        "first training steps in which only the critic learns",
+        when=When(lambda own: root(own).needs_critic, "with an algorithm.adv_estimator that has a critic"),
+        ge=0,
     )
-    val_before_train: bool = key(True, "validate before the first step", read_by="trainer.ppo")
+    val_before_train: bool = key(True, "validate before the first step")
     samples_freq: int = key(
-        1,
-        "keep the samples of every so many steps in the run folder; -1: of none",
-        read_by="trainer.session",
-        ge=-1,
+        1, "keep the samples of every so many steps in the run folder; -1: of none", ge=-1
     )
-    val_only: bool = key(False, "validate and stop", read_by="trainer.ppo")
+    val_only: bool = key(False, "validate and stop", needs=validation_files)
 
     @property
     def pools(self) -> dict[str, tuple[int, ...]]:

@@ -24,9 +24,15 @@ def test_head_for_cuda_on_a_cpu(load, errors, backend):
 
 @pytest.mark.parametrize("at", [MODEL, "critic.model", "reward_model.model"])
 def test_liger_on_a_cpu(load, errors, at):
-    error = errors(f"{at}.use_liger=true", "trainer.device=cpu")[f"{at}.use_liger"]
+    scores = ("reward_model.enable=true", f"reward_model.model.path=${{{MODEL}.path}}")
+    error = errors(f"{at}.use_liger=true", "trainer.device=cpu", *scores)[f"{at}.use_liger"]
     assert "CUDA" in error.message
-    load(f"{at}.use_liger=true", "trainer.device=cuda")
+    load(f"{at}.use_liger=true", "trainer.device=cuda", *scores)
+
+
+def test_what_a_model_needs_that_is_not_there_is_not_asked(load):
+    (notice,) = load("reward_model.model.use_liger=true", "trainer.device=cpu").notices
+    assert "reward_model.model.use_liger: no effect" in notice and "reward_model.enable=true" in notice
 
 
 def test_supervised_runs_are_asked_the_same(train_file, model):

@@ -89,5 +89,4 @@ def test_fine_tuning_has_the_same_keys(train_file, model):
 
 
 def test_explained():
-    assert "models.lora" in explain(RANK)
     assert f"deprecated: {RANK}" in explain(f"{M}.lora.rank")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tandem.algorithms.registry import ADVANTAGES, POLICY_LOSSES
-from tandem.config import pairs
+from tandem.config.rules import algorithm as pairs
 from tandem.config.schema import value_at
 from tandem.config.tables import LOSS_KEYS
 from tandem.config.tables import POLICY_LOSSES as LOSSES

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from tandem.config.engine import conflicts
 from tandem.config.fsdp import FSDPConfig
 from tandem.config.model import BackboneConfig
 from tandem.config.optim import OptimConfig
+from tandem.config.rules.engine import conflicts
 from tandem.engines.train.deterministic import prepare
 from tandem.engines.train.optimizers import require_optimizer
 from tandem.models.compiled import require_compiler

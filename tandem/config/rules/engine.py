@@ -1,33 +1,33 @@
-"""Which options of a training engine do not go together."""
+"""Rules of training engines: options that do not go together."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from tandem.config.fsdp import FSDPConfig
 from tandem.config.model import BackboneConfig
-from tandem.config.rule import Rule
-from tandem.config.schema import value_at
+from tandem.config.root import TrainConfig
+from tandem.config.supervised import SupervisedConfig
 from tandem.errors import ConfigError
 
-_OF_FSDP = ("use_torch_compile", "full_determinism", "tensor_parallel_size", "pipeline_parallel_size")
-_OF_MODEL = ("use_liger", "use_fused_kernels", "enable_activation_offload", "lora_rank")
+_POLICY = "actor_rollout_ref"
 
 
-def engine_rule(fsdp_at: str, model_at: str, *, trains: bool = True) -> Rule[Any]:
-    """`conflicts` of the sections at these paths."""
-    reads = [f"{fsdp_at}.{name}" for name in _OF_FSDP] + [f"{model_at}.{name}" for name in _OF_MODEL]
-    return Rule(
-        tuple(reads),
-        lambda config, changed: conflicts(
-            value_at(config, fsdp_at),
-            value_at(config, model_at),
-            trains=trains,
-            fsdp_at=fsdp_at,
-            model_at=model_at,
-        ),
-    )
+def train_engines(config: TrainConfig) -> Iterator[ConfigError]:
+    """`conflicts` of all models of `tandem train`."""
+    policy, critic, scorer = config.actor_rollout_ref, config.critic, config.reward_model
+    for at, model_at, fsdp, model, trains in (
+        (f"{_POLICY}.actor", f"{_POLICY}.model", policy.actor.fsdp_config, policy.model, True),
+        (f"{_POLICY}.ref", f"{_POLICY}.model", policy.ref.fsdp_config, policy.model, False),
+        ("critic", "critic.model", critic.fsdp_config, critic.model, True),
+        ("reward_model", "reward_model.model", scorer.fsdp_config, scorer.model, False),
+    ):
+        yield from conflicts(fsdp, model, trains=trains, fsdp_at=f"{at}.fsdp_config", model_at=model_at)
+
+
+def supervised_engine(config: SupervisedConfig) -> Iterator[ConfigError]:
+    """`conflicts` of the only model of a supervised run."""
+    return conflicts(config.fsdp_config, config.model, trains=True)
 
 
 def conflicts(

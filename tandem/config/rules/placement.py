@@ -9,19 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from tandem.config.cluster import CLASS_ROLES, HELPER_POOLS, PLACED_ROLES, ROLES
-from tandem.config.files import code_file
+from tandem.config.needs import code_file
 from tandem.config.root import TrainConfig
 from tandem.config.section import nearest_remedy
 from tandem.config.supervised import SupervisedConfig
-from tandem.config.trainer import RunConfig, TrainerConfig
+from tandem.config.trainer import TrainerConfig
+from tandem.config.view import changed
 from tandem.errors import ConfigError
-
-Changed = frozenset[str]
 
 POOLS, PLACEMENT, CLASSES = "trainer.resource_pools", "trainer.placement", "trainer.worker_classes"
 
 
-def placement(config: TrainConfig, changed: Changed) -> Iterator[ConfigError | str]:
+def placement(config: TrainConfig) -> Iterator[ConfigError | str]:
     """Roles and pools by their names, each role once; then whether every pool has a role."""
     trainer = config.trainer
     errors = [*_reserved(trainer), *_roles(PLACEMENT, trainer.placement, PLACED_ROLES), *_pools(trainer)]
@@ -30,7 +29,7 @@ def placement(config: TrainConfig, changed: Changed) -> Iterator[ConfigError | s
     yield from _absent(config, PLACEMENT, trainer.placement)
 
 
-def worker_classes(config: TrainConfig, changed: Changed) -> Iterator[ConfigError | str]:
+def worker_classes(config: TrainConfig) -> Iterator[ConfigError | str]:
     """Own workers: known roles, readable references, files that exist."""
     trainer = config.trainer
     given = trainer.worker_classes
@@ -55,11 +54,11 @@ def worker_classes(config: TrainConfig, changed: Changed) -> Iterator[ConfigErro
     yield from _absent(config, CLASSES, given)
 
 
-def devices(config: TrainConfig, changed: Changed) -> Iterator[ConfigError]:
-    """Pools against the keys that say the same of one pool; several processes against the backend."""
+def devices(config: TrainConfig) -> Iterator[ConfigError]:
+    """Pools against the keys that say the same of one pool."""
     trainer = config.trainer
     asked = trainer.n_gpus_per_node * trainer.nnodes
-    set_keys = [name for name in ("trainer.n_gpus_per_node", "trainer.nnodes") if name in changed]
+    set_keys = [f"trainer.{name}" for name in ("n_gpus_per_node", "nnodes") if changed(trainer, name)]
     if trainer.resource_pools and set_keys and asked != trainer.world_size:
         yield ConfigError(
             f"disagrees with {POOLS}",
@@ -68,26 +67,13 @@ def devices(config: TrainConfig, changed: Changed) -> Iterator[ConfigError]:
             expected=f"{trainer.world_size}, the devices of all pools together (reward functions have none)",
             remedy=f"remove {' and '.join(set_keys)}: {POOLS} says it all",
         )
-    yield from backend(config, changed)
 
 
-def backend(config: Any, changed: Changed) -> Iterator[ConfigError]:
-    """Several processes against a backend that has one."""
-    trainer: RunConfig = config.trainer
-    processes = sum(map(sum, trainer.pools.values()))
-    if trainer.backend == "local" and processes > 1:
-        yield ConfigError(
-            "runs everything in one process",
-            field="trainer.backend",
-            got=f"local, with {processes} processes",
-            expected="one process, of one pool",
-            remedy="set trainer.backend=auto, or ask for one process",
-        )
-
-
-def rollout_split(config: TrainConfig, changed: Changed) -> Iterator[ConfigError]:
+def rollout_split(config: TrainConfig) -> Iterator[ConfigError]:
     """The devices that split the rollout engine's layers against the engine and its pool."""
     rollout, field = config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout.tensor_model_parallel_size"
+    if config.trainer.placed("rollout") not in config.trainer.pools:  # `placement` says so
+        return
     size, devices = rollout.tensor_model_parallel_size, config.trainer.devices_of("rollout")
     if size > 1 and rollout.name != "native":
         yield ConfigError(
@@ -107,31 +93,31 @@ def rollout_split(config: TrainConfig, changed: Changed) -> Iterator[ConfigError
         )
 
 
-def model_split(config: TrainConfig, changed: Changed) -> Iterator[ConfigError]:
+def model_split(config: TrainConfig) -> Iterator[ConfigError]:
     """The devices that share a model's sequences and weights against its pool and its attention heads."""
-    policy, critic, reward = config.actor_rollout_ref, config.critic, config.reward_model
-    models: list[tuple[str, str, Any, str]] = [
-        ("actor", "actor_rollout_ref.actor", policy.actor, policy.model.path)
-    ]
-    own = {
-        "actor_rollout_ref.ref.ulysses_sequence_parallel_size",
-        "actor_rollout_ref.ref.fsdp_config.fsdp_size",
-        "actor_rollout_ref.ref.fsdp_config.tensor_parallel_size",
-        "actor_rollout_ref.ref.fsdp_config.pipeline_parallel_size",
-    }
-    apart = config.trainer.placed("ref") != config.trainer.placed("actor")
-    if config.needs_reference and (apart or own & changed):  # else the actor's are its own
-        models.append(("ref", "actor_rollout_ref.ref", policy.ref, policy.model.path))
-    if config.needs_critic:
-        models.append(("critic", "critic", critic, critic.model.path))
-    if reward.enable:
-        models.append(("reward_model", "reward_model", reward, reward.model.path))
-    for role, at, section, path in models:
+    for role, at, section, path in _models(config):
         if config.trainer.placed(role) in config.trainer.pools:  # else `placement` says so
             yield from _model_split(f"{at}.", section, path, config.trainer.devices_of(role))
 
 
-def supervised_split(config: SupervisedConfig, changed: Changed) -> Iterator[ConfigError]:
+def _models(config: TrainConfig) -> Iterator[tuple[str, str, Any, str]]:
+    """Role, path, section and folder of each model with an engine of its own."""
+    policy, critic, reward = config.actor_rollout_ref, config.critic, config.reward_model
+    yield "actor", "actor_rollout_ref.actor", policy.actor, policy.model.path
+    if config.needs_critic:
+        yield "critic", "critic", critic, critic.model.path
+    if reward.enable:
+        yield "reward_model", "reward_model", reward, reward.model.path
+    ref = policy.ref
+    own = changed(ref, "ulysses_sequence_parallel_size") or any(
+        changed(ref.fsdp_config, f"{part}_size") for part in ("fsdp", "tensor_parallel", "pipeline_parallel")
+    )
+    apart = config.trainer.placed("ref") != config.trainer.placed("actor")
+    if config.needs_reference and (apart or own):  # else the actor's are its own
+        yield "ref", "actor_rollout_ref.ref", ref, policy.model.path
+
+
+def supervised_split(config: SupervisedConfig) -> Iterator[ConfigError]:
     """The same of the only model of a supervised run."""
     trainer = config.trainer
     yield from _model_split("", config, config.model.path, trainer.n_gpus_per_node * trainer.nnodes)
@@ -210,19 +196,6 @@ def _number(path: str, name: str) -> int | None:
         return None
     count = found.get("text_config", found).get(name)
     return count if isinstance(count, int) else None
-
-
-def address(config: Any, changed: Changed) -> Iterator[ConfigError]:
-    given = config.trainer.cluster.address
-    if given in (None, "auto") or ("://" not in given and re.fullmatch(r"\S+:\d+", given)):
-        return
-    yield ConfigError(
-        "not an address",
-        field="trainer.cluster.address",
-        got=given,
-        expected="HOST:PORT of the head node, or auto on one of the cluster's machines",
-        remedy="the port is that of `ray start --head`, 6379 unless it was given another",
-    )
 
 
 def _roles(field: str, names: Iterable[str], known: tuple[str, ...]) -> Iterator[ConfigError]:

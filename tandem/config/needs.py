@@ -1,0 +1,156 @@
+"""Needs of single keys, for `key(…, needs=…)`: files that exist, sizes that fit others, a device that can."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from functools import reduce
+from typing import Any
+
+from tandem.config.section import Need
+from tandem.config.view import path, root
+from tandem.errors import ConfigError
+
+MOST_SAMPLES = 10_000_000
+"""Responses asked for at once, above which a number is a slip: one process has some hundred bytes of each."""
+
+
+def files(own: Any, name: str) -> Iterator[ConfigError]:
+    """Every file exists."""
+    for file in getattr(own, name) or ():
+        if not os.path.isfile(file):
+            yield ConfigError("no such file", field=path(own, name), got=file, remedy="check the path")
+
+
+def module_or_file(own: Any, name: str) -> Iterator[ConfigError]:
+    """A Python file exists; the dotted name of a module is looked up when it is loaded."""
+    given = getattr(own, name)
+    if given is not None and (given.endswith(".py") or os.sep in given) and not os.path.isfile(given):
+        yield ConfigError("no such file", field=path(own, name), got=given, remedy="check the path")
+
+
+def model_folder(marker: str) -> Need:
+    """A local folder, if one is named, with the file `marker`."""
+
+    def check(own: Any, name: str) -> Iterator[ConfigError]:
+        folder = getattr(own, name)
+        if not folder or os.path.isfile(os.path.join(folder, marker)):
+            return
+        yield ConfigError(
+            "not a model folder" if os.path.isdir(folder) else "no such folder",
+            field=path(own, name),
+            got=folder,
+            expected=f"a Hugging Face folder with {marker}",
+            remedy="check the path; a model of the Hugging Face hub must be downloaded first",
+        )
+
+    return check
+
+
+def own_code(own: Any, name: str) -> Iterator[ConfigError]:
+    """The file of a user's own function exists, or of several; what is in it is for the loading."""
+    given = getattr(own, name)
+    for reference in (given,) if isinstance(given, str) else given or ():
+        yield from code_file(path(own, name), reference)
+
+
+def code_file(field: str, reference: str) -> Iterator[ConfigError]:
+    """An error if `reference`, the value at `field`, is a name in a Python file that is not there."""
+    file, colon, _ = reference.rpartition(":")
+    if colon and file.endswith(".py") and not os.path.isfile(file):
+        yield ConfigError("no such file", field=field, got=file, remedy="check the path before the colon")
+
+
+def within_response(own: Any, name: str) -> Iterator[ConfigError]:
+    """No more tokens than a response may have."""
+    least, most = getattr(own, name), root(own).data.max_response_length
+    if least > most:
+        longest = f"data.max_response_length={most}"
+        yield ConfigError(
+            "longer than the longest response",
+            field=path(own, name),
+            got=least,
+            expected=f"at most {longest}",
+            remedy=f"set {path(own, name)}={most} or less, or raise data.max_response_length",
+        )
+
+
+def holds_longest(own: Any, name: str) -> Iterator[ConfigError]:
+    """A token budget holds one sequence of the greatest length."""
+    data, field = root(own).data, path(own, name)
+    longest = sum(getattr(data, length) for length in data.lengths)
+    names = " + ".join(path(data, length) for length in data.lengths)
+    if getattr(own, name) < longest:
+        yield ConfigError(
+            "holds less than one sequence of the greatest length",
+            field=field,
+            got=getattr(own, name),
+            expected=f"at least {longest} tokens ({names})",
+            remedy=f"set {field}={longest}, or shorten the sequences",
+        )
+
+
+def divides_batch(own: Any, name: str) -> Iterator[ConfigError]:
+    """A mini-batch is a whole part of the batch."""
+    mini, whole, field = getattr(own, name), root(own).data.train_batch_size, path(own, name)
+    if mini > whole:
+        yield ConfigError(
+            "larger than data.train_batch_size",
+            field=field,
+            got=mini,
+            expected=f"at most {whole}, and a divisor of it",
+            remedy=f"set {field}={whole}, or raise data.train_batch_size",
+        )
+    elif whole % mini:
+        near = reduce(
+            lambda best, d: d if whole % d == 0 and abs(d - mini) < abs(best - mini) else best,
+            range(1, min(whole, 2 * mini) + 1),
+        )
+        yield ConfigError(
+            "does not divide data.train_batch_size",
+            field=field,
+            got=mini,
+            expected=f"a divisor of {whole}",
+            remedy=f"the nearest is {field}={near}",
+        )
+
+
+def countable(own: Any, name: str, number: int, prompts: int, of: str) -> Iterator[ConfigError]:
+    """So many responses per prompt can be held.
+
+    Args:
+        number: the responses to each prompt.
+        prompts: how many are answered at once.
+        of: what says so, in words.
+    """
+    if number * prompts > MOST_SAMPLES:
+        yield ConfigError(
+            f"asks for {number * prompts:,} responses at once",
+            field=path(own, name),
+            got=number,
+            expected=f"at most {MOST_SAMPLES // prompts:,}: {MOST_SAMPLES:,} responses, {prompts:,} {of}",
+            remedy=f"lower it, or the number of {of}",
+        )
+
+
+def cuda_device(own: Any, name: str) -> Iterator[ConfigError]:
+    """Liger's kernels run on CUDA devices alone."""
+    if getattr(own, name) and root(own).trainer.device == "cpu":
+        field = path(own, name)
+        yield ConfigError(
+            "Liger's kernels run on CUDA devices alone",
+            field=field,
+            got="true with trainer.device=cpu",
+            remedy=f"set {field}=false, or trainer.device=cuda",
+        )
+
+
+def validation_files(own: Any, name: str) -> Iterator[ConfigError]:
+    """A validation that is asked for has files."""
+    if getattr(own, name) > 0 and not root(own).data.val_files:
+        yield ConfigError(
+            "asks for validation, and there are no validation files",
+            field=path(own, name),
+            got=getattr(own, name),
+            remedy="set data.val_files, or remove this key",
+        )
