@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from tandem.config.deprecated import DEPRECATED, Deprecated
 from tandem.config.generate import EvalConfig, GenerateConfig
+from tandem.config.readers import readers
 from tandem.config.root import TrainConfig
 from tandem.config.schema import Key, keys, sections, shown, unknown_key
 from tandem.config.section import Section
@@ -49,7 +50,12 @@ def _explain(root: type[Section], name: str) -> str | None:
     if name not in keys(root):
         return None
     key = keys(root)[name]
-    return f"  type:    {key.expected}\n  default: {_default(key)}\n  meaning: {key.info.description}"
+    return (
+        f"  type:    {key.expected}\n"
+        f"  default: {_default(key)}\n"
+        f"  meaning: {key.info.description}\n"
+        f"  read by: {', '.join(readers(root)[name]) or 'the config alone'}"
+    )
 
 
 def _listed(group: Iterable[Key]) -> str:

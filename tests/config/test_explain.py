@@ -21,6 +21,7 @@ def test_every_key(root, name):
     assert lines[start + 1] == f"  type:    {key.expected}"
     assert lines[start + 2].startswith("  default: ")
     assert lines[start + 3] == f"  meaning: {key.info.description}"
+    assert lines[start + 4].startswith("  read by: ")
 
 
 def test_examples():
@@ -28,7 +29,8 @@ def test_examples():
         "actor_rollout_ref.actor.clip_ratio_high (tandem train)\n"
         "  type:    number >= 0\n"
         "  default: the value of actor_rollout_ref.actor.clip_ratio\n"
-        "  meaning: clip range above 1"
+        "  meaning: clip range above 1\n"
+        "  read by: tandem.workers.losses"
     )
     assert "  default: 1e-05\n" in explain("critic.optim.lr")
     assert "  type:    number >= 0 and < 1, 2 of them in a list\n" in explain("critic.optim.betas")

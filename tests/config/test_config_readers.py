@@ -1,0 +1,95 @@
+"""Which modules read a key, derived from the code; no key is dead."""
+
+from __future__ import annotations
+
+import pytest
+
+from tandem.config import EvalConfig, GenerateConfig, RMConfig, SFTConfig, TrainConfig
+from tandem.config import readers as derivation
+from tandem.config.readers import readers
+from tandem.config.schema import keys
+
+ROOTS = (TrainConfig, SFTConfig, RMConfig, GenerateConfig, EvalConfig)
+ONE_VALUE = {"strategy", "tensor_model_parallel_size"}
+"""Keys with one allowed value in this build, or in a command; the rules see to that."""
+
+
+def test_every_key_is_read_by_a_module():
+    unread = [
+        f"{root.__name__} {name}"
+        for root in ROOTS
+        for name, modules in readers(root).items()
+        if not modules
+        and name.rsplit(".", 1)[-1] not in ONE_VALUE
+        and not any(other.inherits == name for other in keys(root).values())
+    ]
+    assert unread == []
+
+
+def test_the_declarations_and_the_rules_are_no_readers():
+    assert not [m for root in ROOTS for each in readers(root).values() for m in each if ".config." in m]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["data.max_response_length", "algorithm.gamma", "trainer.max_restarts", "critic.cliprange_value",
+     "actor_rollout_ref.actor.optim.lr", "actor_rollout_ref.rollout.update_weights_bucket_megabytes"],
+)  # fmt: skip
+def test_a_reader_mentions_the_key(name):
+    modules = readers(TrainConfig)[name]
+    assert modules
+    for module in modules:
+        path = derivation.PACKAGE.parent.joinpath(*module.split("."))
+        path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        assert name.rsplit(".", 1)[-1] in path.read_text(), module
+
+
+TOY = """
+from dataclasses import dataclass
+
+@dataclass
+class Holder:
+    settings: OptimConfig | None
+
+class Worker:
+    def __init__(self, config: TrainConfig):
+        self.config = config
+        self.optim = config.critic.optim
+
+    def step(self):
+        for section in (self.config.algorithm, self.config.data):
+            print(section)
+        actor, data = self.config.actor_rollout_ref.actor, self.config.data
+        return self.optim.lr, data.seed, self.config.exact_kl, actor.fsdp_config.model_copy()
+
+def whole(config: FSDPConfig) -> bool:
+    return config.param_offload
+
+def named(config: ModelConfig):
+    return [getattr(config, name) for name in ("lora_rank", "nothing")]
+
+def held(holder: Holder):
+    return holder.settings.eps
+
+def other(config: dict):
+    return config.gamma
+"""
+
+
+def test_what_a_module_reads_is_followed_by_types(tmp_path, monkeypatch):
+    package = tmp_path / "tandem"
+    (package / "config").mkdir(parents=True)
+    for source in (derivation.PACKAGE / "config").glob("*.py"):
+        (package / "config" / source.name).write_text(source.read_text())
+    (package / "toy.py").write_text(TOY)
+    monkeypatch.setattr(derivation, "PACKAGE", package)
+    monkeypatch.setattr(derivation, "_reads", derivation._reads.__wrapped__)
+    found = {name for name, modules in readers.__wrapped__(TrainConfig).items() if modules == ("tandem.toy",)}
+    policy, everywhere = "actor_rollout_ref", ("critic", "reward_model")
+    assert found == {
+        "critic.optim.lr", "critic.optim.eps", f"{policy}.actor.optim.eps", "data.seed",
+        f"{policy}.model.lora_rank",
+        "algorithm.use_kl_in_reward", "algorithm.kl_penalty", f"{policy}.actor.use_kl_loss",
+        f"{policy}.actor.kl_loss_type",
+        *(f"{at}.fsdp_config.param_offload" for at in (*everywhere, f"{policy}.actor", f"{policy}.ref")),
+    }  # fmt: skip
