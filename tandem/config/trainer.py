@@ -112,6 +112,11 @@ class RunConfig(Section):
         when=beside("resume_mode", "resume_path"),
         needs=_checkpoint,
     )
+    resume_with_changes: bool = key(
+        False,
+        "go on from the newest checkpoint also where a key that decides what is learnt has another value",
+        read_by="trainer.session",
+    )
     backend: Literal["auto", "local", "ray"] = key(
         "auto",
         "how workers run; local: in this process; ray: in processes of their own; auto: local for one "

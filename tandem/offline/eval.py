@@ -28,6 +28,7 @@ from tandem.observability.progress import Progress
 from tandem.offline.generate import (
     COLUMNS,
     Offline,
+    alone,
     beside,
     check_new_outputs,
     offline_tokenizer,
@@ -162,11 +163,19 @@ def evaluate_file(config: EvalConfig, *, overwrite: bool, say: Callable[[str], N
         what was measured, by data source and under "overall".
 
     Raises:
-        ConfigError: unfinished work of other settings is there; a k above the number of responses.
+        ConfigError: unfinished work of other settings is there; a k above the number of responses; another
+            process writes the report.
         DataError, ModelError, EngineError, RewardError: the data, the model, the engine or the reward
             cannot be used; one of the files is there already.
     """
     output = Path(config.data.output_path)
+    with alone(output, "data.output_path", say):
+        return _evaluate(config, output, overwrite, say)
+
+
+def _evaluate(
+    config: EvalConfig, output: Path, overwrite: bool, say: Callable[[str], None]
+) -> dict[str, Source]:
     samples = output.with_suffix(".samples.parquet")
     journals = [beside(output, "scores"), *([beside(output, "responses")] if config.model.path else [])]
     check_new_outputs([output, samples], journals, overwrite)

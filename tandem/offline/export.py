@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ from tandem.checkpoint.weights import read_weights
 from tandem.config.model import ModelConfig
 from tandem.errors import CheckpointError
 from tandem.models.loading import load_config, load_tokenizer
+from tandem.observability import terminal
 from tandem.offline.export_lora import export_adapter, merged_weights
+from tandem.offline.generate import alone
 
 
 def export_checkpoint(
@@ -31,6 +34,7 @@ def export_checkpoint(
     best: bool = False,
     adapter: bool = False,
     max_shard_bytes: int = 5_000_000_000,
+    say: Callable[[str], None] = terminal.say,
 ) -> Path:
     """Writes what a checkpoint has learnt as a folder that `transformers` loads: a policy as a causal
     language model, a reward model as a sequence classifier with one label, either with its adapters merged.
@@ -43,10 +47,21 @@ def export_checkpoint(
         best: of RUN, the best checkpoint by its `trainer.keep_best` instead of the newest.
         adapter: write the adapters alone, as a folder that peft loads.
         max_shard_bytes: size of one weights file at most, and about what is held in memory.
+        say: prints a sentence to the user.
 
     Raises:
         CheckpointError: nothing to export there, or a damaged checkpoint.
+        ConfigError: another process writes the folder.
     """
+    with alone(out, "OUT", say):
+        return _export(
+            checkpoint, out, dtype=dtype, best=best, adapter=adapter, max_shard_bytes=max_shard_bytes
+        )
+
+
+def _export(
+    checkpoint: Path, out: Path, *, dtype: torch.dtype, best: bool, adapter: bool, max_shard_bytes: int
+) -> Path:
     if out.exists() and any(out.iterdir()):
         raise CheckpointError("the folder to write is not empty", field=str(out), remedy="name a new folder")
     run = checkpoint if (checkpoint / "config.yaml").is_file() else checkpoint.parent.parent

@@ -35,6 +35,7 @@ from tandem.engines.weight_sync import Sent, check_arrival, digest
 from tandem.errors import DataError
 from tandem.models.loading import load_policy, load_tokenizer
 from tandem.observability.journal import Journal
+from tandem.observability.lock import ProcessLock
 from tandem.observability.progress import Progress
 from tandem.protocol import Request, Sample
 from tandem.trainer.sampling_params import sampling_params, stop_token_ids
@@ -58,10 +59,16 @@ def generate_file(config: GenerateConfig, *, overwrite: bool, say: Callable[[str
         say: prints a sentence to the user.
 
     Raises:
-        ConfigError: the output is there; unfinished work of other settings is there.
-        DataError, ModelError, EngineError: the data, the model or the engine cannot be used.
+        ConfigError: unfinished work of other settings is there; another process writes it.
+        DataError, ModelError, EngineError: the data, the model or the engine cannot be used; the output is
+            there.
     """
     output = Path(config.data.output_path)
+    with alone(output, "data.output_path", say):
+        return _generate(config, output, overwrite, say)
+
+
+def _generate(config: GenerateConfig, output: Path, overwrite: bool, say: Callable[[str], None]) -> Path:
     work = beside(output, "work")
     check_new_outputs([output], [work], overwrite)
     tokenizer = offline_tokenizer(config.model)
@@ -79,10 +86,19 @@ def generate_file(config: GenerateConfig, *, overwrite: bool, say: Callable[[str
     return output
 
 
-def check_new_outputs(outputs: Sequence[Path], journals: Sequence[Path], overwrite: bool) -> None:
-    """Makes the folder of the outputs.
+def alone(output: Path, field: str, say: Callable[[str], None]) -> ProcessLock:
+    """The lock of what one process writes, beside it; taking it makes the folder.
 
     Args:
+        field: the config key or argument that names the output.
+    """
+    return ProcessLock(output.with_name(f"{output.name}.lock"), field, say)
+
+
+def check_new_outputs(outputs: Sequence[Path], journals: Sequence[Path], overwrite: bool) -> None:
+    """
+    Args:
+        outputs: the files to be written.
         journals: of their unfinished work. Where one is there, so may be an output: a run that was killed
             right at its end is gone on with.
 
@@ -97,7 +113,6 @@ def check_new_outputs(outputs: Sequence[Path], journals: Sequence[Path], overwri
             got=there[0],
             remedy="choose another name, or replace it with --overwrite",
         )
-    outputs[0].parent.mkdir(parents=True, exist_ok=True)
 
 
 def beside(output: Path, what: str) -> Path:

@@ -15,12 +15,11 @@ from tandem.algorithms.kl import AdaptiveKLController, FixedKLController
 from tandem.config.actor import ActorConfig
 from tandem.config.algorithm import KLControllerConfig
 from tandem.config.data import DataConfig
-from tandem.config.load import to_dict, to_yaml
+from tandem.config.load import to_dict
 from tandem.config.model import ModelConfig
 from tandem.config.rewards import CustomRewardConfig
 from tandem.config.root import TrainConfig
 from tandem.config.supervised import RMConfig, SFTConfig, SupervisedConfig
-from tandem.config.trainer import RunConfig
 from tandem.data.loader import BatchOrder
 from tandem.models.loading import lacks_score_head, load_config, load_tokenizer
 from tandem.observability.sinks.base import RunInfo
@@ -37,7 +36,7 @@ from tandem.trainer.prompts import Prompts
 from tandem.trainer.sampling_params import sampling, stop_token_ids
 from tandem.trainer.saving import Saves
 from tandem.trainer.schedule import Schedule
-from tandem.trainer.session import OpenRun, Session, open_run
+from tandem.trainer.session import OpenRun, RunsConfig, Session, open_run
 from tandem.trainer.steps import plan_run
 from tandem.trainer.supervised import SupervisedTrainer, Task, rm_task, sft_task
 from tandem.workers.data import DataFacts, ExamplesWorker
@@ -72,8 +71,7 @@ def build_ppo(
         say_idle_offload(config, cast.played, say)
     reward = _own_reward(config.custom_reward_function)
     tokenizer = _tokenizer(config.actor_rollout_ref.model)
-    resolved = to_yaml(config)
-    with _opened(config.trainer, resolved, say) as (run, backend):
+    with _opened(config, say) as (run, backend):
         launcher = Launcher(config, cast, backend, run.folder, tokenizer, reward)
         launcher.reserve(placed)
 
@@ -127,7 +125,7 @@ def build_supervised(config: SupervisedConfig, task: Task, *, say: Say) -> Super
     if on_cpu(trainer):
         say_unused_offload({"fsdp_config": config.fsdp_config}, {"optim": config.optim}, say)
     tokenizer = _tokenizer(config.model)
-    with _opened(trainer, to_yaml(config), say) as (run, backend):
+    with _opened(config, say) as (run, backend):
         ((name, counts),) = trainer.pools.items()
         pool = ResourcePool(counts, name)
         backend.reserve([CONTROLLER_POOL, pool])
@@ -161,13 +159,14 @@ def build_supervised(config: SupervisedConfig, task: Task, *, say: Say) -> Super
 
 
 @contextmanager
-def _opened(trainer: RunConfig, config_yaml: str, say: Say) -> Iterator[tuple[OpenRun, Backend]]:
+def _opened(config: RunsConfig, say: Say) -> Iterator[tuple[OpenRun, Backend]]:
     """A run folder and the backend of its workers; where the block raises, both are undone."""
-    run = open_run(trainer, config_yaml, say)
+    run = open_run(config, say)
     with ExitStack() as undo, plain_errors():
         undo.callback(run.folder.remove_if_unused)
+        undo.callback(run.lock.release)
         undo.callback(withdraw_stacks, run.folder.logs)
-        backend = make_backend(trainer, run.folder, say)
+        backend = make_backend(config.trainer, run.folder, say)
         undo.callback(backend.shutdown)
         yield run, backend
         undo.pop_all()

@@ -180,8 +180,9 @@ class Loop(ABC, Generic[E]):
         self.backend.take_traffic()
 
     def shutdown(self) -> None:
-        """Ends all workers."""
+        """Ends all workers, and frees the run folder."""
         self.backend.shutdown()
+        self.session.run.lock.release()
 
     def _restore(self, state: dict[str, Any]) -> None:
         self.load_state_dict(state)

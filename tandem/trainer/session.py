@@ -5,21 +5,31 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from tandem.checkpoint.manager import Checkpoint, CheckpointManager
+from tandem.config.load import to_yaml
+from tandem.config.resume import changes, is_free, side_by_side
+from tandem.config.root import TrainConfig
+from tandem.config.supervised import SupervisedConfig
 from tandem.config.trainer import RunConfig
-from tandem.errors import CheckpointError
+from tandem.errors import CheckpointError, ConfigError
+from tandem.observability.lock import ProcessLock
 from tandem.observability.run import RunFolder, read_metrics
 from tandem.observability.sinks.base import RunInfo
 from tandem.observability.sinks.registry import Sinks, require_sinks
 from tandem.observability.stacks import offer_stacks
 from tandem.observability.timers import Timeline
 from tandem.trainer.saving import Saver, Saves, best_of
+
+RunsConfig = TrainConfig | SupervisedConfig
+"""A config with a run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +41,7 @@ class OpenRun:
         folder: the folder.
         checkpoint: where the run goes on from; None for a new run.
         checkpoints: reads and writes the folder's checkpoints.
+        lock: the folder's, held by this process.
         config_yaml: the resolved config, written once the checkpoint is accepted.
     """
 
@@ -38,6 +49,7 @@ class OpenRun:
     folder: RunFolder
     checkpoint: Checkpoint | None
     checkpoints: CheckpointManager
+    lock: ProcessLock
     config_yaml: str
 
     @property
@@ -46,30 +58,78 @@ class OpenRun:
         return self.config.resume_mode == "auto"
 
 
-def open_run(config: RunConfig, config_yaml: str, say: Callable[[str], None]) -> OpenRun:
+def open_run(whole: RunsConfig, say: Callable[[str], None]) -> OpenRun:
     """Finds what to resume from, before anything costly is made. A folder of an earlier run that is not
     resumed is set aside, so that nothing of it is overwritten.
 
     Raises:
         CheckpointError: the checkpoint named in the config is missing or damaged.
+        ConfigError: another process writes in the folder, or another experiment stands there.
     """
+    config = whole.trainer
     best = best_of(config)
     require_sinks(config.logger)
-    folder = RunFolder(Path(config.default_local_dir).absolute())  # workers may stand elsewhere
-    checkpoints = CheckpointManager(folder.checkpoints, config.max_ckpt_to_keep, best=best, log=say)
-    checkpoint = None
-    if config.resume_mode == "resume_path":
-        assert config.resume_from_path is not None, "the config refuses this mode without a path"
-        checkpoint = checkpoints.open(Path(config.resume_from_path).absolute())
-        _leave_branch(folder, checkpoints.later_than(checkpoint.step), say)
-    elif config.resume_mode == "auto":
-        checkpoint = checkpoints.latest()
-    if checkpoint is None:
-        earlier = folder.set_aside()
-        if earlier:
-            say(f"what {folder.path} held of an earlier run is now in {earlier}")
-    offer_stacks(folder.logs)
-    return OpenRun(config, folder, checkpoint, checkpoints, config_yaml)
+    path = Path(config.default_local_dir).absolute()  # workers may stand elsewhere
+    lock = ProcessLock(path / "run.lock", "trainer.default_local_dir", say)
+    with ExitStack() as undo:
+        lock.acquire()
+        undo.callback(lock.release)
+        folder = RunFolder(path)
+        checkpoints = CheckpointManager(folder.checkpoints, config.max_ckpt_to_keep, best=best, log=say)
+        checkpoint = _resumed(config, folder, checkpoints, say)
+        if checkpoint is not None:
+            _check_same(whole, checkpoint, say)
+        else:
+            earlier = folder.set_aside()
+            if earlier:
+                say(f"what {folder.path} held of an earlier run is now in {earlier}")
+        offer_stacks(folder.logs)
+        undo.pop_all()
+    return OpenRun(config, folder, checkpoint, checkpoints, lock, to_yaml(whole))
+
+
+def _resumed(
+    config: RunConfig, folder: RunFolder, checkpoints: CheckpointManager, say: Callable[[str], None]
+) -> Checkpoint | None:
+    """The checkpoint that the run goes on from, if any."""
+    if config.resume_mode == "auto":
+        return checkpoints.latest()
+    if config.resume_mode == "disable":
+        return None
+    assert config.resume_from_path is not None, "the config refuses this mode without a path"
+    checkpoint = checkpoints.open(Path(config.resume_from_path).absolute())
+    _leave_branch(folder, checkpoints.later_than(checkpoint.step), say)
+    return checkpoint
+
+
+def _check_same(whole: RunsConfig, checkpoint: Checkpoint, say: Callable[[str], None]) -> None:
+    """Tells the user which keys have other values than in the run that the checkpoint is of. Who names the
+    checkpoint means to go on under these.
+
+    Raises:
+        ConfigError: in `resume_mode=auto` something else would be learnt, and nobody allowed it.
+    """
+    file = checkpoint.path.parent.parent / "config.yaml"
+    if not file.is_file():
+        return
+    then = OmegaConf.to_container(OmegaConf.load(file))
+    assert isinstance(then, dict), "a run folder's config is a mapping"
+    changed = changes({str(name): value for name, value in then.items()}, whole)
+    free = [f"{change.key} ({change.then}, now {change.now})" for change in changed if is_free(change.key)]
+    if free:
+        say(f"Changed since {checkpoint.path}, without effect on what is learnt: {', '.join(free)}.")
+    learnt = [change for change in changed if not is_free(change.key)]
+    if not learnt:
+        return
+    if whole.trainer.resume_mode == "auto" and not whole.trainer.resume_with_changes:
+        raise ConfigError(
+            f"the run there has learnt under other settings\n{side_by_side(learnt)}",
+            field="trainer.default_local_dir",
+            got=file.parent,
+            remedy="choose another trainer.default_local_dir; or trainer.resume_mode=disable, which sets "
+            "that run aside; or go on from its checkpoint all the same: trainer.resume_with_changes=true",
+        )
+    say(f"Changed since {checkpoint.path}, with effect on what is learnt:\n{side_by_side(learnt)}")
 
 
 def _leave_branch(folder: RunFolder, later: list[Path], say: Callable[[str], None]) -> None:
@@ -134,6 +194,7 @@ class Session:
         return self.samples_freq > 0 and step % self.samples_freq == 0
 
     def __enter__(self) -> Session:
+        self.run.lock.acquire()
         for number in (signal.SIGINT, signal.SIGTERM):
             self._previous_handlers[number] = signal.signal(number, self._on_interrupt)
         self.folder.log(f"started as process {os.getpid()}")
@@ -145,6 +206,9 @@ class Session:
         try:
             if error is None:
                 self._saver.finish()
+            elif isinstance(error, KeyboardInterrupt):
+                self._saver.end(error)
+                self._say_stopped()
             else:
                 self.folder.log(f"stopped by {kind.__name__ if kind else ''}: {error}")
                 self._saver.end(error)
@@ -153,6 +217,16 @@ class Session:
                 signal.signal(number, handler)
             if self._sinks:
                 self._sinks.close()
+            self.run.lock.release()
+
+    def _say_stopped(self) -> None:
+        whole = sorted(path.name for path in self.folder.checkpoints.glob("step_*"))
+        how = "" if self.run.goes_on else " with trainer.resume_mode=auto"
+        if not whole:
+            self.say("stopped; no checkpoint was saved")
+            return
+        newest = self.folder.checkpoints / whole[-1]
+        self.say(f"stopped; {newest} is whole, and the same command{how} goes on from it")
 
     def _on_interrupt(self, number: int, _frame: FrameType | None) -> None:
         if self.interrupted or not self.finishes_steps:

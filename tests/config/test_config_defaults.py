@@ -105,6 +105,7 @@ DEFAULTS = {
     "trainer.test_freq": -1,
     "trainer.val_before_train": True,
     "trainer.resume_mode": "auto",
+    "trainer.resume_with_changes": False,
     "trainer.critic_warmup": 0,
     "trainer.max_ckpt_to_keep": None,
     "trainer.keep_best": None,

@@ -1,0 +1,126 @@
+"""What may differ between a run and its continuation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache
+from typing import Any
+
+from tandem.config.deprecated import DEPRECATED, Deprecated
+from tandem.config.schema import keys, shown
+from tandem.config.section import Section
+
+_FREE = (
+    "trainer.*",
+    "data.val_*",
+    "*micro_batch_size*",
+    "*use_dynamic_bsz",
+    "*max_token_len_per_gpu",
+    "*ulysses_sequence_parallel_size",
+    "*fsdp_config.*",
+    "*.strategy",
+    "*.trust_remote_code",
+    "*.enable_gradient_checkpointing",
+    "*.gradient_checkpointing_*",
+    "*activation_offload*",
+    "*.use_remove_padding",
+    "*.use_liger",
+    "*.use_fused_kernels",
+    "*.fused_kernel_options.*",
+    "*optim.fused",
+    "*optim.skip_non_finite_steps",
+    "*.overlong_buffer.log",
+    *(
+        f"*.rollout.{name}"
+        for name in (
+            *("name", "mode", "runner", "server.*", "val_kwargs.*", "max_num_*", "enable_*", "block_size"),
+            *("gpu_memory_utilization", "enforce_eager", "num_gpu_blocks_override", "disable_log_stats"),
+            *("tensor_model_parallel_size", "free_cache_engine", "update_weights_bucket_megabytes"),
+            "log_prob_diff_limit",
+        )
+    ),
+)
+"""Keys that decide where and how fast a run goes, how long, and what of it is measured and kept."""
+
+_LEARNT = (
+    *("trainer.seed", "trainer.critic_warmup", "trainer.worker_classes"),
+    *("*fsdp_config.model_dtype", "*fsdp_config.dtype"),
+)
+"""Exceptions to these."""
+
+_SILENT = ("trainer.resume_*", "trainer.default_local_dir")
+"""Keys that say which run goes on, and nothing of it."""
+
+_ABSENT = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A key whose value is not that of the run that goes on.
+
+    Attributes:
+        key: its name.
+        then, now: its values, as YAML spells them.
+    """
+
+    key: str
+    then: str
+    now: str
+
+
+@cache
+def is_free(name: str) -> bool:
+    """Whether a run may go on under another value of this key without learning something else."""
+    return _matches(name, _FREE) and not _matches(name, _LEARNT)
+
+
+def changes(then: Mapping[str, Any], config: Section) -> list[Change]:
+    """The keys that have other values than they had.
+
+    Args:
+        then: the tree of the resolved config that a run began with, perhaps under the names of an older
+            version. A key that it lacks did not exist yet, and counts as unchanged.
+        config: the config of the run that goes on.
+    """
+    now = config.model_dump(mode="json")
+    found: dict[str, tuple[Any, Any]] = {}
+    for name in keys(type(config)):
+        old, new = _old_value(then, name), _at(now, name)
+        if old is _ABSENT or old == new or _matches(name, _SILENT):
+            continue
+        found[name] = old, new
+    sources = {name: key.inherits for name, key in keys(type(config)).items() if key.inherits is not None}
+    return [
+        Change(name, shown(old), shown(new))
+        for name, (old, new) in found.items()
+        if found.get(sources.get(name, "")) != (old, new)  # else the source says it
+    ]
+
+
+def side_by_side(changed: list[Change]) -> str:
+    """A table of the keys, what they were and what they are, one line each."""
+    rows = [("key", "then", "now"), *((change.key, change.then, change.now) for change in changed)]
+    first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
+    return "\n".join(f"  {key:<{first}}  {then:<{second}}  {now}" for key, then, now in rows)
+
+
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _old_value(tree: Mapping[str, Any], name: str) -> Any:
+    value = _at(tree, name)
+    for old, rule in DEPRECATED.items():
+        if value is _ABSENT and isinstance(rule, Deprecated) and rule.now == name and rule.shared_by is None:
+            value = _at(tree, old)
+    return value
+
+
+def _at(tree: Any, name: str) -> Any:
+    for part in name.split("."):
+        if not isinstance(tree, Mapping) or part not in tree:
+            return _ABSENT
+        tree = tree[part]
+    return tree

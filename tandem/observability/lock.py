@@ -1,0 +1,166 @@
+"""The exclusive use of a run folder, or of a file to be written, by one process."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import weakref
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+from tandem.errors import ConfigError
+
+NO_LOCKS_HERE = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
+"""The errors of a file system that has no locks."""
+
+_TAKEN = {errno.EWOULDBLOCK, errno.EACCES}
+
+
+class ProcessLock:
+    """A lock that one process holds until it releases it or ends, however it ends. Its file is there while it
+    is held, and names the holder. Linux passes the lock on to the other machines of an NFS mount, unless that
+    is mounted with `nolock` or `local_lock`.
+
+    Args:
+        path: the lock's file.
+        field: the config key or argument that names what is locked, for the error.
+        say: prints a sentence to the user.
+    """
+
+    def __init__(self, path: Path, field: str, say: Callable[[str], None]) -> None:
+        self.path = path
+        self._field = field
+        self._say = say
+        self._file: BinaryIO | None = None
+
+    def __enter__(self) -> ProcessLock:
+        self.acquire()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def acquire(self) -> None:
+        """Takes the lock; does nothing where this object holds it.
+
+        Raises:
+            ConfigError: another process holds it, says which; the folder cannot be made or written.
+        """
+        while self._file is None:
+            file = self._opened()
+            try:
+                self._lock(file)
+            except BaseException:
+                file.close()
+                raise
+            if self._is_there(file):
+                self._file = file
+                _HELD.add(self)
+            else:  # its last holder removed it between the opening and the lock
+                file.close()
+        self._tell_left(_holder(self._file))
+        self._file.truncate(0)
+        now = datetime.now().isoformat(timespec="seconds")
+        self._file.write(
+            json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": now}).encode()
+        )
+        self._file.flush()
+
+    def release(self) -> None:
+        """Gives the lock back, if this object holds it, and removes its file."""
+        if self._file is not None:
+            self.path.unlink(missing_ok=True)
+            self.forget()
+
+    def forget(self) -> None:
+        """Closes the lock's file. In a fork of the holder the lock stays with the holder."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _opened(self) -> BinaryIO:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            return self.path.open("a+b")
+        except OSError as error:
+            raise ConfigError(
+                "this folder cannot be written",
+                field=self._field,
+                got=f"{error.filename}: {error.strerror}",
+                expected="a folder, there or to be made, in which this user may write",
+                remedy=f"choose another {self._field}, or mend its permissions",
+            ) from error
+
+    def _lock(self, file: BinaryIO) -> None:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in _TAKEN:
+                raise self._taken(_holder(file)) from None
+            if error.errno not in NO_LOCKS_HERE:
+                raise
+            self._say(
+                f"{self.path.parent}: this file system has no locks; a second process would not be noticed"
+            )
+
+    def _taken(self, holder: dict[str, str]) -> ConfigError:
+        here = holder.get("host") == socket.gethostname()
+        end = f"kill {holder.get('pid')}" + ("" if here else f" on {holder.get('host')}")
+        return ConfigError(
+            "another process writes there",
+            field=self._field,
+            got=f"{self.path.parent}: {_named(holder)}",
+            expected="one process at a time",
+            remedy=f"wait for its end, end it ({end}), or choose another {self._field}",
+        )
+
+    def _tell_left(self, holder: dict[str, str]) -> None:
+        """A lock that a process of this machine left is nobody's, and the process had no last word. One of
+        another machine may be held there, on a file system that does not pass locks on."""
+        if holder.get("host") == socket.gethostname():
+            self._say(f"{self.path.parent}: {_named(holder)} was killed, or ended without a word")
+        elif holder:
+            self._say(
+                f"{self.path.parent} was locked by {_named(holder)}, and is no more. If that process lives, "
+                "this file system does not pass locks between machines: end one of the two."
+            )
+
+    def _is_there(self, file: BinaryIO) -> bool:
+        try:
+            return os.path.samestat(os.fstat(file.fileno()), self.path.stat())
+        except FileNotFoundError:
+            return False
+
+
+def _holder(file: BinaryIO) -> dict[str, str]:
+    """What the holder wrote; nothing before it did."""
+    file.seek(0)
+    try:
+        return {str(name): str(value) for name, value in json.loads(file.read()).items()}
+    except ValueError:
+        return {}
+
+
+def _named(holder: dict[str, str]) -> str:
+    if not holder:
+        return "a process that has just begun"
+    return f"process {holder.get('pid')} on {holder.get('host')} since {holder.get('since')}"
+
+
+_HELD: weakref.WeakSet[ProcessLock] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for lock in list(_HELD):
+        lock.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)

@@ -1,0 +1,104 @@
+"""Locks between real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tandem.errors import ConfigError
+from tandem.observability.lock import ProcessLock
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from tandem.observability.lock import ProcessLock
+lock = ProcessLock(Path(sys.argv[1]), "key", print)
+lock.acquire()
+{then}
+print("held", flush=True)
+time.sleep(60)
+"""
+FORK = "import os\nif os.fork() == 0: time.sleep(60)"
+
+
+def _unexpected(sentence: str) -> None:
+    raise AssertionError(sentence)
+
+
+def _lock(path: Path) -> ProcessLock:
+    return ProcessLock(path, "trainer.default_local_dir", _unexpected)
+
+
+def _holder(path: Path, then: str = "") -> subprocess.Popen[str]:
+    words = [sys.executable, "-c", HOLDER.format(then=then), str(path)]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+@pytest.mark.parametrize("then", ["", FORK], ids=["alone", "with_a_child_that_outlives_it"])
+def test_a_second_process_is_told_of_the_first_until_that_was_killed(tmp_path: Path, then: str) -> None:
+    path = tmp_path / "run.lock"
+    holder = _holder(path, then)
+    try:
+        with pytest.raises(ConfigError) as caught:
+            _lock(path).acquire()
+        got = str(caught.value.got)
+        assert f"process {holder.pid} on {socket.gethostname()} since {time.strftime('%Y-')}" in got
+        assert f"kill {holder.pid}" in str(caught.value.remedy)
+        assert caught.value.field == "trainer.default_local_dir"
+        os.kill(holder.pid, signal.SIGKILL)
+        holder.wait()
+        said: list[str] = []
+        with ProcessLock(path, "key", said.append):
+            assert str(holder.pid) in said[0]
+            assert "without a word" in said[0]
+            assert json.loads(path.read_text())["pid"] == os.getpid()
+        assert not path.exists()
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(holder.pid, signal.SIGKILL)
+        holder.communicate()
+
+
+def test_it_can_be_taken_again_after_its_release(tmp_path: Path) -> None:
+    lock, other = _lock(tmp_path / "run.lock"), _lock(tmp_path / "run.lock")
+    lock.acquire()
+    lock.acquire()
+    with pytest.raises(ConfigError):
+        other.acquire()
+    lock.release()
+    lock.release()
+    other.acquire()
+    other.release()
+
+
+def test_a_lock_left_by_another_machine_is_said_and_taken(tmp_path: Path) -> None:
+    path = tmp_path / "run.lock"
+    path.write_text(json.dumps({"host": "node7", "pid": 17, "since": "2026-01-01T00:00:00"}))
+    said: list[str] = []
+    with ProcessLock(path, "key", said.append):
+        assert json.loads(path.read_text())["host"] == socket.gethostname()
+    assert len(said) == 1
+    assert "process 17 on node7" in said[0]
+    assert "between machines" in said[0]
+
+
+def test_a_file_system_without_locks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(file: object, how: int) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    said: list[str] = []
+    with ProcessLock(tmp_path / "run.lock", "key", said.append):
+        assert "without locks" in said[0]
