@@ -14,10 +14,13 @@ function with the attribute `batched = True` scores many responses in one call:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from tandem.errors import RewardError
 
@@ -103,30 +106,32 @@ class Reward:
 
     def _call_one(self, place: int, item: Item) -> Any:
         try:
-            return self.function(
-                data_source=item.data_source,
-                solution_str=item.solution_str,
-                ground_truth=item.ground_truth,
-                extra_info=dict(item.extra_info),
-                **self.kwargs,
-            )
-        except Exception as error:
-            raise self.error(f"raised {type(error).__name__}: {error}", place, item) from error
+            with exits_raised():
+                return self.function(
+                    data_source=item.data_source,
+                    solution_str=item.solution_str,
+                    ground_truth=item.ground_truth,
+                    extra_info=dict(item.extra_info),
+                    **self.kwargs,
+                )
+        except (Exception, SystemExit) as error:
+            raise self.error(_raised(error), place, item) from error
 
     def _call_batched(self, items: Mapping[int, Item]) -> list[Any]:
         first = next(iter(items.items()))
         columns = items.values()
         try:
-            values = self.function(
-                data_sources=[item.data_source for item in columns],
-                solution_strs=[item.solution_str for item in columns],
-                ground_truths=[item.ground_truth for item in columns],
-                extra_infos=[dict(item.extra_info) for item in columns],
-                **self.kwargs,
-            )
-        except Exception as error:
-            raised = f"raised {type(error).__name__}: {error}"
-            raise self.error(f"{raised} (it is batched: shown is the first sample)", *first) from error
+            with exits_raised():
+                values = self.function(
+                    data_sources=[item.data_source for item in columns],
+                    solution_strs=[item.solution_str for item in columns],
+                    ground_truths=[item.ground_truth for item in columns],
+                    extra_infos=[dict(item.extra_info) for item in columns],
+                    **self.kwargs,
+                )
+        except (Exception, SystemExit) as error:
+            told = f"{_raised(error)} (it is batched: shown is the first sample)"
+            raise self.error(told, *first) from error
         if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__"):
             raise self.error("is batched and returned no list", *first, got=_shown(values))
         if len(values) != len(items):
@@ -194,6 +199,30 @@ def _number(value: Any) -> float | None:
         return float(value) if isinstance(value, Real) else None
     except OverflowError:  # an integer beyond floats
         return math.inf
+
+
+@contextmanager
+def exits_raised() -> Iterator[None]:
+    """Makes `os._exit` in this thread raise SystemExit, as `sys.exit` does: a user's function may not end the
+    process without a word. Other threads, and forks of the function's own, exit as ever."""
+    exit_at_once, owner = os._exit, (os.getpid(), threading.get_ident())
+
+    def refuse(status: int) -> NoReturn:
+        if (os.getpid(), threading.get_ident()) != owner:
+            exit_at_once(status)
+        raise SystemExit(status)
+
+    os._exit = refuse
+    try:
+        yield
+    finally:
+        os._exit = exit_at_once
+
+
+def _raised(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return f"wanted to end the process: exit with status {error.code}"
+    return f"raised {type(error).__name__}: {error}"
 
 
 def _shown(value: Any) -> str:

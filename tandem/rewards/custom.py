@@ -14,7 +14,7 @@ from typing import Any
 
 from tandem.algorithms.loading import import_named
 from tandem.errors import RewardError
-from tandem.rewards.base import Reward
+from tandem.rewards.base import Reward, exits_raised
 
 PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCHED_PARAMETERS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
@@ -81,9 +81,10 @@ def _module(path: str) -> ModuleType:
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[module_name] = module  # dataclasses and pickle look a class's module up there
-        spec.loader.exec_module(module)
+        with exits_raised():
+            spec.loader.exec_module(module)
         return module
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise RewardError(
             f"loading it raised {type(error).__name__}: {error}",
             field="custom_reward_function.path",

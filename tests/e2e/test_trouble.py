@@ -32,6 +32,8 @@ def goes_on(user: User, words: tuple[str, ...], *, after: int) -> list[int]:
 # Rewards.
 
 REWARDS = {
+    "exits": ("import sys; sys.exit(3)", "wanted to end the process: exit with status 3"),
+    "exits_at_once": ("import os; os._exit(3)", "wanted to end the process: exit with status 3"),
     "raises": ("return 1 / 0", "raised ZeroDivisionError: division by zero"),
     "nan": ("return float('nan')", "returned a number that is not finite"),
     "text": ("return 'good'", "returned something that is not a number"),
@@ -214,7 +216,7 @@ def test_sigterm_stops_at_once(shop: Shop, tmp_path: Path, signals: int) -> None
         time.sleep(0.3)
     done = finish(process)
     assert done.returncode == 130, done.stderr
-    assert "stopped; what was saved is whole" in done.stderr
+    assert "stopped; no checkpoint was saved" in done.stdout
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
 
 
