@@ -9,6 +9,7 @@ from tandem.config.root import TrainConfig
 from tandem.config.sizes import derived
 from tandem.config.sources import split_arguments
 from tandem.errors import ConfigError
+from tandem.observability.terminal import say
 
 USAGE = """usage: tandem check [CONFIG.yaml] key=value … [--sft | --rm | --run]
        tandem check --model DIR
@@ -46,7 +47,7 @@ def check(arguments: list[str]) -> int:
 
 def _sound(notices: tuple[str, ...], sizes: dict[str, int | str]) -> int:
     for notice in notices:
-        print(f"note: {notice}")
+        say(f"note: {notice}")
     for name, value in sizes.items():
         print(f"{name}: {value}")
     print("the config is sound")
@@ -67,7 +68,7 @@ def _model(folders: list[str]) -> int:
 def _control(loaded: Loaded[TrainConfig]) -> int:
     """Two steps that may change nothing; 1 where something did."""
     run_control = import_module("tandem.trainer.control").run_control
-    report = run_control(loaded.config, say=lambda sentence: print(sentence, flush=True))
+    report = run_control(loaded.config, say=say)
     print(f"\n{'probe':<28} {'step 1':>11} {'step 2':>11} {'floor':>11}")
     for probe in report.probes:
         verdict = "" if probe.at_floor else "  above"
@@ -76,5 +77,5 @@ def _control(loaded: Loaded[TrainConfig]) -> int:
         print("rollout and training agree")
         return 0
     for cause in report.causes:
-        print(f"wrong: {cause}")
+        say(f"wrong: {cause}")
     return 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +9,7 @@ from tandem.config.explain import explain, overview
 from tandem.config.load import Loaded, load_rm_config, load_sft_config, load_train_config, to_yaml
 from tandem.config.sources import split_arguments
 from tandem.errors import ConfigError
+from tandem.observability.terminal import warn
 
 USAGE = """usage: tandem config show [CONFIG.yaml] key=value … [--sft | --rm]
        tandem config explain KEY …
@@ -46,5 +46,5 @@ def _show(words: list[str], command: str) -> None:
         return
     loaded = LOADERS[command](*split_arguments(words))
     for notice in loaded.notices:
-        print(f"note: {notice}", file=sys.stderr)
+        warn(f"note: {notice}")
     print(to_yaml(loaded.config), end="")

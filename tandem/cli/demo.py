@@ -8,12 +8,12 @@ from typing import Annotated
 
 import typer
 
+from tandem.cli.typed import run_typed
+from tandem.observability.terminal import say
+
 
 def demo(arguments: list[str]) -> int:
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command()(_demo)
-    app(args=arguments, prog_name="tandem demo", standalone_mode=False)
-    return 0
+    return run_typed("demo", _demo, arguments)
 
 
 def _demo(
@@ -37,5 +37,5 @@ def _demo(
         control=control,
         ranks=ranks,
         overrides=overrides or [],
-        say=lambda sentence: print(sentence, flush=True),
+        say=say,
     )

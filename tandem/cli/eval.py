@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from tandem.cli.resolved import resolved
 from tandem.config.load import load_eval_config
+from tandem.observability.terminal import plain_console, printable, say, warn
 
 USAGE = """usage: tandem eval [CONFIG.yaml] key=value … [--overwrite] [--dry-run]
 
@@ -33,10 +32,10 @@ def evaluate(arguments: list[str]) -> int:
     sources = evaluate_file(
         config,
         overwrite="--overwrite" in arguments,
-        say=lambda sentence: print(sentence, file=sys.stderr, flush=True),
+        say=warn,
     )
-    Console(highlight=False).print(_table(sources, config.eval.confidence))
-    print(f"wrote {config.data.output_path}")
+    plain_console().print(_table(sources, config.eval.confidence))
+    say(f"wrote {config.data.output_path}")
     return 0
 
 
@@ -47,8 +46,9 @@ def _table(sources: Mapping[str, Any], confidence: float) -> Table:
         table.add_column(name, justify="left" if name in ("data source", "measure") else "right")
     shown = dict(list(sources.items())[:1]) if len(sources) == 2 else sources  # one source is all there is
     for source, found in shown.items():
-        for place, (measure, estimate) in enumerate(found.measures.items()):
-            head = (source, str(found.problems), str(found.responses)) if place == 0 else ("", "", "")
+        head = (printable(source), str(found.problems), str(found.responses))
+        for measure, estimate in found.measures.items():
             interval = f"{estimate.low:.3f} … {estimate.high:.3f}"
             table.add_row(head[0], measure, f"{estimate.value:.3f}", interval, *head[1:])
+            head = ("", "", "")
     return table

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
 
 from tandem.cli.resolved import resolved
 from tandem.config.load import load_generate_config
+from tandem.observability.terminal import say, warn
 
 USAGE = """usage: tandem generate [CONFIG.yaml] key=value … [--overwrite] [--dry-run]
 
@@ -26,7 +26,7 @@ def generate(arguments: list[str]) -> int:
     output = generate_file(
         config,
         overwrite="--overwrite" in arguments,
-        say=lambda sentence: print(sentence, file=sys.stderr, flush=True),
+        say=warn,
     )
-    print(f"wrote {output}")
+    say(f"wrote {output}")
     return 0

@@ -8,16 +8,15 @@ from typing import Annotated
 
 import typer
 
+from tandem.cli.typed import run_typed
 from tandem.errors import ConfigError
+from tandem.observability.terminal import say
 
 POLL_S = 0.2
 
 
 def logs(arguments: list[str]) -> int:
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command()(_logs)
-    app(args=arguments, prog_name="tandem logs", standalone_mode=False)
-    return 0
+    return run_typed("logs", _logs, arguments)
 
 
 def _logs(
@@ -37,12 +36,12 @@ def _logs(
         _print(found[name], follow=follow)
     else:
         for log, path in found.items():
-            print(f"{log:<24} {path.stat().st_size:>10,} bytes")
+            say(f"{log:<24} {path.stat().st_size:>10,} bytes")
 
 
 def _print(path: Path, *, follow: bool) -> None:
     with path.open(errors="replace") as file:
         while (text := file.read()) or follow:
-            print(text, end="", flush=True)
+            say(text, end="")
             if not text:
                 time.sleep(POLL_S)

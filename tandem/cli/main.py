@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from tandem.errors import TandemError
+from tandem.observability.terminal import warn
 
 # name: ("module:function", what it does)
 COMMANDS = {
@@ -34,7 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the words after `tandem`; None takes the process's own.
 
     Returns:
-        the exit status: 0, or 1 after an error the user can act on, 2 for an unknown command, 130
+        the exit status: 0, or 1 after an error the user can act on, 2 for an unknown command or
+        option, 130
         after an interrupt: Ctrl-C or SIGTERM, which here are the same.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -42,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(usage())
         return 0
     if words[0] not in COMMANDS:
-        print(f"tandem: no command {words[0]!r}\n\n{usage()}", file=sys.stderr)
+        warn(f"tandem: no command {words[0]!r}\n\n{usage()}")
         return 2
     module, function = COMMANDS[words[0]][0].split(":")
     run: Callable[[list[str]], int] = getattr(import_module(f"tandem.cli.{module}"), function)
@@ -50,10 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return run(words[1:])
     except TandemError as error:
-        print(f"tandem {words[0]}: {error}", file=sys.stderr)
+        warn(f"tandem {words[0]}: {error}")
         return error.exit_code
     except KeyboardInterrupt:
-        print("stopped; what was saved is whole, and the same command goes on from there", file=sys.stderr)
+        warn("stopped")
         return 130
     finally:
         signal.signal(signal.SIGTERM, on_sigterm)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
 from tandem.config.load import Loaded, to_yaml
 from tandem.config.section import Section
 from tandem.config.sources import split_arguments
+from tandem.observability.terminal import warn
 
 C = TypeVar("C", bound=Section)
 Load = Callable[[str | None, Sequence[str]], Loaded[C]]
@@ -30,7 +30,7 @@ def resolved(arguments: list[str], usage: str, load: Load[C], options: Collectio
     words = [word for word in arguments if word not in ("--dry-run", *options)]
     loaded = load(*split_arguments(words))
     for notice in loaded.notices:
-        print(f"note: {notice}", file=sys.stderr)
+        warn(f"note: {notice}")
     if "--dry-run" in arguments:
         print(to_yaml(loaded.config))
         return None

@@ -8,6 +8,7 @@ from typing import Any
 
 from tandem.cli.resolved import resolved
 from tandem.config.load import Loaded, load_sft_config
+from tandem.observability.terminal import say
 
 USAGE = """usage: tandem sft [CONFIG.yaml] key=value … [--dry-run]
 
@@ -31,5 +32,5 @@ def supervised(arguments: list[str], usage: str, load: Callable[..., Loaded[Any]
         return 0
     module, function = run.split(":")
     trains: Callable[..., bool] = getattr(import_module(module), function)
-    interrupted = trains(config, say=lambda sentence: print(sentence, flush=True))
+    interrupted = trains(config, say=say)
     return 130 if interrupted else 0

@@ -10,14 +10,13 @@ from typing import Annotated
 
 import typer
 
+from tandem.cli.typed import run_typed
 from tandem.observability.stacks import ask_stacks
+from tandem.observability.terminal import say
 
 
 def stacks(arguments: list[str]) -> int:
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command()(_stacks)
-    app(args=arguments, prog_name="tandem stacks", standalone_mode=False)
-    return 0
+    return run_typed("stacks", _stacks, arguments)
 
 
 def _stacks(run: Annotated[Path, typer.Argument(help="the run folder")]) -> None:
@@ -33,4 +32,4 @@ def _stacks(run: Annotated[Path, typer.Argument(help="the run folder")]) -> None
 
 
 def _show(name: str, text: str) -> None:
-    print(f"── {name}\n{text.rstrip()}\n", flush=True)
+    say(f"── {name}\n{text.rstrip()}\n")

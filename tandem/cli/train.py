@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
 
 from pyarrow import ArrowException, parquet
@@ -12,6 +11,7 @@ from tandem.config.root import TrainConfig
 from tandem.config.sizes import derived
 from tandem.config.sources import split_arguments
 from tandem.errors import DataError
+from tandem.observability.terminal import say, warn
 
 USAGE = """usage: tandem train [CONFIG.yaml] key=value … [--dry-run]
 
@@ -27,14 +27,14 @@ def train(arguments: list[str]) -> int:
     path, overrides = split_arguments([word for word in arguments if word != "--dry-run"])
     loaded = load_train_config(path, overrides)
     for notice in loaded.notices:
-        print(f"note: {notice}", file=sys.stderr)
+        warn(f"note: {notice}")
     if "--dry-run" in arguments:
         print(to_yaml(loaded.config))
         for name, value in derived(loaded.config, train_rows=_rows(loaded.config)).items():
             print(f"# {name}: {value}")
         return 0
     run_ppo = import_module("tandem.trainer.run").run_ppo
-    interrupted = run_ppo(loaded.config, say=lambda sentence: print(sentence, flush=True))
+    interrupted = run_ppo(loaded.config, say=say)
     return 130 if interrupted else 0
 
 

@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from tandem.observability.terminal import plain_console
+
 SECONDS_BETWEEN_LINES = 10.0
 
 
@@ -33,7 +35,7 @@ class Progress:
         console: Console | None = None,
     ) -> None:
         self._what, self._total, self._done, self._unit, self._units = what, total, done, unit, 0
-        self._console = console or Console(stderr=True, highlight=False)
+        self._console = console or plain_console(stderr=True)
         self._bar = Bar(
             TextColumn("{task.description}"),
             BarColumn(),

@@ -209,3 +209,16 @@ def test_a_reward_file_that_cannot_be_used(user: User, content: str, telling: tu
     file = user.folder / "own_reward.py"
     file.write_text(content)
     user.is_refused(f"custom_reward_function.path={file}", telling=telling)
+
+
+# The run folder.
+
+
+def test_a_run_folder_that_is_a_file_or_below_one(user: User) -> None:
+    file = user.folder / "file"
+    file.touch()
+    for folder in (file, file / "run"):
+        outcome = user.types(f"trainer.default_local_dir={folder}")
+        assert outcome.status == 1
+        assert "trainer.default_local_dir: this folder cannot be written" in outcome.error
+        assert str(file) in outcome.error

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tandem.observability.sinks.base import RunInfo
+from tandem.observability.terminal import plain_console, printable
 
 # What a step's line shows where the step has it: metric, format.
 _HEADLINES = {
@@ -34,7 +35,7 @@ class ConsoleSink:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._info = info
-        self._console = console or Console(highlight=False)
+        self._console = console or plain_console()
         self._clock = clock
         self._began = clock()
         self._carried: dict[str, float] = {}
@@ -77,7 +78,7 @@ class FileSink(ConsoleSink):
         folder = info.folder / "log"
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / "progress.log").open("a", encoding="utf-8", buffering=1)
-        super().__init__(info, Console(file=file, width=120, highlight=False, force_terminal=False))
+        super().__init__(info, plain_console(file=file, width=120, force_terminal=False))
 
     def close(self) -> None:
         self._console.file.close()
@@ -98,10 +99,10 @@ def _table(metrics: Mapping[str, float]) -> Table:
     groups: dict[str, list[str]] = {}
     for name, value in sorted(metrics.items()):
         group, _, rest = name.partition("/")
-        groups.setdefault(group, []).append(f"{rest or group} {value:.4g}")
+        groups.setdefault(group, []).append(f"{printable(rest or group)} {value:.4g}")
     table = Table(show_header=False, box=None, padding=(0, 1), pad_edge=True)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(style="dim")
     for group, entries in groups.items():
-        table.add_row(group, "  ".join(entries))
+        table.add_row(printable(group), "  ".join(entries))
     return table
