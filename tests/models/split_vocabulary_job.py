@@ -1,4 +1,4 @@
-"""Run by torchrun: RESULTS to write. Output head and embedding over a shared vocabulary, the same inputs on
+"""Run on ranks: RESULTS to write. Output head and embedding over a shared vocabulary, the same inputs on
 every rank; what each case gives, with its gradients."""
 
 import itertools

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).parent))
 import split_vocabulary_job as job
 
-from tests.support.ranks import torchrun
+from tests.support.ranks import run_ranks
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-6, torch.bfloat16: 2e-2}
 
@@ -18,7 +18,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-6, torch.bfloat16: 2e-2}
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     results = tmp_path_factory.mktemp("vocabulary") / "record.pt"
-    torchrun(job.__file__, results, ranks=3)
+    run_ranks(job.__file__, results, ranks=3)
     return torch.load(results, weights_only=False)
 
 

@@ -1,4 +1,4 @@
-"""Run by torchrun: FOLDER of models, RESULTS to write."""
+"""Run on ranks: FOLDER of models, RESULTS to write."""
 
 import os
 import sys

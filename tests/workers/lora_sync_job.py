@@ -1,4 +1,4 @@
-"""Run by torchrun on two ranks: FOLDER of models, RESULTS to write. An actor whose adapters learn, its
+"""Run on two ranks: FOLDER of models, RESULTS to write. An actor whose adapters learn, its
 reference and its native rollout, over sharded weights and over layers that the ranks split."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Run by torchrun on two ranks: FOLDER of models, RESULTS to write. Weights on their three ways, in order and
+"""Run on two ranks: FOLDER of models, RESULTS to write. Weights on their three ways, in order and
 with faults; of each fault, what each rank raised."""
 
 from __future__ import annotations

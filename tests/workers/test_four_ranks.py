@@ -10,7 +10,7 @@ import torch
 
 from tandem.observability.timers import read_timeline
 from tandem.protocol import DataProto, Ragged
-from tests.support.ranks import torchrun
+from tests.support.ranks import run_ranks
 from tests.workers import roles
 
 ROOT = Path(__file__).parents[2]
@@ -40,7 +40,7 @@ def one(folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def four(folder: Path) -> dict[str, Any]:
     results = folder / "record.pt"
-    torchrun(Path(__file__).with_name("four_rank_job.py"), folder, results, ranks=4)
+    run_ranks(Path(__file__).with_name("four_rank_job.py"), folder, results, ranks=4)
     return torch.load(results, weights_only=False)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from tandem.engines.weight_sync import digest
 from tandem.protocol import DataProto
-from tests.support.ranks import torchrun
+from tests.support.ranks import run_ranks
 from tests.workers import roles
 
 ROOT = Path(__file__).parents[2]
@@ -119,7 +119,7 @@ def test_the_user_hears_how_much_is_trained(folder: Path, tmp_path: Path) -> Non
 
 def test_two_ranks_sample_what_one_does(folder: Path, tmp_path: Path) -> None:
     """Streams of merged weights from shards, and from parts of layers, to each rank's own rollout."""
-    torchrun(Path(__file__).with_name("lora_sync_job.py"), folder, tmp_path / "record.pt")
+    run_ranks(Path(__file__).with_name("lora_sync_job.py"), folder, tmp_path / "record.pt")
     record = torch.load(tmp_path / "record.pt", weights_only=False)
     worker = roles.make_actor(
         roles.make_config(folder, f"trainer.default_local_dir={tmp_path}", LORA[0]), *roles.ALL

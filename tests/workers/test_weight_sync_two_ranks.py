@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.ranks import torchrun
+from tests.support.ranks import run_ranks
 from tests.workers import roles
 from tests.workers.streamed import FAULTS, NAME
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def record(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = roles.make_folder(tmp_path_factory.mktemp("models"))
-    torchrun(Path(__file__).with_name("sync_job.py"), folder, folder / "record.pt")
+    run_ranks(Path(__file__).with_name("sync_job.py"), folder, folder / "record.pt")
     return torch.load(folder / "record.pt", weights_only=False)
 
 

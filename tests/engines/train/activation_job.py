@@ -1,4 +1,4 @@
-"""Run by torchrun on two ranks: FOLDER of the model, RESULTS to write. The gradients of each way to keep
+"""Run on two ranks: FOLDER of the model, RESULTS to write. The gradients of each way to keep
 activations, over layers that are sharded."""
 
 import sys

@@ -1,4 +1,4 @@
-"""Run by torchrun: FOLDER of a model, RESULTS folder. A step whose loss raises on the last stage; each rank
+"""Run on ranks: FOLDER of a model, RESULTS folder. A step whose loss raises on the last stage; each rank
 writes what it met with, and after how many seconds."""
 
 import sys
@@ -30,9 +30,9 @@ def main():
         met = f"{type(error).__name__}: {error}"
     torch.save((met, time.monotonic() - began), results / f"{dist.get_rank()}.pt")
     if dist.get_rank() == 1:
-        time.sleep(20)  # alive: that its connections close tells the other nothing
+        time.sleep(15)  # alive: that its connections close tells the other nothing
 
 
 if __name__ == "__main__":
-    init_distributed(torch.device("cpu"), timeout_s=10)
+    init_distributed(torch.device("cpu"), timeout_s=6)
     main()

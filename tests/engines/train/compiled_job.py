@@ -1,4 +1,4 @@
-"""Run by torchrun on two ranks: FOLDER of the model, RESULTS to write. Gradients of compiled layers whose
+"""Run on two ranks: FOLDER of the model, RESULTS to write. Gradients of compiled layers whose
 weights are sharded, and that share the tokens of each micro-batch."""
 
 import sys

@@ -1,4 +1,4 @@
-"""Run by torchrun on two ranks: FOLDER of the model, BATCH of ten rows, RESULTS to write."""
+"""Run on two ranks: FOLDER of the model, BATCH of ten rows, RESULTS to write."""
 
 import sys
 from pathlib import Path

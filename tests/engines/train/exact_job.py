@@ -1,4 +1,4 @@
-"""Run by torchrun: FOLDER of two models, RESULTS to write. The exact KL to a reference with the policy's
+"""Run on ranks: FOLDER of two models, RESULTS to write. The exact KL to a reference with the policy's
 layers split, its tokens shared, or neither; each data-parallel rank takes its share of the rows."""
 
 import sys

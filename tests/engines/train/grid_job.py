@@ -1,4 +1,4 @@
-"""Run by torchrun: FOLDER of the model, RESULTS file to write. Training steps under every division of the
+"""Run on ranks: FOLDER of the model, RESULTS file to write. Training steps under every division of the
 ranks, each rank taking its share of the rows."""
 
 import sys

@@ -1,4 +1,4 @@
-"""Run by torchrun on two ranks: FOLDER of a model, SAVED checkpoint of one rank, RESULTS. Trains adapters
+"""Run on two ranks: FOLDER of a model, SAVED checkpoint of one rank, RESULTS. Trains adapters
 under every division of the model; takes over a checkpoint and passes it on."""
 
 import sys

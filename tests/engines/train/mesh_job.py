@@ -1,4 +1,4 @@
-"""Run by torchrun: RESULTS to write. On two ranks all rows are divided over them; on four the layers are
+"""Run on ranks: RESULTS to write. On two ranks all rows are divided over them; on four the layers are
 split over a second dimension of the mesh as well, two by two."""
 
 import sys

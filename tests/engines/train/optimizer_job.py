@@ -1,4 +1,4 @@
-"""Run by torchrun on two ranks: RESULTS to write, FOLDER of a model, SAVED checkpoints of one rank. What
+"""Run on two ranks: RESULTS to write, FOLDER of a model, SAVED checkpoints of one rank. What
 `mesh_job` does, and checkpoints."""
 
 import sys

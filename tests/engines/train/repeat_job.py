@@ -1,4 +1,4 @@
-"""Run by torchrun: FOLDER of the model, RESULTS to write. Three steps with deterministic kernels."""
+"""Run on ranks: FOLDER of the model, RESULTS to write. Three steps with deterministic kernels."""
 
 import sys
 from pathlib import Path

@@ -1,10 +1,11 @@
-"""Run by torchrun: loads a folder without ever holding the whole model, or saves and goes on.
+"""Run on ranks: loads a folder without ever holding the whole model, or saves and goes on.
 
 load SMALL FOLDER RESULTS           what each rank read, held and computes
 save FOLDER SAVED RESULTS           two steps, a checkpoint (at once, and beside training), one more step
 resume FOLDER SAVED RESULTS         the checkpoints of another number of ranks, and the step after
 """
 
+import ctypes
 import sys
 import threading
 import time
@@ -19,6 +20,7 @@ from tandem.models import weight_files
 from tandem.models.parallel import leave_distributed
 from tandem.protocol import DataProto
 
+M_MMAP_THRESHOLD = -3
 PRECISIONS = ("fp64", "fp32")
 MICRO = synthetic.CUTS["three"]
 
@@ -54,6 +56,7 @@ class Watch:
 
 
 def load(small, folder, results):
+    assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1_000_000)  # so that what is freed is given back
     synthetic.make_engine(small, precision="fp64", frozen=True)  # what libraries take at their first use
     bytes_read = 0
     read = weight_files._read

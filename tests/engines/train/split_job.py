@@ -1,4 +1,4 @@
-"""Run by torchrun: FOLDER of models, SAVED by a single rank, RESULTS folder. Training steps with layers split
+"""Run on ranks: FOLDER of models, SAVED by a single rank, RESULTS folder. Training steps with layers split
 over ranks, each data-parallel rank taking its share of the rows."""
 
 import sys

@@ -6,7 +6,7 @@ import synthetic
 import torch
 from activation_job import MODES, OFFLOADS, batch_of, engine_with
 
-from tests.support.ranks import torchrun
+from tests.support.ranks import run_ranks
 
 TOLERANCE = {"fp64": 1e-12, "fp32": 1e-6}
 TWO_RANKS = {"fp64": 1e-9, "fp32": 1e-5}  # sums over ranks are in another order
@@ -26,7 +26,7 @@ def plain(folder):
 @pytest.fixture(scope="module")
 def pair(folder, tmp_path_factory):
     results = tmp_path_factory.mktemp("results") / "record.pt"
-    torchrun(activation_job.__file__, folder, results)
+    run_ranks(activation_job.__file__, folder, results)
     return torch.load(results, weights_only=False)
 
 

@@ -18,7 +18,7 @@ from tandem.models import compiled
 from tandem.models.heads import tiled
 from tandem.models.heads.compiled import token_log_probs
 from tandem.protocol import DataProto, Ragged
-from tests.support.ranks import torchrun
+from tests.support.ranks import run_ranks
 
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-5}
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
@@ -149,7 +149,7 @@ def test_the_heads_tiles(with_entropy):
 @pytest.mark.slow
 def test_two_ranks(folder, plain, tmp_path):
     """Sharded layers, and with Ulysses the exchange of tokens within attention."""
-    torchrun(compiled_job.__file__, folder, tmp_path / "record.pt", timeout=500)
+    run_ranks(compiled_job.__file__, folder, tmp_path / "record.pt", timeout=500)
     wanted, metrics = plain["fp64"]
     engine = synthetic.make_engine(folder)
     engine.train_step(synthetic.make_batch(), LOSS, micro=MICRO)

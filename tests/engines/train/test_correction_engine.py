@@ -1,9 +1,6 @@
 """A rollout correction that is made in the loss gives the gradient and the measures of one that is made
 before the update, whatever the micro-batches and ranks: rejected tokens are in no denominator."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import corrected
@@ -17,6 +14,7 @@ from tandem.observability.metrics import Metrics
 from tandem.protocol import DataProto
 from tandem.workers.correction import KEPT, Correction, correction_columns, without_rejected
 from tandem.workers.losses import ActorLoss
+from tests.support.ranks import run_ranks
 
 JOB = Path(__file__).with_name("correction_job.py")
 ROUNDING = 1e-6  # where the loss is scaled: the model's norms hand gradients on in fp32
@@ -107,13 +105,7 @@ def test_a_loss_without_rejection_is_left_as_it_is():
 def test_two_ranks_are_as_one(engine, batch, folder, tmp_path):
     rows, results = tmp_path / "batch.pt", tmp_path / "record.pt"
     batch.save(rows)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*launcher, str(JOB), str(folder), str(rows), str(results)],
-        env=environment, capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_ranks(JOB, folder, rows, results)
     found = torch.load(results, weights_only=False)
     assert len(found) == 8
     for (name, share), (gradient, metrics) in found.items():

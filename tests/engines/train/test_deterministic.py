@@ -14,7 +14,7 @@ from tandem.engines.train.deterministic import deterministic_kernels, prepare
 from tandem.engines.train.options import check_options
 from tandem.errors import ConfigError, EngineError
 from tandem.protocol import DataProto
-from tests.support.ranks import torchrun
+from tests.support.ranks import run_ranks
 
 EXACT = {"full_determinism": True}
 MICRO = synthetic.CUTS["three"]
@@ -104,7 +104,7 @@ def test_two_runs_on_two_ranks_are_the_same_to_the_bit(folder, tmp_path):
     runs = []
     for name in ("first.pt", "second.pt"):
         results = tmp_path / name
-        torchrun(repeat_job.__file__, folder, results)
+        run_ranks(repeat_job.__file__, folder, results)
         runs.append(torch.load(results))
     first, second = runs
     started = synthetic.weights(synthetic.make_engine(folder, precision="fp32"))

@@ -1,16 +1,12 @@
 """The exact KL on two ranks, however they divide model and tokens, against one rank in this process."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import exact_job as job
 import pytest
 import synthetic
 import torch
 
 from tandem.models.parallel import init_distributed
+from tests.support.ranks import run_ranks
 
 
 @pytest.fixture(scope="module")
@@ -34,17 +30,7 @@ def single(folder):
 
 @pytest.fixture(scope="module")
 def two_ranks(folder):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, str(Path(job.__file__)), str(folder), str(folder / "results.pt")],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_ranks(job.__file__, folder, folder / "results.pt")
     return torch.load(folder / "results.pt", weights_only=False)
 
 

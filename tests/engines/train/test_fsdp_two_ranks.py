@@ -1,4 +1,4 @@
-"""FSDP on two ranks, started by torchrun as a user would, against one rank in this process."""
+"""FSDP on two ranks, against one rank in this process."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 import synthetic
 import torch
 
-from tests.support.ranks import torchrun
+from tests.support.ranks import run_ranks
 
 JOB = Path(__file__).with_name("two_rank_job.py")
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-5}
@@ -48,7 +48,7 @@ def results(folder, single, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pair(folder, single, results):
-    torchrun(JOB, folder, single["saved"], results)
+    run_ranks(JOB, folder, single["saved"], results)
     return torch.load(results / "record.pt", weights_only=False)
 
 

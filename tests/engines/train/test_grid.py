@@ -1,4 +1,4 @@
-"""Sequence parallel and hybrid sharding on two and four ranks, started by torchrun, against one rank in this
+"""Sequence parallel and hybrid sharding on two and four ranks, against one rank in this
 process."""
 
 from pathlib import Path
@@ -11,7 +11,7 @@ from tandem.engines.weight_sync import digest
 from tandem.errors import ModelError
 from tandem.models.collectives import CollectiveMeter
 from tandem.models.sequence_parallel import SequenceSplit
-from tests.support.ranks import torchrun
+from tests.support.ranks import run_ranks
 
 JOB = Path(__file__).with_name("grid_job.py")
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-5}
@@ -38,7 +38,7 @@ def single(folder):
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def record(folder, tmp_path_factory, request):
     results = tmp_path_factory.mktemp("grid") / "record.pt"
-    torchrun(JOB, folder, results, ranks=request.param, timeout=400)
+    run_ranks(JOB, folder, results, ranks=request.param, timeout=400)
     return torch.load(results, weights_only=False)
 
 

@@ -1,5 +1,5 @@
-"""Adapters in the training engine: at one rank against weights merged by hand, on two ranks, started by
-torchrun, against one."""
+"""Adapters in the training engine: at one rank against weights merged by hand, on two ranks
+against one."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from tandem.engines.train.module import unsharded_module
 from tandem.engines.weight_sync import digest
 from tandem.errors import CheckpointError, ConfigError, EngineError
 from tandem.models import lora
-from tests.support.ranks import torchrun
+from tests.support.ranks import run_ranks
 
 JOB = Path(__file__).with_name("lora_job.py")
 ONE = ("policy", 1, -1, 1)
@@ -285,7 +285,7 @@ def test_parameters_have_no_memory_until_they_are_sharded(folder):
 def job(folder, saved, tmp_path_factory):
     results = tmp_path_factory.mktemp("lora")
     lora_models.peft_folder(folder, results / "adapter")
-    torchrun(JOB, folder, saved, results)
+    run_ranks(JOB, folder, saved, results)
     return results, torch.load(results / "record.pt", weights_only=False)
 
 

@@ -14,7 +14,7 @@ from tandem.engines.train.muon import orthogonalised
 from tandem.engines.train.optimizers import build_optimizers, weight_kinds
 from tandem.errors import CheckpointError, ConfigError
 from tandem.models.collectives import CollectiveMeter
-from tests.support.ranks import torchrun
+from tests.support.ranks import run_ranks
 
 JOBS = {2: "optimizer_job.py", 4: "mesh_job.py"}
 CHOICES = tuple(optimizer_case.CHOICES)
@@ -42,7 +42,7 @@ def many(request, folder, single, tmp_path_factory):
     results = tmp_path_factory.mktemp("results")
     job = Path(__file__).with_name(JOBS[request.param])
     arguments = (folder, single[0]) if request.param == 2 else ()
-    torchrun(job, results, *arguments, ranks=request.param)
+    run_ranks(job, results, *arguments, ranks=request.param)
     return request.param, torch.load(results / "record.pt", weights_only=False), results
 
 

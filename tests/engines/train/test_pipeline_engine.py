@@ -1,5 +1,5 @@
-"""Layers in stages, alone and with FSDP, tensor and sequence parallelism, on two and four ranks started by
-torchrun, against one rank in this process."""
+"""Layers in stages, alone and with FSDP, tensor and sequence parallelism, on two and four ranks,
+against one rank in this process."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ import synthetic
 import torch
 
 from tandem.engines.weight_sync import digest
-from tests.support.ranks import torchrun
+from tests.support.ranks import run_ranks
 
 HERE = Path(__file__).parent
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-5}
@@ -65,7 +65,7 @@ def saved(models, tmp_path_factory):
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def job(models, saved, tmp_path_factory, request):
     results = tmp_path_factory.mktemp("stages")
-    torchrun(HERE / "pipeline_job.py", models, saved[0], results, ranks=request.param, timeout=500)
+    run_ranks(HERE / "pipeline_job.py", models, saved[0], results, ranks=request.param, timeout=500)
     cases = pipeline_models.CASES if request.param == 2 else pipeline_models.ON_FOUR
     return results, torch.load(results / "record.pt", weights_only=False), cases
 
@@ -210,7 +210,7 @@ def test_what_cannot_be_done_is_refused_on_all_ranks(job):
 
 
 def test_a_stage_that_fails_ends_the_others_in_limited_time(models, tmp_path):
-    torchrun(HERE / "broken_stage_job.py", models / "qwen2", tmp_path)
+    run_ranks(HERE / "broken_stage_job.py", models / "qwen2", tmp_path)
     (first, waited), (last, _) = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in (0, 1))
     assert last == "DataError: the loss does not like it"
     assert first.startswith(("RuntimeError", "DistBackendError", "TimeoutError")) and waited < 60

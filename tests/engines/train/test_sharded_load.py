@@ -10,7 +10,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from tandem.protocol import DataProto
-from tests.support.ranks import torchrun
+from tests.support.ranks import run_ranks
 
 JOB = Path(__file__).with_name("sharded_job.py")
 LARGE = {
@@ -24,7 +24,6 @@ LARGE = {
     "tie_word_embeddings": True,
 }
 TOLERANCE = {"fp64": 1e-12, "fp32": 1e-6}
-FREED = {"MALLOC_MMAP_THRESHOLD_": "1000000"}  # so that what is freed is given back
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +37,7 @@ def large_folder(tmp_path_factory):
 
 
 def test_no_rank_holds_more_than_its_half(folder, large_folder, tmp_path):
-    torchrun(JOB, "load", folder, large_folder, tmp_path, **FREED)
+    run_ranks(JOB, "load", folder, large_folder, tmp_path)
     first, second = (torch.load(tmp_path / f"rank_{rank}.pt") for rank in (0, 1))
     stored = {}
     for file in large_folder.glob("*.safetensors"):
@@ -69,7 +68,7 @@ def test_no_rank_holds_more_than_its_half(folder, large_folder, tmp_path):
 def saved(folder, tmp_path_factory, request):
     """Checkpoints of several ranks after two steps, and what their third step made of them."""
     path = tmp_path_factory.mktemp("ranks")
-    torchrun(JOB, "save", folder, path, path, ranks=request.param, **FREED)
+    run_ranks(JOB, "save", folder, path, path, ranks=request.param)
     return path
 
 
@@ -87,7 +86,7 @@ def test_what_is_written_beside_training_is_the_state_when_it_began(saved):
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 1])
 def test_they_go_on_at_fewer(folder, saved, tmp_path, ranks):
-    torchrun(JOB, "resume", folder, saved, tmp_path, ranks=ranks, **FREED)
+    run_ranks(JOB, "resume", folder, saved, tmp_path, ranks=ranks)
     wanted = torch.load(saved / "saved.pt")
     found = torch.load(tmp_path / f"resumed_{ranks}.pt")
     for precision, tolerance in TOLERANCE.items():

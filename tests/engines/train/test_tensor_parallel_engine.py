@@ -1,4 +1,4 @@
-"""Layers split over ranks, alone and under FSDP, on two and four ranks started by torchrun, against one rank
+"""Layers split over ranks, alone and under FSDP, on two and four ranks, against one rank
 in this process."""
 
 from pathlib import Path
@@ -9,7 +9,7 @@ import synthetic
 import torch
 
 from tandem.engines.weight_sync import digest
-from tests.support.ranks import torchrun
+from tests.support.ranks import run_ranks
 
 JOB = Path(__file__).with_name("split_job.py")
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-5}
@@ -52,7 +52,7 @@ def saved(models, tmp_path_factory):
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def job(models, saved, tmp_path_factory, request):
     results = tmp_path_factory.mktemp("split")
-    torchrun(JOB, models, saved[0], results, ranks=request.param, timeout=500)
+    run_ranks(JOB, models, saved[0], results, ranks=request.param, timeout=500)
     return results, torch.load(results / "record.pt", weights_only=False)
 
 

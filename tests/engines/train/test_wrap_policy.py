@@ -10,7 +10,7 @@ from tandem.config.fsdp import FSDPConfig
 from tandem.engines.rollout.borrowed import borrowed
 from tandem.engines.rollout.native.fused import why_not_fused
 from tandem.errors import ConfigError
-from tests.support.ranks import torchrun
+from tests.support.ranks import run_ranks
 
 RANKS = 1e-9  # sums over ranks are in another order
 
@@ -23,7 +23,7 @@ def untied(tmp_path_factory):
 @pytest.fixture(scope="module")
 def pair(untied, tmp_path_factory):
     results = tmp_path_factory.mktemp("pair") / "record.pt"
-    torchrun(wrap_job.__file__, untied, results)
+    run_ranks(wrap_job.__file__, untied, results)
     return torch.load(results, weights_only=False)
 
 

@@ -1,4 +1,4 @@
-"""Run by torchrun on two ranks: FOLDER of the model, SAVED by a single rank, RESULTS to write."""
+"""Run on two ranks: FOLDER of the model, SAVED by a single rank, RESULTS to write."""
 
 import itertools
 import sys

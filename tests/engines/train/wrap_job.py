@@ -1,4 +1,4 @@
-"""Run by torchrun on two ranks: FOLDER of the model, RESULTS to write. Training with each choice of units,
+"""Run on two ranks: FOLDER of the model, RESULTS to write. Training with each choice of units,
 with layers that run again in the backward pass and without."""
 
 import sys

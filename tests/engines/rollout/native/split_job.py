@@ -1,4 +1,4 @@
-"""Run by torchrun: CASES (models, requests, options), RESULTS to write. Every rank writes its samples."""
+"""Run on ranks: CASES (models, requests, options), RESULTS to write. Every rank writes its samples."""
 
 import sys
 from pathlib import Path

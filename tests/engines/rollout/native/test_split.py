@@ -1,4 +1,4 @@
-"""The native engine with its layers split over two ranks (gloo, torchrun), against one."""
+"""The native engine with its layers split over two ranks (gloo), against one."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from tandem.engines.rollout.native.runner import make_runner
 from tandem.engines.rollout.native.split import LayerSplit
 from tandem.errors import ConfigError, EngineError
 from tandem.protocol import Request, SamplingParams
-from tests.support.ranks import torchrun
+from tests.support.ranks import run_ranks
 
 JOB = Path(__file__).with_name("split_job.py")
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5}
@@ -46,7 +46,7 @@ def cases(tiny):
 def ranks(cases, tmp_path_factory):
     folder = tmp_path_factory.mktemp("split")
     torch.save(cases, folder / "cases.pt")
-    torchrun(JOB, folder / "cases.pt", folder)
+    run_ranks(JOB, folder / "cases.pt", folder)
     return [torch.load(folder / f"rank_{rank}.pt", weights_only=False) for rank in range(2)]
 
 

@@ -1,0 +1,109 @@
+"""Python processes that begin with PyTorch, Ray and Tandem imported.
+
+A new process spends about twenty seconds on imports. Here one server per test process makes them once, and
+forks itself for each program that it is asked to run: with a process id, memory, signals and an exit of its
+own, and every library fresh as after its import. A test of what is read at the start of a process (MALLOC_…),
+of the imports themselves, or of a whole session's processes starts a cold Python.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from tests.support import warm_server
+
+START_LIMIT_S = 240.0
+
+
+@cache
+def server() -> Path:
+    """The socket of this test process's server, started by the first who asks."""
+    folder = tempfile.TemporaryDirectory(prefix="warm-")
+    atexit.register(folder.cleanup)
+    path = Path(folder.name, "socket")
+    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    process = subprocess.Popen(
+        [sys.executable, warm_server.__file__, path], stdin=subprocess.PIPE, env=os.environ | own
+    )
+    atexit.register(process.wait)  # called last first
+    atexit.register(process.stdin.close)  # type: ignore[union-attr]
+    deadline = time.monotonic() + START_LIMIT_S
+    while not path.exists():
+        assert process.poll() is None and time.monotonic() < deadline, "the server did not start"
+        time.sleep(0.05)
+    return path
+
+
+class WarmProcess(subprocess.Popen[Any]):
+    """`subprocess.Popen([sys.executable, …])`, forked by the server. Of Popen's options those for streams,
+    `cwd`, `env` and `start_new_session` are heeded."""
+
+    def _execute_child(self, args: Any, *more: Any) -> None:
+        cwd, env = more[4:6]
+        streams, start_new_session = more[9:15], more[20]
+        child_ends = [end if end != -1 else own for own, end in enumerate(streams[i] for i in (0, 3, 5))]
+        self._line = warm_server.ask(
+            server(),
+            {
+                "words": [str(word) for word in args[1:]],
+                "cwd": str(cwd or Path.cwd()),
+                "env": {name: str(value) for name, value in (os.environ if env is None else env).items()},
+                "session": bool(start_new_session),
+            },
+            child_ends,
+        )
+        self._answers = self._line.makefile("r")
+        self.pid = int(self._answers.readline())
+        self._child_created = True
+        self._close_pipe_fds(*streams)  # type: ignore[attr-defined]
+
+    def _try_wait(self, wait_flags: int) -> tuple[int, int]:
+        """As waitpid: zeros while it runs."""
+        self._line.settimeout(0 if wait_flags & os.WNOHANG else None)
+        try:
+            seen = self._line.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return 0, 0
+        self._line.settimeout(None)
+        status = int(self._answers.readline()) if seen else 9  # without its server
+        return self.pid, status
+
+    def _internal_poll(self, *_: Any, **__: Any) -> int | None:
+        if self.returncode is None:
+            pid, status = self._try_wait(os.WNOHANG)
+            if pid:
+                self._handle_exitstatus(status)  # type: ignore[attr-defined]
+        return self.returncode
+
+
+def run(command: list[Any], *, timeout: float = 120, **options: Any) -> subprocess.CompletedProcess[str]:
+    """`subprocess.run(…, capture_output=True, text=True, check=False)`."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with WarmProcess(command, **(pipes | options)) as process:
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def warm_ray() -> None:
+    """Ray that this process starts from now on forks its workers from the server."""
+    services: Any = import_module("ray._private.services")
+    stand_in = server().with_name("python")
+    if not stand_in.exists():
+        stand_in.write_text(f"#!{sys.executable} -ISs\n{Path(warm_server.__file__).read_text()}")
+        stand_in.chmod(0o755)
+    services.sys = SimpleNamespace(**(vars(sys) | {"executable": str(stand_in)}))
