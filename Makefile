@@ -9,7 +9,7 @@ DEV := .venv/.dev-installed
 TORCH := torch==2.13.0
 TRANSFORMERS := transformers>=5.16.1,<5.20
 
-.PHONY: demo test lint format test-slow test-vllm test-verl stress bench peers clean help
+.PHONY: demo test lint format test-full test-vllm test-verl stress bench peers clean help
 
 help: ## the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -34,8 +34,8 @@ format: $(DEV) ## sort imports and lay the code out
 	$(BIN)/ruff check --select I --fix .
 	$(BIN)/ruff format .
 
-test-slow: $(DEV) ## the long tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "slow and not gpu" $(ARGS)
+test-full: lint ## everything that needs neither a GPU nor a peer: what `make test` runs, and the long tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "not gpu and not vllm and not verl" $(ARGS)
 
 test-vllm: .peers/vllm/.tandem-installed ## the tests of the vLLM engine, in an environment of its own
 	OMP_NUM_THREADS=2 .peers/vllm/bin/python -m pytest -q -m vllm tests/engines/rollout tests/workers $(ARGS)

@@ -27,7 +27,7 @@ from docs.entries import FOLDER, ROOT, Entry
 PAGE = "tests.md"
 
 _MARK = "mark.equation("
-_ELSEWHERE = {"gpu": "on a GPU", "slow": "in `make test-slow`"}
+_ELSEWHERE = {"gpu": "on a GPU", "slow": "in `make test-full`"}
 """Marks of tests that `make test` leaves out, and where they run."""
 
 _COLLECTS_WITHIN_S = 240
