@@ -17,9 +17,10 @@ from typing import Any
 
 LENGTH = 8
 IMPORTED = (  # not Ray, whose settings are read from the environment while it is imported
-    "tandem.trainer.build",
-    "tandem.trainer.rm",
-    "tandem.trainer.sft",
+    "tandem.trainer.assembly",
+    "tandem.trainer.supervised",
+    "tandem.workers.actor",
+    "tandem.workers.critic",
     "transformers.models.qwen2.modeling_qwen2",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
