@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from xdist.scheduler.loadscope import LoadScopeScheduling
 
+from tests.support.warm import warm_ray
+
 if not Path("/dev/nvidiactl").exists():  # Triton asks when it is first imported, which transformers does
     os.environ["TRITON_INTERPRET"] = "1"
 
@@ -32,7 +34,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneRayAtATim
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
-    """A Ray of this test process's own, for all its tests."""
+    """A Ray of this test process's own, for all its tests, whose workers begin warm."""
+    warm_ray()
     import_module("tandem.runtime.ray_backend.cluster").connect(None, temp_dir=None, object_store_gb=1.0)
     yield
     import_module("ray").shutdown()
