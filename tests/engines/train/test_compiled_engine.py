@@ -26,7 +26,7 @@ MICRO, LOSS = synthetic.CUTS["three"], synthetic.SyntheticLoss()
 CPU = torch.device("cpu")
 WAYS = [
     *(("fp64", mode, offload) for mode in MODES for offload in OFFLOADS),
-    ("fp32", "full", "none"),
+    pytest.param("fp32", "full", "none", marks=pytest.mark.slow),
     ("fp32", "none", "copied"),
 ]
 MOST_GRAPHS = 16
