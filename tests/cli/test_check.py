@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 from tandem.cli.main import main
 from tandem.config.load import load_train_config
 from tandem.trainer.control import Probe, controlled
+from tests.support import warm
 from tests.support.runs import Lab, lab
 
 __all__ = ["lab"]
@@ -141,14 +141,11 @@ def test_a_probe_is_at_its_floor_if_both_values_and_their_difference_are() -> No
 @pytest.mark.e2e
 def test_check_run_as_a_command(lab: Lab, tmp_path: Path) -> None:
     words = lab.overrides(tmp_path / "run")
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, "-m", "tandem", "check", "--run", *words, HF],
         cwd=tmp_path,
         env={"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1", "PATH": ""},
-        capture_output=True,
-        text=True,
         timeout=240,
-        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("rollout and training agree\n")

@@ -1,4 +1,4 @@
-"""A run on Ray as a process of its own, what it is made of, and ways to harm it."""
+"""A run on Ray as a process of its own, whose workers start cold; what it is made of, and ways to harm it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 
 from tandem.observability.files import whole_lines
 from tests.e2e.shop import SOURCES, Shop
+from tests.support.warm import WarmProcess
 
 ESTIMATOR = """
 import time
@@ -90,7 +91,7 @@ class RayRun:
         processes = folder / "log" / "processes.json"
         processes.unlink(missing_ok=True)
         own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SOURCES), **environment}
-        process = subprocess.Popen(
+        process = WarmProcess(
             [sys.executable, "-m", "tandem", "train", *words],
             cwd=folder.parent,
             env=os.environ | own,

@@ -16,6 +16,7 @@ from tandem.trainer.assembly import build_ppo
 from tandem.trainer.ppo import PPOTrainer
 from tests.support.runs import Finished
 from tests.support.tiny import make_model, write_problems
+from tests.support.warm import WarmProcess
 
 DOCUMENT: dict[str, Any] = {
     "algorithm.adv_estimator": "grpo",
@@ -143,8 +144,8 @@ SOURCES = Path(__file__).parents[2]
 def start(
     words: list[str], cwd: Path, *, program: str = "train", stdin: int | None = None
 ) -> subprocess.Popen[str]:
-    """`python -m tandem train …` as a process of its own, on one thread."""
-    return subprocess.Popen(
+    """`python -m tandem train …` as a process of its own, on one thread, its imports made."""
+    return WarmProcess(
         [sys.executable, "-m", "tandem", program, *words],
         cwd=cwd,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SOURCES)},

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tandem.observability.files import whole_lines
+from tests.support.warm import WarmProcess
 
 LIMIT_S = 120.0
 
@@ -23,7 +24,7 @@ def kill_half_way(words: Sequence[str], journal: Path, pieces: int) -> int:
     Raises:
         AssertionError: the process ended by itself, or the pieces did not come.
     """
-    process = subprocess.Popen(
+    process = WarmProcess(
         [sys.executable, "-m", "tandem", *words],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
