@@ -19,7 +19,7 @@ _ENTRY = re.compile(r"(\w+(?:, \w+)*): (.+)")
 
 @dataclass
 class Docstring:
-    """What a docstring says.
+    """A docstring taken apart.
 
     Attributes:
         summary: its first paragraph, one line.

@@ -21,12 +21,12 @@ MODULES = (
     *(module.name for module in pkgutil.walk_packages(tandem.algorithms.__path__, "tandem.algorithms.")),
     "tandem.models.heads.exact",
 )
-"""Where algorithms are."""
+"""The modules that hold algorithms."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What a page is about.
+    """An algorithm that has a page.
 
     Attributes:
         kind: what it is.
@@ -48,18 +48,18 @@ class Entry:
 
     @property
     def path(self) -> str:
-        """Of its page, below docs/algorithms."""
+        """The page's, below docs/algorithms."""
         return f"{self.kind.folder}/{self.name}.md"
 
 
 def _contents() -> Iterator[Any]:
-    """What the modules hold, module by module."""
+    """The contents of all modules, one module after the other."""
     for module in MODULES:
         yield from vars(importlib.import_module(module)).values()
 
 
 def registries() -> list[Registry[Any]]:
-    """All that there are, in the order of KINDS."""
+    """The registries of the modules, in the order of KINDS."""
     found = {id(value): value for value in _contents() if isinstance(value, Registry)}
     return sorted(found.values(), key=lambda registry: list(KINDS).index(kind_of(registry)))
 

@@ -35,7 +35,7 @@ _COLLECTS_WITHIN_S = 240
 
 @dataclass(frozen=True)
 class Check:
-    """That a test looks at an algorithm; once for each of its parameters.
+    """A test of an algorithm, with one set of its parameters.
 
     Attributes:
         page: as the mark names it.
@@ -82,7 +82,7 @@ def checks_of(item: pytest.Item) -> Iterator[Check]:
 
 
 def collected(folder: Path = ROOT / "tests") -> list[Check]:
-    """What the tests of a folder check, by pytest's own collection in a process of its own.
+    """The checks of a folder's tests, by pytest's own collection in a process of its own.
 
     Raises:
         RuntimeError: the tests cannot be collected; with pytest's words.

@@ -12,7 +12,7 @@ import importlib
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +31,13 @@ _PAPER = re.compile(r"([^;]*?\d{4}\b(?: \([^)]*\))?)[^;]*?(https?://[^\s,;]+[^\s
 
 
 def option_key(kind: Kind, option: str) -> str:
-    """Where an option is set: at a key of its own, or among those given by name."""
+    """The key that sets an option: one of its own, or one among those given by name."""
     own = (f"{section}.{option}" for section in kind.sections)
     return next((name for name in own if name in keys(TrainConfig)), f"{kind.by_name}.{option}")
 
 
 def default_of(name: str, declared: Any) -> Any:
-    """What a run takes that sets no option: the key's default, else what the signature declares."""
+    """The value of an option that a run does not set: the key's default, else the signature's."""
     key = keys(TrainConfig).get(name)
     while key is not None and key.inherits is not None:
         key = keys(TrainConfig)[key.inherits]
@@ -58,7 +58,7 @@ def page(entry: Entry) -> str:
     config = list(_config(entry))
     parts += ["## Config", *config] if config else []
     if entry.spec and entry.spec.columns:
-        parts += ["## What it reads", _columns(entry.spec)]
+        parts += ["## What it reads", _columns(entry.spec, entry.said.arguments)]
     if said.returns and entry.spec:
         parts += [_sentence(f"Returns {said.returns[0].lower()}{said.returns[1:]}")]
     if "Watch" in labelled:
@@ -125,9 +125,12 @@ def _meaning(name: str) -> str:
     return (key.info.description or "") if key else "as in the equation"
 
 
-def _columns(spec: Spec) -> str:
+def _columns(spec: Spec, own: Mapping[str, str]) -> str:
+    """The registry's words for each column, and the docstring's own beside them, if it has any."""
     rows = [("column", "shape and meaning")]
-    rows += [(f"`{name}`", spec.known_columns[name]) for name in spec.columns]
+    for name in spec.columns:
+        note = f"; {own[name].rstrip('.')}" if name in own else ""
+        rows.append((f"`{name}`", f"{spec.known_columns[name]}{note}"))
     return _table(rows)
 
 
@@ -171,7 +174,7 @@ def level_of(entry: Entry) -> str:
 
 
 def needs(spec: Spec) -> str:
-    """What a run must have for an algorithm, in words."""
+    """The things that a run must have for an algorithm, in words."""
     return ", ".join(NEEDS[name] for name in spec.columns if name in NEEDS)
 
 
@@ -194,7 +197,7 @@ def _table(rows: list[tuple[str, ...]]) -> str:
 
 
 def pages() -> dict[str, str]:
-    """All pages but that of the tests, by path below docs/algorithms."""
+    """The pages by path below docs/algorithms, but for that of the tests."""
     found = list(entries())
     return {entry.path: page(entry) for entry in found} | {"README.md": index(found)}
 

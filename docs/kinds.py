@@ -1,4 +1,4 @@
-"""What the pages must know besides docstrings and signatures: which keys ask for an algorithm."""
+"""The keys that ask for an algorithm, which its docstring and its signature do not tell."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ NEEDS = {
 
 
 OTHER = Kind("part of the loop", "parts")
-"""What is not one of several to choose from."""
+"""Parts that are not one of several to choose from."""
 
 EXACT_KL = Kind(
     "exact KL",
@@ -127,4 +127,4 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
         "reward_model.overlong_buffer.len": 4096,
     },
 }
-"""What must be set besides the name, or instead of one, by folder and name."""
+"""The keys to set besides the name, or instead of one, by folder and name."""

@@ -1,4 +1,4 @@
-"""What an algorithm does with a small batch: whether it looks at tokens, sequences or the whole batch."""
+"""An algorithm's reach, found on a small batch: whether it looks at tokens, sequences or the whole batch."""
 
 from __future__ import annotations
 

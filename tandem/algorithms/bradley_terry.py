@@ -9,7 +9,7 @@ from torch.nn.functional import logsigmoid
 def bradley_terry_loss(
     chosen: Tensor, rejected: Tensor, margin: Tensor, *, center_coefficient: float = 0.0
 ) -> Tensor:
-    """How surprising it is, under the Bradley-Terry model of preferences, that the chosen answer won.
+    """The surprise, under the Bradley-Terry model of preferences, that the chosen answer won.
 
         l = -log(sigmoid(r_chosen - r_rejected - margin)) + c * (r_chosen + r_rejected)**2
 

@@ -1,4 +1,4 @@
-"""What the scores of n responses to each problem say about a model: pass@k, maj@k, and how sure that is.
+"""The scores of n responses to each problem, summed up: pass@k, maj@k, and how sure they are.
 
 Shapes: P problems.
 """
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 Votes = tuple[tuple[int, float], ...]
-"""Of each answer, how many gave it and which share of them is right."""
+"""Pairs of how many gave an answer and which share of them is right."""
 
 _RESAMPLED_NUMBERS = 1 << 22
 """Numbers drawn at a time, to keep the memory small."""

@@ -11,7 +11,7 @@ from tandem.algorithms.masked import segment_sum
 
 
 class GroupStatistics(NamedTuple):
-    """Of each sequence's group; all (B).
+    """The statistics of each sequence's group; all (B).
 
     Attributes:
         mean: zero for a group of one.
@@ -56,7 +56,7 @@ def group_sum(values: Tensor, group: Tensor) -> Tensor:
 
 
 class BestTwo(NamedTuple):
-    """Of each group that has members.
+    """The two best of each group that has members.
 
     Attributes:
         best: int64, which sequence has the greatest score; the first of several.

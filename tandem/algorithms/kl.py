@@ -45,7 +45,7 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
 
 
 class PenalisedRewards(NamedTuple):
-    """What `apply_kl_penalty` returns.
+    """Rewards less the KL penalty.
 
     Attributes:
         token_level_rewards: (N).
@@ -123,7 +123,7 @@ class FixedKLController:
         """Does nothing; a fixed coefficient does not answer to the KL."""
 
     def state_dict(self) -> dict[str, float]:
-        """Nothing: the config says the coefficient, at a resume too."""
+        """An empty state: the config says the coefficient, at a resume too."""
         return {}
 
     def load_state_dict(self, state: dict[str, float]) -> None:

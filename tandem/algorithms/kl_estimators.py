@@ -27,10 +27,6 @@ def k1(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     Watch: `actor/kl_in_reward` the mean that the adaptive coefficient steers; `actor/kl` as a loss.
     Cost: one forward of the reference.
 
-    Args:
-        log_probs: (N) nats; the gradient flows through it.
-        ref_log_probs: (N) nats.
-
     Returns:
         (N) nats.
 
@@ -51,10 +47,6 @@ def absolute(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     Watch: `actor/kl` well above what k3 would show; it does not go to zero with the square.
     Cost: one forward of the reference.
 
-    Args:
-        log_probs: (N) nats; the gradient flows through it.
-        ref_log_probs: (N) nats.
-
     Returns:
         (N) nats, not negative.
 
@@ -74,10 +66,6 @@ def k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     When to use: as a loss: the mean of its gradient on the policy's own samples is the gradient of the KL.
     Watch: `actor/kl`; it overstates the KL where the policies are far apart.
     Cost: one forward of the reference.
-
-    Args:
-        log_probs: (N) nats; the gradient flows through it.
-        ref_log_probs: (N) nats.
 
     Returns:
         (N) nats squared, not negative.
@@ -100,10 +88,6 @@ def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     Watch: `actor/kl`; tokens that the reference finds far likelier than the policy are cut at 10.
     Cost: one forward of the reference.
 
-    Args:
-        log_probs: (N) nats; the gradient flows through it.
-        ref_log_probs: (N) nats.
-
     Returns:
         (N) nats, not negative.
 
@@ -115,7 +99,7 @@ def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
 
 
 def straight_through(values: Tensor, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """Given estimates with the gradient of k2, x d log_probs, whose mean on the policy's own samples is the
+    """Estimates with the gradient of k2, x d log_probs, whose mean on the policy's own samples is the
     gradient of the KL, whatever the estimates are.
 
     Args:

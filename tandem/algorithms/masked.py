@@ -60,7 +60,7 @@ def total(values: Tensor) -> Tensor:
 
 
 def _numpy_can(values: Tensor) -> bool:
-    """Whether NumPy, whose loops over runs are several times faster than PyTorch's, can stand in."""
+    """True where NumPy can stand in, whose loops over runs are several times faster than PyTorch's."""
     return values.device.type == "cpu" and not values.requires_grad and values.dtype != torch.bfloat16
 
 

@@ -1,4 +1,4 @@
-"""What estimators share whose advantage is one number per sequence, from its total reward.
+"""Total rewards of sequences, and advantages that are one number per sequence.
 
 Shapes: N tokens of all sequences together, B sequences.
 """

@@ -6,8 +6,10 @@ keyword-only parameters are options (numbers, bools, strings, tuples of numbers)
     @register_advantage("mean_baseline")
     def mean_baseline(token_level_rewards, response_mask, offsets, *, scale=1.0): ...
 
-The loop reads the declaration and provides what it names. A user's own function needs no
-registration: its name in the config is `path/to/file.py:function` or `package.module:function`.
+The loop reads the declaration and provides what it names; `known_columns` of its kind says what each column
+is and has which shape, so that docstrings say of a column only what is its function's own. A user's own
+function needs no registration: its name in the config is `path/to/file.py:function` or
+`package.module:function`.
 
 Shapes: N tokens of all sequences together, B sequences.
 """
@@ -31,7 +33,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Selection(Protocol):
-    """What chooses the `selected_tokens` of a policy loss; see `tandem.algorithms.selection`."""
+    """The choice of a policy loss's `selected_tokens`; see `tandem.algorithms.selection`."""
 
     @property
     def name(self) -> str: ...
@@ -50,7 +52,7 @@ SELECTIONS: dict[Callable[..., Any], Selection] = {}
 
 
 class Advantages(NamedTuple):
-    """What an estimator returns; both (N), zero where `response_mask` is false.
+    """An estimator's result; both (N), zero where `response_mask` is false.
 
     Attributes:
         advantages: weights of the policy gradient.
@@ -182,7 +184,7 @@ class PolicyLossSpec(Spec):
 
     @property
     def selection(self) -> Selection | None:
-        """What chooses its `selected_tokens`; its options are among the loss's own."""
+        """The choice of its `selected_tokens`, whose options are among the loss's own."""
         return SELECTIONS.get(self.fn)
 
     def __call__(self, columns: Mapping[str, Tensor], **options: Option) -> tuple[Tensor, dict[str, Tensor]]:

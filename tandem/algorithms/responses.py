@@ -33,7 +33,7 @@ class Responses:
 
     @classmethod
     def of(cls, mask: Tensor, offsets: Tensor) -> Responses:
-        """Those of a mask (N) over sequences."""
+        """The response tokens of a mask (N) over sequences."""
         offsets = offsets.to(mask.device)
         outside = ~mask
         if _in_one_run(mask, outside, offsets):
@@ -72,7 +72,7 @@ class Responses:
 
 
 def _in_one_run(mask: Tensor, outside: Tensor, offsets: Tensor) -> bool:
-    """Whether no sequence has a token outside the mask between two inside."""
+    """True where no sequence has a token outside the mask between two inside."""
     begins = mask.clone()
     begins[1:] &= outside[:-1]
     starts = offsets[:-1][offsets[:-1] < len(mask)]

@@ -1,4 +1,4 @@
-"""What the policy losses share: the ratio of the two policies, and PPO's clipped surrogate.
+"""The ratio of the two policies and PPO's clipped surrogate, which policy losses share.
 
 Shapes: N tokens of all sequences together.
 """
@@ -17,7 +17,7 @@ _MOST = 20.0
 
 
 class Surrogate(NamedTuple):
-    """What `clipped_surrogate` returns; both (N).
+    """Losses clipped as PPO's are; both (N).
 
     Attributes:
         losses: carry the gradient.

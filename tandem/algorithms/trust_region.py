@@ -1,4 +1,7 @@
-"""What the losses of the DPPO family share. Shapes: N tokens of all sequences together."""
+"""The divergence and the masked policy gradient of the DPPO losses.
+
+Shapes: N tokens of all sequences together.
+"""
 
 from __future__ import annotations
 

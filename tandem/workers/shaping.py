@@ -7,9 +7,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from tandem.algorithms.filtering import groups_with_spread
+from tandem.algorithms.dapo import groups_with_spread, soft_overlong_punishment
 from tandem.algorithms.masked import segment_sum
-from tandem.algorithms.overlong import soft_overlong_punishment
 from tandem.errors import RewardError
 from tandem.protocol import DataProto
 from tandem.runtime import Dispatch, register

@@ -8,9 +8,8 @@ import random
 import pytest
 import torch
 
+from tandem.algorithms.dapo import groups_with_spread, soft_overlong_punishment
 from tandem.algorithms.entropy import AdaptiveEntropyController
-from tandem.algorithms.filtering import groups_with_spread
-from tandem.algorithms.overlong import soft_overlong_punishment
 
 
 def punishment(length: int, limit: int, buffer: int, factor: float) -> float:

@@ -1,4 +1,4 @@
-"""GRPO done right: the group's mean as the baseline, and nothing is divided by."""
+"""Dr. GRPO: the group's mean as the baseline, and no division by a deviation."""
 
 from __future__ import annotations
 
@@ -19,12 +19,6 @@ def dr_grpo(token_level_rewards: Tensor, response_mask: Tensor, offsets: Tensor,
 
     The paper's loss is not divided by the response's length either: set
     `actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm`.
-
-    Args:
-        token_level_rewards: (N).
-        response_mask: (N) bool.
-        offsets: (B+1) int64.
-        group: (B) int64.
 
     Returns:
         The advantages; returns are the same, for no critic is fitted.

@@ -29,10 +29,6 @@ def gae(
         returns_t = A_t + V_t                      (before whitening)
 
     Args:
-        token_level_rewards: (N).
-        values: (N), predicted before each token.
-        response_mask: (N) bool.
-        offsets: (B+1) int64.
         gamma: discount, in [0, 1].
         lam: in [0, 1]; 0 trusts the critic, 1 the rewards.
 

@@ -31,10 +31,6 @@ def gdpo(
         A_it = (S_it - mean) / sqrt(var + 1e-8)
 
     Args:
-        reward_components: (B, K).
-        response_mask: (N) bool.
-        offsets: (B+1) int64.
-        group: (B) int64.
         norm_adv_by_std_in_grpo: whether to divide by the standard deviations.
         epsilon: keeps the quotients finite.
         gdpo_reward_weights: (K); none means 1 for each.

@@ -26,10 +26,6 @@ def gpg(
         A_it = B / (B - M) * (R_i - mean) / f_norm
 
     Args:
-        token_level_rewards: (N).
-        response_mask: (N) bool.
-        offsets: (B+1) int64.
-        group: (B) int64.
         f_norm: divisor of the deviations, the paper's F_norm where that is a constant.
 
     Returns:

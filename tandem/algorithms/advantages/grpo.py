@@ -28,10 +28,6 @@ def grpo(
         A_it = R_i - mean                        (norm_adv_by_std_in_grpo false: as dr_grpo)
 
     Args:
-        token_level_rewards: (N).
-        response_mask: (N) bool.
-        offsets: (B+1) int64.
-        group: (B) int64.
         norm_adv_by_std_in_grpo: whether to divide by the standard deviation.
         epsilon: keeps the quotient finite.
 

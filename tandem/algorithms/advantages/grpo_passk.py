@@ -30,10 +30,6 @@ def grpo_passk(
     Where two are best, the lead is zero. A sample that is alone keeps R_i.
 
     Args:
-        token_level_rewards: (N).
-        response_mask: (N) bool.
-        offsets: (B+1) int64.
-        group: (B) int64.
         norm_adv_by_std_in_grpo: whether to divide by the standard deviation.
         epsilon: keeps the quotient finite.
 

@@ -29,10 +29,7 @@ def maxrl(
     A group without success teaches nothing, its advantages are zero; a sample that is alone keeps R_i.
 
     Args:
-        token_level_rewards: (N), no sequence's total negative.
-        response_mask: (N) bool.
-        offsets: (B+1) int64.
-        group: (B) int64.
+        token_level_rewards: no sequence's total negative.
         epsilon: keeps the quotient finite.
 
     Returns:

@@ -20,12 +20,6 @@ def opo(token_level_rewards: Tensor, response_mask: Tensor, offsets: Tensor, gro
 
         A_it = R_i - sum_j T_j * R_j / sum_j T_j
 
-    Args:
-        token_level_rewards: (N).
-        response_mask: (N) bool.
-        offsets: (B+1) int64.
-        group: (B) int64.
-
     Returns:
         The advantages; returns are the same, for no critic is fitted.
 

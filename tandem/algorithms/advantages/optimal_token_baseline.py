@@ -35,13 +35,6 @@ def optimal_token_baseline(
         A_t = G_t - b_t
 
     Args:
-        token_level_rewards: (N).
-        old_log_probs: (N) nats.
-        sum_pi_squared: (N).
-        response_mask: (N) bool.
-        offsets: (B+1) int64.
-        group: (B) int64.
-        rollout_is_weights: (N) rho; ones without a rollout correction.
         handle_zero_tail: whether b is zero at places where the group has one sample; it always is for a
             sample that is alone in its group.
         epsilon: keeps the quotient finite.
@@ -71,7 +64,7 @@ def tir_optimal_token_baseline(
     handle_zero_tail: bool = True,
     epsilon: float = 1e-8,
 ) -> Advantages:
-    """As `optimal_token_baseline`, with places counted in response tokens only.
+    """The optimal token baseline for several turns, with places counted in response tokens only.
 
     Equation (t the number of response tokens before this one, whatever tools wrote in between; w, W and G as
     in `optimal_token_baseline`):
@@ -80,13 +73,6 @@ def tir_optimal_token_baseline(
         A_t = G_t - b_t
 
     Args:
-        token_level_rewards: (N).
-        old_log_probs: (N) nats.
-        sum_pi_squared: (N).
-        response_mask: (N) bool.
-        offsets: (B+1) int64.
-        group: (B) int64.
-        rollout_is_weights: (N) rho; ones without a rollout correction.
         handle_zero_tail: whether b is zero at places where the group has one sample; it always is for a
             sample that is alone in its group.
         epsilon: keeps the quotient finite.
@@ -112,7 +98,7 @@ def _token_baseline(
     handle_zero_tail: bool,
     epsilon: float,
 ) -> Advantages:
-    """All in float64: sums of many small weights are compared with each other.
+    """Advantages and returns by token, computed in float64: sums of many small weights are compared.
 
     Args:
         columns: rewards, log-probs, sums of squared probabilities, importance weights.
@@ -135,8 +121,8 @@ def _token_baseline(
 
 
 def _places(kept: Tensor, kept_offsets: Tensor, group: Tensor, compact: bool) -> tuple[Tensor, Tensor]:
-    """Per response token, a number for its group and its place in the response, and that of its group's
-    first place."""
+    """A number per response token for its group and its place in the response, and that of its group's first
+    place."""
     lengths = kept_offsets.diff()
     starts = kept_offsets[:-1].repeat_interleave(lengths, output_size=len(kept))
     place = torch.arange(len(kept), device=kept.device) - starts if compact else kept - kept[starts]

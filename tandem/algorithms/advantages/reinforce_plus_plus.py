@@ -24,9 +24,6 @@ def reinforce_plus_plus(
         A_t = (G_t - mean) / sqrt(var + 1e-8)
 
     Args:
-        token_level_rewards: (N).
-        response_mask: (N) bool.
-        offsets: (B+1) int64.
         gamma: discount, in [0, 1].
 
     Returns:
@@ -55,12 +52,6 @@ def reinforce_plus_plus_baseline(
 
         G_it = R_i - mean_group
         A_it = (G_it - mean) / sqrt(var + 1e-8)
-
-    Args:
-        token_level_rewards: (N).
-        response_mask: (N) bool.
-        offsets: (B+1) int64.
-        group: (B) int64.
 
     Returns:
         The advantages; returns are the same, for no critic is fitted.

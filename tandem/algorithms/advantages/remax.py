@@ -21,12 +21,6 @@ def remax(
         G_t = sum_{s >= t} r_s
         A_t = G_t - b
 
-    Args:
-        token_level_rewards: (N).
-        reward_baselines: (B).
-        response_mask: (N) bool.
-        offsets: (B+1) int64.
-
     Returns:
         The advantages A; returns are G.
 

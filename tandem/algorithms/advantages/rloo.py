@@ -20,12 +20,6 @@ def rloo(token_level_rewards: Tensor, response_mask: Tensor, offsets: Tensor, gr
 
     A sample that is alone has no others and keeps R_i.
 
-    Args:
-        token_level_rewards: (N).
-        response_mask: (N) bool.
-        offsets: (B+1) int64.
-        group: (B) int64.
-
     Returns:
         The advantages; returns are the same, for no critic is fitted.
 

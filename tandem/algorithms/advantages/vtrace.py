@@ -35,11 +35,6 @@ def vtrace(
         A_t = rho_t * (r_t + gamma * v_{t+1} - V_t)
 
     Args:
-        token_level_rewards: (N).
-        values: (N), predicted before each token.
-        old_log_probs, rollout_log_probs: (N) nats.
-        response_mask: (N) bool.
-        offsets: (B+1) int64.
         gamma, lam: discount and decay of the trace, in [0, 1]; lam 0 trusts the critic, 1 the rewards.
         rho_bar: bound of the weight of a token's own surprise; it decides what the values converge to.
         c_bar: bound of the weights along the trace, at most rho_bar; it decides how fast.

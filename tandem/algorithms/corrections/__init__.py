@@ -1,4 +1,4 @@
-"""What is done about samples that were drawn with other probabilities than training computes: importance
+"""Corrections of samples that were drawn with other probabilities than training computes: importance
 weights, rejection, and the measures of how far the two are apart. Every module here is imported and
 registers what it defines."""
 

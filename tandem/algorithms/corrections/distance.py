@@ -1,4 +1,4 @@
-"""How far the policy that sampled is from the one that trains, whatever is done about it.
+"""The distance of the policy that sampled from the one that trains, whatever is done about it.
 
 Shapes: N tokens of all sequences together, B sequences.
 """

@@ -54,7 +54,7 @@ class _PerToken(Spec):
 
     @property
     def by_sequence(self) -> bool:
-        """Whether the tokens of a sequence share one number; a user's own is taken for a token's."""
+        """True where the tokens of a sequence share one number; a user's own is taken for a token's."""
         return ":" not in self.name and not self.name.startswith("token")
 
     def __call__(self, columns: Mapping[str, Tensor], **options: Option) -> Tensor:

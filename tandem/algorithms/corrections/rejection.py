@@ -40,12 +40,6 @@ _DOCUMENTATION = """Rejects {what} by {divergence}{over}.
     training have come apart.
     Cost: nothing beside the log-probs.
 
-    Args:
-        old_log_probs: (N) nats.
-        rollout_log_probs: (N) nats.
-        response_mask: (N) bool.
-        offsets: (B+1) int64.
-
     Returns:
         (N) the statistic, a sequence's at each of its tokens.
 
@@ -117,7 +111,7 @@ def rejection_observations(
     upper: float,
     by_sequence: bool,
 ) -> dict[str, Observation]:
-    """What is reported of one mode, `rollout_rs_NAME_...`. Its deviation is of the statistic clamped to the
+    """The report on one mode, `rollout_rs_NAME_...`. Its deviation is of the statistic clamped to the
     bounds, so that a few extreme ones do not hide the rest.
 
     Args:

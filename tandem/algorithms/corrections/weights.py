@@ -25,10 +25,6 @@ def token_weights(old_log_probs: Tensor, rollout_log_probs: Tensor) -> Tensor:
 
         w_t = exp(log pi_old(t) - log pi_rollout(t))
 
-    Args:
-        old_log_probs: (N) nats.
-        rollout_log_probs: (N) nats.
-
     Returns:
         (N) weights.
 
@@ -51,12 +47,6 @@ def sequence_weights(
     Equation (the sum clamped to [-20, 20]):
 
         w_t = exp(sum_s (log pi_old(s) - log pi_rollout(s)))
-
-    Args:
-        old_log_probs: (N) nats.
-        rollout_log_probs: (N) nats.
-        response_mask: (N) bool.
-        offsets: (B+1) int64.
 
     Returns:
         (N) weights, zero outside the mask.
@@ -81,12 +71,6 @@ def geometric_weights(
     Equation (T the response's tokens; the mean clamped to [-20, 20]):
 
         w_t = exp(sum_s (log pi_old(s) - log pi_rollout(s)) / T)
-
-    Args:
-        old_log_probs: (N) nats.
-        rollout_log_probs: (N) nats.
-        response_mask: (N) bool.
-        offsets: (B+1) int64.
 
     Returns:
         (N) weights, zero outside the mask.
@@ -158,7 +142,7 @@ def weight_observations(
     upper: float,
     by_sequence: bool,
 ) -> dict[str, Observation]:
-    """What is reported of importance weights. High and low shares are of the raw weights, low ones those
+    """The report on importance weights. High and low shares are of the raw weights, low ones those
     below `lower`, or 1 / upper where there is none; so are maximum and minimum of a sequence's weight. All
     else is of the bounded ones.
 

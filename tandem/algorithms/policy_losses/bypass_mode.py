@@ -29,9 +29,7 @@ def bypass_mode(
         l = vanilla(log pi, log pi_rollout, A)     (loss_type ppo_clip)
 
     Args:
-        log_probs: (N) nats, carries the gradient.
-        old_log_probs: (N) nats, of the engine that sampled.
-        advantages: (N).
+        old_log_probs: of the engine that sampled.
         loss_type: "ppo_clip" or "reinforce".
         clip_ratio_low, clip_ratio_high, clip_ratio_c: of ppo_clip; see `vanilla`.
 

@@ -33,9 +33,6 @@ def cispo(
     Cost: nothing.
 
     Args:
-        log_probs: (N) nats, carries the gradient.
-        old_log_probs: (N) nats.
-        advantages: (N).
         clip_ratio_low, clip_ratio_high: how far the weight may fall below and rise above one.
 
     Returns:

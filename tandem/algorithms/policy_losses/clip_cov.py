@@ -7,13 +7,12 @@ import math
 import torch
 from torch import Tensor
 
-from tandem.algorithms.covariance import token_covariances
 from tandem.algorithms.registry import register_policy_loss
-from tandem.algorithms.selection import selects_tokens
+from tandem.algorithms.selection import selects_tokens, token_covariances
 from tandem.algorithms.surrogate import clipped_surrogate, log_ratio, require_positive
 
 _SEED = 22617
-"""Of the choice among candidates. One number for all steps: the samples, which it does not know, differ."""
+"""The seed of the choice among candidates. One number serves all steps: the samples differ."""
 
 
 def covariances_between(
@@ -31,9 +30,6 @@ def covariances_between(
     The same columns give the same choice.
 
     Args:
-        old_log_probs: (N) nats.
-        advantages: (N).
-        response_mask: (N) bool.
         clip_cov_ratio: the share of the response tokens to choose, > 0.
         clip_cov_lb, clip_cov_ub: the bounds, nats times the advantages' unit, both exclusive.
 
@@ -86,10 +82,7 @@ def clip_cov(
     Cost: log-probs of the old policy even with one update per batch: a forward without gradient.
 
     Args:
-        log_probs: (N) nats, carries the gradient.
-        old_log_probs: (N) nats.
-        advantages: (N).
-        selected_tokens: (N) bool, chosen by `covariances_between`.
+        selected_tokens: chosen by `covariances_between`.
         clip_ratio_low, clip_ratio_high: how far the ratio may fall below and rise above one.
 
     Returns:

@@ -19,7 +19,7 @@ def dppo_kl(
     clip_ratio_high: float = 0.2,
     clip_ratio_c: float = 3.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """As `dppo_tv`, with the KL divergence as the measure of the trust region.
+    """A trust region in KL divergence instead of ratios: a token stops learning when it would leave it.
 
     Equation (p = exp(log_probs), q = exp(old_log_probs), rho = p / q with the exponent clamped to
     [-20, 20], sg stops the gradient):
@@ -40,9 +40,6 @@ def dppo_kl(
     Cost: nothing.
 
     Args:
-        log_probs: (N) nats, carries the gradient.
-        old_log_probs: (N) nats.
-        advantages: (N).
         clip_ratio_low, clip_ratio_high: the greatest divergence of tokens that fall and that rise, nats.
         clip_ratio_c: bound of the ratio, > 0.
 

@@ -41,9 +41,6 @@ def dppo_tv(
     Cost: nothing.
 
     Args:
-        log_probs: (N) nats, carries the gradient.
-        old_log_probs: (N) nats.
-        advantages: (N).
         clip_ratio_low, clip_ratio_high: how far a token's probability may fall and rise, in [0, 1].
         clip_ratio_c: bound of the ratio, > 0.
 

@@ -31,9 +31,6 @@ def dro(
     Cost: nothing.
 
     Args:
-        log_probs: (N) nats, carries the gradient.
-        old_log_probs: (N) nats.
-        advantages: (N).
         dro_beta: beta, > 0; it must be given.
 
     Returns:

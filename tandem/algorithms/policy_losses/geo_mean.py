@@ -46,12 +46,7 @@ def geo_mean(
     Cost: nothing.
 
     Args:
-        log_probs: (N) nats, carries the gradient.
-        old_log_probs: (N) nats.
-        advantages: (N), one number per sequence.
-        rollout_is_weights: (N) w, >= 0; ones without a rollout correction.
-        response_mask: (N) bool.
-        offsets: (B+1) int64.
+        advantages: one number per sequence.
         clip_ratio_low, clip_ratio_high: how far a token's log-ratio may fall below and rise above zero, nats.
 
     Returns:

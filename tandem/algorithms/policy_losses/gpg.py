@@ -26,9 +26,7 @@ def gpg(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor) -> tuple[T
     Cost: nothing.
 
     Args:
-        log_probs: (N) nats, carries the gradient.
-        old_log_probs: (N) nats; only the metric reads them.
-        advantages: (N).
+        old_log_probs: only the metric reads them.
 
     Returns:
         (N) losses, and per token ppo_kl (old_log_probs - log_probs).

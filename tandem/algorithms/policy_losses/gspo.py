@@ -45,11 +45,6 @@ def gspo(
     Cost: nothing.
 
     Args:
-        log_probs: (N) nats, carries the gradient.
-        old_log_probs: (N) nats.
-        advantages: (N).
-        response_mask: (N) bool.
-        offsets: (B+1) int64.
         clip_ratio_low, clip_ratio_high: how far the sequence's ratio may fall below and rise above one.
 
     Returns:

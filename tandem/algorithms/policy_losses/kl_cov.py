@@ -7,9 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from tandem.algorithms.covariance import token_covariances
 from tandem.algorithms.registry import register_policy_loss
-from tandem.algorithms.selection import selects_tokens
+from tandem.algorithms.selection import selects_tokens, token_covariances
 from tandem.algorithms.surrogate import log_ratio, require_positive
 
 
@@ -19,9 +18,6 @@ def largest_covariances(
     """(N) bool: the share kl_cov_ratio of the response tokens, at least one, with the largest covariances.
 
     Args:
-        old_log_probs: (N) nats.
-        advantages: (N).
-        response_mask: (N) bool.
         kl_cov_ratio: the share, in (0, 1].
 
     Raises:
@@ -72,10 +68,7 @@ def kl_cov(
     Cost: log-probs of the old policy even with one update per batch: a forward without gradient.
 
     Args:
-        log_probs: (N) nats, carries the gradient.
-        old_log_probs: (N) nats.
-        advantages: (N).
-        selected_tokens: (N) bool, chosen by `largest_covariances`.
+        selected_tokens: chosen by `largest_covariances`.
         ppo_kl_coef: weight of the penalty, per nat.
 
     Returns:

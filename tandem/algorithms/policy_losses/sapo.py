@@ -35,9 +35,6 @@ def sapo(
     Cost: nothing.
 
     Args:
-        log_probs: (N) nats, carries the gradient.
-        old_log_probs: (N) nats.
-        advantages: (N).
         tau_pos, tau_neg: how fast the gradient fades for positive and for other advantages, > 0.
 
     Returns:

@@ -20,7 +20,7 @@ def vanilla(
     clip_ratio_high: float = 0.2,
     clip_ratio_c: float = 3.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The clipped surrogate per token.
+    """PPO's clipped surrogate, token by token, with bounds for each side and the dual clip.
 
     Equation (rho = exp(log_probs - old_log_probs), the exponent clamped to [-20, 20]):
 
@@ -36,9 +36,6 @@ def vanilla(
     Cost: nothing.
 
     Args:
-        log_probs: (N) nats, carries the gradient.
-        old_log_probs: (N) nats.
-        advantages: (N).
         clip_ratio_low, clip_ratio_high: how far the ratio may fall below and rise above one.
         clip_ratio_c: bound of the ratio where the advantage is negative, > 1.
 

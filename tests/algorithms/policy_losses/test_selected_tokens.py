@@ -7,11 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.algorithms.covariance import token_covariances
 from tandem.algorithms.policy_losses.clip_cov import covariances_between
 from tandem.algorithms.policy_losses.kl_cov import kl_cov, largest_covariances
 from tandem.algorithms.registry import PolicyLossSpec, Registry, policy_loss
-from tandem.algorithms.selection import selects_tokens
+from tandem.algorithms.selection import selects_tokens, token_covariances
 from tandem.errors import ConfigError
 
 
