@@ -32,7 +32,7 @@ _ALIGNMENT = 64  # bytes, in host memory
 
 
 class Lane(Protocol):
-    """Where copies run."""
+    """A place where copies run."""
 
     def start(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Any:
         """Begins to copy (target, source), once the computation that was issued so far is done.
@@ -43,7 +43,7 @@ class Lane(Protocol):
         ...
 
     def wait(self, mark: Any) -> None:
-        """What is computed from now on is computed after the mark."""
+        """Makes the computation from now on wait for the mark."""
         ...
 
 
@@ -74,7 +74,7 @@ class SameStream:
         _copy(pairs)
 
     def wait(self, mark: None) -> None:
-        """Nothing to wait for."""
+        """Does nothing: copies are in the order of the computation."""
 
 
 def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -99,7 +99,7 @@ class _Saved:
 
 @dataclass(slots=True, eq=False)
 class _Layer:
-    """What a layer saved in one forward.
+    """The tensors that a layer saved in one forward.
 
     Attributes:
         index: of the layer.
@@ -119,7 +119,7 @@ class _Layer:
 
     @property
     def nbytes(self) -> int:
-        """Of all that may move."""
+        """The bytes of all that may move."""
         return sum(saved.nbytes for saved in self.saved.values())
 
     def send(self, lane: Lane, memory: Tensor) -> None:
@@ -160,7 +160,7 @@ class _Layer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Handle:
-    """What autograd keeps in a saved tensor's place. Of a `whole` that ranks share, this rank's part is
+    """The stand-in that autograd keeps for a saved tensor. Of a `whole` that ranks share, this rank's part is
     moved."""
 
     layer: _Layer
@@ -181,7 +181,7 @@ class _Handle:
 
 @dataclass(frozen=True, slots=True)
 class _Whole:
-    """What a `DTensor` is beside this rank's part of it."""
+    """A `DTensor` without this rank's part of it."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]

@@ -1,4 +1,4 @@
-"""Which activations of the decoder's layers are computed again in the backward pass, and which wait for
+"""The activations of the decoder's layers: which are computed again in the backward pass, and which wait for
 it in host memory.
 
 Both wrap a layer's own `forward`, before FSDP shards the layer: FSDP's hooks then stand around the wrapper.
@@ -113,7 +113,7 @@ def recomputed_layers(total: int, mode: str, count: int | None) -> range:
 
 
 def operators(names: Sequence[str]) -> list[torch._ops.OpOverload]:
-    """All overloads of the operators named; see `checkpoint_layers`.
+    """The overloads of the operators named; see `checkpoint_layers`.
 
     Raises:
         ConfigError: a name that PyTorch does not have.
@@ -133,7 +133,7 @@ def operators(names: Sequence[str]) -> list[torch._ops.OpOverload]:
 
 
 def _overloads(name: str) -> list[torch._ops.OpOverload]:
-    """Those of "namespace.operator" that give a new tensor; none if there is no such operator."""
+    """The overloads of "namespace.operator" that give a new tensor; none if there is no such operator."""
     namespace, _, operator = name.partition(".")
     try:
         packet = getattr(getattr(torch.ops, namespace), operator)

@@ -1,4 +1,4 @@
-"""What the collectives of a model cost: seconds and bytes, counted where they are called.
+"""The cost of a model's collectives: seconds and bytes, counted where they are called.
 
 FSDP2 lets its all-gather and reduce-scatter be replaced; ours are its own with a meter around them.
 """
@@ -66,7 +66,7 @@ class CollectiveMeter:
         op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        """In place, over the ranks of `group` or all; does nothing for one."""
+        """Sums in place over the ranks of `group` or all; does nothing for one."""
         world = dist.get_world_size(group)
         if world > 1:
             with self.measure(tensor.device, all_reduce_bytes(tensor.nbytes, world)):
@@ -96,7 +96,7 @@ class CollectiveMeter:
 
 
 def all_reduce_bytes(size: int, world: int) -> int:
-    """What a rank of `world` receives in an all-reduce of `size` bytes."""
+    """The bytes that a rank of `world` receives in an all-reduce of `size` bytes."""
     return 2 * size * (world - 1) // world
 
 

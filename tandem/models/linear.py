@@ -43,7 +43,7 @@ def product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Whether `pack` takes such a weight: float32, and bf16 where the processor multiplies it, on x86."""
+    """True for a weight that `pack` takes: float32, and bf16 where the processor multiplies it, on x86."""
     return (
         _ONEDNN
         and platform.machine() in ("x86_64", "AMD64")

@@ -163,7 +163,7 @@ def require_scorer(path: str | Path, config: PreTrainedConfig) -> None:
 
 
 def lacks_score_head(config: PreTrainedConfig) -> bool:
-    """Whether it is of a causal language model."""
+    """True for a checkpoint of a causal language model."""
     return _architecture(config).endswith("ForCausalLM")
 
 

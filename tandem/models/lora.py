@@ -128,7 +128,7 @@ def adapted_layers(module: nn.Module) -> dict[str, Any]:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of that name is an adapter's."""
+    """True for the name of an adapter's parameter."""
     return ".lora_A." in name or ".lora_B." in name
 
 

@@ -17,7 +17,7 @@ from tandem.models.tensor_group import local, place
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-"""What the names of the weights in it begin with."""
+"""The beginning of the names of the weights in it."""
 _FIELD = "model.lora_adapter_path"
 # What makes adapters something else than W + s B A, by the value that leaves it out.
 _VARIANTS = {

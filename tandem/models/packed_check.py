@@ -1,4 +1,4 @@
-"""Whether a model gives sequences that are packed into one row what it gives each of them alone.
+"""A check that a model gives sequences packed into one row what it gives each of them alone.
 
 A model that lets one sequence see another, or counts positions through, would train on wrong log-probs
 without any error.
@@ -20,7 +20,7 @@ from tandem.models.policy import PolicyModel
 from tandem.protocol import Ragged
 
 LIMITS = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.2}
-"""What rounding may make of a log-prob, nats; a model that is wrong is off by tenths and more."""
+"""The error that rounding may make in a log-prob, nats; a model that is wrong is off by tenths and more."""
 _LENGTHS = (9, 1, 33, 2, 17)
 
 
@@ -90,7 +90,7 @@ def _log_probs(policy: PolicyModel, tokens: Ragged) -> Tensor:
 
 
 def _reference(model: Any, row: Tensor) -> Tensor:
-    """Of each token given those before it, the first 0."""
+    """The log-prob of each token given those before it, the first 0."""
     logits = model(input_ids=row[None, :], use_cache=False).logits[0, :-1]
     log_probs = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), -1)
     found = log_probs.gather(-1, row[1:, None]).squeeze(-1)

@@ -1,4 +1,4 @@
-"""How the sequences of a micro-batch lie in one row, planned once on the host, before any layer runs.
+"""The layout of a micro-batch's sequences in one row, planned once on the host, before any layer runs.
 
 Shapes: B sequences; N input tokens of all of them in succession; P entries of the padded buffer in
 which attention kernels that need rectangles find them.
@@ -72,7 +72,7 @@ class Packing:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that lie on the device."""
+        """The tensors that lie on the device."""
         found = (self.position_ids, self.cu_seqlens, self.places)
         return [tensor for tensor in found if tensor is not None]
 

@@ -25,10 +25,11 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Which rows of a batch a rank takes.
+    """The rows of a batch that a rank takes.
 
     Attributes:
-        rank, size: the how-manieth share, of how many. Ranks that share sequences have the same one.
+        rank, size: the number of the share, from 0, and of all shares. Ranks that share sequences have the
+            same one.
         leads: whether its outputs are taken; of those with the same share one does.
     """
 
@@ -39,7 +40,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Grid:
-    """How a model is divided over ranks. Neighbours by rank share the tokens of a micro-batch; ranks that do
+    """The division of a model over ranks. Neighbours by rank share the tokens of a micro-batch; ranks that do
     not share them take different rows. Weights are sharded over all ranks, or over groups of neighbours that
     hold one copy each (hybrid sharding). Nearest neighbours may split each layer (tensor parallelism): they
     take the same tokens, and what is sharded is each one's part of the layer. All of this may be there once
@@ -98,7 +99,7 @@ class Grid:
 
     @property
     def share(self) -> Share:
-        """This rank's of a batch's rows."""
+        """This rank's share of a batch's rows."""
         data, sequence, tensor, stage = (self.work[name] for name in ("data", "sequence", "tp", "pp"))
         leads = sequence.get_local_rank() == 0 and tensor.get_local_rank() == 0
         leads = leads and stage.get_local_rank() == stage.size() - 1
@@ -142,8 +143,8 @@ def init_distributed(device: torch.device, *, timeout_s: float | None = None) ->
 
 
 def collective_timeout() -> timedelta:
-    """How long a collective of the process group may take. A group made of some of its ranks would otherwise
-    get PyTorch's own limit."""
+    """The time that a collective of the process group may take. A group made of some of its ranks would
+    otherwise get PyTorch's own limit."""
     world: Any = dist.distributed_c10d._get_default_group()
     limit: timedelta = world._get_backend(torch.device("cpu")).options._timeout
     return limit
@@ -215,8 +216,8 @@ def shard(
 
 
 def _across(parameter: nn.Parameter) -> Shard | None:
-    """Where FSDP cuts: rows, or columns if rows are split unevenly already, as no placement of PyTorch's
-    describes such rows cut once more."""
+    """The dimension that FSDP cuts: rows, or columns if rows are split unevenly already, as no placement of
+    PyTorch's describes such rows cut once more."""
     if not isinstance(parameter, DTensor):
         return None
     uneven = parameter.placements[0].is_shard(0) and parameter.shape[0] % parameter.device_mesh.size()

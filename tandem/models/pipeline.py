@@ -102,13 +102,13 @@ class Pipeline:
         return self.stage == self.size - 1
 
     def broadcast(self, tensor: Tensor, stage: int) -> Tensor:
-        """In place, contiguous: what that stage has. Collective over the pipeline."""
+        """Overwrites a contiguous tensor with that stage's. Collective over the pipeline."""
         with self.meter.measure(tensor.device, 0 if self.stage == stage else tensor.nbytes):
             dist.broadcast(tensor, group=self.group, group_src=stage)
         return tensor
 
     def broadcast_object(self, value: Any) -> Any:
-        """What the last stage gives, anything that can be pickled. Collective over the pipeline."""
+        """The last stage's object, anything that can be pickled. Collective over the pipeline."""
         held = [value]
         dist.broadcast_object_list(
             held, group=self.group, group_src=self.size - 1, device=torch.device("cpu")
@@ -116,18 +116,18 @@ class Pipeline:
         return held[0]
 
     def sum_ends(self, tensor: Tensor) -> None:
-        """In place, contiguous: the sum of the first and the last stage's. Collective over these two."""
+        """Sums a contiguous tensor of the first and the last stage in place. Collective over these two."""
         assert self.ends is not None
         self.meter.all_reduce(tensor, group=self.ends)
 
     def total(self, tensor: Tensor) -> Tensor:
-        """In place, the sum over stages. Collective over the pipeline."""
+        """Sums over stages in place. Collective over the pipeline."""
         self.meter.all_reduce(tensor, group=self.group)
         return tensor
 
     def stage_of(self, layer: int, layers: int) -> int:
-        """Of one of the model's layers. Shares differ by one layer at most, and none is smaller than that of
-        the last stage, which has the head too."""
+        """The stage of one of the model's layers. Shares differ by one layer at most, and none is smaller
+        than that of the last stage, which has the head too."""
         return next(stage for stage in range(self.size) if layer * self.size < layers * (stage + 1))
 
     def cut(self, module: Model) -> Parts:
@@ -159,7 +159,7 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Parts:
-    """Where the weights of a model in stages are.
+    """The places of the weights of a model in stages.
 
     Attributes:
         shapes: of all its weights, by Hugging Face name, tied ones once.
@@ -186,7 +186,8 @@ def own_layers(module: Model) -> list[nn.Module]:
 
 
 def present(units: Sequence[Sequence[nn.Module]], module: Model) -> list[list[nn.Module]]:
-    """What this rank's stage has of units that were chosen in the whole model; all where there is but one."""
+    """The units of this rank's stage among those that were chosen in the whole model; all where there is but
+    one."""
     left = {part for part in module.modules() if any(True for _ in part.parameters())}
     here = [[part for part in unit if part in left] for unit in units]
     return [unit for unit in here if unit]

@@ -39,7 +39,7 @@ class ScoreModel(nn.Module):
 
     @property
     def head(self) -> nn.Linear:
-        """What judges a hidden state."""
+        """The layer that judges a hidden state."""
         score: nn.Linear = self.model.score
         return score
 

@@ -41,7 +41,7 @@ class SequenceSplit:
 
     @classmethod
     def of(cls, ranks: DeviceMesh, meter: CollectiveMeter) -> SequenceSplit | None:
-        """This rank's; None where it shares its tokens with nobody."""
+        """This rank's group; None where it shares its tokens with nobody."""
         if ranks.size() == 1:
             return None
         return cls(ranks.get_local_rank(), ranks.size(), ranks.get_group(), meter)
@@ -61,7 +61,7 @@ class SequenceSplit:
             )
 
     def span(self, tokens: int) -> slice:
-        """This rank's share of so many tokens, a multiple of S."""
+        """This rank's slice of so many tokens, a multiple of S."""
         share = tokens // self.size
         return slice(self.place * share, (self.place + 1) * share)
 

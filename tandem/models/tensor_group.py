@@ -33,7 +33,7 @@ class TensorGroup:
         self._meter = meter
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        """In place, contiguous, without gradient; the same bits on all ranks."""
+        """Reduces a contiguous tensor in place, without gradient; the same bits on all ranks."""
         with self._meter.measure(tensor.device, all_reduce_bytes(tensor.nbytes, self.size)):
             dist.all_reduce(tensor, op=op, group=self._group)
         return tensor
@@ -74,12 +74,12 @@ class _Summed(torch.autograd.Function):
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part; the same memory."""
+    """This rank's part of a tensor; the same memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def place(value: Tensor) -> tuple[slice, ...]:
-    """Where in the whole tensor this rank's part lies."""
+    """The place of this rank's part in the whole tensor."""
     if not isinstance(value, DTensor):
         return tuple(slice(0, size) for size in value.shape)
     shape, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)

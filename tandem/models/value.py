@@ -48,7 +48,7 @@ class ValueModel(nn.Module):
 
     @property
     def head(self) -> nn.Linear:
-        """What judges a hidden state."""
+        """The layer that judges a hidden state."""
         return self.value_head
 
     def forward(self, inputs: PackedInputs, outputs: frozenset[str]) -> dict[str, Tensor]:

@@ -27,7 +27,7 @@ Model = PolicyModel | ValueModel | ScoreModel
 
 
 class WeightFiles:
-    """Where each tensor of a folder is.
+    """The files of a folder and the tensors in each.
 
     Args:
         files: the folder's safetensors files.
@@ -63,7 +63,7 @@ class WeightFiles:
         return None
 
     def hold(self, module: Model) -> bool:
-        """Whether each weight that the module needs is there, under its name and in its shape. A folder
+        """True where each weight that the module needs is there, under its name and in its shape. A folder
         of which that is not true may still be one that transformers can convert."""
         return self.fit(module.model, {name: value.shape for name, value in _stored(module).items()})
 
@@ -106,8 +106,8 @@ class WeightFiles:
 
 
 def _stored(module: Model) -> dict[str, Tensor]:
-    """What a folder holds of a module, by Hugging Face name: parameters, tied ones once, and persistent
-    buffers; no adapters."""
+    """The tensors of a module that a folder holds, by Hugging Face name: parameters, tied ones once, and
+    persistent buffers; no adapters."""
     persistent = module.state_dict(keep_vars=True).keys()
     buffers = {name: value for name, value in module.named_buffers() if name in persistent}
     named = {**dict(module.named_parameters()), **buffers}

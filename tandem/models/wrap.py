@@ -1,4 +1,4 @@
-"""Which modules of a model become units of FSDP: what is gathered, and freed, together."""
+"""The modules of a model that become units of FSDP, each gathered and freed as one."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def _of_classes(model: Any, names: Sequence[str]) -> list[nn.Module]:
 
 
 def _can_be_unit(module: nn.Module, outside: set[nn.Parameter]) -> bool:
-    """Whether its forward is called, and alone touches its parameters: an embedding that is the output head
-    too is touched by both.
+    """True for a module whose forward is called and alone touches its parameters: an embedding that is the
+    output head too is touched by both.
 
     Args:
         outside: parameters that modules outside the decoder have.

@@ -1,5 +1,6 @@
-"""What else is exact over the vocabulary: the sum of squared probabilities, and the KL divergence from
-another distribution. In tiles, as `tiled` does, in PyTorch's operators whatever kernels the log-probs have.
+"""Exact numbers over the vocabulary besides log-probs: the sum of squared probabilities, and the KL
+divergence from another distribution. In tiles, as `tiled` does, in PyTorch's operators whatever kernels the
+log-probs have.
 
 Where ranks have shared out the vocabulary, each goes through its own entries, and numbers per position are
 exchanged. From states of half precision logits are made in fp32, for the difference of two would lose most of
@@ -100,8 +101,8 @@ def kl_divergence(
 
 
 class _Sums(NamedTuple):
-    """Of both distributions, each (M): the largest logit and log Σ exp(logit - largest), over all tiles; the
-    divergence. In the output's precision."""
+    """The sums of both distributions, each (M): the largest logit and log Σ exp(logit - largest), over all
+    tiles; the divergence. In the output's precision."""
 
     peak: Tensor
     log_total: Tensor

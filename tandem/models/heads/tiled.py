@@ -52,7 +52,7 @@ def tiled_log_probs(
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """What tiles know of their logits z = hidden weightᵀ / temperature.
+    """The sums of tiles over their logits z = hidden weightᵀ / temperature.
 
     Attributes:
         peak_SM: max z.
@@ -97,7 +97,7 @@ class Tiles(Protocol):
         temperature: float,
         with_moment: bool,
     ) -> Sums:
-        """Of all tiles; at least one position and one entry."""
+        """The sums of all tiles; at least one position and one entry."""
         ...
 
     def gradient(
@@ -233,7 +233,7 @@ def tiled_gradients(
     need_hidden: bool,
     need_weight: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Those of the states and of the weight, tile by tile.
+    """The gradients of the states and of the weight, tile by tile.
 
     Args:
         targets_M: ids as counted from the weight's first entry; some may lie outside.
@@ -278,7 +278,7 @@ def logit_gradient(
 
 
 def output_type(hidden_MD: Tensor) -> torch.dtype:
-    """That of a head's outputs and sums."""
+    """The type of a head's outputs and sums."""
     return torch.promote_types(hidden_MD.dtype, torch.float32)
 
 
@@ -295,7 +295,7 @@ def tiles_of(weight_VD: Tensor, width: int) -> list[tuple[int, Tensor]]:
 
 
 def _places(targets_M: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Which targets lie in the tile, and (M, 1) an index into it for all."""
+    """The targets that lie in the tile, and (M, 1) an index into it for all."""
     here_M = (targets_M >= 0) & (targets_M < width)
     return here_M, targets_M.clamp(0, width - 1).unsqueeze(1)
 

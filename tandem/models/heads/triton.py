@@ -40,7 +40,8 @@ class Blocks:
 
     @classmethod
     def of(cls, dtype: torch.dtype) -> Blocks:
-        """Those for states of a type: two bytes go through tensor cores, four, in IEEE products, do not."""
+        """The sizes for states of a type: two bytes go through tensor cores, four, in IEEE products, do
+        not."""
         return cls(64, 64, 32, warps=8) if dtype == torch.float32 else cls(128, 128, 64, warps=8)
 
 
