@@ -54,6 +54,8 @@ class ProcessLock:
         Raises:
             ConfigError: another process holds it, says which; the folder cannot be made or written.
         """
+        if self._file is not None:
+            return
         while self._file is None:
             file = self._opened()
             try:

@@ -101,4 +101,4 @@ def test_a_file_system_without_locks_is_said(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("fcntl.flock", refuse)
     said: list[str] = []
     with ProcessLock(tmp_path / "run.lock", "key", said.append):
-        assert "without locks" in said[0]
+        assert "no locks" in said[0]

@@ -169,5 +169,6 @@ def test_a_critic_cannot_resume_where_none_was(lab: Lab) -> None:
             "no_critic",
             "trainer.save_freq=2",
             "algorithm.adv_estimator=gae",
+            "trainer.resume_with_changes=true",
             "trainer.total_training_steps=3",
         )
