@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tandem.config.rollout import EngineConfig
 from tandem.engines.rollout.base import RolloutEngine
-from tandem.engines.rollout.draws.stops import Decode
+from tandem.engines.rollout.draws.stops import decoder
 from tandem.engines.rollout.hf import HFEngine
 from tandem.engines.rollout.http.make import HTTP_ENGINES, make_http_engine
 from tandem.engines.rollout.native.engine import NativeEngine
@@ -59,7 +59,7 @@ def make_rollout_engine(
     common: dict[str, Any] = {"max_length": max_length, "log": log}
     if name in HTTP_ENGINES:
         return make_http_engine(name, rollout, tokenizer=tokenizer, share=share, **common)
-    decode = None if tokenizer is None else _decoder(tokenizer)
+    decode = None if tokenizer is None else decoder(tokenizer)
     if name == "vllm":
         assert model_path is not None and dtype is not None
         made: dict[str, Any] = {"model_path": model_path, "dtype": dtype, "log_file": log_file}
@@ -104,10 +104,3 @@ def _native_options(rollout: EngineConfig) -> dict[str, Any]:
         "enforce_eager": rollout.enforce_eager,
         "runner": rollout.runner,
     }
-
-
-def _decoder(tokenizer: PreTrainedTokenizerBase) -> Decode:
-    def decode(token_ids: Sequence[int]) -> str:
-        return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
-
-    return decode

@@ -39,6 +39,12 @@ def uniforms(keys_R: Keys, positions_R: NDArray[np.int64]) -> NDArray[np.float64
     return (_finalised(state) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
+def seed_of(request: Request) -> int:
+    """A 63-bit seed for a server whose random numbers are its own; as those of the engines in this
+    process, it depends on (seed, uid, sample, position) alone."""
+    return (row_key(request) + _GOLDEN * first_position(request)) % (1 << 63)
+
+
 def _finalised(x: Keys) -> Keys:
     """SplitMix64's finaliser; unsigned products wrap around."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -8,31 +8,23 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 from uuid import uuid4
 
-import numpy as np
-
-from tandem.engines.rollout.draws.keyed import first_position, row_key
+from tandem.engines.rollout.draws.written import Written
 from tandem.errors import EngineError
-from tandem.protocol import Request, Sample, SamplingParams
+from tandem.protocol import Sample, SamplingParams
 
 _ROUNDING = 1e-6  # of a log-prob that should be 0
 
 
 @dataclass(slots=True, eq=False)
-class Answer:
-    """The tokens so far.
+class Answer(Written):
+    """A response that a server is writing.
 
     Attributes:
         url: where the request goes.
         name: what the server is to call it.
-        untruncated: stays empty where the server does not give them.
     """
 
-    request: Request
     url: str
-    token_ids: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    untruncated: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
     name: str = field(default_factory=lambda: f"tandem-{uuid4().hex}")
 
     def add(self, token_ids: Sequence[int], log_probs: Sequence[float | None], version: int) -> None:
@@ -93,21 +85,6 @@ class Answer:
             )
         return self.sample("length" if stop is None and reason == "length" else "stop")
 
-    def sample(self, finish_reason: str) -> Sample:
-        log_probs = np.array(self.log_probs, dtype=np.float32)
-        untruncated = np.array(self.untruncated, dtype=np.float32)
-        if not self.request.params.reshapes:
-            untruncated = log_probs.copy()
-        return Sample(
-            uid=self.request.uid,
-            sample=self.request.sample,
-            token_ids=np.array(self.token_ids, dtype=np.int64),
-            log_probs=log_probs,
-            versions=np.array(self.versions, dtype=np.int32),
-            finish_reason=finish_reason,
-            untruncated_log_probs=untruncated if len(untruncated) == len(log_probs) else None,
-        )
-
     def failure(self, message: str, got: object = None, **parts: Any) -> EngineError:
         """An error that names the server and the request."""
         return EngineError(
@@ -141,9 +118,3 @@ def refuse_unknown(wanted: dict[str, Any], known: frozenset[str], whose: str) ->
             expected=f"parameters of {whose}",
             remedy="leave it at its default, or use another engine",
         )
-
-
-def seed_of(request: Request) -> int:
-    """A 63-bit seed for a server whose random numbers are its own; as those of the engines in this
-    process, it depends on (seed, uid, sample, position) alone."""
-    return (row_key(request) + 0x9E3779B97F4A7C15 * first_position(request)) % (1 << 63)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tandem.engines.rollout.http.answer import Answer, asked, refuse_unknown, seed_of
+from tandem.engines.rollout.draws.keyed import seed_of
+from tandem.engines.rollout.http.answer import Answer, asked, refuse_unknown
 from tandem.engines.rollout.http.client import STREAM_INTERVAL, HTTPEngine
 from tandem.engines.rollout.http.connection import ServerLost
 from tandem.errors import EngineError

@@ -25,7 +25,8 @@ from typing import Any
 
 from tandem.engines.rollout.base import SLEEP_TAGS, SleepTag, WeightSource, WeightStream
 from tandem.engines.rollout.checks import check_idle
-from tandem.engines.rollout.http.answer import Answer, asked, refuse_unknown, seed_of
+from tandem.engines.rollout.draws.keyed import seed_of
+from tandem.engines.rollout.http.answer import Answer, asked, refuse_unknown
 from tandem.engines.rollout.http.client import STREAM_INTERVAL, HTTPEngine
 from tandem.engines.rollout.http.connection import Refused, Server, ServerLost
 from tandem.engines.rollout.http.shards import WeightsFolder, vectors

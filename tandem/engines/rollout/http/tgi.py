@@ -12,7 +12,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from tandem.engines.rollout.http.answer import Answer, asked, refuse_unknown, seed_of
+from tandem.engines.rollout.draws.keyed import seed_of
+from tandem.engines.rollout.http.answer import Answer, asked, refuse_unknown
 from tandem.engines.rollout.http.client import HTTPEngine
 from tandem.engines.rollout.http.connection import Server
 from tandem.protocol import Request

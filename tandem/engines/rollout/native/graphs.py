@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -46,22 +46,12 @@ class CudaCapture:
         return graph.replay
 
 
-@dataclass(slots=True)
 class _Buffers:
     """A `StepInput` of the largest size, of sequences of length 1 in block 0 that write nowhere."""
 
-    ids_T: Tensor
-    positions_T: Tensor
-    slots_T: Tensor
-    starts_S1: Tensor
-    lengths_S: Tensor
-    tables_SB: Tensor
-    logits_L: Tensor
-
-    @classmethod
-    def of(cls, rows: int, max_blocks: int, device: torch.device) -> _Buffers:
+    def __init__(self, rows: int, max_blocks: int, device: torch.device, max_length: int) -> None:
         index = torch.arange(rows + 1, device=device)
-        return cls(
+        self.step = StepInput(
             ids_T=torch.zeros_like(index[1:]),
             positions_T=torch.zeros_like(index[1:]),
             slots_T=torch.full_like(index[1:], -1),
@@ -69,29 +59,36 @@ class _Buffers:
             lengths_S=torch.ones_like(index[1:], dtype=torch.int32),
             tables_SB=torch.zeros(rows, max_blocks, dtype=torch.int32, device=device),
             logits_L=index[:-1],
+            max_query=1,
+            max_length=max_length,
         )
 
-    def view(self, rows: int, max_length: int) -> StepInput:
+    def view(self, rows: int) -> StepInput:
         """The first rows as the input of a step."""
-        starts_S1 = self.starts_S1[: rows + 1]
-        parts = (self.ids_T, self.positions_T, self.slots_T, self.lengths_S, self.tables_SB, self.logits_L)
-        ids_T, positions_T, slots_T, lengths_S, tables_SB, logits_L = (part[:rows] for part in parts)
-        return StepInput(
-            ids_T, positions_T, slots_T, starts_S1, lengths_S, tables_SB, logits_L, 1, max_length
+        step = self.step
+        return replace(
+            step,
+            ids_T=step.ids_T[:rows],
+            positions_T=step.positions_T[:rows],
+            slots_T=step.slots_T[:rows],
+            starts_S1=step.starts_S1[: rows + 1],
+            lengths_S=step.lengths_S[:rows],
+            tables_SB=step.tables_SB[:rows],
+            logits_L=step.logits_L[:rows],
         )
 
     def fill(self, step: StepInput, size: int) -> None:
         """Puts the step into the first rows, and what writes nowhere into the others up to the size. Their
         ids, positions and tables stay those of an earlier step, which are as good as any."""
-        rows, blocks = step.tables_SB.shape
-        self.ids_T[:rows].copy_(step.ids_T)
-        self.positions_T[:rows].copy_(step.positions_T)
-        self.slots_T[:rows].copy_(step.slots_T)
-        self.lengths_S[:rows].copy_(step.lengths_S)
-        self.tables_SB[:rows, :blocks].copy_(step.tables_SB)
+        held, (rows, blocks) = self.step, step.tables_SB.shape
+        held.ids_T[:rows].copy_(step.ids_T)
+        held.positions_T[:rows].copy_(step.positions_T)
+        held.slots_T[:rows].copy_(step.slots_T)
+        held.lengths_S[:rows].copy_(step.lengths_S)
+        held.tables_SB[:rows, :blocks].copy_(step.tables_SB)
         if rows < size:
-            self.slots_T[rows:size].fill_(-1)
-            self.lengths_S[rows:size].fill_(1)
+            held.slots_T[rows:size].fill_(-1)
+            held.lengths_S[rows:size].fill_(1)
 
 
 class GraphedRunner:
@@ -121,8 +118,8 @@ class GraphedRunner:
         self.sizes = graph_sizes(max_num_seqs)
         self._runner = runner
         self._attention = attention
-        self._max_length = max_blocks * attention.cache.block_size
-        self._buffers = _Buffers.of(self.sizes[-1], max_blocks, runner.device)
+        longest = max_blocks * attention.cache.block_size
+        self._buffers = _Buffers(self.sizes[-1], max_blocks, runner.device, longest)
         self._capture = capture or CudaCapture()
         self._replays: dict[int, Work] = {}
         self._logits_LV: Tensor | None = None
@@ -151,7 +148,7 @@ class GraphedRunner:
             if needed in self._replays:
                 continue
             # Nothing of a step stands in the buffers yet that running it twice could spoil.
-            self._buffers.slots_T.fill_(-1)
+            self._buffers.step.slots_T.fill_(-1)
             try:
                 self._replays[needed] = self._capture(self._work(needed))
             except RuntimeError as error:
@@ -167,12 +164,12 @@ class GraphedRunner:
         return self._replays[size]
 
     def _work(self, size: int) -> Work:
-        step = self._buffers.view(size, self._max_length)
+        step = self._buffers.view(size)
 
         def work() -> None:
             logits_LV = self._runner.forward(step, self._attention)
             if self._logits_LV is None:  # in the first run, which is no capture
-                self._logits_LV = logits_LV.new_empty(len(self._buffers.ids_T), logits_LV.shape[1])
+                self._logits_LV = logits_LV.new_empty(len(self._buffers.step.ids_T), logits_LV.shape[1])
             # Copied, for the graphs' outputs would otherwise be held side by side: gigabytes.
             self._logits_LV[:size].copy_(logits_LV)
 

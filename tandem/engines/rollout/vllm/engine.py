@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -30,25 +29,21 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from tandem.engines.rollout.base import SLEEP_TAGS, SleepTag, WeightSource, WeightStream
 from tandem.engines.rollout.checks import check_finite, check_fits_model, check_idle, check_new
 from tandem.engines.rollout.counters import Counters
-from tandem.engines.rollout.draws.stops import Decode, ends_with_stop
-from tandem.engines.rollout.http.answer import seed_of
+from tandem.engines.rollout.draws.keyed import seed_of
+from tandem.engines.rollout.draws.stops import Decode
+from tandem.engines.rollout.draws.written import Written
 from tandem.engines.rollout.vllm.memory import DeviceMemory, HostMemory, caches
-from tandem.engines.rollout.vllm.process import check_temperature, host_cache_bytes, process_state_kept
+from tandem.engines.rollout.vllm.process import (
+    check_temperature,
+    check_whole,
+    host_cache_bytes,
+    process_state_kept,
+)
 from tandem.engines.rollout.vllm.worker import hugging_face_weights, load_weights, weights_digest
 from tandem.engines.weight_sync import Digest
 from tandem.errors import EngineError
-from tandem.protocol import Request, Sample, SamplingParams
+from tandem.protocol import Request, Sample
 from tandem.protocol.rollout import LogprobsMode
-
-
-@dataclass(slots=True)
-class _Writing:
-    """A response that is being written."""
-
-    request: Request
-    token_ids: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
 
 
 class VLLMEngine:
@@ -103,7 +98,7 @@ class VLLMEngine:
         self._decode = decode
         self._counters = Counters(log)
         self._load = _Load(self._counters)
-        self._writing: dict[str, _Writing] = {}
+        self._writing: dict[str, Written] = {}
         self._finished: list[Sample] = []
         self._version: int | None = 0 if load_format == "auto" else None
         self._processed = logprobs_mode == "processed_logprobs"
@@ -143,7 +138,7 @@ class VLLMEngine:
             check_temperature(request)
         for request in requests:
             name = _name(request.id)
-            self._writing[name] = _Writing(request)
+            self._writing[name] = Written(request)
             prompt = {"prompt_token_ids": request.prompt_ids.tolist()}
             self._engine.add_request(name, prompt, vllm_params(request))
 
@@ -187,51 +182,31 @@ class VLLMEngine:
         self._counters.cache(self._cache_bytes(), self._load.cache_use)
         self._counters.line(self._load.running, self._load.waiting, self._load.cache_use)
 
-    def _take(self, name: str, writing: _Writing, part: Any) -> None:
+    def _take(self, name: str, writing: Written, part: Any) -> None:
         """Appends a step's tokens, up to the one that completes a stop string."""
-        request, params = writing.request, writing.request.params
-        new = len(part.token_ids)
-        position = len(writing.token_ids)
+        new, position = len(part.token_ids), len(writing.token_ids)
         log_probs = list(part.logprobs.logprobs) if new else []
-        check_finite(np.array(log_probs), [request] * new, np.arange(position, position + new))
+        assert len(log_probs) == new
+        check_finite(np.array(log_probs), [writing.request] * new, np.arange(position, position + new))
+        writing.token_ids += part.token_ids
+        writing.log_probs += log_probs
+        writing.versions += [self._version or 0] * new
         reason: str | None = part.finish_reason
-        for token, log_prob in zip(part.token_ids, log_probs, strict=True):
-            writing.token_ids.append(token)
-            writing.log_probs.append(log_prob)
-            writing.versions.append(self._version or 0)
-            if self._completes_stop(writing.token_ids, params):
-                if reason is None:
-                    self._engine.abort_request([name])
-                reason = "stop"
-                break
+        if writing.cut_at_stop(new, self._decode):
+            if reason is None:
+                self._engine.abort_request([name])
+            reason = "stop"
         self._counters.wrote(len(writing.token_ids) - position)
         if reason is not None:
-            self._finished.append(self._sample(writing, reason))
+            self._finished.append(writing.sample(reason, processed=self._processed))
             del self._writing[name]
-
-    def _sample(self, writing: _Writing, finish_reason: str) -> Sample:
-        request, log_probs = writing.request, np.array(writing.log_probs, dtype=np.float32)
-        whole = self._processed and not request.params.reshapes
-        return Sample(
-            uid=request.uid,
-            sample=request.sample,
-            token_ids=np.array(writing.token_ids, dtype=np.int64),
-            log_probs=log_probs,
-            versions=np.array(writing.versions, dtype=np.int32),
-            finish_reason=finish_reason,
-            untruncated_log_probs=log_probs.copy() if whole else None,
-        )
-
-    def _completes_stop(self, token_ids: list[int], params: SamplingParams) -> bool:
-        if not params.stop or self._decode is None or len(token_ids) <= params.min_tokens:
-            return False
-        return ends_with_stop(np.array(token_ids), params.stop, self._decode, params.min_tokens)
 
     def abort(self, ids: Sequence[tuple[str, int]], *, keep_partial: bool = False) -> list[Sample]:
         wanted = set(ids)
         names = [name for name, writing in self._writing.items() if writing.request.id in wanted]
         self._engine.abort_request(names)
-        partial = [self._sample(self._writing.pop(name), "abort") for name in names]
+        popped = [self._writing.pop(name) for name in names]
+        partial = [writing.sample("abort", processed=self._processed) for writing in popped]
         self._finished = [sample for sample in self._finished if sample.id not in wanted]
         return partial if keep_partial else []
 
@@ -255,13 +230,7 @@ class VLLMEngine:
                 yield name, tensor
 
         load_weights(self._model, ticked())
-        if missing:
-            raise EngineError(
-                "the stream brought not all weights",
-                field=min(missing),
-                got=f"{len(missing)} are missing",
-                expected="each weight of the model",
-            )
+        check_whole(missing)
         self._engine.reset_prefix_cache(reset_running_requests=True)
         self._version = version
         return weights_digest(self._model)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -240,6 +240,23 @@ def check_temperature(request: Request) -> None:
             field="temperature",
             got=temperature,
             expected=f"0 or {_COLDEST} to {_HOTTEST}",
+        )
+
+
+def check_whole(missing: Collection[str]) -> None:
+    """
+    Args:
+        missing: weights of the model that a stream has not brought.
+
+    Raises:
+        EngineError: there are such.
+    """
+    if missing:
+        raise EngineError(
+            "the stream brought not all weights",
+            field=min(missing),
+            got=f"{len(missing)} are missing",
+            expected="each weight of the model",
         )
 
 

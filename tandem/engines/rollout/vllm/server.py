@@ -22,19 +22,19 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
 from tandem.engines.rollout.base import SLEEP_TAGS, SleepTag, WeightSource, WeightStream
 from tandem.engines.rollout.checks import check_fits_model, check_idle
-from tandem.engines.rollout.draws.stops import Decode, ends_with_stop
-from tandem.engines.rollout.http.answer import Answer, asked, seed_of
+from tandem.engines.rollout.draws.keyed import seed_of
+from tandem.engines.rollout.draws.stops import Decode
+from tandem.engines.rollout.http.answer import Answer, asked
 from tandem.engines.rollout.http.client import STREAM_INTERVAL, HTTPEngine
 from tandem.engines.rollout.http.connection import Server, ServerLost
 from tandem.engines.rollout.vllm.channel import Backend, Channel, MemoryChannel, NetworkChannel, send
-from tandem.engines.rollout.vllm.process import VLLMProcess, check_temperature
+from tandem.engines.rollout.vllm.process import VLLMProcess, check_temperature, check_whole
 from tandem.engines.weight_sync import Digest
 from tandem.errors import EngineError
 from tandem.protocol import Request, Sample
@@ -176,25 +176,13 @@ class VLLMServerEngine(HTTPEngine):
         for choice in event["choices"]:
             content = choice["logprobs"]["content"] if choice["token_ids"] else []
             answer.add(choice["token_ids"], [entry["logprob"] for entry in content], self.version)
-            if self._stopped(answer, len(choice["token_ids"])):
+            if answer.cut_at_stop(len(choice["token_ids"]), self._decode):
                 return "stop"
             if choice["finish_reason"]:
                 for span in choice["weight_versions"] or ():
                     _stamp(answer, span)
                 return str(choice["finish_reason"])
         return None
-
-    def _stopped(self, answer: Answer, new: int) -> bool:
-        """Whether a stop string ends among the new tokens; cuts off what came after it."""
-        params, tokens = answer.request.params, answer.token_ids
-        if not params.stop or self._decode is None:
-            return False
-        for count in range(max(len(tokens) - new, params.min_tokens) + 1, len(tokens) + 1):
-            if ends_with_stop(np.array(tokens[:count]), params.stop, self._decode, params.min_tokens):
-                for column in (answer.token_ids, answer.log_probs, answer.versions):
-                    del column[count:]
-                return True
-        return False
 
     def poll(self, timeout_s: float) -> list[Sample]:
         """
@@ -231,14 +219,7 @@ class VLLMServerEngine(HTTPEngine):
         with self._channel.opened() as bucket:
             sent = set(send(source.tensors, bucket, self._bucket_bytes))
         held = self._digest()
-        missing = held.keys() - sent
-        if missing:
-            raise EngineError(
-                "the stream brought not all weights",
-                field=min(missing),
-                got=f"{len(missing)} are missing",
-                expected="each weight of the model",
-            )
+        check_whole(held.keys() - sent)
         self.call("POST", "/reset_prefix_cache", params={"reset_running_requests": True})
         self.call("POST", "/update_weight_version", json={"new_version": str(version)})
         self.version, self._has_weights = version, True

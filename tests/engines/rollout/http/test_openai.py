@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from tandem.engines.rollout.base import RolloutEngine, finished, generate
+from tandem.engines.rollout.draws.keyed import seed_of
 from tandem.engines.rollout.http import connection
-from tandem.engines.rollout.http.answer import asked, seed_of
+from tandem.engines.rollout.http.answer import asked
 from tandem.engines.rollout.http.connection import Refused, Server, ServerLost
 from tandem.engines.rollout.http.openai import OpenAIEngine
 from tandem.errors import EngineError

@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import load_file
 
 from tandem.engines.rollout.base import WeightStream, generate
+from tandem.engines.rollout.draws.keyed import seed_of
 from tandem.engines.rollout.http import shards
-from tandem.engines.rollout.http.answer import seed_of
 from tandem.engines.rollout.http.connection import Server
 from tandem.engines.rollout.http.router import Router
 from tandem.engines.rollout.http.sglang import SGLangEngine

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from tandem.engines.rollout.base import RolloutEngine, generate
-from tandem.engines.rollout.http.answer import seed_of
+from tandem.engines.rollout.draws.keyed import seed_of
 from tandem.engines.rollout.http.connection import Server, ServerLost
 from tandem.engines.rollout.http.tgi import TGIEngine
 from tandem.errors import EngineError

@@ -1,0 +1,68 @@
+"""A response as an engine tells it, some tokens at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tandem.engines.rollout.draws.stops import Decode, ends_with_stop
+from tandem.protocol import Request, Sample
+
+
+@dataclass(slots=True, eq=False)
+class Written:
+    """The tokens of one response so far.
+
+    Attributes:
+        log_probs: nats, of each token.
+        untruncated: nats before truncation, of each token; empty where the engine does not give them.
+        versions: of the weights that wrote each token.
+    """
+
+    request: Request
+    token_ids: list[int] = field(default_factory=list, kw_only=True)
+    log_probs: list[float] = field(default_factory=list, kw_only=True)
+    untruncated: list[float] = field(default_factory=list, kw_only=True)
+    versions: list[int] = field(default_factory=list, kw_only=True)
+
+    def cut_at_stop(self, new: int, decode: Decode | None) -> bool:
+        """Looks for the end of a stop string among the last tokens, and drops what was written after it.
+
+        Args:
+            new: how many tokens have come since the last look.
+            decode: token ids to text; None finds no string.
+
+        Returns:
+            Whether there is one.
+        """
+        params, tokens = self.request.params, self.token_ids
+        if not params.stop or decode is None:
+            return False
+        for count in range(max(len(tokens) - new, params.min_tokens) + 1, len(tokens) + 1):
+            if ends_with_stop(np.array(tokens[:count]), params.stop, decode, params.min_tokens):
+                for column in (self.token_ids, self.log_probs, self.versions):
+                    del column[count:]
+                return True
+        return False
+
+    def sample(self, finish_reason: str, *, processed: bool = True) -> Sample:
+        """What is written as a sample.
+
+        Args:
+            processed: whether `log_probs` are those of the distribution sampled from. Where that is the
+                untruncated one too, they stand for both; else nothing is known of the latter.
+        """
+        log_probs = np.array(self.log_probs, dtype=np.float32)
+        untruncated = np.array(self.untruncated, dtype=np.float32)
+        if not self.request.params.reshapes:
+            untruncated = log_probs.copy()
+        return Sample(
+            uid=self.request.uid,
+            sample=self.request.sample,
+            token_ids=np.array(self.token_ids, dtype=np.int64),
+            log_probs=log_probs,
+            versions=np.array(self.versions, dtype=np.int32),
+            finish_reason=finish_reason,
+            untruncated_log_probs=untruncated if processed and len(untruncated) == len(log_probs) else None,
+        )
