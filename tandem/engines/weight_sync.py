@@ -76,7 +76,7 @@ def digest(tensors: Iterable[tuple[str, Tensor]]) -> Digest:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What a trainer says of the weights it gave.
+    """A trainer's account of the weights it gave.
 
     Attributes:
         version: the trainer's.
@@ -226,7 +226,8 @@ class Arrival:
         self._next = (0, 0)  # number, version
 
     def expect(self, bucket: WeightBucket) -> None:
-        """
+        """Checks a bucket against the one before it.
+
         Raises:
             WeightSyncError: a bucket was left out, came twice, or is of another version.
         """

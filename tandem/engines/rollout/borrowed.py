@@ -12,9 +12,9 @@ from transformers import PreTrainedConfig
 
 @contextmanager
 def borrowed(module: nn.Module, attention: str) -> Iterator[None]:
-    """Inside, evaluation mode, transformers' attention implementation of that name, and none of the hooks
-    by which FSDP2 gathers weights: they are whole already, and the hooks make other streams wait for each
-    layer, which a CUDA graph cannot hold. Afterwards all as it was."""
+    """Lends the module to generation. Inside it has evaluation mode, transformers' attention implementation
+    of that name, and none of the hooks by which FSDP2 gathers weights: they are whole already, and the hooks
+    make other streams wait for each layer, which a CUDA graph cannot hold. Afterwards all as it was."""
     modes = [(part, part.training) for part in module.modules()]
     configs: dict[int, PreTrainedConfig] = {}
     for part, _ in modes:

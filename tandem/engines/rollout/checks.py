@@ -1,4 +1,4 @@
-"""What every in-process engine checks of a request before it is queued, and of logits afterwards."""
+"""Checks of a request before an engine queues it, and of its logits afterwards."""
 
 from __future__ import annotations
 

@@ -223,7 +223,7 @@ class _Writer(LogitsProcessor):
 
 
 class _Finished(StoppingCriteria):
-    """Which rows the writer has finished."""
+    """Ends the rows that the writer has finished."""
 
     def __init__(self, writer: _Writer) -> None:
         self._writer = writer

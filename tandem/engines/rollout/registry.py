@@ -87,7 +87,7 @@ def make_rollout_engine(
 
 
 def stall_timeout_s(rollout: EngineConfig) -> float:
-    """For how long an engine may write no token before it is given up, seconds. On servers, a request that
+    """The seconds for which an engine may write no token before it is given up. On servers, a request that
     hangs has its whole time first, and then its time on another server, which may tell of its tokens only
     when the answer is whole."""
     on_servers = rollout.name in HTTP_ENGINES or (rollout.name == "vllm" and rollout.mode == "server")

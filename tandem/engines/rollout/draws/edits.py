@@ -1,4 +1,4 @@
-"""What changes raw logits before the temperature, in the rows that ask for it: tokens barred by min_tokens,
+"""Edits of raw logits before the temperature, in the rows that ask for them: tokens barred by min_tokens,
 biases, penalties on tokens that were there.
 
 Shape suffixes: R rows, V vocabulary, E edited rows, P penalised rows, S slots, L tokens of the longest
@@ -21,7 +21,7 @@ _FIRST_SLOTS = 8
 
 
 class History:
-    """What stands in the prompts and responses of the penalised sequences, one slot each, held on the
+    """The tokens in the prompts and responses of the penalised sequences, one slot each, held on the
     logits' device.
 
     Attributes:
@@ -62,7 +62,8 @@ class History:
 
 
 class Penalties(NamedTuple):
-    """Of P rows; see `SamplingParams`. Only the logits of tokens in a row's history are touched.
+    """The penalties of P rows; see `SamplingParams`. Only the logits of tokens in a row's history are
+    touched.
 
     Attributes:
         rows_P: int64, the rows.
@@ -82,7 +83,8 @@ class Penalties(NamedTuple):
     longest: int
 
     def apply(self, logits_RV: Tensor) -> None:
-        """In place. A token that is there twice is looked up twice and gets the same value twice."""
+        """Changes the logits in place. A token that is there twice is looked up twice and gets the same value
+        twice."""
         ids_PL = self.history.ids_SL[self.slots_P, : self.longest]
         there_PL = torch.arange(self.longest, device=ids_PL.device) < self.lengths_P[:, None]
         ids_PL = torch.where(there_PL, ids_PL, ids_PL[:, :1])

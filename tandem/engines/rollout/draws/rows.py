@@ -126,7 +126,7 @@ class Rows:
             setattr(self, name, _wider(getattr(self, name), width, fill))
 
     def params(self, rows: np.ndarray, vocabulary: int, device: torch.device) -> RowParams:
-        """How to sample the next token of each of `rows`."""
+        """The parameters on the device by which the next token of each of `rows` is sampled."""
         edits = None
         if self.edited[rows].any():
             edits = Edits(
@@ -183,7 +183,7 @@ class Rows:
     def _step_edits(
         self, rows: np.ndarray, params: RowParams, ahead: int | np.ndarray, logits_RV: Tensor
     ) -> Edits | None:
-        """Those of `params` as of this step, and the stop tokens of rows still short of `min_tokens`."""
+        """The edits of `params` as of this step, and the stop tokens of rows still short of `min_tokens`."""
         edits = params.edits
         if edits is not None and edits.penalties is not None:
             edits = replace(edits, penalties=self._current(rows, edits.penalties, ahead))
@@ -201,8 +201,8 @@ class Rows:
         return replace(edits, rows_E=edited_E, barred=barred)
 
     def _current(self, rows: np.ndarray, penalties: Penalties, ahead: int | np.ndarray) -> Penalties:
-        """With the history as long as it is at this step: set anew for rows new to penalties, and for those
-        whose drawn tokens were never accepted."""
+        """The penalties over the history as it is at this step: set anew for rows new to penalties, and for
+        those whose drawn tokens were never accepted."""
         history = penalties.history
         penalised = self.slot[rows] >= 0
         written = (self.produced[rows] + ahead)[penalised]
@@ -271,7 +271,7 @@ class Rows:
         return self.accept(rows, self.draw(rows, logits_RV, params), version, decode)
 
     def sample(self, row: int, finish_reason: str) -> Sample:
-        """What the row has written, copied out."""
+        """The row's response so far, copied out."""
         request: Request = self.request[row]
         done = slice(0, int(self.produced[row]))
         return Sample(

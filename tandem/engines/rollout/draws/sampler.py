@@ -243,8 +243,8 @@ def _log_total(peak_R: Tensor, ends_RN: Tensor) -> Tensor:
 def _cut(
     cuts: Cuts, scores_RV: Tensor, peak_R: Tensor, weights_RV: Tensor, ends_RN: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """What `_weights` gave, with weight zero for the tokens cut off, in place. A row keeps all tokens at or
-    above one score, so that neither the order of equal scores nor the other rows matter."""
+    """The result of `_weights` with weight zero for the tokens cut off, in place. A row keeps all tokens at
+    or above one score, so that neither the order of equal scores nor the other rows matter."""
     whole = len(cuts.rows_C) == len(scores_RV)
     scores_CV, peak_C, weights_CV, ends_CN = (
         part if whole else part[cuts.rows_C] for part in (scores_RV, peak_R, weights_RV, ends_RN)
@@ -323,7 +323,7 @@ def _searched_floor(scores_CV: Tensor, weights_CV: Tensor, goal_C: Tensor) -> Te
     weights_CV = weights_CV[:, : scores_CV.shape[1]]
 
     def number(key_C: Tensor) -> Tensor:
-        """Negative numbers are stored as sign and magnitude."""
+        """The number of a key; negative numbers are stored as sign and magnitude."""
         return torch.where(key_C < 0, key_C ^ torch.iinfo(kind).max, key_C).to(kind).view(scores_CV.dtype)
 
     high_C = torch.full_like(goal_C, infinity, dtype=torch.int64)

@@ -47,7 +47,7 @@ class Written:
         return False
 
     def sample(self, finish_reason: str, *, processed: bool = True) -> Sample:
-        """What is written as a sample.
+        """The tokens so far as a sample.
 
         Args:
             processed: whether `log_probs` are those of the distribution sampled from. Where that is the

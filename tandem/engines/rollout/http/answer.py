@@ -1,4 +1,4 @@
-"""What a server has written for one request, and whether that is what was asked for."""
+"""A server's answer to one request, and the checks that it is what was asked for."""
 
 from __future__ import annotations
 
@@ -107,8 +107,10 @@ def asked(params: SamplingParams) -> dict[str, Any]:
 
 
 def refuse_unknown(wanted: dict[str, Any], known: frozenset[str], whose: str) -> None:
-    """Raises:
-    EngineError: a sampling parameter that is set and that the server does not know.
+    """Refuses sampling parameters that are set and that the server does not know.
+
+    Raises:
+        EngineError: names one.
     """
     for name in wanted.keys() - known:
         raise EngineError(

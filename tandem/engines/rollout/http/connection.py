@@ -31,7 +31,7 @@ CLOSING_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Where a server is and how long it may take.
+    """The address of a server and its time limits.
 
     Attributes:
         url: scheme, host and port: `http://host:8000`.
@@ -108,7 +108,7 @@ class Connection:
         return self.begin(work, limit_s).result()
 
     def begin(self, work: Coroutine[Any, Any, T], limit_s: float | None = None) -> Future[T]:
-        """As `wait`, whose result is then the future's."""
+        """Starts `work` in the background thread; the future has the result of `wait`."""
         limit_s = self.server.request_timeout_s if limit_s is None else limit_s
         return asyncio.run_coroutine_threadsafe(self._limited(work, limit_s), self.loop)
 
@@ -119,7 +119,7 @@ class Connection:
             raise ServerLost(f"no answer in {limit_s:g} s", got=self.server.url) from None
 
     async def ask(self, method: str, path: str, **options: Any) -> Any:
-        """What the server says to one request: its JSON, or its text.
+        """The server's answer to one request: its JSON, or its text.
 
         Args:
             options: those of `httpx2.AsyncClient.request`, such as json and params.

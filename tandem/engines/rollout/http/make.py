@@ -1,4 +1,4 @@
-"""From the config to an engine on one server, or a router over several."""
+"""Makes an engine on one server, or a router over several, from the config."""
 
 from __future__ import annotations
 

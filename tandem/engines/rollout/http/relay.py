@@ -74,7 +74,7 @@ class _Steps:
             raise
 
     def _check_in_time(self) -> None:
-        """Of the source; its readers wait for no longer than the limit."""
+        """Checks that the source was in time; its readers wait for no longer than the limit."""
         if self._step.broken:
             raise _too_slow("the source", "one tensor")
 

@@ -71,7 +71,7 @@ class _Replica:
 
 @dataclass(slots=True)
 class _Seen:
-    """What is known of a uid: who has it, and how long its responses are."""
+    """The replica that has a uid, and the length of its responses so far."""
 
     home: _Replica | None = None
     responses: int = 0
@@ -200,8 +200,10 @@ class Router:
         return total
 
     def _alive(self) -> list[_Replica]:
-        """Raises:
-        EngineError: all replicas are lost.
+        """The replicas that are not lost.
+
+        Raises:
+            EngineError: all are.
         """
         alive = [replica for replica in self._replicas if replica.error is None]
         if not alive:
@@ -228,8 +230,11 @@ class Router:
         self._waiting = dict(ordered)
 
     def _hand_out(self) -> None:
-        """Raises:
-        EngineError: a request that its replica refuses; it is waiting again, with those handed out with it.
+        """Gives waiting requests to replicas that have room.
+
+        Raises:
+            EngineError: a request that its replica refuses; it is waiting again, with those handed out with
+                it.
         """
         alive = self._alive()
         if not self._waiting or all(len(replica.given) >= self._window for replica in alive):
@@ -255,7 +260,8 @@ class Router:
                 raise error
 
     def _choice(self, job: _Job, free: Sequence[_Replica], share: float, leftover: bool) -> _Replica:
-        """Where a request should go: its uid's home, which may be full, or the least loaded that is free.
+        """The replica that should get a request: its uid's home, which may be full, or the least loaded that
+        is free.
 
         Args:
             share: tokens of all work there is, for each replica.
@@ -293,7 +299,7 @@ class Router:
             yield sample
 
     def _tried(self, replica: _Replica, call: Callable[P, T], *args: P.args, **options: P.kwargs) -> T | None:
-        """What `call` returns; None if it has lost the replica.
+        """Calls a replica. Gives what the call returns; None if it has lost the replica.
 
         Raises:
             Refused: the server does not have what was asked for; the request, if it was one, is not pending.
@@ -309,7 +315,7 @@ class Router:
             return None
 
     def _lose(self, replica: _Replica, error: EngineError) -> None:
-        """What it had goes back to the head of the queue."""
+        """Takes a replica out of service; its requests go back to the head of the queue."""
         replica.error = error
         unfinished = {name: replica.take(name) for name in list(replica.given)}
         self._waiting = unfinished | self._waiting
@@ -323,8 +329,10 @@ class Router:
 
 
 def _check_equal(digests: dict[str, Digest]) -> None:
-    """Raises:
-    EngineError: names the first tensor that two replicas hold differently.
+    """Compares the digests of the replicas, by name.
+
+    Raises:
+        EngineError: names the first tensor that two replicas hold differently.
     """
     (first, expected), *others = digests.items()
     for name, digest in others:

@@ -1,4 +1,4 @@
-"""Who holds which block of the paged cache, and which blocks hold a known prefix.
+"""The holders of the paged cache's blocks, and the blocks that hold a known prefix.
 
 A full block is known by a digest of its tokens, chained over the block before it, so that equal digests
 mean equal prefixes. A block that nobody holds stays known until it is needed: those released longest ago
@@ -88,7 +88,7 @@ class BlockManager:
         return np.array(found, dtype=np.int32)
 
     def idle(self, blocks: Blocks) -> int:
-        """How many of these nobody holds."""
+        """The number of these blocks that nobody holds."""
         return int((self._holders[blocks] == 0).sum())
 
     def forget(self) -> None:

@@ -243,7 +243,7 @@ class NativeEngine:
 
     @contextmanager
     def _taken_back_if_it_fails(self) -> Iterator[None]:
-        """Of what a failed step has scheduled, computed or drawn nothing can be relied on."""
+        """Takes a failed step back: nothing that it has scheduled, computed or drawn can be relied on."""
         try:
             yield
         except BaseException:

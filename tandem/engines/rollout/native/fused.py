@@ -45,7 +45,7 @@ def why_not_fused(module: nn.Module) -> str | None:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Also where FSDP has made it a unit, and a class of its own."""
+    """Whether a module is a Linear, also where FSDP has made it a unit, and a class of its own."""
     return type(module) is nn.Linear or type(module).__bases__ == (FSDPModule, nn.Linear)
 
 
@@ -98,7 +98,7 @@ class FusedRunner:
         self.layers = (LayerShape(heads.kv_heads, heads.head_dim, heads.head_dim),) * len(self._layers)
 
     def _heads(self, config: Any, rotary: nn.Module, max_length: int) -> Heads:
-        """With cos and sin per position from the model's own rotary module."""
+        """The heads, with cos and sin per position from the model's own rotary module."""
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         own, own_kv = heads // self._split.size, (kv_heads or heads) // self._split.size
@@ -152,8 +152,8 @@ class FusedRunner:
         return self._split.side_by_side(logits_LV) if self._head_is_split else logits_LV
 
     def _rounded(self, indices: Tensor) -> Tensor:
-        """With zeros at the end, so that the step's products have one of few shapes: oneDNN takes longer to
-        prepare a kernel for a new number of rows than to run it."""
+        """The indices with zeros at the end, so that the step's products have one of few shapes: oneDNN takes
+        longer to prepare a kernel for a new number of rows than to run it."""
         count = indices.shape[0]
         rows = rounded_rows(count) if self._rounds else count
         if rows == count:

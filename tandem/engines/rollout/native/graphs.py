@@ -143,7 +143,7 @@ class GraphedRunner:
         return logits_LV if len(step.logits_L) == rows else logits_LV[step.logits_L]
 
     def _replay(self, size: int) -> Work | None:
-        """What runs a step of that size on the buffers; None where it cannot be captured."""
+        """A replay of the step of that size on the buffers; None where it cannot be captured."""
         for needed in (self.sizes[-1], size):
             if needed in self._replays:
                 continue
@@ -177,6 +177,6 @@ class GraphedRunner:
 
 
 def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """Rising: 1, 2, 4, 8 and every 16 up to the most, itself included, or 512."""
+    """The sizes of the graphs, rising: 1, 2, 4, 8 and every 16 up to the most, itself included, or 512."""
     most = min(max_num_seqs, _MOST_ROWS)
     return (*(size for size in (1, 2, 4, 8, *range(16, most, 16)) if size < most), most)

@@ -110,7 +110,8 @@ def _loaded_openmp() -> Path:
 
 
 def _processor() -> str:
-    """What -march=native looks at: a cache folder may be shared by unlike machines."""
+    """The features of the processor that -march=native looks at: a cache folder may be shared by unlike
+    machines."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     keys = ("model name", "flags", "Features", "CPU part")
     return platform.machine() + "".join(sorted({line for line in lines if line.startswith(keys)}))

@@ -1,4 +1,4 @@
-"""How much memory the cache may take."""
+"""The memory that the cache may take."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(slots=True)
 class CacheRoom:
-    """How many blocks the cache of an engine may have.
+    """The number of blocks that the cache of an engine may have.
 
     Attributes:
         utilization: the share of the device's memory that the cache may take; see `cache_budget`.
@@ -135,12 +135,12 @@ def cache_budget(device: torch.device, utilization: float) -> int:
 
 
 def held_bytes(device: torch.device) -> int:
-    """What of the device's memory this process holds in tensors; 0 on a host, where it does not count."""
+    """The bytes of the device that this process holds in tensors; 0 on a host, where it does not count."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
 def free_bytes(device: torch.device) -> int:
-    """What this process could take of the device's memory now."""
+    """The bytes of the device that this process could take now."""
     if device.type == "cuda":
         free: int = torch.cuda.mem_get_info(device)[0]
         return free + torch.cuda.memory_reserved(device) - held_bytes(device)
@@ -165,7 +165,8 @@ def _host_total() -> int:
 
 
 def _host_free() -> int:
-    """What is available, within a container's limit; all there is where the system gives no figure."""
+    """The bytes that are available, within a container's limit; all there is where the system gives no
+    figure."""
     free = _fields(_MEMINFO, ":")["MemAvailable"] * 1024 if _MEMINFO.exists() else _host_total()
     limit = _cgroup_limit()
     if limit is None:

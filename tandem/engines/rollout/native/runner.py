@@ -1,4 +1,4 @@
-"""What computes logits: the protocol of runners, and the choice between the two."""
+"""Runners, which compute logits: their protocol, and the choice between the two."""
 
 from __future__ import annotations
 

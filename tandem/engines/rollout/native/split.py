@@ -31,7 +31,8 @@ class LayerSplit:
     group: dist.ProcessGroup | None = None
 
     def check(self, config: Any) -> None:
-        """
+        """Checks that a model's layers can be split evenly.
+
         Args:
             config: a transformers config of a language model.
 
@@ -66,7 +67,7 @@ class LayerSplit:
         return x
 
     def side_by_side(self, x_LV: Tensor) -> Tensor:
-        """The columns of all ranks."""
+        """The columns of all ranks, side by side."""
         if self.group is None:
             return x_LV
         parts = [torch.empty_like(x_LV) for _ in range(self.size)]
@@ -74,7 +75,7 @@ class LayerSplit:
         return torch.cat(parts, -1)
 
     def smallest(self, value: int) -> int:
-        """Of all ranks'."""
+        """The smallest of all ranks' values."""
         if self.group is None:
             return value
         given = torch.tensor(value, device="cuda" if dist.get_backend(self.group) == "nccl" else "cpu")
@@ -86,4 +87,4 @@ class LayerSplit:
 
 
 WHOLE = LayerSplit()
-"""One rank has all."""
+"""Layers that are not split: one rank has all."""

@@ -36,7 +36,7 @@ _NAME = "tandem-weights"
 
 
 class Bucket(Protocol):
-    """What weights are packed into, again and again."""
+    """Memory that weights are packed into, again and again."""
 
     def room(self, size: int) -> Tensor:
         """(size) uint8, to be filled."""
@@ -194,7 +194,8 @@ class NetworkChannel:
 
     @contextmanager
     def opened(self) -> Iterator[Bucket]:
-        """
+        """Joins the server's worker, if that is still to be done, for the weights of one version.
+
         Raises:
             ServerLost: the server cannot be reached, or is gone.
             EngineError: its model is split.

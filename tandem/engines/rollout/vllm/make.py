@@ -1,4 +1,4 @@
-"""From the config to vLLM in this process, or on a server."""
+"""Makes vLLM's engine, in this process or on a server, from the config."""
 
 from __future__ import annotations
 

@@ -96,7 +96,8 @@ class VLLMProcess:
                 time.sleep(_PAUSE_S)
 
     def check(self, *, within_s: float = 0.0) -> None:
-        """
+        """Checks that the server runs.
+
         Raises:
             EngineError: it has ended, or ends while this waits.
         """
@@ -132,7 +133,7 @@ class VLLMProcess:
 
 
 def absent() -> ConfigError:
-    """What to say where vLLM is not installed."""
+    """The error of a machine where vLLM is not installed."""
     return ConfigError(
         "vLLM is not installed",
         field="actor_rollout_ref.rollout.name",
@@ -229,9 +230,10 @@ def _neutral_generation(folder: Path) -> Path:
 
 
 def check_temperature(request: Request) -> None:
-    """
+    """Refuses temperatures that vLLM refuses, or silently changes.
+
     Raises:
-        EngineError: one that vLLM refuses, or silently changes.
+        EngineError: names the request and its temperature.
     """
     temperature = request.params.temperature
     if temperature and not _COLDEST <= temperature <= _HOTTEST:
@@ -244,9 +246,10 @@ def check_temperature(request: Request) -> None:
 
 
 def check_whole(missing: Collection[str]) -> None:
-    """
+    """Refuses a stream that has left out weights.
+
     Args:
-        missing: weights of the model that a stream has not brought.
+        missing: weights of the model that it has not brought.
 
     Raises:
         EngineError: there are such.

@@ -3,7 +3,7 @@
 Requests and answers are token ids (`/inference/v1/generate`), so the server needs no tokenizer; stop strings
 are looked for here. New weights go through shared memory to a server that was started here, and over the
 network to one elsewhere. A server elsewhere has its model on one device, can import `tandem`, has the
-environment variable VLLM_SERVER_DEV_MODE=1 and these options, as `vllm_process.serve` gives them to its own:
+environment variable VLLM_SERVER_DEV_MODE=1 and these options, as `process.serve` gives them to its own:
 
     --skip-tokenizer-init --enable-scale-out --logprobs-mode processed_logprobs
     --worker-extension-cls tandem.engines.rollout.vllm.worker.WorkerExtension
@@ -46,7 +46,7 @@ _METRICS = {"decode_steps": "vllm:iteration_tokens_total_count", "preemptions": 
 
 
 class _Described(nn.Module):
-    """What `check_fits_model` asks of a module."""
+    """A module as far as `check_fits_model` looks at one: its config."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__()
@@ -55,8 +55,8 @@ class _Described(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """How weights go over the network: from this device, with this backend; None: nccl between GPUs, else
-    gloo."""
+    """The way of weights over the network: from this device, with this backend; None: nccl between GPUs,
+    else gloo."""
 
     device: torch.device
     backend: Backend | None = None
@@ -185,7 +185,8 @@ class VLLMServerEngine(HTTPEngine):
         return None
 
     def poll(self, timeout_s: float) -> list[Sample]:
-        """
+        """Waits for the first sample, and takes what else is there.
+
         Raises:
             EngineError: a request failed; if it did because the server died, all of them did, and the message
                 names them.
@@ -248,7 +249,7 @@ class VLLMServerEngine(HTTPEngine):
         return {name: int(value) for name, value in digest.items()}
 
     def _rpc(self, method: str, *arguments: Any) -> Any:
-        """What each of the server's workers answers."""
+        """Calls a method of the server's workers and gives the answer of each."""
         return self._begin_rpc(method, *arguments).result()
 
     def _begin_rpc(self, method: str, *arguments: Any) -> Future[Any]:

@@ -1,4 +1,4 @@
-"""What runs inside vLLM's workers: new weights in, the digest of the weights held out.
+"""Methods that run inside vLLM's workers: new weights in, the digest of the weights held out.
 
 Importing this module makes vLLM keep the weights of linear layers as they were loaded, on CPUs too. Else it
 packs them there into the formats of its kernels and drops the originals, and the packed copy of a tied
@@ -65,12 +65,13 @@ class WorkerExtension:
         load_weights(self.model_runner.model, unpacked(bucket, layout))
 
     def tandem_digest(self) -> dict[str, str]:
-        """As text, for not every reader of JSON takes 64 bits."""
+        """The digest of the weights held, as text, for not every reader of JSON takes 64 bits."""
         return {name: str(value) for name, value in weights_digest(self.model_runner.model).items()}
 
 
 def load_weights(model: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """
+    """Copies weights into those of a model of vLLM.
+
     Args:
         tensors: whole tensors by Hugging Face name, each used before the next is asked for.
 

@@ -32,8 +32,8 @@ class Attention(Protocol):
         window: int | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        """(T, N, value_dim), contiguous, in the cache's dtype. Token t of a sequence sees that sequence's
-        columns 0..position.
+        """The result (T, N, value_dim), contiguous, in the cache's dtype. Token t of a sequence sees that
+        sequence's columns 0..position.
 
         Args:
             query_TND: already scaled, in the cache's dtype or float32; the query heads of one key head stand

@@ -84,7 +84,7 @@ def _attend(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """(R, Q, N, value_dim)."""
+    """Attention over one rectangle, (R, Q, N, value_dim)."""
     sequences, queries, heads, _ = query_RQND.shape
     kv_heads, columns = keys_RHDC.shape[1], keys_RHDC.shape[3]
     group = heads // kv_heads

@@ -161,8 +161,8 @@ class Tiles:
 
 
 def split_count(programs: int, columns: int, processors: int) -> int:
-    """Into how many parts, a power of two, to cut each sequence's columns, so that `programs` (sequences ×
-    key heads) times the parts fill the processors and no part is short.
+    """The number of parts, a power of two, into which to cut each sequence's columns, so that `programs`
+    (sequences × key heads) times the parts fill the processors and no part is short.
 
     Args:
         columns: of the widest block table.
