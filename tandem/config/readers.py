@@ -358,12 +358,14 @@ def _assigned(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
 
 
 def _type_variable(node: ast.stmt) -> Iterator[tuple[str, ast.expr]]:
-    """The name and bound of a type variable."""
+    """The name and bound of a type variable, or of a union that has a name."""
     match node:
         case ast.Assign(
             targets=[ast.Name(id=name)], value=ast.Call(func=ast.Name(id="TypeVar"), keywords=words)
         ):
             yield from ((name, word.value) for word in words if word.arg == "bound")
+        case ast.Assign(targets=[ast.Name(id=name)], value=ast.BinOp(op=ast.BitOr()) as union):
+            yield name, union
 
 
 def _last_name(node: ast.expr) -> str:
