@@ -207,6 +207,7 @@ class Launcher:
                 norm_length=config.actor_rollout_ref.actor.loss_scale_factor,
                 total_steps=plan.total_steps,
                 updates_per_step=updates_per_step(plan.batch_samples, plan.critic),
+                seed=trainer.seed,
                 **engine,
             )
         return partial(

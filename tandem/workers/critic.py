@@ -22,6 +22,7 @@ class CriticWorker(EngineWorker):
         norm_length: divisor of "seq-mean-token-sum-norm", tokens.
         total_steps: training steps in which it learns, for the schedule.
         updates_per_step: optimizer steps in each.
+        seed: draws what is new in the model and no folder holds, such as adapters; the head starts at zero.
         device, collective_timeout_s, run: see `EngineWorker`.
     """
 
@@ -32,6 +33,7 @@ class CriticWorker(EngineWorker):
         norm_length: float,
         total_steps: int,
         updates_per_step: int,
+        seed: int,
         device: str,
         collective_timeout_s: float,
         run: RunFolder,
@@ -39,7 +41,7 @@ class CriticWorker(EngineWorker):
         super().__init__(run, "critic", device, collective_timeout_s)
         self.config = config
         self.loss = CriticLoss.from_config(config, norm_length=norm_length)
-        with seeded(0):
+        with seeded(seed):
             engine = FSDPEngine(
                 config.model.path,
                 kind="value",

@@ -88,6 +88,7 @@ def make_critic(config: TrainConfig, *, rank: int = 0, world: int = 1) -> Any:
         norm_length=6,
         total_steps=10,
         updates_per_step=1,
+        seed=config.trainer.seed,
         device="cpu",
         collective_timeout_s=60,
         run=RunFolder(config.trainer.default_local_dir),
