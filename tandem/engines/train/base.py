@@ -27,7 +27,8 @@ class Counts:
 
     Attributes:
         tokens: response tokens (true entries of `response_mask`).
-        sequences: sequences with at least one response token.
+        sequences: sequences with at least one response token; an empty response, or one that is rejected
+            as a whole, is in no mean. `response_length/mean` and `reward/mean` count it.
     """
 
     tokens: int
