@@ -18,15 +18,19 @@ __all__ = ["lab"]
 OWN = """
 import torch
 from tandem.workers.actor import ActorWorker
+from tandem.workers.rollout_part import RolloutPart
 
-class Changes(ActorWorker):
-    def _batch(self, *args):
-        batch = super()._batch(*args)
+class ChangesTokens(RolloutPart):
+    def batch(self, *args):
+        batch = super().batch(*args)
         tokens = batch.ragged("tokens")
         values = tokens.values.clone()
         values[tokens.offsets[1:] - 1] = 3
         batch.batch["tokens"] = tokens.with_values(values)
         return batch
+
+class Changes(ActorWorker):
+    rollout_part = ChangesTokens
 
 class Rounds(ActorWorker):
     def __init__(self, *args, **settings):
@@ -38,10 +42,13 @@ class Rounds(ActorWorker):
     def load_weights(self, bucket):
         pass
 
-class Silent(ActorWorker):
-    def _batch(self, *args):
-        batch = super()._batch(*args)
+class WithoutLogProbs(RolloutPart):
+    def batch(self, *args):
+        batch = super().batch(*args)
         return batch.select([name for name in batch.batch if "log_probs" not in name])
+
+class Silent(ActorWorker):
+    rollout_part = WithoutLogProbs
 
 class Keeps(ActorWorker):
     def load_weights(self, bucket):

@@ -23,13 +23,14 @@ OWN = """
 import torch
 
 from tandem.workers.actor import ActorWorker
+from tandem.workers.rollout_part import RolloutPart
 
 
-class Shifted(ActorWorker):
+class ShiftedRollout(RolloutPart):
     \"\"\"Its rollout says that each token was more probable by 0.5 sin(token) nats than it was.\"\"\"
 
-    def _batch(self, *args, **kwargs):
-        batch = super()._batch(*args, **kwargs)
+    def batch(self, *args, **kwargs):
+        batch = super().batch(*args, **kwargs)
         logs, tokens = batch.ragged("rollout_log_probs"), batch.ragged("tokens").values
         shift = 0.5 * torch.sin(tokens.double())
         shifted = torch.where(batch.ragged("response_mask").values, logs.values + shift, 0)
@@ -37,12 +38,20 @@ class Shifted(ActorWorker):
         return batch
 
 
-class Silent(ActorWorker):
-    def _batch(self, *args, **kwargs):
-        batch = super()._batch(*args, **kwargs)
+class Shifted(ActorWorker):
+    rollout_part = ShiftedRollout
+
+
+class SilentRollout(RolloutPart):
+    def batch(self, *args, **kwargs):
+        batch = super().batch(*args, **kwargs)
         logs = batch.ragged("rollout_log_probs")
         batch.batch["rollout_log_probs"] = logs.with_values(torch.full_like(logs.values, torch.nan))
         return batch
+
+
+class Silent(ActorWorker):
+    rollout_part = SilentRollout
 
 
 def half(old_log_probs, rollout_log_probs, *, share=0.5):

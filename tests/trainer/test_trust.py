@@ -164,7 +164,9 @@ def test_the_update_measures_what_the_recomputation_does(worker: Any) -> None:
     wanted = worker.take_observed().to_floats()
     old = worker.compute_log_prob(batch).rename("old_log_probs", "ref_log_probs")
     worker.take_observed()
-    worker.loss = ActorLoss.from_config(worker._config.actor_rollout_ref.actor, recomputed=False)
+    worker.parts["actor"].loss = ActorLoss.from_config(
+        worker._config.actor_rollout_ref.actor, recomputed=False
+    )
     found = worker.update_actor(batch.union(old)).to_floats() | worker.take_observed().to_floats()
     names = [name for name in wanted if name.startswith("rollout/")]
     assert "rollout/kl" in names and "rollout/version_lag" in names

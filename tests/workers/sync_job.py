@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from tandem.engines.weight_sync import WeightSyncError, buckets, digest
 from tandem.models.parallel import leave_distributed
-from tandem.workers import actor
+from tandem.workers import actor_part
 from tests.workers import roles
 from tests.workers.streamed import FAULTS, NAME, StreamedEngine
 
@@ -69,16 +69,16 @@ class Ranks:
 
     def streamed(self) -> dict[str, list[str]]:
         """Faults of streams, on all ranks; then a stream as it should be."""
-        engine, shared = self.worker._rollout, self.generate()
+        engine, shared = self.worker.parts["rollout"].engine, self.generate()
         path, dtype = self.config.actor_rollout_ref.model.path, self.worker.actor.compute_dtype
-        self.worker._rollout = StreamedEngine(path, dtype)
+        self.worker.parts["rollout"].engine = StreamedEngine(path, dtype)
         found = {}
         for name, (fault, _) in FAULTS.items():
-            self.worker._rollout.fault = fault
+            self.worker.parts["rollout"].engine.fault = fault
             found[name] = self.raised(self.generate)
-        self.worker._rollout.fault = None
+        self.worker.parts["rollout"].engine.fault = None
         found["none"] = self.gathered(str(same(self.generate(), shared)))
-        self.worker._rollout = engine
+        self.worker.parts["rollout"].engine = engine
         return found
 
     def apart(self) -> dict[str, list[str]]:
@@ -107,7 +107,9 @@ def same(first: Any, second: Any) -> bool:
 def main() -> None:
     folder, results = Path(sys.argv[1]), Path(sys.argv[2])
     config = roles.make_config(folder, "actor_rollout_ref.rollout.name=hf")
-    actor.buckets = lambda sizes, limit: buckets(sizes, 8192)  # the model is smaller than any limit in MiB
+    actor_part.buckets = lambda sizes, limit: buckets(
+        sizes, 8192
+    )  # the model is smaller than any limit in MiB
     ranks = Ranks(config, int(os.environ["RANK"]))
     ranks.learn()
     shards, whole = ranks.worker.actor.digest(), digest(ranks.worker.actor.weights())

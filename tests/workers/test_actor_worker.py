@@ -124,10 +124,10 @@ def test_a_stream_that_ends_early_leaves_nothing_behind(
         stream.close()
     else:
         with monkeypatch.context() as patched:
-            patched.setattr(worker._rollout, "poll", lambda timeout_s: 1 / 0)
+            patched.setattr(worker.parts["rollout"].engine, "poll", lambda timeout_s: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 next(stream)
-    assert worker._rollout.pending() == 0
+    assert worker.parts["rollout"].engine.pending() == 0
     info = worker.actor.state_info()
     assert info["parameters@cpu"] == 8 * info["parameters"]
     fresh = worker.generate_sequences(PROMPTS, 1, LONG)

@@ -17,7 +17,7 @@ from tandem.engines.rollout.hf import HFEngine
 from tandem.engines.weight_sync import WeightSyncError
 from tandem.errors import ConfigError, EngineError
 from tandem.protocol import DataProto
-from tandem.workers import actor as actor_module
+from tandem.workers import actor_part, rollout_part
 from tests.workers import roles
 from tests.workers.streamed import FAULTS, NAME, TWIN, StreamedEngine
 
@@ -44,8 +44,8 @@ def config(folder: Path, tmp_path: Path) -> Any:
 def streaming(config: Any, *parts: str) -> Any:
     """A worker whose rollout engine takes streams."""
     worker = roles.make_actor(config, *parts)
-    dtype = worker._engine("actor", "rollout").compute_dtype
-    worker._rollout = StreamedEngine(config.actor_rollout_ref.model.path, dtype)
+    dtype = worker.parts["rollout"].policy.compute_dtype
+    worker.parts["rollout"].engine = StreamedEngine(config.actor_rollout_ref.model.path, dtype)
     return worker
 
 
@@ -88,8 +88,8 @@ def test_a_stream_leaves_the_trained_weights_sharded_and_idle(config: Any, monke
                 original(*args, **options),
             )[1],
         )
-    poll = worker._rollout.poll
-    worker._rollout.poll = lambda timeout_s: (calls.append("poll"), poll(timeout_s))[1]
+    poll = worker.parts["rollout"].engine.poll
+    worker.parts["rollout"].engine.poll = lambda timeout_s: (calls.append("poll"), poll(timeout_s))[1]
     generate(worker)
     assert calls[:3] == ["onload", "offload", "poll"]
     assert "unsharded" not in calls
@@ -99,12 +99,12 @@ def test_a_stream_leaves_the_trained_weights_sharded_and_idle(config: Any, monke
 def test_a_fault_in_a_stream_is_named(config: Any, fault: str) -> None:
     worker = streaming(config, "actor", "rollout")
     learn(worker, generate(worker))
-    worker._rollout.fault, told = FAULTS[fault]
+    worker.parts["rollout"].engine.fault, told = FAULTS[fault]
     with pytest.raises(WeightSyncError, match="version 1 in the rollout engine hf") as caught:
         generate(worker)
     assert re.match(told, str(caught.value.got)), caught.value.got
     assert caught.value.field == NAME
-    worker._rollout.fault = None
+    worker.parts["rollout"].engine.fault = None
     generate(worker)
 
 
@@ -130,7 +130,7 @@ def transfer(actor: Any, apart: Any, change: Any = lambda bucket: bucket) -> Non
 
 def test_a_bucket_of_old_weights_is_refused(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     names = list(roles.make_actor(config, "actor").actor.weight_shapes)
-    monkeypatch.setattr(actor_module, "buckets", lambda sizes, limit: [tuple(names[:5]), tuple(names[5:])])
+    monkeypatch.setattr(actor_part, "buckets", lambda sizes, limit: [tuple(names[:5]), tuple(names[5:])])
     actor, apart = roles.make_actor(config, "actor", "rollout"), roles.make_actor(config, "rollout")
     assert actor.weight_buckets() == 2
     old = actor.export_weights(0)
@@ -185,7 +185,7 @@ def test_memory_is_given_back_after_generation_as_the_config_says(
     config = roles.make_config(folder, *words, free_cache)
     slept: list[Any] = []
     for worker in (roles.make_actor(config, "actor", "rollout"), streaming(config, "actor", "rollout")):
-        monkeypatch.setattr(worker._rollout, "sleep", slept.append)
+        monkeypatch.setattr(worker.parts["rollout"].engine, "sleep", slept.append)
         generate(worker)
     assert slept == ([tags, SLEEP_TAGS] if free else [tags])
 
@@ -200,25 +200,27 @@ def test_the_first_error_is_the_one_that_is_seen(config: Any, monkeypatch: pytes
 
         return call
 
-    monkeypatch.setattr(worker._rollout, "poll", fails("out of memory"), raising=False)
-    monkeypatch.setattr(worker._rollout, "sleep", fails("requests are pending"), raising=False)
+    monkeypatch.setattr(worker.parts["rollout"].engine, "poll", fails("out of memory"), raising=False)
+    monkeypatch.setattr(worker.parts["rollout"].engine, "sleep", fails("requests are pending"), raising=False)
     with pytest.raises(EngineError, match="out of memory"):
         generate(worker)
-    monkeypatch.setattr(worker._rollout, "poll", worker._rollout._inner.poll, raising=False)
+    monkeypatch.setattr(
+        worker.parts["rollout"].engine, "poll", worker.parts["rollout"].engine._inner.poll, raising=False
+    )
     with pytest.raises(EngineError, match="requests are pending"):  # where it is the first, it is seen
         generate(worker)
 
 
 def test_an_engine_has_its_servers_time(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     limits: list[float] = []
-    original = actor_module.finished
+    original = rollout_part.finished
 
     def noted(*args: Any, **options: Any) -> Any:
         limits.append(options["stall_timeout_s"])
         return original(*args, **options)
 
-    monkeypatch.setattr(actor_module, "finished", noted)
-    monkeypatch.setattr(actor_module, "stall_timeout_s", lambda rollout: 4321.0)
+    monkeypatch.setattr(rollout_part, "finished", noted)
+    monkeypatch.setattr(rollout_part, "stall_timeout_s", lambda rollout: 4321.0)
     generate(streaming(config, "actor", "rollout"))
     assert limits == [4321.0]
 
@@ -227,7 +229,7 @@ def test_the_engine_is_closed_with_its_worker(config: Any, monkeypatch: pytest.M
     closed: list[int] = []
     monkeypatch.setattr(HFEngine, "close", lambda engine: closed.append(id(engine)))
     worker = roles.make_actor(config, "actor", "rollout")
-    engine = id(worker._rollout)
+    engine = id(worker.parts["rollout"].engine)
     generate(worker)
     assert not closed
     del worker

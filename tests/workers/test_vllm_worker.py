@@ -31,11 +31,11 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         "actor_rollout_ref.ref.fsdp_config.model_dtype=fp32",
     )
     worker = roles.make_actor(plain, "actor", "rollout")
-    worker._rollout = vllm_engine.VLLMEngine(
+    worker.parts["rollout"].engine = vllm_engine.VLLMEngine(
         model_path=str(folder / "model"), config=model.config, device=torch.device("cpu"), max_length=14
     )
     yield worker
-    worker._rollout.close()
+    worker.parts["rollout"].engine.close()
 
 
 def gap(batch: Any, recomputed: Any) -> float:
