@@ -1,5 +1,5 @@
-"""What workers share: timed phases and observations; for those with an engine also its device, its
-share of the process group, and the record of an update that went wrong."""
+"""The base of workers: timed phases and observations; for a worker with an engine also its device, its share
+of the process group, and the record of an update that went wrong."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def micro_batching(batching: Batching) -> MicroBatching:
 
 
 def response_texts(tokenizer: PreTrainedTokenizerBase, batch: DataProto) -> list[str]:
-    """What the policy wrote in each sample, decoded, without special tokens."""
+    """The text that the policy wrote in each sample, decoded, without special tokens."""
     rows = zip(batch.ragged("tokens"), batch.ragged("response_mask"), strict=True)
     # One by one: `batch_decode` takes an empty list for one empty response.
     return [str(tokenizer.decode(row[keep].tolist(), skip_special_tokens=True)) for row, keep in rows]
@@ -62,7 +62,8 @@ def closed_after(
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Weights made inside that no folder holds are drawn by this seed, the same on every rank."""
+    """Seeds what is drawn inside, such as weights that no folder holds, the same on every rank; afterwards
+    the generator goes on as if nothing had been drawn."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
@@ -97,7 +98,7 @@ class TimedWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def take_observed(self) -> Metrics:
-        """What was measured besides the methods' results since the last call."""
+        """The metrics that were observed besides the methods' results since the last call."""
         observed, self.observed = self.observed, Metrics()
         return observed
 
@@ -143,7 +144,7 @@ class EngineWorker(TimedWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def begin_save(self, path: Path) -> None:
-        """The same while training goes on: returns once the state is copied to the host. The folder's
+        """Begins a save in the background: returns once the state is copied to the host. The folder's
         `written_mark` appears when all ranks have written."""
         write = self.trained().stage(path)
         self._write.start(write, written_mark(path) if self.rank == 0 else None)
@@ -177,9 +178,9 @@ class EngineWorker(TimedWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def take_observed(self) -> Metrics:
-        """What was measured besides the methods' results since the last call; with it the seconds and
-        bytes of collectives by role, `perf/collective_s/ROLE` and `perf/collective_bytes/ROLE`, which are
-        averaged over ranks."""
+        """The metrics that were observed besides the methods' results since the last call; with them the
+        seconds and bytes of collectives by role, `perf/collective_s/ROLE` and `perf/collective_bytes/ROLE`,
+        which are averaged over ranks."""
         observed = super().take_observed()
         for role, engine in self.engines.items():
             seconds, received = engine.take_collectives()

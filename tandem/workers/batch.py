@@ -19,15 +19,14 @@ from tandem.observability.metrics import Metrics
 from tandem.observability.run import RunFolder
 from tandem.protocol import DataProto, Ragged
 from tandem.runtime import Dispatch, register
-from tandem.workers.components import reward_components
+from tandem.workers.advantage_inputs import refuse_non_finite, reward_components
 from tandem.workers.correction import KEPT, WEIGHTS, Correction, correction_columns
-from tandem.workers.finite import refuse_non_finite
 from tandem.workers.losses import configured_loss
 from tandem.workers.shaping import ShapingWorker
 
 
 class BatchWorker(ShapingWorker):
-    """Advantages and sample files.
+    """The worker that computes advantages, measures whole batches and writes sample files.
 
     Args:
         config: the resolved algorithm section.

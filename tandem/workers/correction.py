@@ -46,7 +46,7 @@ _TOKENS, _SEQUENCES = f"{PREFIX}kept_tokens", f"{PREFIX}kept_sequences"
 
 
 class Corrected(NamedTuple):
-    """What a correction gives.
+    """The result of a correction.
 
     Attributes:
         weights: (N), detached, zero outside the mask; None without importance weights.
@@ -164,8 +164,8 @@ def add_observations(metrics: Metrics, found: Mapping[str, Observation]) -> None
 def correction_columns(
     config: RolloutCorrectionConfig, correction: Correction, batch: DataProto, metrics: Metrics
 ) -> dict[str, Ragged]:
-    """What is known before the updates: in bypass mode `old_log_probs`, the rollout's; else, where they were
-    recomputed, `rollout_is_weights` and `kept_mask` by what is asked for.
+    """The columns that are known before the updates: in bypass mode `old_log_probs`, the rollout's; else,
+    where they were recomputed, `rollout_is_weights` and `kept_mask` by what is asked for.
 
     Args:
         metrics: gets `rollout_corr/...`.

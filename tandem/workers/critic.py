@@ -15,7 +15,7 @@ from tandem.workers.losses import CriticLoss
 
 
 class CriticWorker(EngineWorker):
-    """Estimates and learns values.
+    """The worker that estimates and learns values.
 
     Args:
         config: the resolved critic section.

@@ -21,7 +21,7 @@ from tandem.workers.base import TimedWorker
 
 @dataclass(frozen=True, slots=True)
 class DataFacts:
-    """What the controller must know of the data.
+    """The facts of the data that the controller needs.
 
     Attributes:
         rows: training prompts.
@@ -92,7 +92,7 @@ class DatasetWorker(TimedWorker):
 
 
 class DataWorker(DatasetWorker):
-    """Prompts to train on and to validate on.
+    """The worker that reads prompts: training batches by number.
 
     Args:
         config: the resolved data section.

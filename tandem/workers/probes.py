@@ -1,5 +1,5 @@
-"""What workers measure of the difference between the engine that sampled and the one that trains, and the
-evidence of its cause. The controller adds it up and names the cause; see `tandem.trainer.trust`.
+"""Measures of the difference between the engine that sampled and the one that trains, and the evidence of its
+cause. The controller adds it up and names the cause; see `tandem.trainer.trust`.
 
 Shapes: B samples, T their tokens, flat.
 """
@@ -35,7 +35,7 @@ def gap_columns(batch: DataProto) -> frozenset[str]:
 def add_rollout_gap(
     metrics: Metrics, log_probs_T: Tensor, columns: Mapping[str, Tensor], mask_T: Tensor
 ) -> None:
-    """How far the sampling engine is from the training engine, over the tokens of the mask.
+    """Adds the distance of the sampling engine from the training engine, over the tokens of the mask.
 
     With q the rollout's probability of a token and p training's: mean and maximum of |log p - log q| and of
     |p - q|; the share of tokens with |p - q| > 0.01; the mean of p/q - 1 - log(p/q), which estimates
@@ -73,9 +73,10 @@ def add_rollout_gap(
 
 
 def add_evidence(metrics: Metrics, batch: DataProto, version: int, limit: float) -> None:
-    """What the cause of a difference is told by: how many optimizer steps the oldest weights that wrote a
-    response token are behind those that train; the samples whose tokens are not those that the engine
-    wrote; whether the engine gave only log-probs of a distribution that was reshaped; the limit.
+    """Adds the evidence by which the cause of a difference is told: how many optimizer steps the oldest
+    weights that wrote a response token are behind the weights that train; the samples whose tokens are not
+    those that the engine wrote; whether the engine gave only log-probs of a distribution that was reshaped;
+    the limit.
 
     Args:
         batch: samples, with `policy_version` and `FINGERPRINT` where the rollout gave them.

@@ -14,7 +14,7 @@ from tandem.workers.base import TimedWorker, response_texts
 
 
 class RewardWorker(TimedWorker):
-    """Function-based rewards.
+    """The worker that scores responses with reward functions.
 
     Args:
         tokenizer: decodes responses.
@@ -29,7 +29,7 @@ class RewardWorker(TimedWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def compute_rewards(self, batch: DataProto) -> DataProto:
-        """Scores some samples.
+        """Scores the responses of some samples.
 
         Returns:
             `scores` (B) fp32, `token_level_scores` ragged fp32 with the score at the last response

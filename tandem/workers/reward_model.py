@@ -17,7 +17,7 @@ from tandem.workers.reward import at_last_token
 
 
 class RewardModelWorker(EngineWorker):
-    """Scores whole sequences.
+    """The worker that scores whole sequences with a model.
 
     Args:
         config: the resolved reward_model section.

@@ -1,4 +1,4 @@
-"""What decides which samples of a batch are learnt from, and what their length costs them."""
+"""The choice of samples that a batch is learnt from, and the penalty for their length."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SCORE = "score"
 
 
 class Spread(NamedTuple):
-    """What is said of the prompts of a generation batch.
+    """Facts about the prompts of a generation batch.
 
     Attributes:
         differs: (P) bool, whether the responses to a prompt differ in the metric.
@@ -76,7 +76,7 @@ class ShapingWorker(TimedWorker):
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def group_spread(self, batch: DataProto, n: int, metric: str) -> Spread:
-        """Which prompts' responses differ.
+        """Tells which prompts' responses differ.
 
         Args:
             batch: `scores` and `reward_extra`, prompt by prompt, n rows each.
@@ -98,7 +98,7 @@ class ShapingWorker(TimedWorker):
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def truncated(self, batch: DataProto) -> np.ndarray:
-        """(B) bool: which responses were cut at the greatest length.
+        """The responses that were cut at the greatest length, (B) bool.
 
         Args:
             batch: `finish_reason`.

@@ -17,7 +17,7 @@ from tandem.workers.base import EngineWorker, micro_batching, seeded
 
 
 class SupervisedWorker(EngineWorker):
-    """Learns and is tested.
+    """The worker that learns from examples and is tested on others.
 
     Args:
         config: the resolved config.
@@ -58,7 +58,7 @@ class SupervisedWorker(EngineWorker):
 
     @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, collect="first", balance="tokens")
     def update(self, batch: DataProto) -> Metrics:
-        """One optimizer step."""
+        """Takes one optimizer step."""
         with self.timeline.phase("update"), self.on_device(self.engine, training=True):
             return self.guarded_step(self.engine, batch, self.loss, self.batching, self.role, self.optim)
 

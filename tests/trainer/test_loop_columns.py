@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from tandem.errors import ConfigError, ConfigErrors, RewardError
-from tandem.workers.components import reward_components
+from tandem.workers.advantage_inputs import reward_components
 from tests.support import loop_columns
 from tests.support.runs import Finished, Lab
 

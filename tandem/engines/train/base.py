@@ -37,7 +37,8 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatching:
-    """How one rank's share is cut; exactly one of the two is set, or none for one micro-batch.
+    """The cut of one rank's share into micro-batches; exactly one of the two is set, or none for one
+    micro-batch.
 
     Attributes:
         max_samples: sequences per micro-batch.
@@ -78,8 +79,8 @@ class RecountingLoss(Protocol):
     """A loss that leaves tokens out which only the forward tells, so that `counts` are too large."""
 
     def recount(self, metrics: Metrics, counts: Counts) -> float:
-        """By how much the loss and its gradient are to be multiplied, the same on every rank; 1 if nothing
-        was left out, 0 if all was. Called once a mini-batch, before the optimizer steps.
+        """The factor by which the loss and its gradient are to be multiplied, the same on every rank; 1 if
+        nothing was left out, 0 if all was. Called once a mini-batch, before the optimizer steps.
 
         Args:
             metrics: the loss's own, over all micro-batches and ranks; those that the factor concerns are
@@ -103,12 +104,12 @@ class TrainEngine(Protocol):
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """That of forward and backward, and of the unsharded weights."""
+        """The type of forward and backward, and of the unsharded weights."""
         ...
 
     @property
     def output_dtype(self) -> torch.dtype:
-        """That of outputs: fp32, or fp64 where the model computes in fp64."""
+        """The type of outputs: fp32, or fp64 where the model computes in fp64."""
         ...
 
     def forward(
@@ -154,12 +155,12 @@ class TrainEngine(Protocol):
 
     @property
     def weight_shapes(self) -> dict[str, torch.Size]:
-        """Of the tensors that `weights` gives, in their order."""
+        """The shapes of the tensors that `weights` gives, in their order."""
         ...
 
     def digest(self, dtype: torch.dtype | None = None) -> Digest:
-        """Of the whole weights in `dtype` (None: as `unsharded` gives them), from the shards, without
-        gathering them; the same on all ranks."""
+        """The digest of the whole weights in `dtype` (None: as `unsharded` gives them), from the shards,
+        without gathering them; the same on all ranks."""
         ...
 
     def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int, *, whole: bool = True) -> None:
@@ -215,5 +216,5 @@ class TrainEngine(Protocol):
         ...
 
     def state_info(self) -> dict[str, Any]:
-        """Where things are and how large: parameters, bytes per kind and device."""
+        """The place and size of the state: parameters, bytes per kind and device."""
         ...

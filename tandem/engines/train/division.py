@@ -1,4 +1,4 @@
-"""How an engine's model is divided over its ranks, checked before any weight is loaded."""
+"""The division of an engine's model over its ranks, checked before any weight is loaded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tandem.models.tensor_parallel import check_tensor_parallel
 
 @dataclass(frozen=True, eq=False)
 class Division:
-    """This rank's places.
+    """The places of this rank in the grid.
 
     Attributes:
         grid: all of them.
@@ -84,7 +84,7 @@ class Division:
 
     @property
     def stages(self) -> int:
-        """Of the pipeline."""
+        """The number of stages of the pipeline."""
         return 1 if self.pipeline is None else self.pipeline.size
 
     @property

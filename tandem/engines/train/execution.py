@@ -1,4 +1,5 @@
-"""How an engine runs the micro-batches of a step: what all ways offer, and the way of one after the other."""
+"""Two ways to run the micro-batches of a step share a protocol; the one of a model without pipeline stages
+runs one after the other."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ class Execution(Protocol):
         ...
 
     def told(self, metrics: Metrics, total: Tensor) -> tuple[Metrics, Tensor]:
-        """Both from a rank that sees the loss, for those that do not."""
+        """The metrics and the total, sent by a rank that sees the loss to those that do not."""
         ...
 
 

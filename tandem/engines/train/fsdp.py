@@ -21,9 +21,8 @@ from tandem.engines.train.division import Division
 from tandem.engines.train.execution import Execution, OneByOne, collected
 from tandem.engines.train.gradients import check_finite, scale
 from tandem.engines.train.microbatch import CPU_BLOCK_TOKENS, MicroBatch, assemble, cut_alike, most_tokens
-from tandem.engines.train.module import Kind, unsharded_module
+from tandem.engines.train.module import Kind, check_options, unsharded_module
 from tandem.engines.train.optim import learning_rate
-from tandem.engines.train.options import check_options
 from tandem.engines.train.pipelined import Pipelined
 from tandem.engines.train.stages import Stages
 from tandem.engines.train.state import TrainState
@@ -344,12 +343,12 @@ class FSDPEngine:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """That of forward and backward, and of the unsharded weights."""
+        """See `TrainEngine.compute_dtype`."""
         return self._compute
 
     @property
     def output_dtype(self) -> torch.dtype:
-        """That of outputs: fp32, or fp64 where the model computes in fp64."""
+        """See `TrainEngine.output_dtype`."""
         return torch.promote_types(self._compute, torch.float32)
 
     def save(self, path: Path) -> None:

@@ -1,5 +1,5 @@
-"""What a training engine does with the adapters of its model: weights merged shard by shard, and checkpoints
-that hold what is trained and the digest of what is not."""
+"""The adapters of an engine's model: weights merged shard by shard, and checkpoints that hold what is trained
+and the digest of the rest."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class Adapters:
         return bool(self._layers)
 
     def merged(self, weight: Tensor) -> Tensor:
-        """What the weight and its adapter compute together, W + s B A, in the adapter's type and the weight's
-        place: each rank adds to its part what belongs there. A weight without an adapter is given back as it
-        is. Collective: the two factors are gathered, the weight is not."""
+        """Computes the weight with its adapter, W + s B A, in the adapter's type and the weight's place: each
+        rank adds to its part what belongs there. A weight without an adapter is given back as it is.
+        Collective: the two factors are gathered, the weight is not."""
         layer = self._layers.get(weight)
         if layer is None:
             return weight.detach()
@@ -72,7 +72,7 @@ class Adapters:
             )
 
     def state(self, named: dict[str, Tensor]) -> dict[str, Any]:
-        """What a checkpoint holds besides what is trained. Collective when first asked.
+        """The entries of a checkpoint besides the parameters that are trained. Collective when first asked.
 
         Args:
             named: all parameters by name.
@@ -133,7 +133,7 @@ class Adapters:
 
 
 def trained(named: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What is trained of a model with adapters."""
+    """The parameters of a model with adapters that are trained."""
     return {name: p for name, p in named.items() if p.requires_grad or is_adapter(name)}
 
 

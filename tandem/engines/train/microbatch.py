@@ -1,4 +1,4 @@
-"""How one rank's share of a mini-batch is cut into micro-batches."""
+"""The cut of one rank's share of a mini-batch into micro-batches."""
 
 from __future__ import annotations
 

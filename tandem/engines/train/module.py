@@ -1,4 +1,5 @@
-"""The model of an engine before it is sharded, and where its weights are read from."""
+"""The model of an engine before it is sharded, and where its weights are read from; the check of the engine's
+options before that."""
 
 from __future__ import annotations
 
@@ -8,7 +9,13 @@ from typing import Literal
 
 import torch
 
+from tandem.config.fsdp import FSDPConfig
 from tandem.config.model import BackboneConfig
+from tandem.config.optim import OptimConfig
+from tandem.config.rules.engine import conflicts
+from tandem.engines.train.deterministic import prepare
+from tandem.engines.train.optimizers import require_optimizer
+from tandem.models.compiled import require_compiler
 from tandem.models.heads import make_head
 from tandem.models.liger import use_liger
 from tandem.models.loading import load_policy, load_scorer
@@ -19,6 +26,22 @@ from tandem.models.value import ValueModel
 from tandem.models.weight_files import Model, WeightFiles
 
 Kind = Literal["policy", "value", "score"]
+
+
+def check_options(
+    model: BackboneConfig, fsdp: FSDPConfig, optim: OptimConfig | None, device: torch.device
+) -> None:
+    """Checks an engine's options before anything is loaded or started.
+
+    Raises:
+        ConfigError: options that do not go together, or that need what is not installed.
+    """
+    require_optimizer(optim)
+    for error in conflicts(fsdp, model, trains=optim is not None):
+        raise error
+    if fsdp.use_torch_compile:
+        require_compiler(device)
+    prepare(fsdp, device)
 
 
 def unsharded_module(

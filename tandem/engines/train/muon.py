@@ -149,8 +149,8 @@ def _dealing_mesh(matrix: Tensor) -> DeviceMesh | None:
 
 
 def _batches(matrices: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Those with a gradient, in lots of one per rank, each on one mesh, and of like size, so that no rank
-    waits for another's larger matrix."""
+    """Matrices with a gradient, in lots of one per rank, each lot on one mesh and of like size, so that no
+    rank waits for another's larger matrix."""
     meshes: dict[DeviceMesh | None, list[Tensor]] = {}
     for matrix in sorted(matrices, key=lambda matrix: -matrix.numel()):
         if matrix.grad is not None:

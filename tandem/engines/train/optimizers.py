@@ -37,8 +37,8 @@ def require_optimizer(optim: OptimConfig | None) -> None:
 
 
 def weight_kinds(module: nn.Module) -> dict[Tensor, Kind]:
-    """What each parameter is, by the class of the layer that holds it and by its name; a tied one counts as
-    what it is first."""
+    """The kind of each parameter, by the class of the layer that holds it and by its name; a tied one counts
+    as what it is first."""
     kinds: dict[Tensor, Kind] = {}
     for layer in module.modules():
         for name, parameter in layer.named_parameters(recurse=False):
@@ -91,7 +91,7 @@ def build_optimizers(
 
 
 def _groups(kinds: dict[Tensor, Kind], parameters: Sequence[Tensor], optim: OptimConfig) -> Groups:
-    """Those that decay, and those that do not."""
+    """The parameters that decay, and the parameters that do not."""
     decayed = [p for p in parameters if kinds[p] not in optim.no_weight_decay]
     spared = [p for p in parameters if kinds[p] in optim.no_weight_decay]
     groups = ((decayed, optim.weight_decay), (spared, 0.0))
@@ -126,7 +126,7 @@ def _adamw_8bit(groups: Groups, options: dict[str, Any]) -> Optimizer:
 
 
 def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
-    """Of all its groups."""
+    """Sets the learning rate of all groups of an optimizer."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):  # compiled updates read it from a tensor
             group["lr"].fill_(lr)

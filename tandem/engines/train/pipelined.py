@@ -195,8 +195,8 @@ class _Stage(PipelineStage):
 
 
 class _Through(nn.Module):
-    """What the schedule calls: the stage, by the index of a micro-batch. No FSDP module, lest the schedule
-    change when gradients meet."""
+    """The module that the schedule calls: it runs the stage, by the index of a micro-batch. It is no FSDP
+    module, lest the schedule change when gradients meet."""
 
     def __init__(self, run: Callable[[int, Tensor | None], Tensor]) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""What a rank holds of a parameter that FSDP, and tensor parallelism before it, has cut: where it lies in the
-whole, what it adds to the whole's checksum, and how the whole comes together."""
+"""The shard that a rank holds of a parameter which FSDP, and tensor parallelism before it, has cut: where it
+lies in the whole, what it adds to the whole's checksum, and how the whole comes together."""
 
 from __future__ import annotations
 

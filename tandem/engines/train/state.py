@@ -1,4 +1,4 @@
-"""What a training step changes: sharded parameters and the optimizer's state; their norm, update,
+"""The state that a training step changes: sharded parameters and the optimizer's state; their norm, update,
 place and checkpoint."""
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class TrainState:
             )
 
     def checksums(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """By Hugging Face name the `checksum` of this rank's shard in `dtype`; those of the ranks of
+        """The `checksum` of this rank's shard in `dtype`, by Hugging Face name; the checksums of the ranks of
         one copy add up to that of the whole. Collective where there are adapters."""
         mine = self._mine().items()
         sums = {name: shards.part_checksum(self.adapters.merged(value), dtype) for name, value in mine}
@@ -171,8 +171,8 @@ class TrainState:
         return head
 
     def shapes(self) -> dict[str, torch.Size]:
-        """Of all the model's weights, without adapters, by Hugging Face name, whatever this rank has of
-        them."""
+        """The shapes of all the model's weights, without adapters, by Hugging Face name, whatever this rank
+        has of them."""
         if self._stages is not None:
             return dict(self._stages.shapes)
         return {name: parameter.shape for name, parameter in self._mine().items()}
@@ -189,7 +189,7 @@ class TrainState:
         return {"parameters": whole, "trainable_parameters": learns}
 
     def _mine(self) -> dict[str, Tensor]:
-        """Those of `named` that are no adapters."""
+        """The parameters of `named` that are no adapters."""
         return {name: p for name, p in self.named().items() if not is_adapter(name)}
 
     def named(self) -> dict[str, Tensor]:
@@ -258,7 +258,7 @@ class TrainState:
 
 
 def _bytes(shard: Tensor) -> int:
-    """That it takes in memory; one of 8 bits is made of several tensors."""
+    """The bytes of memory that a shard takes; one of 8 bits is made of several tensors."""
     flatten = getattr(shard, "__tensor_flatten__", None)
     if flatten is not None:
         return sum(_bytes(getattr(shard, name)) for name in flatten()[0])

@@ -12,7 +12,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from tandem.config.fsdp import FSDPConfig
 from tandem.config.model import BackboneConfig
-from tandem.engines.train.options import check_options
+from tandem.engines.train.module import check_options
 from tandem.errors import ConfigError
 from tandem.models import compiled
 from tandem.models.heads import tiled

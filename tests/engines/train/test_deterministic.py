@@ -11,7 +11,7 @@ from tandem.config.fsdp import FSDPConfig
 from tandem.config.model import BackboneConfig
 from tandem.engines.train import deterministic
 from tandem.engines.train.deterministic import deterministic_kernels, prepare
-from tandem.engines.train.options import check_options
+from tandem.engines.train.module import check_options
 from tandem.errors import ConfigError, EngineError
 from tandem.protocol import DataProto
 from tests.support.ranks import run_ranks
