@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -154,9 +154,12 @@ class DataProto:
         """
         batch, arrays, meta = dict(self.batch), dict(self.non_tensor_batch), dict(self.meta_info)
         for other in others:
-            _merge(batch, other.batch, _same_column)
-            _merge(arrays, other.non_tensor_batch, lambda a, b: a is b or bool(np.array_equal(a, b)))
-            _merge(meta, other.meta_info, lambda a, b: bool(a == b))
+            for target, source in (
+                (batch, other.batch),
+                (arrays, other.non_tensor_batch),
+                (meta, other.meta_info),
+            ):
+                _merge(target, source, remedy="select or rename columns before union")
         return DataProto(batch, arrays, meta)
 
     @staticmethod
@@ -336,22 +339,49 @@ def _picked(table: dict[str, Any], names: Iterable[str] | None) -> dict[str, Any
     return {name: table[name] for name in names}
 
 
-def _merge(target: dict[str, Any], source: dict[str, Any], same: Callable[[Any, Any], bool]) -> None:
+def _merge(target: dict[str, Any], source: Mapping[str, Any], *, remedy: str) -> None:
+    """Adds what `target` lacks.
+
+    Raises:
+        DataError: a name that stands in both with different values.
+    """
     for name, value in source.items():
-        if name in target and not same(target[name], value):
+        if name in target and not _same(target[name], value):
             raise DataError(
                 "two tables hold different values under one name",
                 field=name,
                 got=f"{value!r:.80}",
                 expected=f"{target[name]!r:.80}",
-                remedy="select or rename columns before union",
+                remedy=remedy,
             )
         target.setdefault(name, value)
 
 
-def _same_column(a: Column, b: Column) -> bool:
+def _same(a: Any, b: Any) -> bool:
+    """Whether two columns, elements or facts are equal in type and content, however deep arrays lie in them;
+    NaN is equal to itself."""
     if a is b:
         return True
-    if isinstance(a, Ragged) and isinstance(b, Ragged):
-        return a.equal(b)
-    return isinstance(a, Tensor) and isinstance(b, Tensor) and same_tensor(a, b)
+    if isinstance(a, Ragged):
+        return isinstance(b, Ragged) and a.equal(b)
+    if isinstance(a, Tensor):
+        return isinstance(b, Tensor) and same_tensor(a, b)
+    if isinstance(a, np.ndarray):
+        return isinstance(b, np.ndarray) and _same_array(a, b)
+    if isinstance(a, Mapping):
+        return isinstance(b, Mapping) and a.keys() == b.keys() and all(_same(a[name], b[name]) for name in a)
+    if isinstance(a, (list, tuple)):
+        pairs = zip(a, b, strict=True) if type(a) is type(b) and len(a) == len(b) else None
+        return pairs is not None and all(_same(x, y) for x, y in pairs)
+    if isinstance(b, (Tensor, np.ndarray, Ragged)):
+        return False
+    equal = a == b
+    return bool(equal) or (isinstance(a, (float, np.floating)) and bool(a != a and b != b))
+
+
+def _same_array(a: np.ndarray, b: np.ndarray) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if a.dtype == object:
+        return all(_same(x, y) for x, y in zip(a.flat, b.flat, strict=True))
+    return bool(np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"))
