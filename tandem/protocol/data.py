@@ -164,10 +164,10 @@ class DataProto:
 
     @staticmethod
     def concat(parts: Sequence[DataProto]) -> DataProto:
-        """The rows of all parts below each other; meta_info of the first.
+        """The rows of all parts below each other; meta_info of all.
 
         Raises:
-            DataError: parts with different columns.
+            DataError: parts with different columns, or with different values under one name of meta_info.
         """
         return DataProto.gather(parts, range(sum(map(len, parts))))
 
@@ -176,7 +176,8 @@ class DataProto:
         """`concat(parts)[rows]` with one copy of each value, or none: successive rows of one part are views.
 
         Raises:
-            DataError: no parts, or parts with different columns.
+            DataError: no parts, or parts with different columns, or with different values under one name of
+                meta_info.
         """
         if not parts:
             raise DataError("nothing to concatenate", expected="at least one table")
@@ -195,7 +196,12 @@ class DataProto:
             name: plan.array([part.non_tensor_batch[name] for part in parts])
             for name in first.non_tensor_batch
         }
-        return DataProto._trusted(batch, arrays, first.meta_info)
+        meta = dict(first.meta_info)
+        for part in parts[1:]:
+            _merge(
+                meta, part.meta_info, remedy="select or change meta_info before the tables are put together"
+            )
+        return DataProto._trusted(batch, arrays, meta)
 
     def chunk(self, chunks: int) -> list[DataProto]:
         """`chunks` tables whose sizes differ by one at most; some are empty if rows are few."""

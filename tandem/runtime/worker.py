@@ -93,10 +93,20 @@ def register(
         stream: the method is a generator of Part, and the group's method returns a BatchStream.
 
     Raises:
-        ConfigError: something else in place of a mode, or options that do not go together.
+        ConfigError: something else in place of a mode, options that do not go together, or a function that is
+            registered already.
     """
 
     def mark(method: Method) -> Method:
+        found = vars(method).get(_MARK)
+        of_wrapped = getattr(getattr(method, "__wrapped__", None), _MARK, None)  # functools.wraps copies it
+        if found is not None and found is not of_wrapped:
+            raise ConfigError(
+                "registered twice; the second registration would change the first wherever it is used",
+                field=method.__qualname__,
+                got=found.dispatch_mode,
+                remedy="leave one @register, or give each a function of its own",
+            )
         setattr(method, _MARK, Registration(dispatch_mode, blocking, collect, mesh, balance, stream))
         return method
 

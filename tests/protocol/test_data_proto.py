@@ -97,7 +97,7 @@ def test_rows_reorder_repeat_filter(rows, seed):
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=4), st.data())
 @settings(max_examples=60, deadline=None)
 def test_gather_is_concat_then_rows(sizes, data):
-    parts = [table(size, seed) for seed, size in enumerate(sizes)]
+    parts = [table(size, seed).select(meta_info_keys=()) for seed, size in enumerate(sizes)]
     whole = joined(parts)
     assert listed(DataProto.concat(parts)) == whole
     order = np.array(data.draw(st.permutations(range(len(whole)))), dtype=np.int64)[
@@ -125,6 +125,20 @@ def test_concat_of_what_does_not_fit():
     for mixed in ([dense, ragged], [ragged, dense]):
         with pytest.raises(DataError, match="x"):
             DataProto.concat(mixed)
+
+
+def test_concat_puts_meta_info_together_and_refuses_two_values_of_one_name():
+    def part(**meta: Any) -> DataProto:
+        return DataProto({"x": torch.zeros(1)}, meta_info=meta)
+
+    nan = {"scale": np.array([1.0, np.nan])}
+    parts = [part(step=1, **nan), part(step=1, lr=0.5), part(**{"scale": nan["scale"].copy()})]
+    assert DataProto.concat(parts).meta_info.keys() == {"step", "lr", "scale"}
+    for wrong in (part(step=2), part(lr=0.1)):
+        with pytest.raises(DataError) as refused:
+            DataProto.concat([*parts, wrong])
+        assert refused.value.field in wrong.meta_info
+        assert refused.value.got != refused.value.expected
 
 
 def test_union():

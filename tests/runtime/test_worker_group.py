@@ -1,3 +1,4 @@
+import functools
 import threading
 import traceback
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from tandem.runtime import (
     register,
 )
 from tandem.runtime.dispatch import collect_first, dispatch_batches
-from tandem.runtime.worker import create, worker_class
+from tandem.runtime.worker import create, registrations, worker_class
 from tests.runtime.multi_worker import make_batch
 from tests.support.toys import Balancer, Parallel, Streamer, Toy
 
@@ -136,6 +137,29 @@ def test_an_override_keeps_its_registration_unless_it_has_its_own():
     group = WorkerGroup(LocalBackend(), partial(Child, 2.0), ResourcePool([1]))
     assert group.only_zero(1.0) == 101
     assert group.count() == [7]
+
+
+def test_a_function_is_registered_once():
+    @register(blocking=False)
+    def double(self: Worker, batch: DataProto) -> DataProto:
+        return batch
+
+    with pytest.raises(ConfigError, match="registered twice") as refused:
+        register(Dispatch.ONE_TO_ALL)(double)
+    assert "double" in str(refused.value.field)
+
+    @register(Dispatch.RANK_ZERO)
+    @functools.wraps(double)
+    def wrapped(self: Worker, batch: DataProto) -> DataProto:
+        return double(self, batch)
+
+    class Both(Worker):
+        first, second = double, wrapped
+
+    assert {name: r.dispatch_mode for name, r in registrations(Both).items()} == {
+        "first": Dispatch.DP_COMPUTE_PROTO,
+        "second": Dispatch.RANK_ZERO,
+    }
 
 
 def test_a_custom_pair_sees_the_mesh(threads):
