@@ -78,7 +78,7 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a demo came to.
+    """The outcome of a demo.
 
     Attributes:
         folder: of everything it made.

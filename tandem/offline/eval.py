@@ -41,13 +41,13 @@ from tandem.protocol import Sample
 from tandem.rewards import Item, Reward, load_custom, reward_for, score
 
 SCORE_COLUMNS = ("scores", "right", "answers")
-"""What is added to each row: lists, one entry per response."""
+"""The columns added to each row: lists, one entry per response."""
 
 _SCORED_AT_ONCE = 16
 
 
 class Response(NamedTuple):
-    """What was written to a row, `sample` telling its responses apart."""
+    """A response to a row; `sample` tells a row's responses apart."""
 
     row: int
     sample: int
@@ -55,7 +55,7 @@ class Response(NamedTuple):
 
 
 class Responses(Protocol):
-    """Where responses come from.
+    """A source of responses.
 
     Attributes:
         table: the rows, with all columns.
@@ -74,7 +74,7 @@ class Responses(Protocol):
         ...
 
     def columns(self) -> dict[str, pa.Array]:
-        """What is to be written of them beside the rows' own columns, after the last part."""
+        """The columns to write beside the rows' own, after the last part."""
         ...
 
     def forget(self) -> None:
@@ -149,7 +149,7 @@ class Given:
         return {}
 
     def forget(self) -> None:
-        """The responses are the user's."""
+        """Drops nothing: the responses are the user's."""
 
 
 def evaluate_file(config: EvalConfig, *, overwrite: bool, say: Callable[[str], None]) -> dict[str, Source]:
@@ -206,7 +206,8 @@ def _evaluate(
 def _verdicts(
     responses: Responses, problems: Sequence[Item], reward: Reward | None, journal: Journal
 ) -> dict[int, list[Verdict]]:
-    """Of the responses to each problem, in their order; those that the journal holds are not scored again."""
+    """The verdicts on the responses to each problem, in their order; those that the journal holds are not
+    given again."""
     found = {verdict[:2]: verdict for verdict in (Verdict(**entry) for entry in journal.entries)}
     waiting: list[Response] = []
 
@@ -232,7 +233,7 @@ def _verdicts(
 
 
 def _problems(responses: Responses, source_key: str, reward: Reward | None) -> list[Item]:
-    """What each row's reward needs, still without a response.
+    """The problem of each row as its reward sees it, still without a response.
 
     Raises:
         DataError: rows of the wrong shape.
@@ -288,7 +289,7 @@ def _ks(asked: Sequence[int], responses: int) -> list[int]:
 
 
 def _reward_settings(custom: CustomRewardConfig, problems: Sequence[Item]) -> dict[str, Any]:
-    """What the scores depend on beside the responses."""
+    """The settings that the scores depend on, besides the responses."""
     path = Path(custom.path or "")
     return {
         "data.path (ground truths)": _hash(
@@ -304,7 +305,7 @@ def _hash(value: Any) -> str:
 
 
 def _columns(verdicts: Mapping[int, Sequence[Verdict]]) -> dict[str, pa.Array]:
-    """`SCORE_COLUMNS`."""
+    """The columns `SCORE_COLUMNS` of all rows."""
     scores, right, answers = SCORE_COLUMNS
     problems = [verdicts[row] for row in range(len(verdicts))]
     return {

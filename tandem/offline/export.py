@@ -108,14 +108,15 @@ def _found(run: Path, given: Path, *, best: bool) -> Checkpoint:
 
 
 def _padding(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """By this token transformers finds the last one of each sequence. None where it is also the end of a
-    sequence, whose score it would miss: then only single sequences can be scored, not wrong ones."""
+    """The padding token, by which transformers finds the last token of each sequence. None where it also ends
+    sequences, whose score would be missed: then only single sequences can be scored, not wrong ones."""
     padding = tokenizer.pad_token_id
     return None if padding is None or padding == tokenizer.eos_token_id else int(padding)
 
 
 def _best(manager: CheckpointManager, run: Path, given: Path) -> Checkpoint:
-    """
+    """The best checkpoint of a run.
+
     Raises:
         CheckpointError: the run has none, or a single checkpoint was named.
     """

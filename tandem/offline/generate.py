@@ -41,7 +41,7 @@ from tandem.protocol import Request, Sample
 from tandem.trainer.sampling_params import sampling_params, stop_token_ids
 
 COLUMNS = ("responses", "response_ids", "response_log_probs", "finish_reasons")
-"""What is added to each row: lists, whose place i is the prompt's sample i."""
+"""The columns added to each row: lists, whose place i is the prompt's sample i."""
 
 _TYPES = pa.types
 _IN_JSON: tuple[Callable[[pa.DataType], bool], ...] = (
@@ -52,7 +52,7 @@ _IN_JSON: tuple[Callable[[pa.DataType], bool], ...] = (
 
 
 def generate_file(config: GenerateConfig, *, overwrite: bool, say: Callable[[str], None]) -> Path:
-    """Writes `config.data.output_path`.
+    """Writes the responses to the prompts of a file to `config.data.output_path`.
 
     Args:
         overwrite: replace that file, and drop what an earlier run left unfinished.
@@ -202,8 +202,8 @@ class Offline:
         ]
 
     def settings(self) -> dict[str, Any]:
-        """What the responses depend on, as plain values by the name of its key. What only decides how fast
-        they come may change between a run and its continuation."""
+        """The settings that the responses depend on, plain values by the name of the key. A key that only
+        decides how fast they come may change between a run and its continuation."""
         prompts = hashlib.blake2b(digest_size=8)
         for request in self.requests[:: self._rollout.n]:
             prompts.update(len(request.prompt_ids).to_bytes(8, "little") + request.prompt_ids.tobytes())
@@ -256,7 +256,7 @@ class Offline:
         )
 
     def _give_weights(self, engine: RolloutEngine, device: torch.device) -> None:
-        """The model's weights to an engine that takes some.
+        """Hands the model's weights to an engine that takes some.
 
         Raises:
             WeightSyncError: it holds others than it was given.
@@ -330,7 +330,8 @@ def _from_entry(entry: dict[str, Any]) -> Sample:
 
 
 def _check_json(table: pa.Table) -> None:
-    """
+    """Refuses a table that does not fit into JSON lines.
+
     Raises:
         DataError: a column that JSON cannot hold.
     """

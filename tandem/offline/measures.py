@@ -1,4 +1,4 @@
-"""From what the reward says of each response to what is said of the model."""
+"""Measures of a model from the verdicts of the reward on its responses, with intervals."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OVERALL = "overall"
 
 
 class Verdict(NamedTuple):
-    """What the reward says of a response; `answer` is what the response gives as such, if anything, and
+    """The verdict of the reward on a response; `answer` is the answer that the response gives, if any, and
     `reads_answers` whether the reward looks for one."""
 
     row: int
@@ -29,7 +29,7 @@ class Verdict(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What was measured on the problems of one data source, or on all.
+    """The measures on the problems of one data source, or on all.
 
     Attributes:
         problems, responses: how many there are.
@@ -49,8 +49,8 @@ def measure(
     *,
     seed: int,
 ) -> dict[str, Source]:
-    """Score (its mean), accuracy (the share of right responses), pass@k, and maj@k where the reward reads
-    answers; for each data source and overall.
+    """Measures the score (its mean), accuracy (the share of right responses), pass@k, and maj@k where the
+    reward reads answers; for each data source and overall.
 
     Args:
         verdicts: of the responses to each problem, by its number from 0.
@@ -83,7 +83,7 @@ def measure(
 
 
 def _values(problems: Sequence[Sequence[Verdict]], ks: Sequence[int]) -> dict[str, Floats]:
-    """(P) of each measure."""
+    """The value of each measure for each problem, (P)."""
     samples = np.array(list(map(len, problems)))
     right = np.array([sum(verdict.right for verdict in problem) for problem in problems])
     values = {

@@ -102,12 +102,13 @@ def build_ppo(
 
 
 def build_sft(config: SFTConfig, *, say: Say) -> SupervisedTrainer:
-    """See `build_supervised`."""
+    """The trainer of a supervised fine-tuning; see `build_supervised`."""
     return build_supervised(config, sft_task(config), say=say)
 
 
 def build_rm(config: RMConfig, *, say: Say) -> SupervisedTrainer:
-    """See `build_supervised`; a language model gets a new head, and the user hears of it."""
+    """The trainer of a reward model; see `build_supervised`. A language model gets a new score head, and the
+    user is told."""
     model = config.model
     if lacks_score_head(load_config(model.path, trust_remote_code=model.trust_remote_code)):
         say(f"{model.path} is a language model: its score head is new, drawn by trainer.seed.")
@@ -173,7 +174,7 @@ def _opened(config: RunsConfig, say: Say) -> Iterator[tuple[OpenRun, Backend]]:
 
 
 def _own_reward(custom: CustomRewardConfig) -> Reward | None:
-    """The user's own reward function; None: each data source has its own."""
+    """The user's own reward function; None where the data sources' own ones score."""
     return None if custom.path is None else load_custom(custom.path, custom.name, custom.reward_kwargs)
 
 
@@ -213,7 +214,7 @@ def _kl_controller(config: KLControllerConfig) -> FixedKLController | AdaptiveKL
 
 
 def _entropy_controller(config: ActorConfig) -> AdaptiveEntropyController | None:
-    """What moves the entropy's coefficient, if anything does."""
+    """Moves the coefficient of the entropy bonus by each step's entropy; None where it is fixed."""
     settings = config.adaptive_entropy
     if not settings.enabled:
         return None

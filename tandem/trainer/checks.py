@@ -1,5 +1,5 @@
-"""What can be said of a config before a run folder, data or a model are looked at: what is refused for its
-algorithms, and what the user is told of settings without effect on this machine."""
+"""Checks of a config that need no run folder, no data and no model: its algorithms are found and take the
+options given, and the user is told of settings without effect on this machine."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def on_cpu(trainer: RunConfig) -> bool:
 
 
 def say_idle_offload(config: TrainConfig, played: frozenset[str], say: Callable[[str], None]) -> None:
-    """Tells the user of a CPU what of a config's offload does nothing there.
+    """Tells the user of a CPU which offload of a config does nothing there.
 
     Args:
         played: the roles that the run has.

@@ -42,7 +42,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What the control found.
+    """The findings of a control.
 
     Attributes:
         probes: all that were measured.
@@ -114,7 +114,7 @@ def controlled(config: TrainConfig, folder: Path) -> TrainConfig:
 
 
 def _shared_place(config: TrainConfig) -> Path | None:
-    """Where the temporary run folder goes: workers on other machines see what is beside the run's own."""
+    """The folder for the temporary run folder: workers on other machines see what is beside the run's own."""
     if config.trainer.resolved_backend == "local":
         return None
     run = Path(config.trainer.default_local_dir).absolute()

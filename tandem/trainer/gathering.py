@@ -24,7 +24,7 @@ FILTER = "algorithm.filter_groups"
 
 
 class Gathered(NamedTuple):
-    """What a step learns from.
+    """The samples of a step, scored.
 
     Attributes:
         prompts: one row per prompt.
@@ -158,14 +158,14 @@ class Gatherer:
         raise self._unfilled(filling)
 
     def _answer(self, roles: Roles, prompts: BatchFuture, n: int) -> tuple[BatchFuture, BatchFuture]:
-        """n samples of each prompt, and their scores, of which the sampler of prompts is told."""
+        """Draws n samples of each prompt and their scores, and tells the sampler of prompts of them."""
         samples, scores = roles.generate(prompts, n, self._params, self._dealer)
         scores = self._punished(roles, samples, scores)
         self._prompts.observe(samples, scores)
         return samples, scores
 
     def _punished(self, roles: Roles, samples: BatchFuture, scores: BatchFuture) -> BatchFuture:
-        """The scores less what is taken off for length."""
+        """The scores less the punishment for length."""
         overlong = self._overlong
         if not overlong.enable:
             return scores

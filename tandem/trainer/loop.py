@@ -18,7 +18,7 @@ from tandem.trainer.session import Session
 
 @dataclass(frozen=True, slots=True)
 class Rhythm:
-    """When a run validates, saves and ends.
+    """The steps after which a run validates, saves and ends.
 
     Attributes:
         total_steps: training steps.
@@ -118,16 +118,16 @@ class Loop(ABC, Generic[E]):
 
     @abstractmethod
     def generate(self, step: int, batch: BatchFuture) -> E:
-        """What the step learns from, made of its batch with the weights as they are now."""
+        """Answers a batch with the weights as they are now: the experience that a step learns from."""
 
     @abstractmethod
     def learn(self, step: int, experience: E) -> dict[str, float]:
-        """Updates the weights; the step's metrics."""
+        """Updates the weights and returns the step's metrics."""
 
     @property
     @abstractmethod
     def can_validate(self) -> bool:
-        """Whether there are data for it."""
+        """Whether the run has validation data."""
 
     @abstractmethod
     def validate(self, step: int) -> dict[str, float]:
@@ -140,7 +140,7 @@ class Loop(ABC, Generic[E]):
 
     @abstractmethod
     def rates(self, seconds: dict[str, float], metrics: Mapping[str, float]) -> dict[str, float]:
-        """What is reported of a step's speed.
+        """The measures of a step's speed.
 
         Args:
             seconds: `timing/PHASE`, of the controller and the workers.
@@ -173,7 +173,8 @@ class Loop(ABC, Generic[E]):
         return self.save(step, metrics, wait=True)
 
     def forget_measures(self) -> None:
-        """What workers counted and timed outside of steps, such as loading models, is charged to none."""
+        """Drops what workers counted and timed outside of steps, such as loading models, so that no step is
+        charged with it."""
         take_observed(self.groups)
         take_timings(self.groups)
         take_usage(self.groups, elapsed_s=1.0)

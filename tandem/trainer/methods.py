@@ -1,5 +1,5 @@
-"""Which methods of which role a run calls, and what asks for them. A worker class of the user's own is held
-against this table before anything is made."""
+"""The table of the methods that a run calls on each role, with the config key that asks for them. A worker
+class of the user's own is held against it before anything is made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the workers measured of a step: counts, seconds, and these as rates under the field's names."""
+"""Measures of a step that workers took: counts, seconds, and rates made of them under the field's names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tandem.trainer.steps import Plan
 
 
 def take_observed(groups: Iterable[WorkerGroup]) -> Metrics:
-    """What workers observed besides their results since the last call."""
+    """The metrics that workers observed besides their results since the last call."""
     return Metrics.merged(part for group in groups for part in _offered(group, "take_observed"))
 
 
@@ -25,8 +25,9 @@ def take_timings(groups: Iterable[WorkerGroup]) -> dict[str, float]:
 
 
 def take_usage(groups: Iterable[WorkerGroup], elapsed_s: float) -> dict[str, float]:
-    """Per role since the last call: the share of the elapsed time that its ranks were busy, their seconds of
-    waiting for inputs and of bringing them, all means over ranks, and the bytes brought."""
+    """The use of each role's processes since the last call: the share of the elapsed time that its ranks were
+    busy, their seconds of waiting for inputs and of bringing them, all means over ranks, and the bytes
+    brought."""
     out: dict[str, float] = {}
     for group in groups:
         taken = group.take_usage()

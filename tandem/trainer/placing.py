@@ -1,4 +1,4 @@
-"""Which class plays each role, in which processes, beside whom."""
+"""The placing of roles: the class that plays each, its processes, and the roles it shares them with."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Tenant:
 
 @dataclass(frozen=True)
 class Cast:
-    """Who plays which role in a run.
+    """The roles of a run, and the classes that play them.
 
     Attributes:
         played: the roles that the run has, of those of `PLACES`.
@@ -163,7 +163,7 @@ def _plays(policy: type[Worker]) -> set[str]:
 
 
 def _pool(placement: Placement, role: str) -> ResourcePool:
-    """Where a role is: at its own place, else where the config puts roles without one."""
+    """The pool of a role: its own place, else the one that the config gives to roles without a place."""
     placed = {
         part: placement.mapping[name]
         for part, names in PLACES.items()

@@ -1,4 +1,5 @@
-"""The PPO family: one step of the algorithm, from prompts to updated weights.
+"""The PPO family: one step of the algorithm, from prompts to updated weights. `PPOTrainer.generate` and
+`PPOTrainer.learn` are its two halves.
 
 PPO: Schulman et al. 2017 (arXiv 1707.06347), for language models as in Ouyang et al. 2022
 (arXiv 2203.02155). GRPO, RLOO and REINFORCE++ are the same step with another advantage estimator and
@@ -137,8 +138,8 @@ class PPOTrainer(Loop[Gathered]):
         return metrics
 
     def _reset_reference(self, step: int) -> dict[str, float]:
-        """Every `ref.reset_interval` steps the reference becomes the actor; which step's actor it was in this
-        step."""
+        """Makes the reference the actor every `ref.reset_interval` steps; a metric says which step's actor it
+        was in this step."""
         interval = self.config.actor_rollout_ref.ref.reset_interval
         if not (self.roles.reference and interval):
             return {}
@@ -160,7 +161,7 @@ class PPOTrainer(Loop[Gathered]):
         return self.config.algorithm.mask_truncated_completions
 
     def actor_options(self, number: int) -> dict[str, Any]:
-        """What the actor's update of that number, from 0, is told besides its mini-batch."""
+        """Further arguments of the actor's update of that number, from 0, within a step."""
         moving = {} if self.entropy is None else {"entropy_coeff": self.entropy.value}
         return moving | ({"first": number == 0} if self.plan.bypasses else {})
 
@@ -187,7 +188,7 @@ class PPOTrainer(Loop[Gathered]):
     def _measure(
         self, step: int, batch: BatchFuture, updates: list[tuple[str, Future[Metrics]]]
     ) -> dict[str, float]:
-        """What is reported of a step, once all of it has been done."""
+        """The metrics of a step, once all of it has been done."""
         roles = self.roles
         written = roles.batch.write_samples(step, batch) if self.session.writes_samples(step) else None
         measured: Future[Metrics] = roles.batch.measure(batch)
@@ -241,7 +242,8 @@ class PPOTrainer(Loop[Gathered]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """
+        """Goes on from what `state_dict` gave.
+
         Raises:
             CheckpointError: the run's reference was reset, and this one would go back to the first.
         """

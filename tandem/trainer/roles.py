@@ -66,7 +66,7 @@ class Roles:
     def generate(
         self, prompts: BatchFuture, n: int, params: SamplingParams, dealer: Dealer, **options: Any
     ) -> tuple[BatchFuture, BatchFuture]:
-        """n samples of each prompt, and their scores, in the order of the prompts. Reward functions are
+        """Draws n samples of each prompt and their scores, in the order of the prompts. Reward functions are
         called as samples finish, unless one wants to see the batch as a whole.
 
         Args:
@@ -126,6 +126,6 @@ class Roles:
             load(bucket)
 
     def weight_digest(self) -> Digest:
-        """That of the actor's weights."""
+        """The digest of the actor's weights."""
         found: Digest = self.actor.weight_digest()
         return found

@@ -1,4 +1,4 @@
-"""How responses are drawn: the config's settings, and the tokens that end a response."""
+"""Sampling parameters from a config, and the tokens that end a response."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tandem.protocol import SamplingParams
 
 
 def sampling(config: TrainConfig, stops: tuple[int, ...], *, validation: bool = False) -> SamplingParams:
-    """The settings of training, or of validation.
+    """The sampling parameters of training, or of validation.
 
     Args:
         stops: see `stop_token_ids`.
@@ -39,7 +39,7 @@ def sampling_params(
     max_tokens: int,
     seed: int,
 ) -> SamplingParams:
-    """From sections of a config.
+    """Sampling parameters from sections of a config.
 
     Args:
         settings: what shapes the distribution.

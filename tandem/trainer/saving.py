@@ -43,7 +43,7 @@ class ReferenceMember:
         self._group = group
 
     def save_checkpoint(self, path: Path) -> None:
-        """Into the empty folder `path`."""
+        """Writes the reference into the empty folder `path`."""
         self._group.save_reference(path)
 
     def load_checkpoint(self, path: Path) -> None:
@@ -51,11 +51,12 @@ class ReferenceMember:
         self._group.restore_reference(path)
 
     def begin_save(self, path: Path) -> None:
-        """The same as `save_checkpoint` while training goes on."""
+        """Begins to write the same as `save_checkpoint`, while training goes on."""
         self._group.begin_save_reference(path)
 
     def check_save(self) -> None:
-        """
+        """Looks whether a write begun by `begin_save` has failed.
+
         Raises:
             Exception: what a write begun by `begin_save` met with.
         """
@@ -63,7 +64,7 @@ class ReferenceMember:
 
 
 def best_of(config: RunConfig) -> Best | None:
-    """The judge that the config names."""
+    """The judge of the best checkpoint that the config names, if it names one."""
     return None if config.keep_best is None else Best(config.keep_best, config.keep_best_mode)
 
 
@@ -96,7 +97,7 @@ class Saver:
         self._told = False
 
     def save(self, step: int, state: dict[str, Any], metrics: Mapping[str, float], *, wait: bool) -> Path:
-        """A checkpoint of all members, once the one before is there.
+        """Writes a checkpoint of all members, once the one before is there.
 
         Args:
             wait: return only when it is there.
@@ -123,7 +124,7 @@ class Saver:
         return path
 
     def check(self) -> None:
-        """At a step's boundary: whether what is being written is there, or has failed.
+        """Looks, at a step's boundary, whether the checkpoint that is being written is there, or has failed.
 
         Raises:
             CheckpointError: it could not be written.
@@ -136,7 +137,7 @@ class Saver:
                     ask_writers(pending, self._ask)
 
     def finish(self) -> None:
-        """Waits for what is being written.
+        """Waits for the checkpoint that is being written.
 
         Raises:
             CheckpointError: it could not be written, or not in time.

@@ -10,8 +10,8 @@ E = TypeVar("E")
 
 
 class Learner(Protocol[E]):
-    """An algorithm as a schedule sees it. E is what it learns from. What `generate` gives is a promise: the
-    workers may still be at it when the next call is made, unless the algorithm must look at the samples."""
+    """An algorithm as a schedule sees it. E is the experience that it learns from, which `generate` may
+    return before the workers have made it: `learn` waits for it."""
 
     def next_batch(self) -> BatchFuture:
         """The prompts of the next step."""
@@ -22,7 +22,7 @@ class Learner(Protocol[E]):
         ...
 
     def learn(self, step: int, experience: E) -> dict[str, float]:
-        """Updates the weights; the metrics of the step."""
+        """Updates the weights and returns the metrics of the step."""
         ...
 
     def step(self, step: int, batch: BatchFuture) -> dict[str, float]:
@@ -45,7 +45,7 @@ class Schedule(Protocol[E]):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint after the last step must hold of the steps to come."""
+        """The state of work begun for later steps, for a checkpoint after the last step."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What every training run has beside its algorithm: a folder, loggers, checkpoints, an orderly stop."""
+"""The session of a training run beside its algorithm: a folder, loggers, checkpoints, an orderly stop."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ class Session:
         self._previous_handlers: dict[signal.Signals, Any] = {}
 
     def say(self, sentence: str) -> None:
-        """To the user and to the run's log."""
+        """Prints a sentence to the user and writes it to the run's log."""
         self.folder.log(sentence)
         self._print(sentence)
 
@@ -276,7 +276,7 @@ class Session:
         load(checkpoint.state["trainer"])
 
     def load_members(self, checkpoint: Path) -> None:
-        """The state of all members from a checkpoint's folder."""
+        """Loads the state of all members from a checkpoint's folder."""
         for name, group in self.members.items():
             group.load_checkpoint(checkpoint / name)
 
@@ -294,7 +294,7 @@ class Session:
     def save(
         self, step: int, state: dict[str, Any], metrics: Mapping[str, float], *, wait: bool = False
     ) -> Path:
-        """A checkpoint of all members, the trainer's state and the step's metrics.
+        """Writes a checkpoint of all members, the trainer's state and the step's metrics.
 
         Args:
             wait: return only when it is there, also with `trainer.async_save`; an interrupted run waits.
@@ -314,7 +314,7 @@ class Session:
         return path
 
     def check_save(self) -> None:
-        """At a step's boundary: whether a checkpoint that is written while training goes on has failed.
+        """Looks, at a step's boundary, whether a checkpoint written while training goes on has failed.
 
         Raises:
             CheckpointError: it cannot be written.
@@ -326,7 +326,7 @@ class Session:
         self.folder.log(f"saved {path}")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A step's metrics to metrics.jsonl and all loggers."""
+        """Writes a step's metrics to metrics.jsonl and all loggers."""
         self.folder.log_metrics(step, metrics)
         if self._sinks is None:
             raise AssertionError("restore comes before the first log")

@@ -1,4 +1,4 @@
-"""What follows from the config for each step: totals, mini-batches, what must be recomputed."""
+"""The plan of a run, made of its config: totals, mini-batches, which columns must be recomputed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tandem.runtime import BatchFuture
 
 @dataclass(frozen=True, slots=True)
 class MiniBatching:
-    """How a role's updates cut a batch.
+    """The cut of a batch into a role's updates.
 
     Attributes:
         samples: rows of a mini-batch, over all devices.
@@ -34,7 +34,7 @@ class MiniBatching:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a run does, derived from its config once.
+    """The plan of a run, derived from its config once.
 
     Attributes:
         total_steps: iterations of the loop.

@@ -25,7 +25,7 @@ from tandem.workers.losses import NextTokenLoss, PreferenceLoss
 
 @dataclass(frozen=True)
 class Task:
-    """What is learnt.
+    """A task of supervised learning: data, model and loss.
 
     Attributes:
         name: stands before its metrics.
@@ -104,11 +104,11 @@ class SupervisedTrainer(Loop[BatchFuture]):
         self.val_batches = val_batches
 
     def generate(self, step: int, batch: BatchFuture) -> BatchFuture:
-        """The examples as they are."""
+        """Returns the examples as they are: nothing is generated."""
         return batch
 
     def learn(self, step: int, batch: BatchFuture) -> dict[str, float]:
-        """One optimizer step on `train_batch_size` rows; its metrics."""
+        """Makes one optimizer step on `train_batch_size` rows and returns its metrics."""
         learnt: Metrics = self.model.update(batch)
         metrics = {f"{self.name}/{name}": value for name, value in learnt.to_floats().items()}
         metrics["training/epoch"] = self.prompts.epoch
@@ -120,7 +120,7 @@ class SupervisedTrainer(Loop[BatchFuture]):
         return self.val_batches > 0
 
     def validate(self, step: int) -> dict[str, float]:
-        """The same measures on the held-out examples, `val/…`."""
+        """The measures of training on the held-out examples, `val/…`."""
         parts = [self.model.validate(self.data.val_batch(number)) for number in range(self.val_batches)]
         return {f"val/{name}": value for name, value in Metrics.merged(parts).to_floats().items()}
 

@@ -1,4 +1,4 @@
-"""Whether what was sampled can be trusted: the difference between rollout and training, and its cause."""
+"""Trust in the samples: the difference between rollout and training, and its cause."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _ONE_SIDED = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What is known of one step's samples.
+    """The evidence of one step's samples.
 
     Attributes:
         difference: mean |log p - log q| over response tokens, nats; p is training's probability of a token, q
