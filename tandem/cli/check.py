@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
+from tandem.cli.here import lacking, refuse
 from tandem.config.load import Loaded, load_rm_config, load_sft_config, load_train_config
 from tandem.config.root import TrainConfig
 from tandem.config.sizes import derived
@@ -11,17 +12,19 @@ from tandem.config.sources import split_arguments
 from tandem.errors import ConfigError
 from tandem.observability.terminal import say
 
-USAGE = """usage: tandem check [CONFIG.yaml] key=value … [--sft | --rm | --run]
+USAGE = """usage: tandem check [CONFIG.yaml] key=value … [--sft | --rm | --run | --here]
        tandem check --model DIR
 
-Says everything that is wrong with a config, without touching a device.
+Says everything that is wrong with a config, and what a run of `tandem train` would lack here.
+  --here  exit status 1 also where this machine, this data or this model lacks what the run needs; these
+          are listed either way, but the config alone decides without this option
   --sft   a config of `tandem sft`, not of `tandem train`
   --rm    a config of `tandem rm`
   --run   then builds the run and takes two steps with learning rate 0, in a temporary folder: rollout and
           training must agree within rounding, and the weights must stay. Exit status 1 where they do not.
   --model DIR   tries a model folder on the CPU: do sequences packed into one row get the log-probs that each
           gets alone, and those of transformers' own attention? Exit status 1 where they do not."""
-OPTIONS = ("--sft", "--rm", "--run")
+OPTIONS = ("--sft", "--rm", "--run", "--here")
 
 
 def check(arguments: list[str]) -> int:
@@ -33,7 +36,9 @@ def check(arguments: list[str]) -> int:
     given = [option for option in OPTIONS if option in arguments]
     if len(given) > 1:
         raise ConfigError(
-            "--run is for configs of `tandem train`", got=" ".join(given), remedy="leave one out"
+            "--run is for configs of `tandem train`, and so is --here",
+            got=" ".join(given),
+            remedy="leave one out",
         )
     path, overrides = split_arguments([word for word in arguments if word not in OPTIONS])
     if "--sft" in arguments:
@@ -42,6 +47,13 @@ def check(arguments: list[str]) -> int:
         return _sound(load_rm_config(path, overrides).notices, {})
     loaded = load_train_config(path, overrides)
     _sound(loaded.notices, derived(loaded.config))
+    missing = lacking(loaded.config)
+    if "--here" in arguments:
+        refuse(missing)
+    elif missing:
+        say("to run it here, `tandem train` would need more:")
+        for error in missing:
+            say(str(error))
     return _control(loaded) if "--run" in arguments else 0
 
 

@@ -1,0 +1,131 @@
+"""What this machine, this data and this model lack for a run whose config is sound. A config for another
+machine can be checked on a laptop; a run cannot begin without these."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+from pyarrow import ArrowException, parquet
+
+from tandem.config.root import TrainConfig
+from tandem.errors import ConfigError, DataError, TandemError
+from tandem.observability.sinks.registry import require_sinks
+
+
+def lacking(config: TrainConfig) -> list[TandemError]:
+    """One error for each thing that is missing here. The user's own reward function is loaded; PyTorch, only
+    where it must be asked."""
+    looks: tuple[Callable[[TrainConfig], None], ...] = (
+        _device,
+        _ray,
+        _vllm,
+        _loggers,
+        _reward,
+        _rows,
+        _positions,
+    )
+    found: list[TandemError] = []
+    for look in looks:
+        try:
+            look(config)
+        except TandemError as error:
+            found.append(error)
+    return found
+
+
+def refuse(missing: list[TandemError]) -> None:
+    """
+    Raises:
+        TandemError: something is missing; the whole list, where there are several.
+    """
+    if len(missing) == 1:
+        raise missing[0]
+    if missing:
+        raise TandemError("\n".join([f"{len(missing)} things are missing here", *map(str, missing)]))
+
+
+def train_rows(config: TrainConfig) -> int | None:
+    """Training rows before any filter, read from the files' footers; None where a file has none.
+
+    Raises:
+        DataError: a file cannot be read.
+    """
+    files = config.data.train_files
+    if not all(file.endswith(".parquet") for file in files):
+        return None
+    rows = sum(map(_rows_of, files))
+    most = config.data.train_max_samples
+    return min(rows, most) if most > 0 else rows
+
+
+def _device(config: TrainConfig) -> None:
+    if config.trainer.device == "cuda" and config.trainer.resolved_backend == "local":
+        import_module("tandem.device").choose_device("cuda")
+
+
+def _ray(config: TrainConfig) -> None:
+    if config.trainer.resolved_backend == "ray" and find_spec("ray") is None:
+        import_module("tandem.trainer.launch").ray_backend(asked=config.trainer.backend)
+
+
+def _vllm(config: TrainConfig) -> None:
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.name == "vllm" and not rollout.server.urls and find_spec("vllm") is None:
+        raise ConfigError(
+            "vLLM is not installed",
+            field="actor_rollout_ref.rollout.name",
+            got="vllm",
+            remedy="pip install vllm, or set actor_rollout_ref.rollout.name=native",
+        )
+
+
+def _loggers(config: TrainConfig) -> None:
+    require_sinks([name for name in config.trainer.logger if name != "tensorboard" or not find_spec(name)])
+
+
+def _reward(config: TrainConfig) -> None:
+    custom = config.custom_reward_function
+    if custom.path is not None:
+        import_module("tandem.rewards").load_custom(custom.path, custom.name, custom.reward_kwargs)
+
+
+def _rows(config: TrainConfig) -> None:
+    rows, size = train_rows(config), config.data.train_batch_size
+    if not rows or rows >= size:  # an empty file is named by what reads it
+        return
+    if all(config.data.prompt_key in parquet.read_schema(file).names for file in config.data.train_files):
+        import_module("tandem.data.loader").BatchOrder(rows, size, shuffle=False, seed=0)
+
+
+def _positions(config: TrainConfig) -> None:
+    file = Path(config.actor_rollout_ref.model.path) / "config.json"
+    try:
+        most = json.loads(file.read_text()).get("max_position_embeddings")
+    except (OSError, ValueError):
+        return  # what reads the model says what is wrong with its folder
+    longest = config.data.max_response_length
+    if isinstance(most, int) and longest >= most:
+        raise ConfigError(
+            "longer than the model's positions, prompt included",
+            field="data.max_response_length",
+            got=longest,
+            expected=f"below max_position_embeddings = {most}",
+            remedy="lower data.max_response_length",
+        )
+
+
+def _rows_of(file: str) -> int:
+    try:
+        rows: int = parquet.read_metadata(file).num_rows
+    except (OSError, ArrowException) as error:
+        raise DataError(
+            "not a readable parquet file",
+            field=file,
+            got=str(error).splitlines()[0],
+            remedy="write the file anew; it may be cut off or of another format",
+        ) from error
+    return rows

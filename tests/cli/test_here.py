@@ -1,0 +1,59 @@
+"""The second verdict of `tandem check`: what this machine, this data and this model lack."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tandem.cli.main import main
+from tests.support.runs import Lab, lab
+
+__all__ = ["lab"]
+
+OWN = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "telling"),
+    [
+        (["data.train_batch_size=4000"], "do not fill one batch"),
+        (["data.max_response_length=100000000"], "max_position_embeddings"),
+        (["custom_reward_function.path={own}", "custom_reward_function.name=scor"], "no such function"),
+        pytest.param(
+            ["trainer.device=cuda"],
+            "trainer.device",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is such a device"),
+        ),
+    ],
+)
+def test_the_config_is_sound_and_the_run_is_refused(
+    lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], telling: str
+) -> None:
+    own = tmp_path / "own.py"
+    own.write_text(OWN)
+    given = [*lab.overrides(tmp_path / "run"), *(word.format(own=own) for word in words)]
+    assert main(["check", *given]) == 0
+    said = capsys.readouterr().out
+    assert said.index("the config is sound") < said.index(telling)
+    for command in (["check", "--here"], ["train"]):
+        assert main([*command, *given]) == 1
+        assert telling in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_several_things_are_said_at_once(
+    lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["data.train_batch_size=4000", "data.max_response_length=1000"]
+    assert main(["train", *lab.overrides(tmp_path / "run"), *words]) == 1
+    error = capsys.readouterr().err
+    assert "2 things are missing here" in error
+    assert "data.train_batch_size" in error
+    assert "max_position_embeddings" in error
+
+
+def test_where_nothing_is_missing(lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--here", *lab.overrides(tmp_path / "run")]) == 0
+    assert capsys.readouterr().out.endswith("the config is sound\n")
