@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -154,12 +155,10 @@ class DataProto:
         """
         batch, arrays, meta = dict(self.batch), dict(self.non_tensor_batch), dict(self.meta_info)
         for other in others:
-            for target, source in (
-                (batch, other.batch),
-                (arrays, other.non_tensor_batch),
-                (meta, other.meta_info),
-            ):
-                _merge(target, source, remedy="select or rename columns before union")
+            remedy = "select or rename columns before union"
+            _merge(batch, other.batch, remedy)
+            _merge(arrays, other.non_tensor_batch, remedy)
+            _merge(meta, other.meta_info, remedy)
         return DataProto(batch, arrays, meta)
 
     @staticmethod
@@ -198,9 +197,7 @@ class DataProto:
         }
         meta = dict(first.meta_info)
         for part in parts[1:]:
-            _merge(
-                meta, part.meta_info, remedy="select or change meta_info before the tables are put together"
-            )
+            _merge(meta, part.meta_info, "select or change meta_info before the tables are put together")
         return DataProto._trusted(batch, arrays, meta)
 
     def chunk(self, chunks: int) -> list[DataProto]:
@@ -345,7 +342,7 @@ def _picked(table: dict[str, Any], names: Iterable[str] | None) -> dict[str, Any
     return {name: table[name] for name in names}
 
 
-def _merge(target: dict[str, Any], source: Mapping[str, Any], *, remedy: str) -> None:
+def _merge(target: dict[str, Any], source: Mapping[str, Any], remedy: str) -> None:
     """Adds what `target` lacks.
 
     Raises:
@@ -364,8 +361,8 @@ def _merge(target: dict[str, Any], source: Mapping[str, Any], *, remedy: str) ->
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Whether two columns, elements or facts are equal in type and content, however deep arrays lie in them;
-    NaN is equal to itself."""
+    """Tells whether two columns, elements or facts are equal in type and content, however deep arrays lie in
+    them; NaN equals NaN. Objects whose own comparison gives no single answer are not the same."""
     if a is b:
         return True
     if isinstance(a, Ragged):
@@ -377,17 +374,26 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, Mapping):
         return isinstance(b, Mapping) and a.keys() == b.keys() and all(_same(a[name], b[name]) for name in a)
     if isinstance(a, (list, tuple)):
-        pairs = zip(a, b, strict=True) if type(a) is type(b) and len(a) == len(b) else None
-        return pairs is not None and all(_same(x, y) for x, y in pairs)
+        return type(a) is type(b) and len(a) == len(b) and all(map(_same, a, b))
     if isinstance(b, (Tensor, np.ndarray, Ragged)):
         return False
-    equal = a == b
-    return bool(equal) or (isinstance(a, (float, np.floating)) and bool(a != a and b != b))
+    if is_dataclass(a) and type(a) is type(b):
+        return all(_same(getattr(a, entry.name), getattr(b, entry.name)) for entry in fields(a))
+    try:
+        return bool(a == b) or bool(a != a and b != b)
+    except (ValueError, TypeError, RuntimeError):  # an answer for each element, or none
+        return False
+
+
+_PLAIN = {str, bytes, int, float, bool, type(None)}  # lists of these compare as their elements do
 
 
 def _same_array(a: np.ndarray, b: np.ndarray) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     if a.dtype == object:
-        return all(_same(x, y) for x, y in zip(a.flat, b.flat, strict=True))
+        ours, theirs = a.ravel().tolist(), b.ravel().tolist()
+        if {*map(type, ours), *map(type, theirs)} <= _PLAIN and ours == theirs:
+            return True
+        return all(map(_same, ours, theirs))
     return bool(np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"))

@@ -1,3 +1,4 @@
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -170,6 +171,33 @@ def test_union_does_not_read_columns_that_lie_on_the_same_memory(monkeypatch):
     batch = DataProto({"x": values})
     monkeypatch.setattr(torch, "equal", lambda a, b: pytest.fail("values on the same memory were read"))
     assert batch.union(DataProto({"x": values[:]})).columns == ("x",)
+
+
+@dataclass
+class Image:
+    name: str
+    pixels: np.ndarray
+
+
+class Undecided:
+    """Compares as a table of some libraries does: with an answer that is neither true nor false."""
+
+    def __eq__(self, other: object) -> Any:
+        return np.array([True, True])
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_union_of_objects_that_hold_arrays():
+    batch = DataProto({}, {"x": [Image("a", np.zeros(2)), 1]})
+    assert batch.union(DataProto({}, {"x": [Image("a", np.zeros(2)), 1]})).columns == ("x",)
+    for ours, theirs in (
+        (batch, [Image("a", np.ones(2)), 1]),
+        (batch, [Image("b", np.zeros(2)), 1]),
+        (DataProto({}, {"x": [Undecided()]}), [Undecided()]),
+    ):
+        with pytest.raises(DataError, match="different values under one name"):
+            ours.union(DataProto({}, {"x": theirs}))
 
 
 def test_select_pop_rename():
