@@ -115,7 +115,6 @@ class RunConfig(Section):
     resume_with_changes: bool = key(
         False,
         "go on from the newest checkpoint also where a key that decides what is learnt has another value",
-        read_by="trainer.session",
     )
     backend: Literal["auto", "local", "ray"] = key(
         "auto",

@@ -209,7 +209,7 @@ def test_a_workers_own_error_for_the_user_is_raised_as_it_is(
         (from_worker, WorkerFailure),
     ):
 
-        def fails(self: Any, cause: Exception = cause) -> None:
+        def fails(*_: Any, cause: Exception = cause, **__: Any) -> None:
             raise WorkerFailure("data rank 0 raised", restartable=False) from cause
 
         monkeypatch.setattr(launch.Launcher, "launch_data", fails)
