@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
-from jinja2.exceptions import TemplateError
+from jinja2.exceptions import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
 from tandem.data.files import DataFiles
@@ -115,15 +115,24 @@ def format_rows(files: DataFiles, column: str, form: Callable[[Any], T]) -> list
     """`form` of every row's entry in `column`.
 
     Raises:
-        DataError: rows for which `form` raised TemplateError; names them.
+        DataError: rows for which `form` raised TemplateError, by number; or the template itself, where it is
+            not Jinja or fails in the same way for every row.
     """
     problems = RowProblems(files.where)
     formed: list[T] = []
+    reasons: set[str] = set()
+    rows = 0
     for row, record in files.records([column]):
+        rows += 1
         try:
             formed.append(form(record[column]))
+        except TemplateSyntaxError as error:
+            raise _broken(str(error)) from error
         except TemplateError as error:
+            reasons.add(str(error))
             problems.add(row, str(error))
+    if rows > 1 and not formed and len(reasons) == 1:
+        raise _broken(f"{reasons.pop()}, for each of {rows} rows")
     problems.raise_if_any(
         "that the tokenizer's chat template cannot format",
         field=files.names,
@@ -131,6 +140,16 @@ def format_rows(files: DataFiles, column: str, form: Callable[[Any], T]) -> list
         remedy=f"mend these rows, or set another template: {TEMPLATE_KEYS}",
     )
     return formed
+
+
+def _broken(reason: str) -> DataError:
+    return DataError(
+        "the tokenizer's chat template formats no conversation",
+        field="tokenizer.chat_template",
+        got=reason,
+        expected="a Jinja template that takes messages of role and content",
+        remedy=f"mend it in the model's folder, or set another: {TEMPLATE_KEYS}",
+    )
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[np.ndarray]:

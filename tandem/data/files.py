@@ -142,12 +142,12 @@ def _shared_columns(files: list[_File], alternatives: Sequence[Sequence[str]]) -
     for wanted in alternatives:
         if all(set(wanted) <= set(file.columns) for file in files):
             return list(wanted)
-    expected = " or ".join(", ".join(wanted) for wanted in alternatives)
+    expected = " or ".join(dict.fromkeys(", ".join(wanted) for wanted in alternatives))
     for file in files:
         missing = [[name for name in wanted if name not in file.columns] for wanted in alternatives]
         if all(missing):
             raise DataError(
-                "missing column " + " or ".join(" and ".join(map(repr, names)) for names in missing),
+                "missing column " + " or ".join(dict.fromkeys(" and ".join(map(repr, n)) for n in missing)),
                 field=str(file.path),
                 got=f"columns {', '.join(file.columns)}",
                 expected=expected,

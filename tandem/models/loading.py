@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -214,16 +214,27 @@ def _load(
             trust_remote_code=trust_remote_code,
             local_files_only=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are named below, all of them
         )
     except (OSError, ValueError, KeyError, RuntimeError, EOFError, SafetensorError, UnpicklingError) as error:
         raise _unusable("the model's weights cannot be loaded", folder, error) from error
     finally:
         transformers_logging.set_verbosity(verbosity)
+    wrong = [
+        f"{name} is {_shape(held)}, where config.json asks for {_shape(asked)}"
+        for name, held, asked in sorted(report["mismatched_keys"], key=str)
+    ]
+    if wrong:
+        raise ModelError(
+            "the weights do not have the shapes that config.json gives them",
+            field="model.path",
+            got=f"{folder}: {len(wrong)} of them, such as {wrong[0]}",
+            remedy="put the config.json of these weights beside them",
+        )
     missing = sorted(set(report["missing_keys"]).difference(absent))
-    missing += sorted(str(key) for key in report["mismatched_keys"])
     if missing:
         raise ModelError(
-            "weights are missing or have another shape",
+            "weights are missing",
             field="model.path",
             got=f"{folder}: {len(missing)}, such as {missing[0]}",
             remedy="export the model again, with all of its weights",
@@ -344,6 +355,10 @@ def check_vocabulary(
 
 def _unusable(problem: str, folder: Path, error: Exception) -> ModelError:
     return ModelError(problem, field="model.path", got=f"{folder}: {error}", remedy=_COPY_AGAIN)
+
+
+def _shape(sizes: Iterable[int]) -> str:
+    return " × ".join(map(str, sizes))
 
 
 def _folder(path: str | Path) -> Path:

@@ -70,8 +70,17 @@ def check_packed(path: str | Path, *, dtype: torch.dtype, trust_remote_code: boo
 def require_packed(packed: Tensor, alone: Tensor, limit: float, model: str) -> None:
     """
     Raises:
-        ModelError: the two differ by more than the limit on average; in bf16 a single one may.
+        ModelError: the two differ by more than the limit on average, where in bf16 a single one may; or they
+            are not finite, which is no matter of packing.
     """
+    if not bool(alone.isfinite().all()):
+        raise ModelError(
+            "the model's log-probs are not finite, of a sequence alone as of packed ones",
+            field="model.path",
+            got=f"{model}: NaN or infinite for {int((~alone.isfinite()).sum())} of {alone.numel()} tokens",
+            expected="finite weights, and a type in which they do not overflow",
+            remedy="look for NaN among the model's weights; train another checkpoint of it",
+        )
     difference = float((packed - alone).abs().mean())
     if not difference <= limit:
         raise ModelError(

@@ -127,3 +127,8 @@ def test_missing_columns_of_a_pair(files: Any, tokenizer: Any) -> None:
     assert "or 'margin'\n" in raised(path, tokenizer, margin_key="margin")
     lone = files.parquet([{"prompt": "1", "chosen": "2"}], "lone.parquet")
     assert "missing column 'rejected'" in raised(lone, tokenizer)
+
+
+def test_one_missing_column_is_named_once(files: Any, tokenizer: Any) -> None:
+    text = raised(files.parquet([{"prompt": "a", "other": "b"}]), tokenizer)
+    assert text.count("'chosen' and 'rejected'") == 1

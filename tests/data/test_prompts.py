@@ -177,6 +177,19 @@ def test_template_that_refuses_names_the_row(files: Any, tokenizer: Any, prompt_
     assert "got:      row 1: no system role\n" in text
 
 
+@pytest.mark.parametrize(
+    "template", ["{% for m in messages %}{{ m.content }}", "{{ messages[0].nothing.more }}"]
+)
+def test_a_broken_template_is_named_and_not_the_rows(
+    files: Any, tokenizer: Any, prompt_row: Row, template: str
+) -> None:
+    tokenizer.chat_template = template
+    conversation = [{"role": "user", "content": "x"}]
+    text = raised(files.parquet([prompt_row(conversation)] * 3), tokenizer)
+    assert text.startswith("tokenizer.chat_template: ")
+    assert "row 0" not in text and "custom_chat_template=" in text
+
+
 def test_prompt_without_tokens(files: Any, tokenizer: Any, prompt_row: Row) -> None:
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     text = raised(files.parquet([prompt_row("a"), prompt_row("")]), tokenizer)

@@ -83,7 +83,7 @@ def test_one_weight_missing(folder):
 
 def test_one_weight_of_another_shape(folder):
     edit_config(folder, intermediate_size=64)
-    with pytest.raises(ModelError):
+    with pytest.raises(ModelError, match=r"mlp\.\w+\.weight is \d+ × \d+, where config\.json asks for"):
         load_policy(folder)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tandem.cli.main import main
@@ -84,3 +85,19 @@ def test_positions_that_count_through(llama: Path, monkeypatch: pytest.MonkeyPat
 def test_one_folder_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "--model"]) == 1
     assert "--model takes one folder" in capsys.readouterr().err
+
+
+def test_weights_with_nan_are_no_matter_of_packing(llama: Path) -> None:
+    weights = load_file(llama / "model.safetensors")
+    weights["model.norm.weight"][3] = torch.nan
+    save_file(weights, llama / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match="not finite") as caught:
+        FSDPEngine(
+            llama,
+            model=BackboneConfig(path=str(llama)),
+            fsdp=FSDPConfig(),
+            optim=None,
+            total_steps=1,
+            device=torch.device("cpu"),
+        )
+    assert "NaN" in str(caught.value.got)
