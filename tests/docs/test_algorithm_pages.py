@@ -271,5 +271,7 @@ def test_an_option_set_at_its_key_arrives(entry: Entry, lab: Lab, tmp_path: Path
     trainer = lab.trainer(tmp_path / "run", *words)
     trainer.shutdown()
     batch, actor = (group._workers._worker for group in (trainer.roles.batch, trainer.roles.actor))
-    options = batch.options if entry.kind.folder == "advantages" else actor.loss.options
+    options = (
+        batch.options if entry.kind.folder == "advantages" else actor.parts["actor"].loss.terms[0].options
+    )
     assert options == dict(wanted.values())

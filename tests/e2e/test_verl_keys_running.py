@@ -101,8 +101,8 @@ def test_responses_end_at_their_greatest_length(shop: Shop, length: int) -> None
 def test_the_engine_is_the_one_named(shop: Shop, base: Finished) -> None:
     """Both draw the same tokens; native computes a prompt once for all its samples."""
     run = shop.run("hf", f"{ROLLOUT}.name=hf")
-    assert isinstance(base.actor._rollout, NativeEngine)
-    assert isinstance(run.actor._rollout, HFEngine)
+    assert isinstance(base.actor.parts["rollout"].engine, NativeEngine)
+    assert isinstance(run.actor.parts["rollout"].engine, HFEngine)
     assert responses(run) == responses(base)
     n = DOCUMENT[f"{ROLLOUT}.n"]
     assert run.rows[0]["rollout/prefill_tokens"] == n * base.rows[0]["rollout/prefill_tokens"]

@@ -27,7 +27,14 @@ lock.acquire()
 print("held", flush=True)
 time.sleep(60)
 """
-FORK = "import os\nif os.fork() == 0: time.sleep(60)"
+FORK = """
+import os
+reads, writes = os.pipe()
+if os.fork() == 0:
+    os.write(writes, b"forked")
+    time.sleep(60)
+os.read(reads, 6)
+"""
 
 
 def _unexpected(sentence: str) -> None:

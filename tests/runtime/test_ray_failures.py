@@ -82,7 +82,9 @@ def test_one_report_in_bounded_time_and_nobody_left(backend: RayBackend, how: st
     if how == "sleep":
         assert "time.sleep(1000)" in report  # where it is
     if how == "crash":
-        assert "Fatal Python error: Segmentation fault" in report
+        log = Path(report.partition("the end of its log, ")[2].partition(":")[0])
+        assert "Fatal Python error: Segmentation fault" in log.read_text()
+        assert "faulty.py" in report  # where it crashed
     backend.shutdown()
     assert gone_within(pids, 5)
 

@@ -94,7 +94,7 @@ def test_a_resumed_run_draws_as_the_whole_one(lab: Lab, words: tuple[str, ...], 
 def test_a_checkpoint_of_a_run_with_a_sampler_needs_it(lab: Lab, words: tuple[str, ...]) -> None:
     lab.run("with_sampler", *words, "trainer.total_training_steps=1")
     with pytest.raises(DataError) as caught:
-        lab.run("with_sampler", words[0])
+        lab.run("with_sampler", words[0], "trainer.resume_with_changes=true")
     assert caught.value.field == "data.sampler.class_name"
 
 

@@ -1,0 +1,3 @@
+from tests.support.runs import lab
+
+__all__ = ["lab"]
