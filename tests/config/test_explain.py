@@ -87,9 +87,9 @@ def test_check_command(capsys, required, train_file, model):
     assert check(required) == 0
     out = capsys.readouterr().out
     assert "samples per step: 1024\n" in out
-    assert out.endswith("the config is sound\n")
+    assert "the config is sound\n" in out
     assert check(["--sft", f"data.train_files={train_file}", f"model.path={model}"]) == 0
-    assert capsys.readouterr().out == "the config is sound\n"
+    assert capsys.readouterr().out.startswith("the config is sound\n")
 
 
 def test_switch_that_is_always_on_says_why():
