@@ -117,7 +117,7 @@ def _check_same(whole: RunsConfig, checkpoint: Checkpoint, say: Callable[[str], 
     changed = changes({str(name): value for name, value in then.items()}, whole)
     free = [f"{change.key} ({change.then}, now {change.now})" for change in changed if is_free(change.key)]
     if free:
-        say(f"Changed since {checkpoint.path}, without effect on what is learnt: {', '.join(free)}.")
+        say(f"Changed since {checkpoint.path}, in where, how fast or how long it runs: {', '.join(free)}.")
     learnt = [change for change in changed if not is_free(change.key)]
     if not learnt:
         return
