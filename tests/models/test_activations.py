@@ -239,7 +239,7 @@ def test_a_layer_that_runs_again_saves_its_input_alone(folder, dtype):
 # Offload.
 
 
-def offloaded(folder, mode="none", *, lane=None, ahead=1, min_bytes=0, dtype=torch.float64):
+def offloaded(folder, mode="none", *, lane=None, ahead=1, min_bytes=1, dtype=torch.float64):
     policy, _ = managed(folder, dtype, **MODES[mode])
     layers = policy.decoder.layers
     return policy, ActivationOffload(layers, CPU, lane=lane, ahead=ahead, min_bytes=min_bytes)
