@@ -8,9 +8,11 @@ from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from pyarrow import ArrowException, parquet
 
+from tandem.config.model import PLAIN_DECODERS, BackboneConfig
 from tandem.config.root import TrainConfig
 from tandem.errors import ConfigError, DataError, TandemError
 from tandem.observability.sinks.registry import require_sinks
@@ -26,6 +28,7 @@ def lacking(config: TrainConfig) -> list[TandemError]:
         _loggers,
         _reward,
         _rows,
+        _architectures,
         _positions,
     )
     found: list[TandemError] = []
@@ -101,12 +104,21 @@ def _rows(config: TrainConfig) -> None:
         import_module("tandem.data.loader").BatchOrder(rows, size, shuffle=False, seed=0)
 
 
+def _architectures(config: TrainConfig) -> None:
+    """Asks transformers, which takes seconds to import, of no model whose type is known; and runs no code of
+    the folder's own, of which only loading tells."""
+    models: list[tuple[BackboneConfig, bool]] = [(config.actor_rollout_ref.model, False)]
+    models += [(config.critic.model, False)] if config.needs_critic else []
+    models += [(config.reward_model.model, True)] if config.reward_model.enable else []
+    for model, scorer in models:
+        if model.trust_remote_code or _stored(model).get("model_type") in PLAIN_DECODERS:
+            continue
+        stored = import_module("tandem.models.loading").load_config(model.path)
+        import_module("tandem.models.architectures").require_packable(model.path, stored, scorer=scorer)
+
+
 def _positions(config: TrainConfig) -> None:
-    file = Path(config.actor_rollout_ref.model.path) / "config.json"
-    try:
-        most = json.loads(file.read_text()).get("max_position_embeddings")
-    except (OSError, ValueError):
-        return  # what reads the model says what is wrong with its folder
+    most = _stored(config.actor_rollout_ref.model).get("max_position_embeddings")
     longest = config.data.max_response_length
     if isinstance(most, int) and longest >= most:
         raise ConfigError(
@@ -116,6 +128,15 @@ def _positions(config: TrainConfig) -> None:
             expected=f"below max_position_embeddings = {most}",
             remedy="lower data.max_response_length",
         )
+
+
+def _stored(model: BackboneConfig) -> dict[str, Any]:
+    """The model's config.json; empty where it cannot be read: what reads the model says what is wrong."""
+    try:
+        stored = json.loads((Path(model.path) / "config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return stored if isinstance(stored, dict) else {}
 
 
 def _rows_of(file: str) -> int:

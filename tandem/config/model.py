@@ -22,6 +22,10 @@ from tandem.config.section import (
 from tandem.config.view import path, root
 from tandem.errors import ConfigError
 
+PLAIN_DECODERS = ("llama", "mistral", "qwen2", "qwen3")
+"""The model types whose decoder is embedding, layers and norm, the same parts in every layer: they can be
+split over devices, and the native engine runs them fused. Others are trained as transformers runs them."""
+
 _GROUPS = ("matmul", "attention")
 _ALL = "all-linear"
 _ADAPTED = When(lambda own: own.lora_rank > 0, "with {lora_rank} above 0")

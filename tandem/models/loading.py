@@ -22,6 +22,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from tandem.errors import ModelError
+from tandem.models.architectures import require_known, require_task
 from tandem.models.attention import PACKED
 from tandem.models.linear import speed_up_linears
 
@@ -45,6 +46,7 @@ def load_config(path: str | Path, *, trust_remote_code: bool = False) -> PreTrai
             folder, trust_remote_code=trust_remote_code, local_files_only=True
         )
     except (OSError, ValueError, KeyError) as error:
+        require_known(folder, trust_remote_code=trust_remote_code)
         raise _unusable("the model's config.json cannot be used", folder, error) from error
     for name in _DROPOUTS:
         if getattr(config, name, None):
@@ -77,6 +79,7 @@ def load_policy(
             head that is not one plain matrix.
     """
     config = load_config(path, trust_remote_code=trust_remote_code)
+    require_task(path, config, trust_remote_code=trust_remote_code)
     make = _load if weights else _skeleton
     model = make(AutoModelForCausalLM, path, config, dtype, attention, trust_remote_code)
     _check_head(model)
@@ -114,6 +117,7 @@ def load_scorer(
         config.num_labels = 1
     else:
         require_scorer(path, config)
+    require_task(path, config, scorer=True, trust_remote_code=trust_remote_code)
     auto = AutoModelForSequenceClassification
     absent = {"score.weight"} if new_head else set()
     if weights:

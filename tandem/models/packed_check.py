@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from tandem.errors import ModelError
-from tandem.models.loading import load_policy
+from tandem.models.architectures import require_packable
+from tandem.models.loading import load_config, load_policy
 from tandem.models.packing import pack
 from tandem.models.policy import PolicyModel
 from tandem.protocol import Ragged
@@ -56,6 +57,8 @@ def check_packed(path: str | Path, *, dtype: torch.dtype, trust_remote_code: boo
     Raises:
         ModelError: it cannot be loaded, or is of a kind that cannot be packed.
     """
+    config = load_config(path, trust_remote_code=trust_remote_code)
+    require_packable(path, config, trust_remote_code=trust_remote_code)
     model: Any = load_policy(path, dtype=dtype, trust_remote_code=trust_remote_code)
     model.eval()
     policy, tokens = PolicyModel(model), check_sequences(model.config.get_text_config().vocab_size)

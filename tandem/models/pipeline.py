@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from tandem.config.model import PLAIN_DECODERS
 from tandem.errors import ConfigError, ModelError
 from tandem.models.collectives import CollectiveMeter
 from tandem.models.packing import PackedInputs
@@ -27,8 +28,6 @@ from tandem.models.weight_files import Model
 FIELD = "fsdp_config.pipeline_parallel_size"
 HIDDEN = "hidden"
 """The output of every stage but the last, (1, N, D)."""
-# Those whose decoder is embedding, layers and norm, and nothing between them.
-_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def check_pipeline(config: Any, stages: int) -> None:
@@ -41,12 +40,12 @@ def check_pipeline(config: Any, stages: int) -> None:
         ConfigError: more stages than layers.
     """
     text = config.get_text_config()
-    if text.model_type not in _MODEL_TYPES:
+    if text.model_type not in PLAIN_DECODERS:
         raise ModelError(
             "no stages can be made of this architecture",
             field=FIELD,
             got=f"{stages}, model_type {text.model_type}",
-            expected=f"1, or a model of type {', '.join(_MODEL_TYPES)}",
+            expected=f"1, or a model of type {', '.join(PLAIN_DECODERS)}",
             remedy="leave pipeline_parallel_size at 1: FSDP shards any model",
         )
     if stages > text.num_hidden_layers:

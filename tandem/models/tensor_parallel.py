@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
+from tandem.config.model import PLAIN_DECODERS
 from tandem.errors import ConfigError, ModelError
 from tandem.models.lora import ADAPTER, adapted_layers
 from tandem.models.policy import PolicyModel
@@ -27,8 +28,6 @@ from tandem.models.value import ValueModel
 from tandem.models.vocab_parallel import first_entry
 
 FIELD = "fsdp_config.tensor_parallel_size"
-# Those whose layers have the parts that `_layer_plan` names, and no others with weights.
-_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def check_tensor_parallel(config: Any, size: int, *, sequence: int = 1, shards: int = 1) -> None:
@@ -46,12 +45,12 @@ def check_tensor_parallel(config: Any, size: int, *, sequence: int = 1, shards: 
     if size == 1:
         return
     text = config.get_text_config()
-    if text.model_type not in _MODEL_TYPES:
+    if text.model_type not in PLAIN_DECODERS:
         raise ModelError(
             "tensor parallelism has no plan for this architecture",
             field=FIELD,
             got=f"{size}, model_type {text.model_type}",
-            expected=f"1, or a model of type {', '.join(_MODEL_TYPES)}",
+            expected=f"1, or a model of type {', '.join(PLAIN_DECODERS)}",
             remedy="leave tensor_parallel_size at 1: FSDP shards any model",
         )
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
@@ -110,7 +109,7 @@ def parallelize(model: PolicyModel | ValueModel | ScoreModel, group: TensorGroup
             "tensor parallelism does not know what to do with these weights",
             field=FIELD,
             got=f"{len(unknown)}, such as {unknown[0]}",
-            expected=f"the layers of {', '.join(_MODEL_TYPES)}",
+            expected=f"the layers of {', '.join(PLAIN_DECODERS)}",
             remedy="leave tensor_parallel_size at 1: FSDP shards any model",
         )
 

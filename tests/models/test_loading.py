@@ -54,12 +54,6 @@ def test_broken_config(folder):
         load_policy(folder)
 
 
-def test_unknown_architecture(folder):
-    edit_config(folder, model_type="no_such_model")
-    with pytest.raises(ModelError, match="no_such_model"):
-        load_config(folder)
-
-
 def test_no_weights(folder):
     (folder / "model.safetensors").unlink()
     with pytest.raises(ModelError, match="holds no weights"):

@@ -15,10 +15,11 @@ from tandem.config.optim import OptimConfig
 from tandem.config.rules.engine import conflicts
 from tandem.engines.train.deterministic import prepare
 from tandem.engines.train.optimizers import require_optimizer
+from tandem.models.architectures import require_packable
 from tandem.models.compiled import require_compiler
 from tandem.models.heads import make_head
 from tandem.models.liger import use_liger
-from tandem.models.loading import load_policy, load_scorer
+from tandem.models.loading import load_config, load_policy, load_scorer
 from tandem.models.lora import add_adapters, require_peft, train_adapters_alone
 from tandem.models.policy import PolicyModel
 from tandem.models.score import ScoreModel
@@ -67,14 +68,17 @@ def unsharded_module(
         base_dtype: of the weights that adapters stand beside, which no optimizer updates; None: `dtype`.
 
     Raises:
-        ModelError: a folder that cannot be used.
+        ModelError: a folder that cannot be used, or an architecture that cannot be trained.
         ConfigError: kernels that cannot run here, or adapters for layers that the model has not.
     """
     require_peft(model)
-    load = partial(load_scorer, new_head=True) if kind == "score" else load_policy
+    remote, scorer = model.trust_remote_code, kind == "score"
+    config = load_config(path, trust_remote_code=remote)
+    require_packable(path, config, scorer=scorer, trust_remote_code=remote)
+    load = partial(load_scorer, new_head=True) if scorer else load_policy
 
     def made(*, weights: bool) -> Model:
-        backbone = load(path, dtype=dtype, trust_remote_code=model.trust_remote_code, weights=weights)
+        backbone = load(path, dtype=dtype, trust_remote_code=remote, weights=weights)
         if model.use_liger:
             use_liger(backbone, device)
         if model.lora_rank:

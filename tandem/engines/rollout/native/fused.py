@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from tandem.config.model import PLAIN_DECODERS
 from tandem.engines.rollout.native.attention import Attention
 from tandem.engines.rollout.native.ops import make_ops
 from tandem.engines.rollout.native.ops.base import Heads
@@ -22,7 +23,6 @@ from tandem.engines.rollout.native.paged import LayerShape, StepInput
 from tandem.engines.rollout.native.split import WHOLE, LayerSplit, Weights
 from tandem.models.linear import can_pack, linear, pack, packed_linear
 
-_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # those whose angles depend on the position alone
 _PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 _MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
@@ -31,8 +31,8 @@ _MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 def why_not_fused(module: nn.Module) -> str | None:
     """Why `FusedRunner` cannot run the model, or None if it can."""
     config: Any = module.config
-    if config.model_type not in _MODEL_TYPES:
-        return f"model type {config.model_type} is none of {', '.join(_MODEL_TYPES)}"
+    if config.model_type not in PLAIN_DECODERS:
+        return f"model type {config.model_type} is none of {', '.join(PLAIN_DECODERS)}"
     rope = config.rope_parameters
     if rope.get("rope_type", "default") not in _ROPE_TYPES or rope.get("partial_rotary_factor", 1.0) != 1.0:
         return f"rope parameters {rope}"

@@ -1,0 +1,101 @@
+"""Which architectures can be trained: those that transformers has for the task, and whose attention gives way
+to one over packed sequences."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    PreTrainedConfig,
+)
+
+from tandem.config.model import PLAIN_DECODERS
+from tandem.errors import ModelError
+
+_OWN_CODE = "auto_map"  # in a config.json: the classes that the folder brings along
+
+
+def require_known(folder: Path, *, trust_remote_code: bool) -> None:
+    """Refuses a folder of a kind that transformers does not have; not one whose config.json is unreadable.
+
+    Raises:
+        ModelError: it is of such a kind.
+    """
+    try:
+        stored = json.loads((folder / "config.json").read_text())
+        kind, own = stored.get("model_type"), _OWN_CODE in stored
+    except (OSError, ValueError, AttributeError):
+        return
+    if kind in CONFIG_MAPPING or (own and trust_remote_code):
+        return
+    raise _unsupported(
+        f"transformers {transformers.__version__} has no such architecture",
+        folder,
+        stored,
+        "set model.trust_remote_code=true to run the code that the folder brings along" if own else None,
+    )
+
+
+def require_task(
+    folder: str | Path, config: PreTrainedConfig, *, scorer: bool = False, trust_remote_code: bool = False
+) -> Any:
+    """The class of the model that the folder holds, for the task.
+
+    Args:
+        config: what `load_config` gives of the folder.
+        scorer: whether a sequence classifier is asked for, and not a causal language model.
+
+    Returns:
+        a class of transformers; None where the folder's own code says it.
+
+    Raises:
+        ModelError: transformers has no such model of this architecture.
+    """
+    if trust_remote_code and hasattr(config, _OWN_CODE):
+        return None
+    models: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING if scorer else MODEL_FOR_CAUSAL_LM_MAPPING
+    found = models.get(type(config), None)
+    if found is None:
+        task = "a sequence classifier" if scorer else "a causal language model"
+        problem = f"the model's architecture cannot be loaded as {task}"
+        raise _unsupported(problem, folder, config.to_dict())
+    return found[0] if isinstance(found, tuple) else found
+
+
+def require_packable(
+    folder: str | Path, config: PreTrainedConfig, *, scorer: bool = False, trust_remote_code: bool = False
+) -> None:
+    """Refuses an architecture that has no training on packed sequences: its attention is its own, or it hands
+    a state from token to token beside it. Of the folder's own code only trying tells.
+
+    Args:
+        config, scorer: see `require_task`.
+
+    Raises:
+        ModelError: see `require_task`; also an architecture of that kind.
+    """
+    model = require_task(folder, config, scorer=scorer, trust_remote_code=trust_remote_code)
+    if model is not None and not model.is_backend_compatible():
+        raise _unsupported(
+            "the model's architecture cannot be trained on packed sequences", folder, config.to_dict()
+        )
+
+
+def _unsupported(
+    problem: str, folder: str | Path, stored: dict[str, Any], remedy: str | None = None
+) -> ModelError:
+    architecture = ", ".join(stored.get("architectures") or ["none named"])
+    return ModelError(
+        problem,
+        field="model.path",
+        got=f"{folder}: architecture {architecture}, model_type {stored.get('model_type')}",
+        expected="a model of transformers whose attention its AttentionInterface can exchange, such as "
+        + ", ".join(PLAIN_DECODERS),
+        remedy=remedy or "train another model: every rollout engine samples the one that is trained",
+    )
