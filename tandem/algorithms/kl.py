@@ -169,3 +169,12 @@ class AdaptiveKLController(FixedKLController):
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Goes on from a saved coefficient; from the initial one if the run had a fixed one before."""
         self.value = state.get("value", self.value)
+
+
+def kl_controller(
+    kind: str, kl_coef: float, target_kl: float, horizon: int
+) -> FixedKLController | AdaptiveKLController:
+    """The controller of that kind, "fixed" or "adaptive"; a fixed one has neither target nor horizon."""
+    return (
+        FixedKLController(kl_coef) if kind == "fixed" else AdaptiveKLController(kl_coef, target_kl, horizon)
+    )

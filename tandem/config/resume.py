@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
+from pathlib import Path
 from typing import Any
+
+from omegaconf import OmegaConf
 
 from tandem.config.deprecated import DEPRECATED, Deprecated
 from tandem.config.schema import keys, shown
 from tandem.config.section import Section
+from tandem.errors import ConfigError
 
 _FREE = (
     "trainer.*",
@@ -74,6 +78,39 @@ class Change:
 def is_free(name: str) -> bool:
     """Whether a run may go on under another value of this key without learning something else."""
     return _matches(name, _FREE) and not _matches(name, _LEARNT)
+
+
+def check_same(checkpoint: Path, config: Section, *, allowed: bool, say: Callable[[str], None]) -> None:
+    """Tells the user which keys have other values than in the run that a checkpoint is of.
+
+    Args:
+        checkpoint: its folder, in that of the run.
+        config: the config of the run that goes on.
+        allowed: whether something else may be learnt from here on.
+
+    Raises:
+        ConfigError: something else would be learnt, and nobody allowed it.
+    """
+    file = checkpoint.parent.parent / "config.yaml"
+    if not file.is_file():
+        return
+    then = OmegaConf.to_container(OmegaConf.load(file))
+    assert isinstance(then, dict), "a run folder's config is a mapping"
+    changed = changes({str(name): value for name, value in then.items()}, config)
+    free = [f"{change.key} ({change.then}, now {change.now})" for change in changed if is_free(change.key)]
+    if free:
+        say(f"Changed since {checkpoint}, in where, how fast or how long it runs: {', '.join(free)}.")
+    learnt = [change for change in changed if not is_free(change.key)]
+    if learnt and not allowed:
+        raise ConfigError(
+            f"the run there has learnt under other settings\n{side_by_side(learnt)}",
+            field="trainer.default_local_dir",
+            got=file.parent,
+            remedy="choose another trainer.default_local_dir; or trainer.resume_mode=disable, which sets "
+            "that run aside; or go on from its checkpoint all the same: trainer.resume_with_changes=true",
+        )
+    if learnt:
+        say(f"Changed since {checkpoint}, with effect on what is learnt:\n{side_by_side(learnt)}")
 
 
 def changes(then: Mapping[str, Any], config: Section) -> list[Change]:

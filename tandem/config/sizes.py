@@ -63,11 +63,9 @@ def _sampling_sizes(config: TrainConfig) -> dict[str, int | str]:
 def total_steps(config: TrainConfig, train_rows: int | None) -> int | None:
     """Training steps of the run; None where that depends on an unknown number of rows. An epoch's
     last, incomplete batch is left out."""
-    if config.trainer.total_training_steps is not None:
-        return config.trainer.total_training_steps
     if train_rows is None:
-        return None
-    return train_rows // config.data.train_batch_size * config.trainer.total_epochs
+        return config.trainer.total_training_steps
+    return config.trainer.steps(train_rows // config.data.train_batch_size)
 
 
 def _places(config: TrainConfig) -> dict[str, int | str]:

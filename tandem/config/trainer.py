@@ -153,6 +153,10 @@ class RunConfig(Section):
             return self.backend
         return "local" if sum(map(sum, self.pools.values())) == 1 else "ray"
 
+    def steps(self, per_epoch: int) -> int:
+        """Training steps of the run, of `per_epoch` in an epoch."""
+        return self.total_training_steps or self.total_epochs * per_epoch
+
 
 class TrainerConfig(RunConfig):
     """A reinforcement learning run."""

@@ -20,6 +20,26 @@ class Dataset(Protocol):
     def batch(self, rows: Sequence[int], *, uid_prefix: str) -> DataProto: ...
 
 
+def batches_of(rows: int, batch_size: int, *, field: str = "data.train_batch_size") -> int:
+    """The whole batches of an epoch.
+
+    Args:
+        field: the config key of the batch size, for the message.
+
+    Raises:
+        DataError: the dataset has fewer rows than one batch.
+    """
+    if not 1 <= batch_size <= rows:
+        raise DataError(
+            "the training data do not fill one batch",
+            field=field,
+            got=f"batch size {batch_size}, {rows} row(s) of data",
+            expected=f"a batch size from 1 to {rows}",
+            remedy=f"lower {field} (and ppo_mini_batch_size), or give more data",
+        )
+    return rows // batch_size
+
+
 class BatchOrder:
     """Which rows each batch has: batches of equal size without end; each epoch goes once through the
     dataset in an order of its own and leaves out the rows that do not fill a batch. A batch's rows are a
@@ -42,18 +62,10 @@ class BatchOrder:
     def __init__(
         self, rows: int, batch_size: int, *, shuffle: bool, seed: int, field: str = "data.train_batch_size"
     ) -> None:
-        if not 1 <= batch_size <= rows:
-            raise DataError(
-                "the training data do not fill one batch",
-                field=field,
-                got=f"batch size {batch_size}, {rows} row(s) of data",
-                expected=f"a batch size from 1 to {rows}",
-                remedy=f"lower {field} (and ppo_mini_batch_size), or give more data",
-            )
         self._identity = {"seed": seed, "shuffle": shuffle, "rows": rows}
         self._permutation: tuple[int, np.ndarray] | None = None
         self.batch_size = batch_size
-        self.steps_per_epoch = rows // batch_size
+        self.steps_per_epoch = batches_of(rows, batch_size, field=field)
         self.used = 0
 
     @property

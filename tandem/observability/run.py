@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -94,7 +93,7 @@ class RunFolder:
         path = self.samples / f"step_{step:06d}{'_' if part else ''}{part}.parquet"
         partial = path.with_suffix(".partial")
         pq.write_table(pa.table({name: _arrow(column) for name, column in table.items()}), partial)
-        os.replace(partial, path)
+        partial.replace(path)
         return path
 
     def log(self, message: str) -> None:
@@ -111,13 +110,15 @@ class RunFolder:
             if path.suffix == ".partial" or int(path.stem.split("_")[1]) > step:
                 path.unlink()
 
-    def new_earlier(self) -> Path:
-        """A new folder `earlier/NNN`, for what must not be overwritten."""
+    def move_to_earlier(self, paths: Iterable[Path]) -> Path:
+        """Moves what must not be overwritten into a new folder `earlier/NNN`, and returns that."""
         earlier = self.path / "earlier"
         earlier.mkdir(exist_ok=True)
         numbers = [int(path.name) for path in earlier.iterdir() if path.name.isdigit()]
         target = earlier / f"{max(numbers, default=-1) + 1:03d}"
         target.mkdir()
+        for path in paths:
+            path.rename(target / path.name)
         return target
 
     def set_aside(self) -> Path | None:
@@ -128,10 +129,8 @@ class RunFolder:
         """
         if not (self.metrics_file.exists() or any(self.samples.iterdir()) or _has_entries(self.checkpoints)):
             return None
-        target = self.new_earlier()
-        for name in _CONTENTS:
-            if (self.path / name).exists():
-                os.rename(self.path / name, target / name)
+        found = [self.path / name for name in _CONTENTS]
+        target = self.move_to_earlier(path for path in found if path.exists())
         for folder in (self.samples, self.checkpoints, self.logs):
             folder.mkdir(exist_ok=True)
         return target

@@ -4,37 +4,35 @@ anything costlier is made."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
 from tandem.algorithms.entropy import AdaptiveEntropyController
-from tandem.algorithms.kl import AdaptiveKLController, FixedKLController
+from tandem.algorithms.kl import kl_controller
 from tandem.config.actor import ActorConfig
-from tandem.config.algorithm import KLControllerConfig
 from tandem.config.data import DataConfig
-from tandem.config.load import to_dict
 from tandem.config.model import ModelConfig
 from tandem.config.rewards import CustomRewardConfig
 from tandem.config.root import TrainConfig
 from tandem.config.supervised import RMConfig, SFTConfig, SupervisedConfig
-from tandem.data.loader import BatchOrder
+from tandem.config.trainer import TrainerConfig
+from tandem.data.loader import batches_of
 from tandem.models.loading import lacks_score_head, load_config, load_tokenizer
-from tandem.observability.sinks.base import RunInfo
 from tandem.observability.stacks import withdraw_stacks
 from tandem.rewards import Reward, load_custom, reward_for
 from tandem.runtime import Backend, ResourcePool, Worker, WorkerGroup
-from tandem.trainer.checks import check_algorithms, on_cpu, say_idle_offload, say_unused_offload
-from tandem.trainer.gathering import Evaluator, Gathered
-from tandem.trainer.launch import Launcher, make_backend, plain_errors
+from tandem.runtime.worker import WorkerFactory
+from tandem.trainer.checks import check_algorithms, models_of, say_idle_offload
+from tandem.trainer.gathering import Evaluator, Gathered, Gatherer
+from tandem.trainer.launch import Launcher, make_backend, plain_errors, recipes
 from tandem.trainer.loop import Rhythm
-from tandem.trainer.placing import CONTROLLER_POOL, cast_roles, configured_placement, tenants
+from tandem.trainer.placing import CONTROLLER_POOL, cast_roles, configured_placement, pools_of, tenants
 from tandem.trainer.ppo import PPOTrainer
 from tandem.trainer.prompts import Prompts
 from tandem.trainer.sampling_params import sampling, stop_token_ids
-from tandem.trainer.saving import Saves
 from tandem.trainer.schedule import Schedule
 from tandem.trainer.session import OpenRun, RunsConfig, Session, open_run
 from tandem.trainer.steps import plan_run
@@ -63,40 +61,51 @@ def build_ppo(
     Raises:
         TandemError: the config asks for what is not there: a device, files, an algorithm, a logger.
     """
-    on_host = on_cpu(config.trainer)
+    policy, algorithm, kl = config.actor_rollout_ref, config.algorithm, config.algorithm.kl_ctrl
     spec = check_algorithms(config)
     cast = cast_roles(config, spec)
-    placed = tenants(configured_placement(config.trainer), cast)
-    if on_host:
-        say_idle_offload(config, cast.played, say)
+    placement = configured_placement(config.trainer)
+    placed = tenants(placement, cast)
+    models = models_of(config, cast.played)
+    say_idle_offload(config.trainer, models, say)
     reward = _own_reward(config.custom_reward_function)
-    tokenizer = _tokenizer(config.actor_rollout_ref.model)
+    tokenizer = _tokenizer(policy.model)
     with _opened(config, say) as (run, backend):
-        launcher = Launcher(config, cast, backend, run.folder, tokenizer, reward)
-        launcher.reserve(placed)
-
-        data = launcher.launch_data(placed["data"])
-        facts: DataFacts = data.describe()
+        backend.reserve(list(pools_of(placed).values()))
+        reader = placed["data"].worker
+        data, facts = _data(backend, partial(reader, config.data, tokenizer, run.folder))
         if "reward" in cast.played and reward is None:
             for source in facts.sources:
                 reward_for(source)
-        prompts, steps_per_epoch = _prompts(config.data, data, facts.rows)
 
-        plan = plan_run(config, spec, steps_per_epoch)
-        roles = launcher.launch(placed, plan, data)
-
-        stops = stop_token_ids(config.actor_rollout_ref.model.path, tokenizer)
-        return trainer(
-            config,
+        plan = plan_run(config, spec, batches_of(facts.rows, config.data.train_batch_size))
+        stops = stop_token_ids(policy.model.path, tokenizer)
+        gatherer = Gatherer(
+            algorithm.filter_groups,
+            config.reward_model.overlong_buffer,
+            _prompts(config.data, data, facts.rows),
+            sampling(config, stops),
+            size=config.data.train_batch_size,
+        )
+        launcher = Launcher(
+            cast,
             plan,
+            recipes(config, plan, tokenizer, reward, run.folder),
+            backend,
+            balance=config.trainer.balance_batch,
+            scores_parts=reward is None or not reward.batched,
+        )
+        roles = launcher.launch(placed, data)
+        return trainer(
+            plan,
+            _rhythm(config.trainer, plan.total_steps),
+            Session(run, roles.members, plan.total_steps, say),
             launcher,
             roles,
-            sampling(config, stops),
-            prompts,
+            gatherer,
             _evaluator(config, facts.val_batches, stops),
-            _kl_controller(config.algorithm.kl_ctrl),
-            _entropy_controller(config.actor_rollout_ref.actor),
-            _session(run, config, roles.members, plan.total_steps, say),
+            kl_controller(kl.type, kl.kl_coef, kl.target_kl, kl.horizon),
+            _entropy_controller(policy.actor),
             schedule,
         )
 
@@ -123,8 +132,7 @@ def build_supervised(config: SupervisedConfig, task: Task, *, say: Say) -> Super
         TandemError: the config asks for what is not there: a device, files, a logger.
     """
     trainer = config.trainer
-    if on_cpu(trainer):
-        say_unused_offload({"fsdp_config": config.fsdp_config}, {"optim": config.optim}, say)
+    say_idle_offload(trainer, {"": config}, say)
     tokenizer = _tokenizer(config.model)
     with _opened(config, say) as (run, backend):
         ((name, counts),) = trainer.pools.items()
@@ -133,14 +141,11 @@ def build_supervised(config: SupervisedConfig, task: Task, *, say: Say) -> Super
 
         examples: type[Worker] = ExamplesWorker
         read = partial(task.dataset, tokenizer=tokenizer)
-        data = WorkerGroup(
-            backend, partial(examples, config.data, read, run.folder), CONTROLLER_POOL, role="data"
-        )
-        facts: DataFacts = data.describe()
+        data, facts = _data(backend, partial(examples, config.data, read, run.folder))
         order = config.data
         prompts = Prompts(data, facts.rows, order.train_batch_size, shuffle=order.shuffle, seed=order.seed)
 
-        steps = trainer.total_training_steps or trainer.total_epochs * prompts.steps_per_epoch
+        steps = trainer.steps(prompts.steps_per_epoch)
         worker: type[Worker] = SupervisedWorker
         factory = partial(
             worker, config, role=task.role, kind=task.kind, loss=task.loss, total_steps=steps, run=run.folder
@@ -150,7 +155,7 @@ def build_supervised(config: SupervisedConfig, task: Task, *, say: Say) -> Super
         return SupervisedTrainer(
             Rhythm(steps, trainer.test_freq, trainer.save_freq),
             prompts,
-            _session(run, config, {task.role: model}, steps, say),
+            Session(run, {task.role: model}, steps, say),
             backend,
             name=task.name,
             data=data,
@@ -186,18 +191,29 @@ def _tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     )
 
 
-def _prompts(config: DataConfig, data: WorkerGroup, rows: int) -> tuple[Prompts, int]:
-    """The prompts, in generation batches, and the steps of an epoch in which all of them are learnt from.
+def _data(backend: Backend, reader: WorkerFactory) -> tuple[WorkerGroup, DataFacts]:
+    """The group that reads the data, and what it found there.
 
     Raises:
-        DataError: too few rows for a batch of either kind.
+        DataError: anything wrong with them.
     """
-    shuffle, seed = config.shuffle, config.seed
-    steps_per_epoch = BatchOrder(rows, config.train_batch_size, shuffle=shuffle, seed=seed).steps_per_epoch
+    data = WorkerGroup(backend, reader, CONTROLLER_POOL, role="data")
+    return data, data.describe()
+
+
+def _prompts(config: DataConfig, data: WorkerGroup, rows: int) -> Prompts:
+    """The prompts, in generation batches.
+
+    Raises:
+        DataError: too few rows for such a batch.
+    """
     drawn = config.sampler.class_name is not None
-    return Prompts(
-        data, rows, config.prompts_at_a_time, shuffle=shuffle, seed=seed, drawn=drawn
-    ), steps_per_epoch
+    size = config.prompts_at_a_time
+    return Prompts(data, rows, size, shuffle=config.shuffle, seed=config.seed, drawn=drawn)
+
+
+def _rhythm(run: TrainerConfig, steps: int) -> Rhythm:
+    return Rhythm(steps, run.test_freq, run.save_freq, run.val_before_train, run.val_only, run.samples_freq)
 
 
 def _evaluator(config: TrainConfig, batches: int, stops: tuple[int, ...]) -> Evaluator | None:
@@ -205,12 +221,6 @@ def _evaluator(config: TrainConfig, batches: int, stops: tuple[int, ...]) -> Eva
     params = sampling(config, stops, validation=True)
     n, writes = config.actor_rollout_ref.rollout.val_kwargs.n, config.trainer.samples_freq > 0
     return Evaluator(batches, n, params, writes) if batches else None
-
-
-def _kl_controller(config: KLControllerConfig) -> FixedKLController | AdaptiveKLController:
-    if config.type == "fixed":
-        return FixedKLController(config.kl_coef)
-    return AdaptiveKLController(config.kl_coef, config.target_kl, config.horizon)
 
 
 def _entropy_controller(config: ActorConfig) -> AdaptiveEntropyController | None:
@@ -225,21 +235,3 @@ def _entropy_controller(config: ActorConfig) -> AdaptiveEntropyController | None
         minimum=settings.min_ent_coef,
         maximum=settings.max_ent_coef,
     )
-
-
-def _session(
-    run: OpenRun,
-    config: TrainConfig | SupervisedConfig,
-    members: Mapping[str, Saves],
-    total_steps: int,
-    say: Say,
-) -> Session:
-    info = RunInfo(
-        project=run.config.project_name,
-        experiment=run.config.experiment_name,
-        folder=run.folder.path,
-        total_steps=total_steps,
-        config=to_dict(config),
-    )
-    freq = config.trainer.samples_freq if isinstance(config, TrainConfig) else -1
-    return Session(run, run.config.logger, info, members, samples_freq=freq, say=say)

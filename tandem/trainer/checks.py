@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping
 
 from tandem.algorithms.kl import FULL
 from tandem.algorithms.registry import AdvantageSpec, advantage_estimator, kl_estimator, policy_loss
-from tandem.config.fsdp import FSDPConfig
-from tandem.config.optim import OptimConfig
 from tandem.config.root import TrainConfig
+from tandem.config.section import Section
 from tandem.config.trainer import RunConfig
 from tandem.device import choose_device
 from tandem.errors import ConfigError
@@ -23,13 +22,13 @@ def check_algorithms(config: TrainConfig) -> AdvantageSpec:
     Raises:
         ConfigError: one is not, or does not.
     """
-    spec = advantage_estimator(config.algorithm.adv_estimator)
     own_loss, kinds = config.actor_rollout_ref.actor.policy_loss, _kl_kinds(config)
+    spec = advantage_estimator(config.algorithm.adv_estimator)
+    _check_rewards(config, spec)
     spec.select_options({}, config.algorithm.adv_kwargs)  # refuses what does not fit
     policy_loss(own_loss.loss_mode).select_options({}, own_loss.kwargs)
     for kind in kinds - {FULL}:
         kl_estimator(kind.removesuffix("+"))
-    _check_rewards(config, spec)
     Correction.from_config(config.algorithm.rollout_correction)
     return spec
 
@@ -63,77 +62,59 @@ def _kl_kinds(config: TrainConfig) -> set[str]:
     return in_reward | ({actor.kl_loss_type} if actor.use_kl_loss else set())
 
 
-def on_cpu(trainer: RunConfig) -> bool:
-    """Whether the workers compute on a CPU, as far as can be known here: under Ray they may be on machines
-    that have a device which this one lacks.
+def say_idle_offload(trainer: RunConfig, models: Mapping[str, Section], say: Callable[[str], None]) -> None:
+    """Tells the user of a CPU that offload has nothing to move from, and activations stay where they are.
+
+    Args:
+        models: the sections of the models that run, by dotted path; empty at the root.
 
     Raises:
         ConfigError: the device is to be one of this machine, which has none of the kind.
     """
-    if trainer.resolved_backend == "local":
-        return choose_device(trainer.device).type == "cpu"
-    return trainer.device == "cpu"
+    if not _on_cpu(trainer):
+        return
+    parts = {
+        f"{at}.{part}".removeprefix("."): getattr(model, part)
+        for part in ("fsdp_config", "optim", "model")
+        for at, model in models.items()
+        if hasattr(model, part)
+    }
+    idle = [f"{at}.{key}" for at, part in parts.items() for key in _OFFLOADS if getattr(part, key, False)]
+    idle += [
+        f"{at}.optimizer=adamw_cpu"
+        for at, part in parts.items()
+        if getattr(part, "optimizer", "") == "adamw_cpu"
+    ]
+    if idle:
+        say(f"{', '.join(idle)}: no effect on a CPU, whose memory is the host's.")
+    for at, part in parts.items():
+        if getattr(part, "enable_activation_offload", False):
+            say(f"{at}.enable_activation_offload: on a CPU nothing moves; what would is counted.")
 
 
-def say_idle_offload(config: TrainConfig, played: frozenset[str], say: Callable[[str], None]) -> None:
-    """Tells the user of a CPU which offload of a config does nothing there.
+_OFFLOADS = ("param_offload", "optimizer_offload")
+
+
+def models_of(config: TrainConfig, played: frozenset[str]) -> dict[str, Section]:
+    """The sections of the models that this run has, by dotted path.
 
     Args:
         played: the roles that the run has.
     """
-    say_unused_offload(_sharded(config, played), _optimizers(config, played), say)
-    _say_counted_offload(config, played, say)
-
-
-def say_unused_offload(
-    configs: Mapping[str, FSDPConfig],
-    optimizers: Mapping[str, OptimConfig],
-    say: Callable[[str], None],
-) -> None:
-    """Tells the user of a CPU that offload has nothing to move from.
-
-    Args:
-        configs: the sections of the models that run, by dotted path.
-        optimizers: of those that learn.
-    """
-    names = [
-        f"{at}.{part}"
-        for at, config in configs.items()
-        for part in ("param_offload", "optimizer_offload")
-        if getattr(config, part)
-    ]
-    names += [f"{at}.optimizer=adamw_cpu" for at, o in optimizers.items() if o.optimizer == "adamw_cpu"]
-    if names:
-        say(f"{', '.join(names)}: no effect on a CPU, whose memory is the host's.")
-
-
-def _say_counted_offload(config: TrainConfig, played: frozenset[str], say: Callable[[str], None]) -> None:
-    """Tells the user of a CPU that activations stay where they are."""
-    models = {
-        "actor": ("actor_rollout_ref.model", config.actor_rollout_ref.model),
-        "critic": ("critic.model", config.critic.model),
-    }
-    for role, (at, model) in models.items():
-        if role in played and model.enable_activation_offload:
-            say(f"{at}.enable_activation_offload: on a CPU nothing moves; what would is counted.")
-
-
-def _sharded(config: TrainConfig, played: frozenset[str]) -> dict[str, FSDPConfig]:
-    """The sections of the models that this run has."""
     policy = config.actor_rollout_ref
-    sections = {
-        "actor": ("actor_rollout_ref.actor", policy.actor.fsdp_config),
-        "ref": ("actor_rollout_ref.ref", policy.ref.fsdp_config),
-        "critic": ("critic", config.critic.fsdp_config),
-        "reward_model": ("reward_model", config.reward_model.fsdp_config),
-    }
-    return {f"{at}.fsdp_config": section for role, (at, section) in sections.items() if role in played}
+    sections: tuple[tuple[str, str, Section], ...] = (
+        ("actor", "actor_rollout_ref", policy),
+        ("actor", "actor_rollout_ref.actor", policy.actor),
+        ("ref", "actor_rollout_ref.ref", policy.ref),
+        ("critic", "critic", config.critic),
+        ("reward_model", "reward_model", config.reward_model),
+    )
+    return {at: section for role, at, section in sections if role in played}
 
 
-def _optimizers(config: TrainConfig, played: frozenset[str]) -> dict[str, OptimConfig]:
-    """The sections of the models that learn."""
-    sections = {
-        "actor": ("actor_rollout_ref.actor.optim", config.actor_rollout_ref.actor.optim),
-        "critic": ("critic.optim", config.critic.optim),
-    }
-    return {at: section for role, (at, section) in sections.items() if role in played}
+def _on_cpu(trainer: RunConfig) -> bool:
+    """Whether the workers compute on a CPU, as far as can be known here: under Ray they may be on machines
+    that have a device which this one lacks."""
+    if trainer.resolved_backend == "local":
+        return choose_device(trainer.device).type == "cpu"
+    return trainer.device == "cpu"

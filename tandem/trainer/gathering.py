@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from tandem.config.root import TrainConfig
+from tandem.config.dynamic_sampling import FilterGroupsConfig, OverlongBufferConfig
 from tandem.errors import RewardError
 from tandem.observability.metrics import Metrics
 from tandem.protocol import SamplingParams
@@ -98,25 +98,33 @@ class Gatherer:
     truth value per prompt.
 
     Args:
-        config: the resolved config.
+        filters: the section of that key.
+        overlong: how long responses are punished.
         prompts: gives further prompts, and takes back those there was no room for.
         params: how responses are drawn.
-        dealer: says which prompts are better sampled by the same rank.
+        size: prompts of a step's batch.
 
     Attributes:
+        dealer: says which prompts are better sampled by the same rank.
         limit: the most generation batches of a step.
     """
 
-    def __init__(self, config: TrainConfig, prompts: Prompts, params: SamplingParams, dealer: Dealer) -> None:
-        settings = config.algorithm.filter_groups
-        self._filters, self._metric = settings.enable, settings.metric
-        self._overlong = config.reward_model.overlong_buffer
-        self._max_length = config.data.max_response_length
-        self._size = config.data.train_batch_size
-        self._prompts = prompts
-        self._params = params
-        self._dealer = dealer
-        self.limit = settings.max_num_gen_batches or max(
+    def __init__(
+        self,
+        filters: FilterGroupsConfig,
+        overlong: OverlongBufferConfig,
+        prompts: Prompts,
+        params: SamplingParams,
+        *,
+        size: int,
+    ) -> None:
+        self.prompts = prompts
+        self.params = params
+        self.dealer = Dealer()
+        self._filters, self._metric = filters.enable, filters.metric
+        self._overlong = overlong
+        self._size = size
+        self.limit = filters.max_num_gen_batches or max(
             -(-self._size // prompts.batch_size), prompts.steps_per_epoch
         )
 
@@ -149,19 +157,19 @@ class Gatherer:
             )
             surplus = filling.add(prompts, samples, scores, asked.get(), n)
             if filling.full:
-                self._prompts.give_back(prompts, surplus.tolist())
+                self.prompts.give_back(prompts, surplus.tolist())
                 whole = (BatchFuture.concat(column) for column in zip(*filling.parts, strict=True))
                 prompts, samples, scores = whole
                 return Gathered(prompts, samples, scores, _metrics(filling, number))
             if number < self.limit:
-                prompts = self._prompts.next()
+                prompts = self.prompts.next()
         raise self._unfilled(filling)
 
     def _answer(self, roles: Roles, prompts: BatchFuture, n: int) -> tuple[BatchFuture, BatchFuture]:
         """Draws n samples of each prompt and their scores, and tells the sampler of prompts of them."""
-        samples, scores = roles.generate(prompts, n, self._params, self._dealer)
+        samples, scores = roles.generate(prompts, n, self.params, self.dealer)
         scores = self._punished(roles, samples, scores)
-        self._prompts.observe(samples, scores)
+        self.prompts.observe(samples, scores)
         return samples, scores
 
     def _punished(self, roles: Roles, samples: BatchFuture, scores: BatchFuture) -> BatchFuture:
@@ -172,7 +180,7 @@ class Gatherer:
         assert overlong.len is not None, "the config refuses this without a length"
         punished: BatchFuture = roles.batch.punish_overlong(
             samples.select("response_mask").union(scores),
-            self._max_length,
+            self.params.max_tokens,
             overlong.len,
             overlong.penalty_factor,
             overlong.log,
@@ -183,8 +191,8 @@ class Gatherer:
         """`reward_baselines`: the total reward of the greedy response to each prompt, which has the limits,
         the penalties and the punishment for length of the samples; n times, beside the prompt's n samples.
         Timed as `gen_max`."""
-        greedy = replace(self._params, temperature=0.0)
-        samples, scores = roles.generate(prompts, 1, greedy, self._dealer, phase="gen_max")
+        greedy = replace(self.params, temperature=0.0)
+        samples, scores = roles.generate(prompts, 1, greedy, self.dealer, phase="gen_max")
         scores = self._punished(roles, samples, scores)
         beside = torch.arange(len(prompts)).repeat_interleave(n)
         found: BatchFuture = roles.batch.reward_baselines(scores.select("scores").rows(beside))

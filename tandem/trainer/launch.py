@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -17,7 +18,7 @@ from tandem.observability.run import RunFolder
 from tandem.rewards import Reward
 from tandem.runtime import Backend, LocalBackend, Placement, ResourcePool, WorkerGroup
 from tandem.runtime.worker import WorkerFactory
-from tandem.trainer.placing import CONTROLLER_POOL, Cast, Tenant, tenants
+from tandem.trainer.placing import Cast, Tenant, pools_of, tenants
 from tandem.trainer.roles import Roles
 from tandem.trainer.steps import Plan, updates_per_step
 
@@ -92,66 +93,98 @@ def ray_backend(*, asked: str) -> Callable[..., Backend]:
     return make
 
 
+Recipe = Callable[[Tenant], WorkerFactory]
+"""Makes the factory of a group's workers."""
+
+
+def recipes(
+    config: TrainConfig, plan: Plan, tokenizer: PreTrainedTokenizerBase, reward: Reward | None, run: RunFolder
+) -> dict[str, Recipe]:
+    """What the workers of each role are made with, besides those of the data.
+
+    Args:
+        tokenizer: the policy's.
+        reward: the user's own reward function; None takes each data source's.
+        run: the run folder.
+    """
+    trainer, actor = config.trainer, config.actor_rollout_ref.actor
+    engine = {"device": trainer.device, "run": run, "collective_timeout_s": trainer.timeouts.collective}
+    policy = partial(
+        _policy,
+        config,
+        tokenizer=tokenizer,
+        total_steps=max(1, plan.total_steps - plan.critic_warmup),
+        updates_per_step=updates_per_step(plan.batch_samples, plan.actor),
+        recompute_old=plan.recompute_old,
+        old_outputs=plan.old_outputs,
+        device=trainer.device,
+        run=run,
+    )
+    critic = {
+        "norm_length": actor.loss_scale_factor,
+        "total_steps": plan.total_steps,
+        "updates_per_step": updates_per_step(plan.batch_samples, plan.critic),
+        "seed": trainer.seed,
+        **engine,
+    }
+    scorer = {"tokenizer": tokenizer, **engine}
+    return {
+        **dict.fromkeys(("actor", "rollout", "ref"), policy),
+        "batch": lambda tenant: partial(tenant.worker, config.algorithm, run, actor),
+        "critic": lambda tenant: partial(tenant.worker, config.critic, **critic),
+        "reward": lambda tenant: partial(tenant.worker, tokenizer, reward, run),
+        "reward_model": lambda tenant: partial(tenant.worker, config.reward_model, **scorer),
+    }
+
+
+def _policy(config: TrainConfig, tenant: Tenant, **options: Any) -> WorkerFactory:
+    return partial(tenant.worker, config, parts=tenant.parts, **options)
+
+
 class Launcher:
     """The worker groups of a run.
 
     Args:
-        config: the resolved config.
         cast: who plays which role, wherever it moves.
+        plan: of the run.
+        recipes: of the workers, see `recipes`.
         backend: where workers run.
-        run: the run folder.
-        tokenizer: the policy's.
-        reward: the user's own reward function; None takes each data source's.
+        balance: whether the rows of a batch are shared out by their lengths.
+        scores_parts: whether samples may be scored before all have finished.
     """
 
     def __init__(
         self,
-        config: TrainConfig,
         cast: Cast,
+        plan: Plan,
+        recipes: Mapping[str, Recipe],
         backend: Backend,
-        run: RunFolder,
-        tokenizer: PreTrainedTokenizerBase,
-        reward: Reward | None,
+        *,
+        balance: bool,
+        scores_parts: bool,
     ) -> None:
-        self.config = config
-        self.cast = cast
         self.backend = backend
-        self.run = run
-        self.tokenizer = tokenizer
-        self.reward = reward
+        self._cast = cast
+        self._plan = plan
+        self._recipes = recipes
+        self._balance = balance
+        self._scores_parts = scores_parts
         self._pools: dict[str, ResourcePool] = {}
 
-    def reserve(self, placed: Mapping[str, Tenant]) -> None:
-        """Makes sure of the processes that the groups of a run have.
-
-        Raises:
-            ConfigError: they cannot be had.
-        """
-        pools = {pool.name: pool for pool in (CONTROLLER_POOL, *(tenant.pool for tenant in placed.values()))}
-        gone = [name for name, pool in self._pools.items() if pools.get(name) != pool]
-        self.backend.release(gone)
-        self.backend.reserve(list(pools.values()))
-        self._pools = pools
-
-    def launch_data(self, tenant: Tenant) -> WorkerGroup:
-        """The group that reads the data.
-
-        Raises:
-            DataError: anything wrong with them.
-        """
-        return self._group(tenant, partial(tenant.worker, self.config.data, self.tokenizer, self.run))
-
-    def launch(self, placed: Mapping[str, Tenant], plan: Plan, data: WorkerGroup) -> Roles:
-        """All other groups, in processes that were reserved.
+    def launch(self, placed: Mapping[str, Tenant], data: WorkerGroup) -> Roles:
+        """All groups besides the data's, in processes that were reserved.
 
         Raises:
             TandemError: a model cannot be loaded, or anything else a worker refuses.
         """
-        rollout, ref = self.config.actor_rollout_ref.rollout, self.config.actor_rollout_ref.ref
+        self._pools = pools_of(placed)
         groups = {"data": data}
         for role, tenant in placed.items():
             if role != "data":
-                groups |= dict.fromkeys(tenant.parts, self._group(tenant, self._factory(tenant, plan)))
+                make = self._recipes[role](tenant)
+                group = WorkerGroup(self.backend, make, tenant.pool, role=role, balance=self._balance)
+                groups |= dict.fromkeys(tenant.parts, group)
+        streams = "reward" in groups and hasattr(groups["rollout"], "stream_sequences")
         return Roles(
             data=data,
             actor=groups["actor"],
@@ -161,64 +194,22 @@ class Launcher:
             reward_model=groups.get("reward_model"),
             reward=groups.get("reward"),
             batch=groups["batch"],
-            scores_parts=self._scores_parts(groups),
-            resets_reference="ref" in groups and ref.reset_interval > 0,
-            rollout_shares=groups["rollout"].world_size // rollout.tensor_model_parallel_size,
+            scores_parts=self._scores_parts and streams,
+            resets_reference="ref" in groups and self._plan.reset_interval > 0,
+            rollout_shares=groups["rollout"].world_size // self._plan.rollout_split,
         )
 
-    def move(self, roles: Roles, placement: Placement, plan: Plan) -> Roles:
+    def move(self, roles: Roles, placement: Placement) -> Roles:
         """The same roles in other processes, with nothing learnt yet; only the data stay where they are.
 
         Raises:
-            ConfigError: as `tenants` and `reserve`.
+            ConfigError: as `tenants`; or the processes cannot be had.
         """
-        placed = tenants(placement, self.cast)
+        placed = tenants(placement, self._cast)
         for group in roles.groups:
             if group is not roles.data:
                 group.shutdown()
-        self.reserve(placed)
-        return self.launch(placed, plan, roles.data)
-
-    def _group(self, tenant: Tenant, factory: WorkerFactory) -> WorkerGroup:
-        balance = self.config.trainer.balance_batch
-        return WorkerGroup(self.backend, factory, tenant.pool, role=tenant.role, balance=balance)
-
-    def _scores_parts(self, groups: dict[str, WorkerGroup]) -> bool:
-        whole = self.reward is not None and self.reward.batched
-        return "reward" in groups and not whole and hasattr(groups["rollout"], "stream_sequences")
-
-    def _factory(self, tenant: Tenant, plan: Plan) -> WorkerFactory:
-        config, trainer = self.config, self.config.trainer
-        if tenant.role == "batch":
-            return partial(tenant.worker, config.algorithm, self.run, config.actor_rollout_ref.actor)
-        if tenant.role == "reward":
-            return partial(tenant.worker, self.tokenizer, self.reward, self.run)
-        engine = {
-            "device": trainer.device,
-            "run": self.run,
-            "collective_timeout_s": trainer.timeouts.collective,
-        }
-        if tenant.role == "reward_model":
-            return partial(tenant.worker, config.reward_model, tokenizer=self.tokenizer, **engine)
-        if tenant.role == "critic":
-            return partial(
-                tenant.worker,
-                config.critic,
-                norm_length=config.actor_rollout_ref.actor.loss_scale_factor,
-                total_steps=plan.total_steps,
-                updates_per_step=updates_per_step(plan.batch_samples, plan.critic),
-                seed=trainer.seed,
-                **engine,
-            )
-        return partial(
-            tenant.worker,
-            config,
-            parts=tenant.parts,
-            tokenizer=self.tokenizer,
-            total_steps=max(1, plan.total_steps - trainer.critic_warmup),
-            updates_per_step=updates_per_step(plan.batch_samples, plan.actor),
-            recompute_old=plan.recompute_old,
-            old_outputs=plan.old_outputs,
-            device=trainer.device,
-            run=self.run,
-        )
+        pools = pools_of(placed)
+        self.backend.release([name for name, pool in self._pools.items() if pools.get(name) != pool])
+        self.backend.reserve(list(pools.values()))
+        return self.launch(placed, roles.data)

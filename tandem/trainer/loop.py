@@ -26,6 +26,7 @@ class Rhythm:
         save_freq: steps between checkpoints, likewise.
         val_before_train: whether a new run validates before its first step.
         val_only: whether validation is all there is to do.
+        samples_freq: steps between files of samples; 0 or less: none.
     """
 
     total_steps: int
@@ -33,6 +34,7 @@ class Rhythm:
     save_freq: int
     val_before_train: bool = False
     val_only: bool = False
+    samples_freq: int = -1
 
     def validates_first(self, step: int) -> bool:
         """Whether a run that goes on after this step, 0 for a new one, begins with a validation."""
@@ -43,6 +45,9 @@ class Rhythm:
 
     def saves(self, step: int) -> bool:
         return self._due(self.save_freq, step)
+
+    def writes_samples(self, step: int) -> bool:
+        return self.samples_freq > 0 and step % self.samples_freq == 0
 
     def _due(self, frequency: int, step: int) -> bool:
         return frequency > 0 and (step % frequency == 0 or step == self.total_steps)

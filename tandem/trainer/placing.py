@@ -158,6 +158,11 @@ def tenants(placement: Placement, cast: Cast) -> dict[str, Tenant]:
     return out
 
 
+def pools_of(placed: Mapping[str, Tenant]) -> dict[str, ResourcePool]:
+    """The pools of a run by name, that of the controller's helpers first."""
+    return {pool.name: pool for pool in (CONTROLLER_POOL, *(tenant.pool for tenant in placed.values()))}
+
+
 def _plays(policy: type[Worker]) -> set[str]:
     return {"ref"} if "compute_ref_log_prob" in registrations(policy) else set()
 

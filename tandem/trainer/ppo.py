@@ -16,18 +16,14 @@ from typing import Any
 
 from tandem.algorithms.entropy import AdaptiveEntropyController
 from tandem.algorithms.kl import AdaptiveKLController, FixedKLController
-from tandem.config.root import TrainConfig
 from tandem.errors import CheckpointError
 from tandem.observability.metrics import Metrics
-from tandem.protocol import SamplingParams
 from tandem.runtime import BatchFuture, Future, Placement, WorkerGroup
-from tandem.trainer.dealing import Dealer
 from tandem.trainer.exact_kl import ExactKL
 from tandem.trainer.gathering import Evaluator, Gathered, Gatherer
 from tandem.trainer.launch import Launcher
 from tandem.trainer.loop import Loop, Rhythm
 from tandem.trainer.perf import take_observed, take_usage, throughput
-from tandem.trainer.prompts import Prompts
 from tandem.trainer.roles import Roles
 from tandem.trainer.schedule import Schedule
 from tandem.trainer.session import Session
@@ -39,47 +35,38 @@ class PPOTrainer(Loop[Gathered]):
     """The controller of one run of reinforcement learning.
 
     Args:
-        config: the resolved config.
-        plan: what follows from it (total steps, what to compute).
+        plan: what follows from the config: what to compute, and when.
+        rhythm, session, schedule: see `Loop`.
         launcher: made the roles, and moves them.
         roles: the worker groups.
-        sampling: how training responses are drawn.
-        prompts: training prompts.
+        gatherer: answers and scores the prompts of each step.
         evaluator: validation, or None without validation data.
         kl_controller: the coefficient of the KL in the reward.
         entropy_controller: that of the entropy bonus, where it moves.
-        session: the run folder, its metrics and checkpoints.
-        schedule: see `Loop`.
     """
 
     def __init__(
         self,
-        config: TrainConfig,
         plan: Plan,
+        rhythm: Rhythm,
+        session: Session,
         launcher: Launcher,
         roles: Roles,
-        sampling: SamplingParams,
-        prompts: Prompts,
+        gatherer: Gatherer,
         evaluator: Evaluator | None,
         kl_controller: FixedKLController | AdaptiveKLController,
         entropy_controller: AdaptiveEntropyController | None,
-        session: Session,
         schedule: Schedule[Gathered] | None = None,
     ) -> None:
-        run = config.trainer
-        rhythm = Rhythm(plan.total_steps, run.test_freq, run.save_freq, run.val_before_train, run.val_only)
-        super().__init__(rhythm, prompts, session, launcher.backend, schedule)
-        self.config = config
+        super().__init__(rhythm, gatherer.prompts, session, launcher.backend, schedule)
         self.plan = plan
         self.launcher = launcher
         self.roles = roles
-        self.sampling = sampling
+        self.gatherer = gatherer
         self.evaluator = evaluator
         self.kl = kl_controller
         self.entropy = entropy_controller
-        self.dealer = Dealer()
-        self.gatherer = Gatherer(config, prompts, sampling, self.dealer)
-        self.trust = TrustProbe(config.actor_rollout_ref.rollout.temperature, session.say)
+        self.trust = TrustProbe(gatherer.params.temperature, session.say)
         self._rollout_is_current = False
         self.exact_kl = ExactKL(plan.exact_kl)
         self._reference_step = 0
@@ -106,9 +93,9 @@ class PPOTrainer(Loop[Gathered]):
             the step's metrics.
         """
         roles, plan, samples = self.roles, self.plan.at(step), gathered.samples
-        left_out = roles.batch.truncated(samples.select("finish_reason")) if self.masks_truncated else None
+        left_out = roles.batch.truncated(samples.select("finish_reason")) if plan.masks_truncated else None
 
-        learns = step > self.config.trainer.critic_warmup
+        learns = step > plan.critic_warmup
         reference = self.exact_kl.refer(roles, samples)
         columns = [gathered.scores, *reference.log_probs, *gathered.baselines]
         if plan.recompute_old or not (learns or plan.bypasses):  # else the update compares with the rollout's
@@ -131,8 +118,8 @@ class PPOTrainer(Loop[Gathered]):
 
         metrics = gathered.metrics | self._measure(step, batch, updates) | self._reset_reference(step)
         self._control_entropy(metrics)
-        self.dealer.learn(gathered.prompts.index, samples.index)
-        if self.config.algorithm.use_kl_in_reward:
+        self.gatherer.dealer.learn(gathered.prompts.index, samples.index)
+        if plan.kl_in_reward:
             metrics["actor/kl_coef"] = self.kl.value
             self.kl.update(metrics["actor/kl_in_reward"], n_steps=plan.batch_samples)
         return metrics
@@ -140,12 +127,12 @@ class PPOTrainer(Loop[Gathered]):
     def _reset_reference(self, step: int) -> dict[str, float]:
         """Makes the reference the actor every `ref.reset_interval` steps; a metric says which step's actor it
         was in this step."""
-        interval = self.config.actor_rollout_ref.ref.reset_interval
+        interval = self.plan.reset_interval
         if not (self.roles.reference and interval):
             return {}
         metrics = {"actor/reference_step": float(self._reference_step)}
         if step % interval == 0:
-            self.roles.reset_reference(optimizer=self.config.actor_rollout_ref.ref.reset_optimizer)
+            self.roles.reset_reference(optimizer=self.plan.reset_optimizer)
             self._reference_step = step
             self.exact_kl.forget_head()
         return metrics
@@ -153,12 +140,7 @@ class PPOTrainer(Loop[Gathered]):
     @property
     def kl_coef(self) -> float:
         """The weight of the KL penalty in the reward."""
-        return self.kl.value if self.config.algorithm.use_kl_in_reward else 0.0
-
-    @property
-    def masks_truncated(self) -> bool:
-        """Whether responses that were cut at the greatest length are in no update."""
-        return self.config.algorithm.mask_truncated_completions
+        return self.kl.value if self.plan.kl_in_reward else 0.0
 
     def actor_options(self, number: int) -> dict[str, Any]:
         """Further arguments of the actor's update of that number, from 0, within a step."""
@@ -190,11 +172,11 @@ class PPOTrainer(Loop[Gathered]):
     ) -> dict[str, float]:
         """The metrics of a step, once all of it has been done."""
         roles = self.roles
-        written = roles.batch.write_samples(step, batch) if self.session.writes_samples(step) else None
+        written = roles.batch.write_samples(step, batch) if self.rhythm.writes_samples(step) else None
         measured: Future[Metrics] = roles.batch.measure(batch)
         learnt = [prefixed(role, future.get()) for role, future in updates]
         metrics = Metrics.merged([measured.get(), *learnt, take_observed(self.groups)]).to_floats()
-        metrics = self.trust.read(metrics, self.sampling)
+        metrics = self.trust.read(metrics, self.gatherer.params)
         if written is not None:
             written.get()
         metrics["training/epoch"] = self.prompts.epoch
@@ -225,7 +207,7 @@ class PPOTrainer(Loop[Gathered]):
                 checkpoint.
         """
         path = self.save_last()
-        self.roles = self.launcher.move(self.roles, placement, self.plan)
+        self.roles = self.launcher.move(self.roles, placement)
         self.session.members = self.roles.members
         self.session.load_members(path)
         self.forget_measures()
@@ -248,7 +230,7 @@ class PPOTrainer(Loop[Gathered]):
             CheckpointError: the run's reference was reset, and this one would go back to the first.
         """
         self._reference_step = state.get("reference_step", 0)
-        interval = self.config.actor_rollout_ref.ref.reset_interval
+        interval = self.plan.reset_interval
         if self._reference_step and self.roles.reference and not interval:
             raise CheckpointError(
                 "the checkpoint's reference policy is no longer the model that the run began with",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -14,12 +14,12 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from tandem.checkpoint.manager import Checkpoint, CheckpointManager
-from tandem.config.load import to_yaml
-from tandem.config.resume import changes, is_free, side_by_side
+from tandem.config.load import to_dict
+from tandem.config.resume import check_same
 from tandem.config.root import TrainConfig
 from tandem.config.supervised import SupervisedConfig
 from tandem.config.trainer import RunConfig
-from tandem.errors import CheckpointError, ConfigError
+from tandem.errors import CheckpointError
 from tandem.observability.lock import ProcessLock
 from tandem.observability.run import RunFolder, read_metrics
 from tandem.observability.sinks.base import RunInfo
@@ -42,7 +42,7 @@ class OpenRun:
         checkpoint: where the run goes on from; None for a new run.
         checkpoints: reads and writes the folder's checkpoints.
         lock: the folder's, held by this process.
-        config_yaml: the resolved config, written once the checkpoint is accepted.
+        resolved: the whole config as plain values, written once the checkpoint is accepted.
     """
 
     config: RunConfig
@@ -50,7 +50,7 @@ class OpenRun:
     checkpoint: Checkpoint | None
     checkpoints: CheckpointManager
     lock: ProcessLock
-    config_yaml: str
+    resolved: dict[str, Any]
 
     @property
     def goes_on(self) -> bool:
@@ -76,69 +76,22 @@ def open_run(whole: RunsConfig, say: Callable[[str], None]) -> OpenRun:
         undo.callback(lock.release)
         folder = RunFolder(path)
         checkpoints = CheckpointManager(folder.checkpoints, config.max_ckpt_to_keep, best=best, log=say)
-        checkpoint = _resumed(config, folder, checkpoints, say)
+        checkpoint: Checkpoint | None = None
+        if config.resume_mode == "resume_path":
+            assert config.resume_from_path is not None, "the config refuses this mode without a path"
+            checkpoint = checkpoints.open(Path(config.resume_from_path).absolute())
+            if later := checkpoints.later_than(checkpoint.step):  # they would be taken for this run's own
+                say(f"checkpoints after the one resumed from are now in {folder.move_to_earlier(later)}")
+        elif config.resume_mode == "auto":
+            checkpoint = checkpoints.latest()
         if checkpoint is not None:
-            _check_same(whole, checkpoint, say)
-        else:
-            earlier = folder.set_aside()
-            if earlier:
-                say(f"what {folder.path} held of an earlier run is now in {earlier}")
+            meant = config.resume_mode == "resume_path" or config.resume_with_changes  # who names it means it
+            check_same(checkpoint.path, whole, allowed=meant, say=say)
+        elif earlier := folder.set_aside():
+            say(f"what {folder.path} held of an earlier run is now in {earlier}")
         offer_stacks(folder.logs)
         undo.pop_all()
-    return OpenRun(config, folder, checkpoint, checkpoints, lock, to_yaml(whole))
-
-
-def _resumed(
-    config: RunConfig, folder: RunFolder, checkpoints: CheckpointManager, say: Callable[[str], None]
-) -> Checkpoint | None:
-    """The checkpoint that the run goes on from, if any."""
-    if config.resume_mode == "auto":
-        return checkpoints.latest()
-    if config.resume_mode == "disable":
-        return None
-    assert config.resume_from_path is not None, "the config refuses this mode without a path"
-    checkpoint = checkpoints.open(Path(config.resume_from_path).absolute())
-    _leave_branch(folder, checkpoints.later_than(checkpoint.step), say)
-    return checkpoint
-
-
-def _check_same(whole: RunsConfig, checkpoint: Checkpoint, say: Callable[[str], None]) -> None:
-    """Tells the user which keys have other values than in the run that the checkpoint is of. Who names the
-    checkpoint means to go on under these.
-
-    Raises:
-        ConfigError: in `resume_mode=auto` something else would be learnt, and nobody allowed it.
-    """
-    file = checkpoint.path.parent.parent / "config.yaml"
-    if not file.is_file():
-        return
-    then = OmegaConf.to_container(OmegaConf.load(file))
-    assert isinstance(then, dict), "a run folder's config is a mapping"
-    changed = changes({str(name): value for name, value in then.items()}, whole)
-    free = [f"{change.key} ({change.then}, now {change.now})" for change in changed if is_free(change.key)]
-    if free:
-        say(f"Changed since {checkpoint.path}, in where, how fast or how long it runs: {', '.join(free)}.")
-    learnt = [change for change in changed if not is_free(change.key)]
-    if not learnt:
-        return
-    if whole.trainer.resume_mode == "auto" and not whole.trainer.resume_with_changes:
-        raise ConfigError(
-            f"the run there has learnt under other settings\n{side_by_side(learnt)}",
-            field="trainer.default_local_dir",
-            got=file.parent,
-            remedy="choose another trainer.default_local_dir; or trainer.resume_mode=disable, which sets "
-            "that run aside; or go on from its checkpoint all the same: trainer.resume_with_changes=true",
-        )
-    say(f"Changed since {checkpoint.path}, with effect on what is learnt:\n{side_by_side(learnt)}")
-
-
-def _leave_branch(folder: RunFolder, later: list[Path], say: Callable[[str], None]) -> None:
-    """Checkpoints after the one a run goes back to would be taken for its own; they are set aside."""
-    if later:
-        target = folder.new_earlier()
-        for path in later:
-            path.rename(target / path.name)
-        say(f"checkpoints after the one resumed from are now in {target}")
+    return OpenRun(config, folder, checkpoint, checkpoints, lock, to_dict(whole))
 
 
 class Session:
@@ -146,28 +99,22 @@ class Session:
 
     Args:
         run: the folder made ready.
-        loggers: where metrics go besides metrics.jsonl, by name.
-        info: what loggers are told of the run.
         members: names and groups whose state is saved.
-        samples_freq: steps between sample files; 0 or less writes none.
+        total_steps: of the run, which loggers are told.
         say: prints a sentence to the user.
     """
 
     def __init__(
         self,
         run: OpenRun,
-        loggers: Sequence[str],
-        info: RunInfo,
         members: Mapping[str, Saves],
-        *,
-        samples_freq: int = -1,
+        total_steps: int,
         say: Callable[[str], None],
     ) -> None:
         self.run = run
         self.folder = run.folder
-        self.info = info
         self.members = members
-        self.samples_freq = samples_freq
+        self.total_steps = total_steps
         self.timeline = Timeline(run.folder.timeline_file)
         self.interrupted = False
         self.finishes_steps = False
@@ -176,7 +123,6 @@ class Session:
         """Whether a checkpoint was written, and is there."""
         self.restored: dict[str, float] = {}
         """The metrics of the step resumed from."""
-        self._loggers = loggers
         self._sinks: Sinks | None = None
         self._print = say
         self._saver = Saver(run.checkpoints, run.config, lambda: self.members, self._is_there, self.say)
@@ -189,9 +135,6 @@ class Session:
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         return self.timeline.phase(name)
-
-    def writes_samples(self, step: int) -> bool:
-        return self.samples_freq > 0 and step % self.samples_freq == 0
 
     def __enter__(self) -> Session:
         self.run.lock.acquire()
@@ -255,8 +198,17 @@ class Session:
             self._load(checkpoint, load)
             if forget:
                 self.folder.trim_after(step)
-        self.folder.write_config(self.run.config_yaml)
-        self._sinks = Sinks(self._loggers, replace(self.info, start_step=step), report=self.say)
+        resolved, config = self.run.resolved, self.run.config
+        self.folder.write_config(OmegaConf.to_yaml(OmegaConf.create(resolved)))
+        info = RunInfo(
+            project=config.project_name,
+            experiment=config.experiment_name,
+            folder=self.folder.path,
+            total_steps=self.total_steps,
+            config=resolved,
+            start_step=step,
+        )
+        self._sinks = Sinks(config.logger, info, report=self.say)
         if checkpoint is not None:
             self._restore_metrics(checkpoint)
             self.say(f"resumed from {checkpoint.path} after step {step}")

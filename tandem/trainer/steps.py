@@ -52,6 +52,12 @@ class Plan:
         exact_kl: where the KL to the reference is exact over the vocabulary, of "reward" and "loss".
         n: responses per prompt.
         group_sizes: those from a step on, by the step, in order; none where all steps have n.
+        critic_warmup: first steps in which the critic alone learns.
+        kl_in_reward: whether the reward is penalised by KL.
+        masks_truncated: whether responses that were cut at the greatest length are in no update.
+        reset_interval: steps after which the reference becomes the actor; 0: never.
+        reset_optimizer: whether the actor's begins anew then.
+        rollout_split: devices that share each layer of a rollout engine.
     """
 
     total_steps: int
@@ -65,6 +71,12 @@ class Plan:
     exact_kl: frozenset[str] = frozenset()
     n: int = 1
     group_sizes: Mapping[int, int] = field(default_factory=dict)
+    critic_warmup: int = 0
+    kl_in_reward: bool = False
+    masks_truncated: bool = False
+    reset_interval: int = 0
+    reset_optimizer: bool = False
+    rollout_split: int = 1
 
     def at(self, step: int) -> Plan:
         """The plan of one step: mini-batches count prompts, so their samples follow the group size."""
@@ -89,15 +101,15 @@ def plan_run(config: TrainConfig, spec: AdvantageSpec, steps_per_epoch: int) -> 
     Raises:
         ConfigError: bypass mode, with something that the forward it leaves out would give.
     """
-    actor, critic = config.actor_rollout_ref.actor, config.critic
-    rollout, seed = config.actor_rollout_ref.rollout, config.trainer.seed
+    actor, critic, algorithm = config.actor_rollout_ref.actor, config.critic, config.algorithm
+    rollout, ref, seed = config.actor_rollout_ref.rollout, config.actor_rollout_ref.ref, config.trainer.seed
     n = rollout.n
     batch_samples = config.data.train_batch_size * n
     actor_mini = MiniBatching(actor.ppo_mini_batch_size * n, actor.ppo_epochs, actor.shuffle, seed)
-    correction = config.algorithm.rollout_correction
+    correction = algorithm.rollout_correction
     selection = policy_loss(actor.policy_loss.loss_mode).selection
     read = {*spec.columns, *(selection.columns if selection else ())}
-    reads_old = config.algorithm.use_kl_in_reward or bool({"old_log_probs", "rollout_is_weights"} & read)
+    reads_old = algorithm.use_kl_in_reward or bool({"old_log_probs", "rollout_is_weights"} & read)
     before = correction.rollout_is_batch_normalize or (bool(correction.rollout_rs) and spec.needs_critic)
     exact_kl = _exact_kl(config)
     old_outputs = {"sum_pi_squared"} & set(spec.columns) | ({"ref_kl"} if "reward" in exact_kl else set())
@@ -111,7 +123,7 @@ def plan_run(config: TrainConfig, spec: AdvantageSpec, steps_per_epoch: int) -> 
             "algorithm.kl_penalty than full",
         )
     return Plan(
-        total_steps=config.trainer.total_training_steps or config.trainer.total_epochs * steps_per_epoch,
+        total_steps=config.trainer.steps(steps_per_epoch),
         batch_samples=batch_samples,
         actor=actor_mini,
         critic=MiniBatching(critic.ppo_mini_batch_size * n, critic.ppo_epochs, critic.shuffle, seed),
@@ -123,6 +135,12 @@ def plan_run(config: TrainConfig, spec: AdvantageSpec, steps_per_epoch: int) -> 
         exact_kl=exact_kl,
         n=n,
         group_sizes=rollout.group_sizes if rollout.n_schedule else {},
+        critic_warmup=config.trainer.critic_warmup,
+        kl_in_reward=algorithm.use_kl_in_reward,
+        masks_truncated=algorithm.mask_truncated_completions,
+        reset_interval=ref.reset_interval,
+        reset_optimizer=ref.reset_optimizer,
+        rollout_split=rollout.tensor_model_parallel_size,
     )
 
 
