@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._pytree import tree_leaves
 
 from tandem.errors import EngineError
@@ -160,8 +160,8 @@ class _Layer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Handle:
-    """The stand-in that autograd keeps for a saved tensor. Of a `whole` that ranks share, this rank's part is
-    moved."""
+    """The stand-in that autograd keeps for a saved tensor. Of one that ranks share, as `spec` says, this
+    rank's part is moved."""
 
     layer: _Layer
     saved: _Saved
@@ -169,29 +169,16 @@ class _Handle:
     size: torch.Size
     stride: tuple[int, ...]
     offset: int | torch.SymInt
-    whole: _Whole | None
+    spec: DTensorSpec | None
 
     def tensor(self) -> Tensor:
         storage = self.saved.storage
         assert storage is not None
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
         part = empty.set_(storage, self.offset, self.size, self.stride)
-        return part if self.whole is None else self.whole.around(part)
-
-
-@dataclass(frozen=True, slots=True)
-class _Whole:
-    """A `DTensor` without this rank's part of it."""
-
-    mesh: DeviceMesh
-    placements: tuple[Placement, ...]
-    size: torch.Size
-    stride: tuple[int, ...]
-
-    def around(self, part: Tensor) -> Tensor:
-        return DTensor.from_local(
-            part, self.mesh, self.placements, run_check=False, shape=self.size, stride=self.stride
-        )
+        if self.spec is None:
+            return part
+        return DTensor(part, self.spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 class ActivationOffload:
@@ -279,11 +266,9 @@ class ActivationOffload:
             layer.saved[address] = _Saved(nbytes, storage if self._lane is not None else None)
         if self._lane is None:
             return tensor
-        whole = None
-        if isinstance(tensor, DTensor):
-            whole = _Whole(tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
+        spec = tensor._spec if isinstance(tensor, DTensor) else None
         shape = part.shape, part.stride(), part.storage_offset()
-        return _Handle(layer, layer.saved[address], part.dtype, *shape, whole)
+        return _Handle(layer, layer.saved[address], part.dtype, *shape, spec)
 
     def _unpack(self, packed: Tensor | _Handle) -> Tensor:
         if isinstance(packed, Tensor):

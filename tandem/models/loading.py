@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -118,12 +119,8 @@ def load_scorer(
     else:
         require_scorer(path, config)
     require_task(path, config, scorer=True, trust_remote_code=trust_remote_code)
-    auto = AutoModelForSequenceClassification
-    absent = {"score.weight"} if new_head else set()
-    if weights:
-        model = _load(auto, path, config, dtype, attention, trust_remote_code, absent=absent)
-    else:
-        model = _skeleton(auto, path, config, dtype, attention, trust_remote_code)
+    make = partial(_load, absent={"score.weight"} if new_head else ()) if weights else _skeleton
+    model = make(AutoModelForSequenceClassification, path, config, dtype, attention, trust_remote_code)
     if not isinstance(getattr(model, "score", None), nn.Linear) or not hasattr(model, "model"):
         raise ModelError(
             "the reward model's head is not one linear map over a decoder",

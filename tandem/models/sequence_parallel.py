@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from tandem.errors import ModelError
-from tandem.models.collectives import CollectiveMeter, all_reduce_bytes
+from tandem.models.collectives import CollectiveMeter, summed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,9 +82,7 @@ class SequenceSplit:
     def gather(self, values_T: Tensor) -> Tensor:
         """The sum over ranks, of which each has its own entries and zero elsewhere. Every rank goes on to
         compute the same from it, so that the gradient of its own entries needs no further sum."""
-        apply: Any = _Sum.apply
-        total: Tensor = apply(values_T, self)
-        return total
+        return summed(values_T, self.meter, self.group)
 
     def _divisible(self, part_nKD: Tensor, queries: int) -> Tensor:
         heads = part_nKD.shape[1]
@@ -106,13 +104,6 @@ class SequenceSplit:
             dist.all_to_all_single(found_Sn, rows_Sn, group=self.group)
         return found_Sn
 
-    def total(self, values: Tensor) -> Tensor:
-        """Their sum over ranks."""
-        found = values.clone()
-        with self.meter.measure(values.device, all_reduce_bytes(values.nbytes, self.size)):
-            dist.all_reduce(found, group=self.group)
-        return found
-
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
@@ -123,13 +114,3 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return ctx.split.swap(grads[0]), None
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values_T: Tensor, split: SequenceSplit) -> Tensor:
-        return split.total(values_T)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None

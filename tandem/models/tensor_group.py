@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from tandem.models.collectives import CollectiveMeter, all_reduce_bytes
+from tandem.models.collectives import CollectiveMeter, summed
 
 
 class TensorGroup:
@@ -34,8 +34,7 @@ class TensorGroup:
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """Reduces a contiguous tensor in place, without gradient; the same bits on all ranks."""
-        with self._meter.measure(tensor.device, all_reduce_bytes(tensor.nbytes, self.size)):
-            dist.all_reduce(tensor, op=op, group=self._group)
+        self._meter.all_reduce(tensor, op, self._group)
         return tensor
 
     def copied(self, x: Tensor) -> Tensor:
@@ -47,9 +46,7 @@ class TensorGroup:
 
     def summed(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x, the same on all; the gradient goes to each of them ("g" there)."""
-        apply: Any = _Summed.apply
-        out: Tensor = apply(x, self)
-        return out
+        return summed(x, self._meter, self._group)
 
 
 class _Copied(torch.autograd.Function):
@@ -61,16 +58,6 @@ class _Copied(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return ctx.group.all_reduce(grads[0].clone(memory_format=torch.contiguous_format)), None
-
-
-class _Summed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
-        return group.all_reduce(x.clone(memory_format=torch.contiguous_format))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -66,18 +66,16 @@ class Division:
             tensor=fsdp.tensor_parallel_size,
             stages=fsdp.pipeline_parallel_size,
         )
+        config = load_config(model_path, trust_remote_code=model.trust_remote_code)
         sequence, tensor = grid.work["sequence"], grid.work["tp"]
-        split, group = SequenceSplit.of(sequence, meter), None
+        split, group, pipeline = SequenceSplit.of(sequence, meter), None, None
         if split is not None:
-            split.check(load_config(model_path, trust_remote_code=model.trust_remote_code))
+            split.check(config)
         if tensor.size() > 1:
-            config = load_config(model_path, trust_remote_code=model.trust_remote_code)
             shards = grid.weights["shard"].size()
             check_tensor_parallel(config, tensor.size(), sequence=sequence.size(), shards=shards)
             group = TensorGroup(grid.weights["tp"], meter)
-        pipeline = None
         if fsdp.pipeline_parallel_size > 1:
-            config = load_config(model_path, trust_remote_code=model.trust_remote_code)
             check_pipeline(config, fsdp.pipeline_parallel_size)
             pipeline = Pipeline.of(grid.work, meter)
         return cls(grid, split, group, pipeline, fsdp.pipeline_schedule)
