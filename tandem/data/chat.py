@@ -18,7 +18,8 @@ Message = dict[str, Any]
 Piece = tuple[str, bool]
 """Text, and whether the model is to learn to write it."""
 
-TEMPLATE_KEYS = "actor_rollout_ref.model.custom_chat_template=… (for sft: model.custom_chat_template=…)"
+TEMPLATE_KEY = "model.custom_chat_template"
+"""The config key of the template in commands that have one model."""
 TOKENIZE_CHUNK = 4096
 """Texts per call of the tokenizer: enough to keep it busy, few enough to keep its results small."""
 
@@ -29,9 +30,13 @@ class ChatTemplate:
     Args:
         tokenizer: a Hugging Face tokenizer.
         options: further variables of the template, such as enable_thinking.
+        key: the config key of the template, for messages.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | None) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | None, key: str = TEMPLATE_KEY
+    ) -> None:
+        self._key = key
         self._tokenizer = tokenizer
         self._options = dict(options or {})
 
@@ -48,7 +53,7 @@ class ChatTemplate:
                 field="tokenizer.chat_template",
                 got=f"None in {self._tokenizer.name_or_path or type(self._tokenizer).__name__}",
                 expected="a Jinja chat template, or a prompt column that is text already formatted",
-                remedy=f"set {TEMPLATE_KEYS}",
+                remedy=f"set {self._key}=…",
             )
         text = self._tokenizer.apply_chat_template(
             plain_messages(messages), tokenize=False, add_generation_prompt=generation_prompt, **self._options
@@ -85,6 +90,45 @@ class ChatTemplate:
         pieces.append((whole[end:], False))
         return [piece for piece in pieces if piece[0]]
 
+    def rows(self, files: DataFiles, column: str, form: Callable[[Any], T]) -> list[T]:
+        """`form`, a method of this template, of every row's entry in `column`.
+
+        Raises:
+            DataError: rows for which `form` raised TemplateError, by number; or the template itself, where it
+                is not Jinja or fails in the same way for every row.
+        """
+        problems = RowProblems(files.where)
+        formed: list[T] = []
+        reasons: set[str] = set()
+        rows = 0
+        for row, record in files.records([column]):
+            rows += 1
+            try:
+                formed.append(form(record[column]))
+            except TemplateSyntaxError as error:
+                raise self._broken(str(error)) from error
+            except TemplateError as error:
+                reasons.add(str(error))
+                problems.add(row, str(error))
+        if rows > 1 and not formed and len(reasons) == 1:
+            raise self._broken(f"{reasons.pop()}, for each of {rows} rows")
+        problems.raise_if_any(
+            "that the tokenizer's chat template cannot format",
+            field=files.names,
+            expected="conversations that the template accepts",
+            remedy=f"mend these rows, or set another template: {self._key}=…",
+        )
+        return formed
+
+    def _broken(self, reason: str) -> DataError:
+        return DataError(
+            "the tokenizer's chat template formats no conversation",
+            field="tokenizer.chat_template",
+            got=reason,
+            expected="a Jinja template that takes messages of role and content",
+            remedy=f"mend it in the model's folder, or set another: {self._key}=…",
+        )
+
     def _start(self, whole: str, before: Sequence[Message]) -> int:
         """Where the turn after the messages `before` begins."""
         prompt = self.prompt_text(before)
@@ -109,47 +153,6 @@ class ChatTemplate:
 def plain_messages(messages: Sequence[Message]) -> list[Message]:
     """The messages without the null fields that a columnar file adds to make all rows alike."""
     return [{key: value for key, value in message.items() if value is not None} for message in messages]
-
-
-def format_rows(files: DataFiles, column: str, form: Callable[[Any], T]) -> list[T]:
-    """`form` of every row's entry in `column`.
-
-    Raises:
-        DataError: rows for which `form` raised TemplateError, by number; or the template itself, where it is
-            not Jinja or fails in the same way for every row.
-    """
-    problems = RowProblems(files.where)
-    formed: list[T] = []
-    reasons: set[str] = set()
-    rows = 0
-    for row, record in files.records([column]):
-        rows += 1
-        try:
-            formed.append(form(record[column]))
-        except TemplateSyntaxError as error:
-            raise _broken(str(error)) from error
-        except TemplateError as error:
-            reasons.add(str(error))
-            problems.add(row, str(error))
-    if rows > 1 and not formed and len(reasons) == 1:
-        raise _broken(f"{reasons.pop()}, for each of {rows} rows")
-    problems.raise_if_any(
-        "that the tokenizer's chat template cannot format",
-        field=files.names,
-        expected="conversations that the template accepts",
-        remedy=f"mend these rows, or set another template: {TEMPLATE_KEYS}",
-    )
-    return formed
-
-
-def _broken(reason: str) -> DataError:
-    return DataError(
-        "the tokenizer's chat template formats no conversation",
-        field="tokenizer.chat_template",
-        got=reason,
-        expected="a Jinja template that takes messages of role and content",
-        remedy=f"mend it in the model's folder, or set another: {TEMPLATE_KEYS}",
-    )
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[np.ndarray]:

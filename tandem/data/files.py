@@ -70,6 +70,7 @@ def read_files(
     *alternatives: Sequence[str],
     optional: Sequence[str] | None = (),
     max_samples: int = -1,
+    keys: Sequence[str] = (),
 ) -> DataFiles:
     """Reads the columns of the first alternative that all files have.
 
@@ -78,6 +79,7 @@ def read_files(
         alternatives: sets of columns, one of which must be there.
         optional: further columns, read where they are there; None: all others.
         max_samples: keep the first so many rows of all files together; -1 keeps all.
+        keys: config keys that name the columns, for messages.
 
     Raises:
         DataError: no file is named; max_samples is out of range; a file is missing, unreadable, empty or
@@ -89,7 +91,7 @@ def read_files(
     if max_samples < -1 or max_samples == 0:
         raise DataError("out of range", field="max_samples", got=max_samples, expected="-1 (all) or >= 1")
     opened = [_open(path) for path in paths]
-    wanted = _shared_columns(opened, alternatives)
+    wanted = _shared_columns(opened, alternatives, keys)
     tables = [_read(file, file.columns if optional is None else [*wanted, *optional]) for file in opened]
     starts = [0]
     for table in tables[:-1]:
@@ -137,7 +139,9 @@ def _open(path: Path) -> _File:
         raise _unreadable(path, error) from error
 
 
-def _shared_columns(files: list[_File], alternatives: Sequence[Sequence[str]]) -> list[str]:
+def _shared_columns(
+    files: list[_File], alternatives: Sequence[Sequence[str]], keys: Sequence[str]
+) -> list[str]:
     """The first alternative whose columns all files have."""
     for wanted in alternatives:
         if all(set(wanted) <= set(file.columns) for file in files):
@@ -151,8 +155,7 @@ def _shared_columns(files: list[_File], alternatives: Sequence[Sequence[str]]) -
                 field=str(file.path),
                 got=f"columns {', '.join(file.columns)}",
                 expected=expected,
-                remedy="rename the columns, or name yours with data.prompt_key, data.reward_fn_key, "
-                "data.response_key, data.messages_key, data.chosen_key, data.rejected_key, data.margin_key",
+                remedy="rename the columns" + (f", or name yours with {', '.join(keys)}" if keys else ""),
             )
     raise DataError(
         "the files have different columns",

@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from tandem.data.chat import ChatTemplate, Piece, format_rows
+from tandem.data.chat import ChatTemplate, Piece
 from tandem.data.files import DataFiles, read_files
 from tandem.data.reader import check_rows, read_sequences
 from tandem.data.sft import turns_problem
 from tandem.data.truncation import Limit
 from tandem.data.validate import kind, prompt_problem
 from tandem.protocol import DataProto, Ragged
+
+_KEYS = ("data.prompt_key", "data.chosen_key", "data.rejected_key", "data.margin_key")
 
 
 class PreferenceDataset:
@@ -63,11 +65,11 @@ class PreferenceDataset:
         limit = Limit(max_length, "data.max_length", truncation)
         answers = (chosen_key, rejected_key)
         needs = (*answers, *([] if margin_key is None else [margin_key]))
-        table = read_files(files, (prompt_key, *needs), needs)
+        table = read_files(files, (prompt_key, *needs), needs, keys=_KEYS)
         template = ChatTemplate(tokenizer, chat_template_kwargs)
         as_text = _are_text(table, answers)
         if as_text and prompt_key not in table.columns:
-            read_files(files, (prompt_key, *needs))  # says that there is no prompt for these answers
+            read_files(files, (prompt_key, *needs), keys=_KEYS)  # no prompt for these answers
         prompts = _checked(table, answers, prompt_key if as_text else None, margin_key, template)
         sides: list[tuple[Ragged, Ragged]] = []
         for key in answers:
@@ -75,7 +77,7 @@ class PreferenceDataset:
                 texts = [record[key] for _, record in table.records([key])]
                 pieces = [[(p, False), (text, True)] for p, text in zip(prompts, texts, strict=True)]
             else:
-                pieces = format_rows(table, key, lambda messages: _answered(template.pieces(messages)))
+                pieces = template.rows(table, key, lambda messages: _answered(template.pieces(messages)))
             sides.append(_ragged(*read_sequences(table, tokenizer, pieces, limit, ended=as_text)))
         (self.chosen, self.chosen_mask), (self.rejected, self.rejected_mask) = sides
         self.margins = _margins(table, margin_key)
@@ -158,7 +160,7 @@ def _checked(
         columns=columns,
         expected=f"{prompt}{' and '.join(answers)}: {wanted}{margin}",
     )
-    return [] if prompt_key is None else format_rows(files, prompt_key, template.prompt_text)
+    return [] if prompt_key is None else template.rows(files, prompt_key, template.prompt_text)
 
 
 def _text_problem(answer: Any) -> str | None:

@@ -56,6 +56,8 @@ class PromptDataset:
             check=lambda row: reward_problem(row, reward_fn_key),
             expected=f"{reward_fn_key}: a name; reward_model: {{style, ground_truth}}; "
             "extra_info: a mapping, if any",
+            column_keys=("data.prompt_key", "data.reward_fn_key"),
+            template_key="actor_rollout_ref.model.custom_chat_template",
             **limits,
         )
         self._files, self._kept = rows.files, rows.kept

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
-from tandem.data.chat import ChatTemplate, Piece, format_rows, tokenize
+from tandem.data.chat import TEMPLATE_KEY, ChatTemplate, Piece, tokenize
 from tandem.data.files import DataFiles, read_files
 from tandem.data.truncation import Limit
 from tandem.data.validate import RowProblems, prompt_problem
@@ -37,6 +37,7 @@ class PromptRows:
         filter_overlong_prompts: drop longer prompts instead.
         max_samples: use the first so many rows; -1 uses all.
         chat_template_kwargs: further variables of the chat template.
+        column_keys, template_key: config keys that name the columns and the chat template, for messages.
 
     Attributes:
         files: the rows of all files.
@@ -63,9 +64,12 @@ class PromptRows:
         filter_overlong_prompts: bool = False,
         max_samples: int = -1,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        column_keys: Sequence[str] = ("data.prompt_key",),
+        template_key: str = TEMPLATE_KEY,
     ) -> None:
         limit = Limit(max_prompt_length, "data.max_prompt_length", truncation, filter_overlong_prompts)
-        self.files = read_files(files, (prompt_key, *needs), optional=optional, max_samples=max_samples)
+        columns = (prompt_key, *needs)
+        self.files = read_files(files, columns, optional=optional, max_samples=max_samples, keys=column_keys)
         as_ids = _holds_ids(self.files, prompt_key)
         problem = _ids_problem if as_ids else prompt_problem
         check_rows(
@@ -76,8 +80,8 @@ class PromptRows:
         if as_ids:
             prompts = [np.array(record[prompt_key]) for _, record in self.files.records([prompt_key])]
         else:
-            template = ChatTemplate(tokenizer, chat_template_kwargs)
-            prompts = tokenize(tokenizer, format_rows(self.files, prompt_key, template.prompt_text))
+            template = ChatTemplate(tokenizer, chat_template_kwargs, template_key)
+            prompts = tokenize(tokenizer, template.rows(self.files, prompt_key, template.prompt_text))
         _refuse_empty(self.files, prompts)
         self.kept = limit.kept(np.array([len(ids) for ids in prompts]), self.files)
         self.prompts = [limit.cut(prompts[row]).astype(np.int64) for row in self.kept]

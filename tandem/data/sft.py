@@ -10,12 +10,14 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from tandem.data.chat import ChatTemplate, format_rows
+from tandem.data.chat import ChatTemplate
 from tandem.data.files import DataFiles, read_files
 from tandem.data.reader import check_rows, read_sequences
 from tandem.data.truncation import Limit
 from tandem.data.validate import conversation_problem, kind, prompt_problem
 from tandem.protocol import DataProto, Ragged
+
+_KEYS = ("data.messages_key", "data.prompt_key", "data.response_key")
 
 
 class SFTDataset:
@@ -58,15 +60,16 @@ class SFTDataset:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         limit = Limit(max_length, "data.max_length", truncation)
-        table = read_files(files, (messages_key,), (prompt_key, response_key), max_samples=max_samples)
+        columns = (messages_key,), (prompt_key, response_key)
+        table = read_files(files, *columns, max_samples=max_samples, keys=_KEYS)
         template = ChatTemplate(tokenizer, chat_template_kwargs)
         whole = messages_key in table.columns
         if whole:
             _check_conversations(table, messages_key)
-            pieces = format_rows(table, messages_key, template.pieces)
+            pieces = template.rows(table, messages_key, template.pieces)
         else:
             _check_pairs(table, prompt_key, response_key)
-            prompts = format_rows(table, prompt_key, template.prompt_text)
+            prompts = template.rows(table, prompt_key, template.prompt_text)
             responses = [record[response_key] for _, record in table.records([response_key])]
             pieces = [[(p, False), (r, True)] for p, r in zip(prompts, responses, strict=True)]
         tokens, masks = read_sequences(table, tokenizer, pieces, limit, ended=not whole)

@@ -116,7 +116,8 @@ class Given:
 
     def __init__(self, config: EvalConfig) -> None:
         data, name = config.data, config.data.response_key
-        files = read_files(data.path, (name, *_needs(config)), optional=None, max_samples=data.max_samples)
+        keys, columns = ("data.response_key", "data.reward_fn_key"), (name, *_needs(config))
+        files = read_files(data.path, columns, optional=None, max_samples=data.max_samples, keys=keys)
         self.table = files.table
         self.where: Callable[[int], str] = files.where
         problems = RowProblems(self.where)
