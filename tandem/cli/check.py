@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
+from typing import Any
 
 from tandem.cli.here import lacking, refuse
 from tandem.config.load import Loaded, load_rm_config, load_sft_config, load_train_config
@@ -15,7 +17,7 @@ from tandem.observability.terminal import say
 USAGE = """usage: tandem check [CONFIG.yaml] key=value … [--sft | --rm | --run | --here]
        tandem check --model DIR
 
-Says everything that is wrong with a config, and what a run of `tandem train` would lack here.
+Says everything that is wrong with a config, and what its run would lack here.
   --here  exit status 1 also where this machine, this data or this model lacks what the run needs; these
           are listed either way, but the config alone decides without this option
   --sft   a config of `tandem sft`, not of `tandem train`
@@ -25,6 +27,11 @@ Says everything that is wrong with a config, and what a run of `tandem train` wo
   --model DIR   tries a model folder on the CPU: do sequences packed into one row get the log-probs that each
           gets alone, and those of transformers' own attention? Exit status 1 where they do not."""
 OPTIONS = ("--sft", "--rm", "--run", "--here")
+LOADERS: dict[str, Callable[..., Loaded[Any]]] = {
+    "--train": load_train_config,
+    "--sft": load_sft_config,
+    "--rm": load_rm_config,
+}
 
 
 def check(arguments: list[str]) -> int:
@@ -34,36 +41,28 @@ def check(arguments: list[str]) -> int:
     if "--model" in arguments:
         return _model([word for word in arguments if word != "--model"])
     given = [option for option in OPTIONS if option in arguments]
-    if len(given) > 1:
+    if len(set(given) - {"--here"}) > 1 or {"--run", "--here"} <= set(given):
         raise ConfigError(
-            "--run is for configs of `tandem train`, and so is --here",
+            "--run is for configs of `tandem train`, and begins where --here ends",
             got=" ".join(given),
             remedy="leave one out",
         )
     path, overrides = split_arguments([word for word in arguments if word not in OPTIONS])
-    if "--sft" in arguments:
-        return _sound(load_sft_config(path, overrides).notices, {})
-    if "--rm" in arguments:
-        return _sound(load_rm_config(path, overrides).notices, {})
-    loaded = load_train_config(path, overrides)
-    _sound(loaded.notices, derived(loaded.config))
+    command = next((option for option in ("--sft", "--rm") if option in arguments), "--train")
+    loaded = LOADERS[command](path, overrides)
+    for notice in loaded.notices:
+        say(f"note: {notice}")
+    for name, value in (derived(loaded.config) if command == "--train" else {}).items():
+        print(f"{name}: {value}")
+    print("the config is sound")
     missing = lacking(loaded.config)
     if "--here" in arguments:
         refuse(missing)
     elif missing:
-        say("to run it here, `tandem train` would need more:")
+        say(f"to run it here, `tandem {command.removeprefix('--')}` would need more:")
         for error in missing:
             say(str(error))
     return _control(loaded) if "--run" in arguments else 0
-
-
-def _sound(notices: tuple[str, ...], sizes: dict[str, int | str]) -> int:
-    for notice in notices:
-        say(f"note: {notice}")
-    for name, value in sizes.items():
-        print(f"{name}: {value}")
-    print("the config is sound")
-    return 0
 
 
 def _model(folders: list[str]) -> int:

@@ -14,23 +14,20 @@ from pyarrow import ArrowException, parquet
 
 from tandem.config.model import PLAIN_DECODERS, BackboneConfig
 from tandem.config.root import TrainConfig
+from tandem.config.supervised import RMConfig, SFTConfig, SupervisedConfig
 from tandem.errors import ConfigError, DataError, TandemError
 from tandem.observability.sinks.registry import require_sinks
 
+RunsConfig = TrainConfig | SupervisedConfig
+"""A config of a command that trains."""
 
-def lacking(config: TrainConfig) -> list[TandemError]:
+
+def lacking(config: RunsConfig) -> list[TandemError]:
     """One error for each thing that is missing here. The user's own reward function is loaded; PyTorch, only
     where it must be asked."""
-    looks: tuple[Callable[[TrainConfig], None], ...] = (
-        _device,
-        _ray,
-        _vllm,
-        _loggers,
-        _reward,
-        _rows,
-        _architectures,
-        _positions,
-    )
+    looks: tuple[Callable[[Any], None], ...] = (_device, _ray, _loggers, _rows, _architectures)
+    if isinstance(config, TrainConfig):
+        looks += (_vllm, _reward, _positions)
     found: list[TandemError] = []
     for look in looks:
         try:
@@ -51,7 +48,7 @@ def refuse(missing: list[TandemError]) -> None:
         raise TandemError("\n".join([f"{len(missing)} things are missing here", *map(str, missing)]))
 
 
-def train_rows(config: TrainConfig) -> int | None:
+def train_rows(config: RunsConfig) -> int | None:
     """Training rows before any filter, read from the files' footers; None where a file has none.
 
     Raises:
@@ -61,16 +58,16 @@ def train_rows(config: TrainConfig) -> int | None:
     if not all(file.endswith(".parquet") for file in files):
         return None
     rows = sum(map(_rows_of, files))
-    most = config.data.train_max_samples
+    most = config.data.train_max_samples if isinstance(config, TrainConfig) else -1
     return min(rows, most) if most > 0 else rows
 
 
-def _device(config: TrainConfig) -> None:
+def _device(config: RunsConfig) -> None:
     if config.trainer.device == "cuda" and config.trainer.resolved_backend == "local":
         import_module("tandem.device").choose_device("cuda")
 
 
-def _ray(config: TrainConfig) -> None:
+def _ray(config: RunsConfig) -> None:
     if config.trainer.resolved_backend == "ray" and find_spec("ray") is None:
         import_module("tandem.trainer.launch").ray_backend(asked=config.trainer.backend)
 
@@ -78,15 +75,10 @@ def _ray(config: TrainConfig) -> None:
 def _vllm(config: TrainConfig) -> None:
     rollout = config.actor_rollout_ref.rollout
     if rollout.name == "vllm" and not rollout.server.urls and find_spec("vllm") is None:
-        raise ConfigError(
-            "vLLM is not installed",
-            field="actor_rollout_ref.rollout.name",
-            got="vllm",
-            remedy="pip install vllm, or set actor_rollout_ref.rollout.name=native",
-        )
+        raise import_module("tandem.engines.rollout.vllm.process").absent()
 
 
-def _loggers(config: TrainConfig) -> None:
+def _loggers(config: RunsConfig) -> None:
     require_sinks([name for name in config.trainer.logger if name != "tensorboard" or not find_spec(name)])
 
 
@@ -96,20 +88,27 @@ def _reward(config: TrainConfig) -> None:
         import_module("tandem.rewards").load_custom(custom.path, custom.name, custom.reward_kwargs)
 
 
-def _rows(config: TrainConfig) -> None:
+def _rows(config: RunsConfig) -> None:
     rows, size = train_rows(config), config.data.train_batch_size
     if not rows or rows >= size:  # an empty file is named by what reads it
         return
-    if all(config.data.prompt_key in parquet.read_schema(file).names for file in config.data.train_files):
-        import_module("tandem.data.loader").BatchOrder(rows, size, shuffle=False, seed=0)
+    data = config.data  # a missing column is named by what reads it
+    columns = {RMConfig: ("chosen_key",), SFTConfig: ("messages_key", "prompt_key")}
+    keys = columns.get(type(config), ("prompt_key",))
+    wanted = {getattr(data, key) for key in keys}
+    if all(wanted & set(parquet.read_schema(file).names) for file in data.train_files):
+        import_module("tandem.data.loader").batches_of(rows, size)
 
 
-def _architectures(config: TrainConfig) -> None:
+def _architectures(config: RunsConfig) -> None:
     """Asks transformers, which takes seconds to import, of no model whose type is known; and runs no code of
     the folder's own, of which only loading tells."""
-    models: list[tuple[BackboneConfig, bool]] = [(config.actor_rollout_ref.model, False)]
-    models += [(config.critic.model, False)] if config.needs_critic else []
-    models += [(config.reward_model.model, True)] if config.reward_model.enable else []
+    if isinstance(config, TrainConfig):
+        models: list[tuple[BackboneConfig, bool]] = [(config.actor_rollout_ref.model, False)]
+        models += [(config.critic.model, False)] if config.needs_critic else []
+        models += [(config.reward_model.model, True)] if config.reward_model.enable else []
+    else:
+        models = [(config.model, isinstance(config, RMConfig))]
     for model, scorer in models:
         if model.trust_remote_code or _stored(model).get("model_type") in PLAIN_DECODERS:
             continue

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+from tandem.cli.here import lacking, refuse
 from tandem.cli.resolved import resolved
 from tandem.config.load import Loaded, load_sft_config
 from tandem.observability.terminal import say
@@ -30,6 +31,7 @@ def supervised(arguments: list[str], usage: str, load: Callable[..., Loaded[Any]
     config = resolved(arguments, usage, load)
     if config is None:
         return 0
+    refuse(lacking(config))
     module, function = run.split(":")
     trains: Callable[..., bool] = getattr(import_module(module), function)
     interrupted = trains(config, say=say)

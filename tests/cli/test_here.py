@@ -57,3 +57,24 @@ def test_several_things_are_said_at_once(
 def test_where_nothing_is_missing(lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "--here", *lab.overrides(tmp_path / "run")]) == 0
     assert capsys.readouterr().out.endswith("the config is sound\n")
+
+
+@pytest.mark.parametrize("command", ["sft", "rm"])
+def test_a_run_on_examples_has_the_same_two_verdicts(
+    lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("{}\n")
+    given = [f"data.train_files={file}", f"model.path={lab.model}", "trainer.logger=clearml"]
+    given += [f"trainer.default_local_dir={tmp_path / 'run'}"]
+    assert main(["check", f"--{command}", *given]) == 0
+    said = capsys.readouterr().out
+    assert (
+        said.index("the config is sound")
+        < said.index(f"`tandem {command}` would need")
+        < said.index("clearml")
+    )
+    for words in (["check", f"--{command}", "--here"], [command]):
+        assert main([*words, *given]) == 1
+        assert "clearml" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
