@@ -29,7 +29,9 @@ def _as_modes(value: Any) -> Any:
     """Names with commas between them, or a list; null is none. A mode given twice counts once."""
     if isinstance(value, str):
         value = [part.strip() for part in value.split(",") if part.strip()]
-    return tuple(dict.fromkeys(value)) if isinstance(value, (list, tuple)) else () if value is None else value
+    if isinstance(value, (list, tuple)) and all(isinstance(mode, str) for mode in value):
+        return tuple(dict.fromkeys(value))
+    return () if value is None else value
 
 
 Threshold = Annotated[str, BeforeValidator(_as_text)]

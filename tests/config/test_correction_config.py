@@ -79,6 +79,7 @@ def test_one_bound_serves_all_modes() -> None:
         ),
         (["rollout_rs=token_k2", "rollout_rs_threshold=0.5_2.0"], "rollout_rs_threshold", "upper bound only"),
         (["rollout_rs=token_k1", "rollout_rs_threshold=0.5"], "rollout_rs_threshold", "lower <= upper"),
+        (["rollout_rs=[{}]"], "rollout_rs", "wrong type"),
         (["rollout_is_threshold=3.0"], "rollout_is_threshold", f"set only with {C}.rollout_is"),
         (["rollout_rs_threshold=3.0"], "rollout_rs_threshold", f"set only with {C}.rollout_rs"),
         (["loss_type=reinforce"], "loss_type", f"set only with {C}.bypass_mode=true"),
