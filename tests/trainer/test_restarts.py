@@ -14,7 +14,7 @@ from tandem.config.load import load_train_config
 from tandem.errors import WorkerFailure
 from tandem.observability.run import read_metrics
 from tandem.runtime import LocalBackend
-from tandem.trainer import launch
+from tandem.trainer import assembly, launch
 from tandem.trainer.ppo import PPOTrainer
 from tandem.trainer.run import run_ppo
 from tests.support.runs import Finished, Lab, without_times
@@ -185,14 +185,15 @@ def test_the_command_line_says_the_report_and_fails(
     assert [backend.closed for backend in backends] == [True]
 
 
-@pytest.mark.parametrize("where", ["launch_data", "launch"])
+@pytest.mark.parametrize("where", ["data", "launch"])
 def test_what_was_started_ends_when_building_fails(
     lab: Lab, monkeypatch: pytest.MonkeyPatch, backends: list[Any], where: str
 ) -> None:
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(launch.Launcher, where, interrupted)
+    part = (assembly, "_data") if where == "data" else (launch.Launcher, "launch")
+    monkeypatch.setattr(*part, interrupted)
     with pytest.raises(KeyboardInterrupt):
         lab.run(f"built_{where}")
     assert [backend.closed for backend in backends] == [True]
@@ -212,7 +213,7 @@ def test_a_workers_own_error_for_the_user_is_raised_as_it_is(
         def fails(*_: Any, cause: Exception = cause, **__: Any) -> None:
             raise WorkerFailure("data rank 0 raised", restartable=False) from cause
 
-        monkeypatch.setattr(launch.Launcher, "launch_data", fails)
+        monkeypatch.setattr(assembly, "_data", fails)
         with pytest.raises(expected) as caught:
             lab.run("unmended")
         assert type(caught.value) is expected
