@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tandem.config import Loaded, TrainConfig, load_train_config
+from tandem.config.load import Loaded, load_train_config
+from tandem.config.root import TrainConfig
 from tandem.errors import ConfigError, ConfigErrors
 
 Load = Callable[..., Loaded[TrainConfig]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.config import load_sft_config
+from tandem.config.load import load_sft_config
 from tandem.errors import ConfigErrors
 
 M = "actor_rollout_ref.model"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.config import TrainConfig
 from tandem.config.check import check
+from tandem.config.root import TrainConfig
 from tandem.config.rules import RULES
 from tandem.config.view import WrongValueRead, changed, path, root, view_of
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.config import Batching, RMConfig, SFTConfig, TrainConfig
 from tandem.config.actor import ActorConfig
+from tandem.config.batching import Batching
 from tandem.config.critic import CriticConfig, CriticModelConfig
 from tandem.config.model import ModelConfig
 from tandem.config.rollout import RolloutConfig
+from tandem.config.root import TrainConfig
 from tandem.config.schema import keys, value_at
+from tandem.config.supervised import RMConfig, SFTConfig
 
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 

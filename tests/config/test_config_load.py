@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tandem.config import load_sft_config, load_train_config, split_arguments, to_dict, to_yaml
+from tandem.config.load import load_sft_config, load_train_config, to_dict, to_yaml
 from tandem.config.schema import value_at
+from tandem.config.sources import split_arguments
 from tandem.errors import ConfigError, ConfigErrors
 
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"

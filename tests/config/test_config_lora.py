@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.config import explain, load_sft_config
+from tandem.config.explain import explain
+from tandem.config.load import load_sft_config
 from tandem.errors import ConfigErrors
 
 M = "actor_rollout_ref.model"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.config import derived, load_train_config
 from tandem.config.cluster import ROLES
+from tandem.config.load import load_train_config
+from tandem.config.sizes import derived
 from tandem.config.trainer import TrainerConfig
 
 P, Q, W = "trainer.placement", "trainer.resource_pools", "trainer.worker_classes"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.config import EvalConfig, GenerateConfig, RMConfig, SFTConfig, TrainConfig
 from tandem.config import readers as derivation
+from tandem.config.generate import EvalConfig, GenerateConfig
 from tandem.config.readers import readers
+from tandem.config.root import TrainConfig
 from tandem.config.schema import keys
+from tandem.config.supervised import RMConfig, SFTConfig
 
 ROOTS = (TrainConfig, SFTConfig, RMConfig, GenerateConfig, EvalConfig)
 ONE_VALUE = {"strategy", "tensor_model_parallel_size"}

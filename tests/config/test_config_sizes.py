@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tandem.config import derived
+from tandem.config.sizes import derived
 
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 

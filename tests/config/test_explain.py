@@ -6,8 +6,10 @@ import pytest
 
 from tandem.cli.check import check
 from tandem.cli.config import config as config_command
-from tandem.config import RMConfig, SFTConfig, TrainConfig, explain
+from tandem.config.explain import explain
+from tandem.config.root import TrainConfig
 from tandem.config.schema import keys
+from tandem.config.supervised import RMConfig, SFTConfig
 from tandem.errors import ConfigError
 
 COMMANDS = {TrainConfig: "tandem train", SFTConfig: "tandem sft", RMConfig: "tandem rm"}

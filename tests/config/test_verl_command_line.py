@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.config import Batching, derived, load_train_config
+from tandem.config.batching import Batching
+from tandem.config.load import load_train_config
 from tandem.config.schema import value_at
+from tandem.config.sizes import derived
 
 COMMAND = """
 algorithm.adv_estimator=grpo
