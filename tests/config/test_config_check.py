@@ -36,6 +36,18 @@ def test_a_rule_that_reads_a_wrong_value_is_silent_from_there_on(load):
     assert check(config, frozenset(), frozenset({"trainer.seed"}), [rule]).notices == ["before"]
 
 
+def test_an_inherited_value_is_looked_at_where_it_was_set(errors):
+    """Once, where its source counts; where that does not, at each key that inherits it."""
+    phases = [f"{R}.log_prob_max_token_len_per_gpu", "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu"]
+    source = f"{A}.ppo_max_token_len_per_gpu"
+    used = [f"{A}.use_kl_loss=true", f"{source}=1000"]
+    assert set(errors(*used, f"{A}.use_dynamic_bsz=true")) == {source}
+    own = [f"{A}.use_dynamic_bsz=true", f"{phases[0]}=900"]
+    assert set(errors(*used, *own)) == {source, phases[0]}
+    by_tokens = [key.replace("max_token_len_per_gpu", "use_dynamic_bsz=true") for key in phases]
+    assert set(errors(*used, *by_tokens)) == set(phases)
+
+
 def test_every_command_has_rules():
     assert {root.__name__ for root in RULES} == {
         "TrainConfig", "SFTConfig", "RMConfig", "GenerateConfig", "EvalConfig",

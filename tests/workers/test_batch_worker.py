@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -121,6 +122,25 @@ def test_weights_of_the_components_come_from_the_config(tmp_path: Path) -> None:
     got = worker.compute_advantages(batch, 0.0)
     first, second = (got.ragged("advantages").row(i)[-1] for i in (0, 1))
     assert first < second  # without the weights they would be equal
+
+
+def test_the_estimator_reads_the_corrections_weights(tmp_path: Path) -> None:
+    correction = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold="1.5")
+    config = AlgorithmConfig(adv_estimator="optimal_token_baseline", rollout_correction=correction)
+    columns = vtrace_batch()
+    columns["sum_pi_squared"] = columns["values"]
+    columns["rollout_log_probs"].values[[2, 4, 7]] = torch.tensor([-0.5, 1.0, 0.75])
+    worker = BatchWorker(config, RunFolder(tmp_path / "run"))
+    got = worker.compute_advantages(DataProto(columns, {"uid": ["a", "a", "a"]}), 0.0)
+    weights = got.ragged("rollout_is_weights").values
+    assert weights[[1, 2, 4, 7]].tolist() == pytest.approx([1.0, 1.5, math.exp(-0.75), math.exp(-0.5)])
+    given = {name: values.values for name, values in columns.items()}
+    given |= {"token_level_rewards": given["token_level_scores"], "rollout_is_weights": weights}
+    given |= {"offsets": columns["response_mask"].offsets, "group": torch.zeros(3, dtype=torch.int64)}
+    wanted = worker.spec(given).advantages
+    assert torch.equal(got.ragged("advantages").values, wanted)
+    plain = worker.spec(given | {"rollout_is_weights": torch.ones_like(weights)}).advantages
+    assert not torch.equal(wanted, plain)
 
 
 def test_tokens_are_chosen_among_those_that_were_not_rejected(tmp_path: Path) -> None:
