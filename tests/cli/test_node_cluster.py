@@ -69,6 +69,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         yield Cluster(machines, tmp_path)
 
 
+@pytest.mark.slow
 def test_two_machines_make_one_cluster(cluster: Cluster, tmp_path: Path) -> None:
     cluster.file.write(Head("10.213.0.1", 6379, "yesterday", "a"))  # where today's head will be
     (tmp_path / "program.py").write_text(PROGRAM)

@@ -200,6 +200,7 @@ def test_ctrl_c_once_saves_and_twice_stops(shop: Shop) -> None:
     assert twice.survivors() == []
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_sigterm_to_the_controller_saves(shop: Shop) -> None:
     run = RayRun.start(command(shop, "ended", 100, "trainer.save_freq=-1"), shop.folder / "ended")

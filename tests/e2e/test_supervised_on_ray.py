@@ -33,7 +33,9 @@ def assert_same(found: list[dict[str, Any]], wanted: list[dict[str, Any]], toler
 
 @pytest.mark.timeout(480)
 @pytest.mark.parametrize("task", ["sft", "rm"])
-@pytest.mark.parametrize(("precision", "tolerance"), [("fp64", 1e-9), ("fp32", 1e-5)])
+@pytest.mark.parametrize(
+    ("precision", "tolerance"), [("fp64", 1e-9), pytest.param("fp32", 1e-5, marks=pytest.mark.slow)]
+)
 def test_two_ranks_learn_what_one_learns(
     school: School, ray_cluster: None, task: str, precision: str, tolerance: float
 ) -> None:
@@ -46,7 +48,7 @@ def test_two_ranks_learn_what_one_learns(
 
 
 @pytest.mark.timeout(480)
-@pytest.mark.parametrize("task", ["sft", "rm"])
+@pytest.mark.parametrize("task", ["sft", pytest.param("rm", marks=pytest.mark.slow)])
 def test_a_run_of_two_ranks_is_resumed_by_one(school: School, ray_cluster: None, task: str) -> None:
     whole = school.run(task, f"{task}_whole", FP64)
     name = f"{task}_moved"

@@ -23,7 +23,7 @@ sys.exit(status)
 pytestmark = pytest.mark.e2e
 
 
-@pytest.mark.parametrize("engine", ["native", "hf"])
+@pytest.mark.parametrize("engine", ["native", pytest.param("hf", marks=pytest.mark.slow)])
 def test_two_steps_and_a_resume(shop: Shop, engine: str) -> None:
     words = shop.document(
         f"actor_rollout_ref.rollout.name={engine}",

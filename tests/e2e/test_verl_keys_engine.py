@@ -11,6 +11,7 @@ from torch._dynamo.utils import counters
 
 from tandem.config.explain import explain
 from tandem.models.compiled import _forward
+from tandem.models.heads import compiled as compiled_head
 from tandem.models.policy import PolicyModel
 from tests.e2e.keys import ACTOR, REF, responses
 from tests.e2e.shop import Shop
@@ -44,7 +45,10 @@ def test_the_wrap_policy_makes_the_units(shop: Shop, base: Finished, word: str, 
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
-def test_the_layers_are_compiled_for_actor_and_reference(shop: Shop, base: Finished) -> None:
+@pytest.mark.parametrize("really", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_layers_are_compiled_for_actor_and_reference(
+    shop: Shop, base: Finished, monkeypatch: pytest.MonkeyPatch, really: bool
+) -> None:
     """By the key's older name, which says where it is now; the rollout is not compiled."""
 
     def compiled(run: Finished, role: str) -> bool:
@@ -54,15 +58,18 @@ def test_the_layers_are_compiled_for_actor_and_reference(shop: Shop, base: Finis
         return any(part is _forward for part in parts)
 
     before = counters["stats"]["unique_graphs"]
-    run = shop.run("compiled", f"{ACTOR}.use_torch_compile=true")
-    assert counters["stats"]["unique_graphs"] > before
+    if not really:
+        monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+        monkeypatch.setattr(compiled_head, "_tiles", compiled_head._tiles.__wrapped__)
+    run = shop.run(f"compiled {really}", f"{ACTOR}.use_torch_compile=true")
+    assert (counters["stats"]["unique_graphs"] > before) == really
     old, now = f"{ACTOR}.use_torch_compile", f"{ACTOR}.fsdp_config.use_torch_compile"
     assert f"{old} is deprecated: use {now}=True." in run.said
     assert compiled(run, "actor") and compiled(run, "ref") and not compiled(base, "actor")
     assert responses(run) == responses(base)
     for name in ("actor/grad_norm", "actor/entropy", "actor/kl"):
         assert run.rows[0][name] == pytest.approx(base.rows[0][name], rel=1e-4, abs=1e-6)
-    apart = shop.run("actor_compiled", f"{now}=true", f"{REF}.fsdp_config.use_torch_compile=false")
+    apart = shop.run(f"actor compiled {really}", f"{now}=true", f"{REF}.fsdp_config.use_torch_compile=false")
     assert compiled(apart, "actor") and not compiled(apart, "ref")
 
 

@@ -174,14 +174,14 @@ def test_parallel_sizes_that_are_not_there_are_refused(shop: Shop, name: str) ->
 
 
 @tries("trainer.nnodes")
-def test_more_machines_than_there_are_is_refused(shop: Shop) -> None:
+def test_more_machines_than_there_are_are_refused_on_ray(shop: Shop, ray_cluster: None) -> None:
     with pytest.raises(ConfigError, match=r"1 \+ 1 process\(es\) on 2 node\(s\)"):
         shop.run("machines", "trainer.nnodes=2")
     assert not (shop.folder / "machines").exists()
 
 
 @tries("trainer.n_gpus_per_node")
-def test_there_is_a_process_per_device(shop: Shop, base: Finished) -> None:
+def test_there_is_a_process_per_device_on_ray(shop: Shop, base: Finished, ray_cluster: None) -> None:
     """The same numbers come of it, from two shares of each batch."""
     run = shop.run("devices", "trainer.n_gpus_per_node=2")
     tracks = [

@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.shop import SOURCES, Shop
+from tests.support.warm import run
 
 pytestmark = pytest.mark.e2e
 
 PROGRAM = """
 import sys
+assert "ray" not in sys.modules
 sys.modules["ray"] = None  # what an import of it finds where it is not installed
 from tandem.cli.main import main
 sys.exit(main())
@@ -22,15 +24,10 @@ sys.exit(main())
 
 
 def tandem(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", PROGRAM, *words],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    program = folder.parent / "without_ray.py"
+    program.write_text(PROGRAM)
+    environment = os.environ | {"PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"}
+    return run([sys.executable, program, *words], cwd=folder, env=environment)
 
 
 def test_training(shop: Shop) -> None:

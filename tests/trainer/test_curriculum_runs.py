@@ -74,7 +74,7 @@ def test_the_sampler_draws_by_what_it_was_told(lab: Lab, words: tuple[str, ...])
     assert drawn(run, 4)[0][:2] == [12, 13]
 
 
-@pytest.mark.parametrize("built_in", [False, True])
+@pytest.mark.parametrize("built_in", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_resumed_run_draws_as_the_whole_one(lab: Lab, words: tuple[str, ...], built_in: bool) -> None:
     """With dynamic sampling, so that the sampler is asked several times a step and prompts are given back."""
     if built_in:

@@ -60,7 +60,9 @@ def test_every_second_step_the_reference_becomes_the_actor(whole: Finished) -> N
     assert whole.trainer.roles.reference.reference_version() == 6  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(("step", "words"), [(4, ()), (6, ("trainer.async_save=true",))])
+@pytest.mark.parametrize(
+    ("step", "words"), [pytest.param(4, (), marks=pytest.mark.slow), (6, ("trainer.async_save=true",))]
+)
 def test_a_resumed_run_is_the_whole_one_bit_by_bit(
     lab: Lab, whole: Finished, step: int, words: tuple[str, ...]
 ) -> None:

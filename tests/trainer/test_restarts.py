@@ -87,7 +87,11 @@ def attempt(lab: Lab, name: str, fails: Fails, *words: str) -> tuple[Path, list[
 
 @pytest.mark.parametrize(
     ("mode", "save_freq", "at", "resumed"),
-    [("disable", 1, (3, 4), [2, 3]), ("auto", 2, (2, 4), [2]), ("disable", -1, (3,), [])],
+    [
+        ("disable", 1, (3, 4), [2, 3]),
+        pytest.param("auto", 2, (2, 4), [2], marks=pytest.mark.slow),
+        ("disable", -1, (3,), []),
+    ],
 )
 def test_it_finishes_unattended_as_if_nothing_had_failed(
     lab: Lab,

@@ -31,7 +31,7 @@ def whole(lab: Lab) -> Finished:
     return lab.run("whole", *WORDS, f"data.val_files={lab.val}")
 
 
-@pytest.mark.parametrize("step", [1, 3, 4, 6])
+@pytest.mark.parametrize("step", [4, *(pytest.param(step, marks=pytest.mark.slow) for step in (1, 3, 6))])
 def test_a_resumed_run_equals_the_whole_one(lab: Lab, whole: Finished, step: int) -> None:
     """Broken off in the middle of `step`: across an epoch's end, with moments, schedule, KL controller."""
     name = f"stopped_{step}"

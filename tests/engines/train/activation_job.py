@@ -1,4 +1,4 @@
-"""Run on two ranks: FOLDER of the model, RESULTS to write. The gradients of each way to keep
+"""Run on two ranks: FOLDER of the model, RESULTS to write, precisions. The gradients of each way to keep
 activations, over layers that are sharded."""
 
 import sys
@@ -36,10 +36,10 @@ def batch_of(precision):
 
 
 def main():
-    folder, results = (Path(argument) for argument in sys.argv[1:])
+    folder, results = (Path(argument) for argument in sys.argv[1:3])
     loss, micro = synthetic.SyntheticLoss(), synthetic.CUTS["three"]
     record = {}
-    for precision in ("fp64", "fp32"):
+    for precision in sys.argv[3:]:
         batch = batch_of(precision)
         for mode in MODES:
             for offload in OFFLOADS:

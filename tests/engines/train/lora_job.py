@@ -1,4 +1,4 @@
-"""Run on two ranks: FOLDER of a model, SAVED checkpoint of one rank, RESULTS. Trains adapters
+"""Run on two ranks: FOLDER of a model, SAVED checkpoint of one rank, RESULTS, CASES. Trains adapters
 under every division of the model; takes over a checkpoint and passes it on."""
 
 import sys
@@ -69,8 +69,9 @@ def started(folder, adapter):
 
 
 def main():
-    folder, saved, results = (Path(argument) for argument in sys.argv[1:])
-    record = {name: trained(folder, division) for name, division in lora_models.DIVISIONS.items()}
+    folder, saved, results = (Path(argument) for argument in sys.argv[1:4])
+    cases = lora_models.CASES[sys.argv[4]]
+    record = {"trained": {name: trained(folder, lora_models.DIVISIONS[name]) for name in cases}}
     record["resumed"] = resumed(folder, saved, results)
     record["started"] = started(folder, results / "adapter")
     if dist.get_rank() == 0:

@@ -28,6 +28,8 @@ DIVISIONS = {
     "value tensor": ("value", 2, -1, 1, {}),
 }
 
+CASES = {"core": ("sharded", "tensor", "recomputed", "value"), "all": tuple(DIVISIONS)}
+
 
 def engine_of(folder, kind, tensor, shards, sequence, model, **options):
     with torch.random.fork_rng(devices=[]):

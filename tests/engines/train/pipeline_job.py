@@ -1,5 +1,5 @@
-"""Run on ranks: FOLDER of models, SAVED by a single rank, RESULTS folder. Training steps with layers in
-stages, each data-parallel rank taking its share of the rows."""
+"""Run on ranks: FOLDER of models, SAVED by a single rank, RESULTS folder, CASES. Training steps with
+layers in stages, each data-parallel rank taking its share of the rows."""
 
 import sys
 from pathlib import Path
@@ -107,10 +107,10 @@ def exchanged(folder):
     }
 
 
-def resumed(folder, saved, results):
+def resumed(folder, saved, results, names):
     """From a single rank's checkpoint, and from one another's, with in stages or not; one step each."""
     found = {}
-    for name in ("qwen2", "qwen3"):
+    for name in names:
         cases = {"sharded": (name, "policy", "fp64", {}, {}), "staged": (name, "policy", "fp64", PIPE, {})}
         sources = {"one": saved / name}
         for label, case in cases.items():
@@ -184,8 +184,9 @@ def refusals(folder):
 
 
 def main():
-    folder, saved, results = (Path(argument) for argument in sys.argv[1:])
-    cases = pipeline_models.CASES if dist.get_world_size() == 2 else pipeline_models.ON_FOUR
+    folder, saved, results = (Path(argument) for argument in sys.argv[1:4])
+    cases = getattr(pipeline_models, sys.argv[4])
+    passed_on = ("qwen2",) if sys.argv[4] == "CORE" else ("qwen2", "qwen3")
     tied = cases["tied"]
     record = {
         "trained": {name: trained(folder, case) for name, case in cases.items()},
@@ -197,7 +198,7 @@ def main():
         "exchanged": exchanged(folder),
         "scored": scored(folder),
         "read": read_names(folder),
-        "resumed": resumed(folder, saved, results),
+        "resumed": resumed(folder, saved, results, passed_on),
         "refusals": refusals(folder),
     }
     if dist.get_rank() == 0:

@@ -18,6 +18,7 @@ CASES = {
     "padded": ("qwen2", "policy", "fp64", PIPE, {"model": {"use_remove_padding": False}}),
     "gathered": ("qwen2", "policy", "fp64", {**PIPE, "reshard_after_forward": False}, {}),
 }
+CORE = {name: CASES[name] for name in ("tied", "uneven stages", "values")}
 ON_FOUR = {
     **{name: CASES[name] for name in ("tied", "untied", "uneven stages", "values")},
     "copies": ("qwen2", "policy", "fp64", {**PIPE, "fsdp_size": 1}, {}),

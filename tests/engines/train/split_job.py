@@ -1,5 +1,5 @@
-"""Run on ranks: FOLDER of models, SAVED by a single rank, RESULTS folder. Training steps with layers split
-over ranks, each data-parallel rank taking its share of the rows."""
+"""Run on ranks: FOLDER of models, SAVED by a single rank, RESULTS folder, CASES: core or all. Training
+steps with layers split over ranks, each data-parallel rank taking its share of the rows."""
 
 import sys
 from pathlib import Path
@@ -15,10 +15,12 @@ from tandem.models.activation_offload import SameStream
 from tandem.models.parallel import init_distributed, leave_distributed
 
 
-def divisions(world):
+def divisions(world, cases):
     """Model, kind, precision, ranks that split layers, that share one part of them, that share tokens."""
     plain = [(name, "policy", "fp64", 2, -1, 1) for name in ("qwen2", "qwen3", "llama")]
     plain += [("qwen2", "policy", "fp32", 2, -1, 1)]
+    if cases == "core":
+        return [*plain[:2], ("qwen3", "value", "fp64", 2, -1, 1)]
     if world == 2:
         return [*plain, ("qwen3", "value", "fp64", 2, -1, 1)]
     return [
@@ -163,9 +165,9 @@ def refusals(folder):
 
 
 def main():
-    folder, saved, results = (Path(argument) for argument in sys.argv[1:])
+    folder, saved, results = (Path(argument) for argument in sys.argv[1:4])
     record = {
-        "trained": {case: trained(folder, case) for case in divisions(dist.get_world_size())},
+        "trained": {case: trained(folder, case) for case in divisions(dist.get_world_size(), sys.argv[4])},
         "exchanged": exchanged(folder),
         "scored": scored(folder),
         "recomputed": one_step(folder, model={"enable_gradient_checkpointing": True}),

@@ -23,11 +23,12 @@ def plain(folder):
     return found
 
 
-@pytest.fixture(scope="module")
-def pair(folder, tmp_path_factory):
+@pytest.fixture(scope="module", params=["fp64", pytest.param("fp32", marks=pytest.mark.slow)])
+def pair(folder, tmp_path_factory, request):
+    """A precision, and what two ranks found in it."""
     results = tmp_path_factory.mktemp("results") / "record.pt"
-    run_ranks(activation_job.__file__, folder, results)
-    return torch.load(results, weights_only=False)
+    run_ranks(activation_job.__file__, folder, results, request.param)
+    return request.param, torch.load(results, weights_only=False)
 
 
 @pytest.mark.parametrize("precision", TOLERANCE)
@@ -43,16 +44,16 @@ def test_gradients_on_one_rank(folder, plain, mode, offload, precision):
         assert {name: also[name] for name in metrics} == pytest.approx(metrics, rel=TOLERANCE[precision])
 
 
-@pytest.mark.parametrize("precision", TOLERANCE)
-def test_gradients_on_two_ranks(plain, pair, precision):
+def test_gradients_on_two_ranks(plain, pair):
     """Equal to one rank's, and among each other to the bit: FSDP gathers a layer's weights once for its
     forward and once for its backward, whether it runs again or not."""
+    precision, record = pair
     wanted, _ = plain[precision]
-    alone, _, traffic = pair[precision, "none", "none"]
+    alone, _, traffic = record[precision, "none", "none"]
     assert synthetic.relative_difference(alone, wanted) <= TWO_RANKS[precision]
     for mode in MODES:
         for offload in OFFLOADS:
-            found, metrics, received = pair[precision, mode, offload]
+            found, metrics, received = record[precision, mode, offload]
             assert synthetic.relative_difference(found, alone) <= TOLERANCE[precision], (mode, offload)
             more = 2 * 16 if offload != "none" else 0  # two metrics more to reduce
             assert received == traffic + more, (mode, offload)
@@ -61,12 +62,17 @@ def test_gradients_on_two_ranks(plain, pair, precision):
 
 def test_bytes_are_summed_over_micro_batches_and_ranks(folder, pair):
     """With every layer run again, all but the last send their input: a number per token and feature."""
+    precision, record = pair
     _, here = synthetic.gradients(
-        engine_with(folder, "full", "copied"), batch_of("fp64"), synthetic.SyntheticLoss(), MICRO
+        engine_with(folder, "full", "copied", precision),
+        batch_of(precision),
+        synthetic.SyntheticLoss(),
+        MICRO,
     )
-    _, there, _ = pair["fp64", "full", "copied"]
+    _, there, _ = record[precision, "full", "copied"]
     tokens = [max(length - 1, 1) for length in synthetic.LENGTHS]
-    layers, row = synthetic.SHAPE["num_hidden_layers"], 8 * synthetic.SHAPE["hidden_size"]
+    layers, size = synthetic.SHAPE["num_hidden_layers"], 8 if precision == "fp64" else 4
+    row = size * synthetic.SHAPE["hidden_size"]
     ghosts = 2  # of one token: seven rows are three micro-batches, the other rank's three are one
     assert here["activation_offload_bytes"] == (layers - 1) * sum(tokens) * row
     assert there["activation_offload_bytes"] == (layers - 1) * (sum(tokens) + ghosts) * row

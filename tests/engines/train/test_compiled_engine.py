@@ -1,6 +1,7 @@
 """Compiled layers and head: their gradients, how often they are compiled, and where they run as they are."""
 
 import shutil
+from functools import partial
 
 import compiled_job
 import pytest
@@ -15,8 +16,8 @@ from tandem.config.model import BackboneConfig
 from tandem.engines.train.module import check_options
 from tandem.errors import ConfigError
 from tandem.models import compiled
+from tandem.models.heads import compiled as compiled_head
 from tandem.models.heads import tiled
-from tandem.models.heads.compiled import token_log_probs
 from tandem.protocol import DataProto, Ragged
 from tests.support.ranks import run_ranks
 
@@ -26,8 +27,7 @@ MICRO, LOSS = synthetic.CUTS["three"], synthetic.SyntheticLoss()
 CPU = torch.device("cpu")
 WAYS = [
     *(("fp64", mode, offload) for mode in MODES for offload in OFFLOADS),
-    pytest.param("fp32", "full", "none", marks=pytest.mark.slow),
-    ("fp32", "none", "copied"),
+    *(pytest.param("fp32", *way, marks=pytest.mark.slow) for way in (("full", "none"), ("none", "copied"))),
 ]
 MOST_GRAPHS = 16
 """Of one precision: four pieces of a layer with gradient and without, and the head's tiles."""
@@ -35,9 +35,14 @@ MOST_GRAPHS = 16
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 
 
-@pytest.fixture(autouse=True)
-def exact(monkeypatch):
+@pytest.fixture(autouse=True, params=["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def backend(request, monkeypatch):
+    """Of torch.compile: the graphs are the same, and one takes a minute to make kernels of them."""
     monkeypatch.setattr(Qwen2RMSNorm, "forward", precise_norm)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=request.param))
+    compiled_head._tiles.cache_clear()
+    yield request.param
+    compiled_head._tiles.cache_clear()
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +140,7 @@ def test_the_heads_tiles(with_entropy):
     hidden, weight = (torch.randn(n, 16, generator=draw, dtype=torch.float64) for n in (40, 700))
     targets = torch.randint(0, 700, (40,), generator=draw)
     found = []
-    for head in (tiled.token_log_probs, token_log_probs):
+    for head in (tiled.token_log_probs, compiled_head.token_log_probs):
         x, w = (4 * hidden).requires_grad_(), weight.clone().requires_grad_()
         log_probs, entropy = head(x, w, targets, temperature=0.7, with_entropy=with_entropy)
         total = log_probs.sin().sum() + (entropy.cos().sum() if entropy is not None else 0)

@@ -102,7 +102,13 @@ def clean(engine):
     engine._reshard()
 
 
-@pytest.mark.parametrize("mode", synthetic.MODES)
+@pytest.mark.parametrize(
+    "mode",
+    [
+        mode if mode in ("token-mean", "seq-mean-token-mean") else pytest.param(mode, marks=pytest.mark.slow)
+        for mode in synthetic.MODES
+    ],
+)
 def test_losses_ask_for_nothing(folder, mode, monkeypatch):
     monkeypatch.setattr(masked, "_numpy_can", lambda values: False)  # as on a device
     batch = batch_of()

@@ -62,12 +62,15 @@ def saved(models, tmp_path_factory):
     return folder, after
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module",
+    params=["2 CORE", *(pytest.param(case, marks=pytest.mark.slow) for case in ("2 CASES", "4 ON_FOUR"))],
+)
 def job(models, saved, tmp_path_factory, request):
     results = tmp_path_factory.mktemp("stages")
-    run_ranks(HERE / "pipeline_job.py", models, saved[0], results, ranks=request.param, timeout=500)
-    cases = pipeline_models.CASES if request.param == 2 else pipeline_models.ON_FOUR
-    return results, torch.load(results / "record.pt", weights_only=False), cases
+    ranks, cases = request.param.split()
+    run_ranks(HERE / "pipeline_job.py", models, saved[0], results, cases, ranks=int(ranks), timeout=500)
+    return results, torch.load(results / "record.pt", weights_only=False), getattr(pipeline_models, cases)
 
 
 def same(found, wanted, what=None, limit=1e-9):
@@ -185,11 +188,12 @@ def test_each_stage_reads_its_own_layers(job):
 
 def test_checkpoints_go_from_any_division_to_any_other(saved, job, models):
     results, record, _ = job
-    assert len(record["resumed"]) == 2 * 3 * 2
+    names = {name for name, _, _ in record["resumed"]}
+    assert len(record["resumed"]) == 2 * 3 * len(names)
     for (name, source, label), (weights, version) in record["resumed"].items():
         assert version == 2
         assert synthetic.relative_difference(weights, saved[1][name]) <= 1e-9, (name, source, label)
-    for name in ("qwen2", "qwen3"):
+    for name in names:
         engine = synthetic.make_engine(models / name)
         engine.load(results / f"{name}_staged")
         split_models.train(engine, split_models.batch_of("fp64"), "policy", steps=1)

@@ -17,7 +17,7 @@ LARGE = {
     "vocab_size": 31,
     "hidden_size": 256,
     "intermediate_size": 2048,
-    "num_hidden_layers": 20,
+    "num_hidden_layers": 12,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "initializer_range": 0.02,
@@ -28,11 +28,11 @@ TOLERANCE = {"fp64": 1e-12, "fp32": 1e-6}
 
 @pytest.fixture(scope="module")
 def large_folder(tmp_path_factory):
-    """150 MB in several files."""
+    """90 MB in several files."""
     folder = tmp_path_factory.mktemp("large")
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(Qwen2Config(**LARGE))
-    model.save_pretrained(folder, max_shard_size="50MB")
+    model.save_pretrained(folder, max_shard_size="30MB")
     return folder
 
 
@@ -44,7 +44,7 @@ def test_no_rank_holds_more_than_its_half(folder, large_folder, tmp_path):
         with safe_open(file, framework="pt") as handle:
             stored |= {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
     stored_bytes = sum(value.nbytes for value in stored.values())
-    assert stored_bytes > 140e6
+    assert stored_bytes > 80e6
     whole = 2 * stored_bytes  # in fp64, in which it is loaded
     for record in (first, second):
         assert 0.49 * stored_bytes < record["bytes_read"] < 0.51 * stored_bytes

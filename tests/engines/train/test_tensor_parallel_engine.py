@@ -49,10 +49,14 @@ def saved(models, tmp_path_factory):
     return folder, after
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module",
+    params=["2 core", *(pytest.param(case, marks=pytest.mark.slow) for case in ("2 all", "4 all"))],
+)
 def job(models, saved, tmp_path_factory, request):
     results = tmp_path_factory.mktemp("split")
-    run_ranks(JOB, models, saved[0], results, ranks=request.param, timeout=500)
+    ranks, cases = request.param.split()
+    run_ranks(JOB, models, saved[0], results, cases, ranks=int(ranks), timeout=500)
     return results, torch.load(results / "record.pt", weights_only=False)
 
 

@@ -20,10 +20,10 @@ def untied(tmp_path_factory):
     return synthetic.save_model(tmp_path_factory.mktemp("untied"), **wrap_job.SHAPE)
 
 
-@pytest.fixture(scope="module")
-def pair(untied, tmp_path_factory):
+@pytest.fixture(scope="module", params=["core", pytest.param("all", marks=pytest.mark.slow)])
+def pair(untied, tmp_path_factory, request):
     results = tmp_path_factory.mktemp("pair") / "record.pt"
-    run_ranks(wrap_job.__file__, untied, results)
+    run_ranks(wrap_job.__file__, untied, results, request.param)
     return torch.load(results, weights_only=False)
 
 
@@ -33,16 +33,15 @@ def alone(untied):
     return *wrap_job.trained(engine, synthetic.make_batch()), wrap_job.lent(engine)
 
 
-@pytest.mark.parametrize("kept", KEPT)
-@pytest.mark.parametrize("name", POLICIES)
-def test_two_ranks_train_as_one_does(alone, pair, name, kept):
+def test_two_ranks_train_as_one_does(alone, pair):
     weights, log_probs, lent = alone
-    found = pair[name, kept]
-    assert found["units"] == POLICIES[name][1]
-    assert synthetic.relative_difference(found["weights"], weights) <= RANKS
-    assert torch.allclose(found["log_probs"], log_probs, rtol=0, atol=1e-8)
-    assert torch.allclose(found["lent"], lent, rtol=0, atol=1e-8)
-    assert found["sharded again"]
+    assert {name for name, _ in pair} == set(POLICIES) and {kept for _, kept in pair} == set(KEPT)
+    for (name, kept), found in pair.items():
+        assert found["units"] == POLICIES[name][1], (name, kept)
+        assert synthetic.relative_difference(found["weights"], weights) <= RANKS, (name, kept)
+        assert torch.allclose(found["log_probs"], log_probs, rtol=0, atol=1e-8), (name, kept)
+        assert torch.allclose(found["lent"], lent, rtol=0, atol=1e-8), (name, kept)
+        assert found["sharded again"], (name, kept)
 
 
 def test_units_of_one_rank(untied):

@@ -1,6 +1,7 @@
-"""Run on two ranks: FOLDER of the model, RESULTS to write. Training with each choice of units,
-with layers that run again in the backward pass and without."""
+"""Run on two ranks: FOLDER of the model, RESULTS to write, CASES: core or all. Training with each choice of
+units, with layers that run again in the backward pass and without."""
 
+import itertools
 import sys
 from pathlib import Path
 
@@ -32,6 +33,7 @@ POLICIES = {
     "the decoder": ({NAMES: ("Qwen2Model", "Qwen2DecoderLayer")}, LAYERS + 1),
 }
 KEPT = {"again": {}, "kept": {"enable_gradient_checkpointing": False}}
+CORE = set(zip(POLICIES, itertools.cycle(KEPT), strict=False))
 STEPS = 2
 
 
@@ -62,13 +64,15 @@ def sharded_again(engine):
 
 
 def main():
-    folder, results = (Path(argument) for argument in sys.argv[1:])
+    folder, results, cases = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     init_distributed(torch.device("cpu"))
     batch = synthetic.make_batch()
     mine = batch[:7] if dist.get_rank() == 0 else batch[7:]
     record = {}
     for name, (policy, _) in POLICIES.items():
         for kept in KEPT:
+            if cases == "core" and (name, kept) not in CORE:
+                continue
             engine = engine_with(folder, policy, kept, forward_prefetch=kept == "kept")
             weights, log_probs = trained(engine, mine)
             parts = [None, None]

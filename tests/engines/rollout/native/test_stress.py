@@ -15,11 +15,11 @@ SLOW = [pytest.mark.slow, pytest.mark.timeout(1800)]
 @pytest.mark.parametrize(
     ("dtype", "count", "run_ahead", "graphs"),
     [
-        (torch.float64, 300, False, False),
-        (torch.float64, 120, True, True),
-        (torch.float64, 100, True, False),
-        (torch.float64, 100, False, True),
-        (torch.float32, 150, False, False),
+        (torch.float64, 100, False, False),
+        (torch.float64, 50, True, True),
+        (torch.float64, 50, True, False),
+        (torch.float64, 50, False, True),
+        (torch.float32, 50, False, False),
         pytest.param(torch.float64, 10_000, False, False, marks=SLOW),
         pytest.param(torch.float64, 10_000, True, True, marks=SLOW),
         pytest.param(torch.float32, 10_000, False, False, marks=SLOW),
@@ -33,7 +33,7 @@ def test_every_request_is_answered_as_if_it_were_alone(
     module = stress.build_model(dtype)
     out = stress.stressed(module, requests, seed=2, run_ahead=run_ahead, graphs=graphs)
     ties = stress.check_outcome(requests, out, stress.one_by_one(module, requests), dtype)
-    assert ties <= count // 100
+    assert ties <= max(count // 100, 1)
     assert out.partial and out.dropped
     assert dtype == torch.float32 or out.stats["preemptions"] > 0
 
