@@ -11,6 +11,7 @@ from typing import Any
 
 import ray
 
+from tandem.protocol import DataProto
 from tandem.runtime.backend import Usage
 from tandem.runtime.dispatch import Call
 from tandem.runtime.failure import Status
@@ -100,10 +101,12 @@ class _HostActor:
         result = self.host.execute(*_unpacked(call))
         return packed_index(result), result
 
-    def parts(self, call: RemoteCall) -> Iterator[tuple[Any, bytes, list[ray.ObjectRef[Any]]]]:
-        """Each part's rows and index for the controller, and a reference to the part."""
+    def parts(self, call: RemoteCall) -> Iterator[tuple[Any, bytes] | DataProto]:
+        """Each part's rows and index for the controller, and then the part, of which the controller is given
+        a reference of its own: one within what it gets could be gone before it is counted there."""
         for part in self.host.parts(*_unpacked(call)):
-            yield part.rows, packed_index(part.batch), [ray.put(part.batch)]
+            yield part.rows, packed_index(part.batch)
+            yield part.batch
 
     def take_usage(self, role: str) -> Usage:
         return self.host.take_usage(role)

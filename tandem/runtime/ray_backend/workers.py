@@ -76,7 +76,8 @@ class RayWorkers:
             except StopIteration:
                 del ranks[stream]
                 continue
-            rows, index, (value,) = self._watch.get(part)
+            rows, index = self._watch.get(part)
+            value = next(self._watch.ready([stream]))
             self._watch.index_bytes += len(index) + len(pickle.dumps(rows))
             yield StreamPart(ranks[stream], rows, RayHandle(value, index, self._watch))
         for end in ends:
