@@ -14,7 +14,7 @@ from typing import Any, Literal
 from tandem.balance import even
 from tandem.errors import ConfigError, DataError
 from tandem.protocol import DataProto
-from tandem.runtime.expression import Divided, Shares
+from tandem.runtime.expression import Division
 from tandem.runtime.future import BatchFuture, division
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -235,7 +235,7 @@ def dispatch_batches(mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 def divide_batches(
     mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any], column: str
-) -> tuple[list[Call | None], Shares | None]:
+) -> tuple[list[Call | None], Division | None]:
     """Shares of every batch's rows of nearly equal weight; does not wait.
 
     Args:
@@ -254,15 +254,13 @@ def divide_batches(
     division_of_rows = division(futures, mesh.dp_size, column)
 
     def shares(argument: Any) -> Sequence[Any]:
-        if isinstance(argument, DataProto) and isinstance(division_of_rows, Divided):
-            return [argument[rows] for rows in division_of_rows.shares]
+        if isinstance(argument, DataProto) and isinstance(division_of_rows, tuple):
+            return [argument[rows] for rows in division_of_rows]
         if isinstance(argument, DataProto):
-            return BatchFuture.of(argument).divided(division_of_rows)
-        return (
-            argument.divided(division_of_rows)
-            if isinstance(argument, BatchFuture)
-            else [argument] * mesh.dp_size
-        )
+            argument = BatchFuture.of(argument)
+        if isinstance(argument, BatchFuture):
+            return argument.divided(division_of_rows)
+        return [argument] * mesh.dp_size
 
     return _by_share(mesh, shares, args, kwargs), division_of_rows
 

@@ -10,47 +10,63 @@ results of that share.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Literal, TypeGuard, TypeVar
 
 import numpy as np
 
 from tandem.balance import even, partition
 from tandem.errors import DataError
 from tandem.protocol.ragged import row_index
-from tandem.runtime.handle import Done
+from tandem.runtime.handle import Done, Source
 from tandem.runtime.index import Index
-from tandem.runtime.layout import Layout, Source, Strip, compact
+from tandem.runtime.layout import Layout, Strip, compact
+from tandem.runtime.table import Table
 
-Table = TypeVar("Table", Index, Layout)
+T = TypeVar("T", bound=Table)
 
 
-class Operation(Protocol):
-    """A table made of others."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Operation:
+    """A table made of others by an operation of `Table`.
 
-    def evaluate(self, of: Evaluation[Table]) -> Table: ...
+    Attributes:
+        name: of the method.
+        tables: at least one; the method is called on the first.
+        options: the method's first arguments, before the other tables.
+    """
 
-    def operands(self) -> Sequence[Node]: ...
+    name: Literal["select", "union", "concat", "chunk", "share", "restore", "__getitem__"]
+    tables: tuple[Node, ...]
+    options: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Balanced:
+    """The division of rows into shares of nearly equal weight. Everyone who evaluates it comes to the
+    same answer from the same index.
+
+    Attributes:
+        tables: of the same samples; one has the column.
+        column: the ragged column whose row lengths are the weights.
+        parts: how many shares.
+    """
+
+    tables: tuple[Node, ...]
+    column: str
+    parts: int
+
+    def __len__(self) -> int:
+        return self.parts
 
 
 Node = Source | Operation
 """A table as an expression."""
+Division = tuple[np.ndarray, ...] | Balanced
+"""A division of a table's rows: the rows of each share in integers of few bytes, or what tells them."""
 
 
-class Shares(Protocol):
-    """A division of a table's rows."""
-
-    @property
-    def parts(self) -> int: ...
-
-    def rows(self, indices: Evaluation[Index]) -> Sequence[np.ndarray]:
-        """The rows of each share."""
-        ...
-
-    def operands(self) -> Sequence[Node]: ...
-
-
-class Evaluation(Generic[Table]):
+class Evaluation(Generic[T]):
     """One evaluation of an expression, over indices or layouts; evaluates each part of it once.
 
     Args:
@@ -58,23 +74,30 @@ class Evaluation(Generic[Table]):
         indices: the evaluation over indices that goes with one over layouts.
     """
 
-    def __init__(self, source: Callable[[Source], Table], indices: Evaluation[Index] | None = None) -> None:
-        self._source: Callable[[Source], Table] = source
+    def __init__(self, source: Callable[[Source], T], indices: Evaluation[Index] | None = None) -> None:
+        self._source: Callable[[Source], T] = source
         self._indices = indices
-        self._tables: dict[Node, Table] = {}
-        self._shares: dict[Shares, Sequence[np.ndarray]] = {}
+        self._tables: dict[Node, T] = {}
+        self._divisions: dict[Balanced, Sequence[np.ndarray]] = {}
 
-    def __call__(self, node: Node) -> Table:
+    def __call__(self, node: Node) -> T:
         if node not in self._tables:
-            self._tables[node] = self._source(node) if isinstance(node, Source) else node.evaluate(self)
+            self._tables[node] = self._source(node) if isinstance(node, Source) else self._made(node)
         return self._tables[node]
 
-    def shares(self, shares: Shares) -> Sequence[np.ndarray]:
+    def _made(self, operation: Operation) -> T:
+        first, *others = map(self, operation.tables)
+        options = [self._divided(o) if isinstance(o, Balanced) else o for o in operation.options]
+        made: T = getattr(first, operation.name)(*options, *others)
+        return made
+
+    def _divided(self, division: Balanced) -> Sequence[np.ndarray]:
         if self._indices is not None:
-            return self._indices.shares(shares)
-        if shares not in self._shares:
-            self._shares[shares] = shares.rows(self)  # type: ignore[arg-type]
-        return self._shares[shares]
+            return self._indices._divided(division)
+        if division not in self._divisions:
+            indices: list[Any] = list(map(self, division.tables))
+            self._divisions[division] = balanced(indices, division.column, division.parts)
+        return self._divisions[division]
 
 
 def over_indices(left: Callable[[], float | None]) -> Evaluation[Index]:
@@ -88,172 +111,32 @@ def over_indices(left: Callable[[], float | None]) -> Evaluation[Index]:
 
 def over_layouts(left: Callable[[], float | None]) -> Evaluation[Layout]:
     """An evaluation over layouts."""
-    return Evaluation(lambda source: source.layout(left()), over_indices(left))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Concat:
-    """Rows below each other. A part without any column is what a worker may return for an empty share,
-    and is left out."""
-
-    parts: tuple[Node, ...]
-
-    def evaluate(self, of: Evaluation[Table]) -> Table:
-        tables: list[Table] = [of(part) for part in self.parts]
-        full = [table for table in tables if table.columns] or tables[:1]
-        return full[0].concat(full)
-
-    def operands(self) -> Sequence[Node]:
-        return self.parts
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Select:
-    node: Node
-    columns: tuple[str, ...]
-
-    def evaluate(self, of: Evaluation[Table]) -> Table:
-        return of(self.node).select(self.columns)
-
-    def operands(self) -> Sequence[Node]:
-        return (self.node,)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Union:
-    """Columns side by side."""
-
-    nodes: tuple[Node, ...]
-
-    def evaluate(self, of: Evaluation[Table]) -> Table:
-        tables: list[Table] = [of(node) for node in self.nodes]
-        tables.sort(key=lambda table: not table.columns)  # the first says how many rows there are
-        return tables[0].union(*tables[1:])
-
-    def operands(self) -> Sequence[Node]:
-        return self.nodes
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Rows:
-    """The named rows in their order, as `compact` writes them."""
-
-    node: Node
-    rows: slice | np.ndarray
-
-    def evaluate(self, of: Evaluation[Table]) -> Table:
-        return of(self.node)[self.rows]
-
-    def operands(self) -> Sequence[Node]:
-        return (self.node,)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Chunk:
-    """Share i of n by number alone, so that a batch can be split before its size is known."""
-
-    node: Node
-    i: int
-    n: int
-
-    def evaluate(self, of: Evaluation[Table]) -> Table:
-        table = of(self.node)
-        return table[even(len(table), self.n)[self.i]]
-
-    def operands(self) -> Sequence[Node]:
-        return (self.node,)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Share:
-    """Share i of a division."""
-
-    node: Node
-    shares: Shares
-    i: int
-
-    def evaluate(self, of: Evaluation[Table]) -> Table:
-        table, shares = of(self.node), of.shares(self.shares)
-        _check_size(len(table), sum(map(len, shares)), "a batch")
-        return table[shares[self.i]]
-
-    def operands(self) -> Sequence[Node]:
-        return (self.node, *self.shares.operands())
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Restore:
-    """What became of the shares of a division, put together in the order before it."""
-
-    parts: tuple[Node, ...]
-    shares: Shares
-
-    def evaluate(self, of: Evaluation[Table]) -> Table:
-        shares = of.shares(self.shares)
-        for i, (part, share) in enumerate(zip(self.parts, shares, strict=True)):
-            _check_size(len(of(part)), len(share), f"the result of share {i}")
-        return of(Concat(self.parts)).arranged(np.argsort(np.concatenate(shares)))
-
-    def operands(self) -> Sequence[Node]:
-        return (*self.parts, *self.shares.operands())
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Divided:
-    """A division that is known.
-
-    Attributes:
-        shares: the rows of each, in integers as small as they go.
-    """
-
-    shares: tuple[np.ndarray, ...]
-
-    @property
-    def parts(self) -> int:
-        return len(self.shares)
-
-    def rows(self, indices: Evaluation[Index]) -> Sequence[np.ndarray]:
-        return self.shares
-
-    def operands(self) -> Sequence[Node]:
-        return ()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Balanced:
-    """The division of rows into shares of nearly equal weight. Everyone who evaluates it comes to the
-    same answer from the same index.
-
-    Attributes:
-        nodes: tables of the same samples, one of which has the column.
-        column: the ragged column whose row lengths are the weights.
-        parts: how many shares.
-    """
-
-    nodes: tuple[Node, ...]
-    column: str
-    parts: int
-
-    def rows(self, indices: Evaluation[Index]) -> Sequence[np.ndarray]:
-        return balanced([indices(node) for node in self.nodes], self.column, self.parts)
-
-    def operands(self) -> Sequence[Node]:
-        return self.nodes
+    return Evaluation(lambda source: Layout.of(source, left()), over_indices(left))
 
 
 def rows_of(node: Node, rows: slice | np.ndarray) -> Node:
-    """Rows of an expression; of rows by number, at once."""
-    if isinstance(node, Rows) and isinstance(node.rows, np.ndarray) and node.rows.dtype != bool:
-        inner = rows if isinstance(rows, slice) else row_index(rows, len(node.rows)).numpy()
-        return Rows(node.node, node.rows[inner])
-    return Rows(node, rows)
+    """Rows of an expression, as `compact` writes them; of rows by number, at once."""
+    if not _by_number(node):
+        return Operation("__getitem__", (node,), (rows,))
+    (numbers,) = node.options
+    inner = rows if isinstance(rows, slice) else row_index(rows, len(numbers)).numpy()
+    return replace(node, options=(numbers[inner],))
 
 
 def chunk_of(node: Node, i: int, n: int) -> Node:
-    """Share i of n of an expression; of rows by number, at once."""
-    if isinstance(node, Rows) and isinstance(node.rows, np.ndarray) and node.rows.dtype != bool:
-        return Rows(node.node, node.rows[even(len(node.rows), n)[i]])
-    return Chunk(node, i, n)
+    """Share i of n of an expression by number alone, so that a batch can be split before its size is known;
+    of rows by number, at once."""
+    if not _by_number(node):
+        return Operation("chunk", (node,), (i, n))
+    return rows_of(node, even(len(node.options[0]), n)[i])
+
+
+def _by_number(node: Node) -> TypeGuard[Operation]:
+    """Whether an expression names rows by number."""
+    if isinstance(node, Source) or node.name != "__getitem__":
+        return False
+    (rows,) = node.options
+    return isinstance(rows, np.ndarray) and rows.dtype != bool
 
 
 def balanced(indices: Sequence[Index], column: str, parts: int) -> list[np.ndarray]:
@@ -289,8 +172,10 @@ def sources(node: Node) -> Iterator[Source]:
             seen.add(last)
             if isinstance(last, Source):
                 yield last
-            else:
-                left += last.operands()
+                continue
+            left += last.tables
+            for option in last.options:
+                left += option.tables if isinstance(option, Balanced) else ()
 
 
 def written(layout: Layout, *, settle: bool = False) -> Node:
@@ -301,7 +186,7 @@ def written(layout: Layout, *, settle: bool = False) -> Node:
     """
     nodes: list[Node] = list(layout.bare)
     nodes += [_written(strip, tuple(names), settle) for strip, names in layout.strips().items()]
-    return nodes[0] if len(nodes) == 1 else Union(tuple(nodes))
+    return nodes[0] if len(nodes) == 1 else Operation("union", tuple(nodes))
 
 
 def _written(strip: Strip, names: tuple[str, ...], settle: bool) -> Node:
@@ -309,21 +194,11 @@ def _written(strip: Strip, names: tuple[str, ...], settle: bool) -> Node:
         taken = strip.take(names, lambda source: source.batch(None))
         return Source(Done(taken), strip.sources[0].method)
     needed = strip.needed()
-    node: Node = needed.sources[0] if len(needed.sources) == 1 else Concat(needed.sources)
+    node: Node = needed.sources[0] if len(needed.sources) == 1 else Operation("concat", needed.sources)
     rows = needed.picks
     if not isinstance(rows, range):
-        node = Rows(node, compact(rows))
+        node = rows_of(node, compact(rows))
     elif len(rows) < sum(needed.sizes):
-        node = Rows(node, slice(rows.start, rows.stop))
+        node = rows_of(node, slice(rows.start, rows.stop))
     known = needed.sources[0].shape
-    return node if known and names == known[1] else Select(node, names)
-
-
-def _check_size(got: int, expected: int, what: str) -> None:
-    if got != expected:
-        raise DataError(
-            f"{what} has another number of rows than the division it belongs to",
-            got=f"{got} rows",
-            expected=f"{expected} rows",
-            remedy="a method registered with balance returns one row for each row it gets",
-        )
+    return node if known and names == known[1] else Operation("select", (node,), (names,))

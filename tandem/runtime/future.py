@@ -19,19 +19,22 @@ from tandem.errors import DataError
 from tandem.protocol import DataProto
 from tandem.protocol.gather import Picks
 from tandem.protocol.ragged import RowIndex, picks
-from tandem.runtime import expression
 from tandem.runtime.expression import (
     Balanced,
-    Divided,
+    Division,
     Node,
-    Shares,
+    Operation,
     balanced,
+    chunk_of,
     over_indices,
     over_layouts,
+    rows_of,
+    sources,
+    written,
 )
-from tandem.runtime.handle import Done, Handle
+from tandem.runtime.handle import Done, Handle, Source
 from tandem.runtime.index import Index
-from tandem.runtime.layout import Layout, Source, compact
+from tandem.runtime.layout import Layout, compact
 
 __all__ = ["BatchFuture", "Done", "Future", "Handle", "division", "resolve"]
 
@@ -79,8 +82,8 @@ class BatchFuture:
         """Of what this process holds itself, only the wanted rows and columns travel, where it is known
         which they are."""
         node = self._node
-        if any(isinstance(s.handle, Done) for s in expression.sources(node)) and self.ready():
-            node = expression.written(self._laid_out(), settle=True)
+        if any(isinstance(s.handle, Done) for s in sources(node)) and self.ready():
+            node = written(self._laid_out(), settle=True)
         return BatchFuture, (node,)
 
     @classmethod
@@ -89,18 +92,20 @@ class BatchFuture:
         return cls(Source(Done(batch), "BatchFuture.of"))
 
     @classmethod
-    def collected(cls, handles: Sequence[Handle], method: str, shares: Shares | None = None) -> BatchFuture:
+    def collected(
+        cls, handles: Sequence[Handle], method: str, division: Division | None = None
+    ) -> BatchFuture:
         """The rows of all workers' results below each other, in the order of `handles`.
 
         Args:
             handles: at least one.
             method: the name of the method that was called, for messages.
-            shares: the division of the rows that the workers were given; its order is restored.
+            division: of the rows that the workers were given; its order is restored.
         """
         results = tuple(Source(handle, method) for handle in handles)
-        if shares is not None:
-            return cls(expression.Restore(results, shares))
-        return cls(results[0] if len(results) == 1 else expression.Concat(results))
+        if division is not None:
+            return cls(Operation("restore", results, (division,)))
+        return cls(results[0] if len(results) == 1 else Operation("concat", results))
 
     @classmethod
     def concat(cls, parts: Sequence[BatchFuture]) -> BatchFuture:
@@ -111,13 +116,13 @@ class BatchFuture:
         """
         if not parts:
             raise DataError("nothing to concatenate", expected="at least one batch")
-        return cls(expression.Concat(tuple(part._node for part in parts)))
+        return cls(Operation("concat", tuple(part._node for part in parts)))
 
     @classmethod
     def arranged(cls, parts: Sequence[BatchFuture], places: Sequence[np.ndarray]) -> BatchFuture:
         """The rows of all parts, row i of part p at places[p][i]."""
-        shares = Divided(tuple(place.astype(np.int32) for place in places))
-        return cls(expression.Restore(tuple(part._node for part in parts), shares))
+        division = tuple(place.astype(np.int32) for place in places)
+        return cls(Operation("restore", tuple(part._node for part in parts), (division,)))
 
     @property
     def index(self) -> Index:
@@ -132,7 +137,7 @@ class BatchFuture:
 
     def ready(self) -> bool:
         """Whether the index is there without waiting for a method to end."""
-        return self._index is not None or all(s.ready() for s in expression.sources(self._node))
+        return self._index is not None or all(s.ready() for s in sources(self._node))
 
     def get(self, timeout_s: float | None = None) -> DataProto:
         """Brings the values here. The table is the caller's own. Its tensors may be shared within this
@@ -158,18 +163,18 @@ class BatchFuture:
         """
         if not columns:
             raise DataError("no columns to select", expected="at least one name")
-        return BatchFuture(expression.Select(self._node, columns))
+        return BatchFuture(Operation("select", (self._node,), (columns,)))
 
     def union(self, *others: BatchFuture | DataProto) -> BatchFuture:
         """The columns of all side by side."""
         futures = [BatchFuture.of(o) if isinstance(o, DataProto) else o for o in others]
-        return BatchFuture(expression.Union((self._node, *(future._node for future in futures))))
+        return BatchFuture(Operation("union", (self._node, *(future._node for future in futures))))
 
     def rows(self, indices: RowIndex) -> BatchFuture:
         """The named rows in the given order; a boolean tensor filters."""
         if self.ready():
             return self._part(picks(indices, len(self)))
-        return BatchFuture(expression.rows_of(self._node, compact(indices)))
+        return BatchFuture(rows_of(self._node, compact(indices)))
 
     def chunk(self, chunks: int, balance: str | None = None) -> list[BatchFuture]:
         """`chunks` parts; does not wait.
@@ -186,13 +191,13 @@ class BatchFuture:
             return self.divided(division([self], chunks, balance))
         if self.ready():
             return [self.rows(span) for span in even(len(self), chunks)]
-        return [BatchFuture(expression.chunk_of(self._node, i, chunks)) for i in range(chunks)]
+        return [BatchFuture(chunk_of(self._node, i, chunks)) for i in range(chunks)]
 
-    def divided(self, shares: Shares) -> list[BatchFuture]:
+    def divided(self, division: Division) -> list[BatchFuture]:
         """The shares of a division; does not wait."""
-        if isinstance(shares, Divided) and self.ready():
-            return [self._part(rows) for rows in shares.shares]
-        return [BatchFuture(expression.Share(self._node, shares, i)) for i in range(shares.parts)]
+        if isinstance(division, tuple) and self.ready():
+            return [self._part(rows) for rows in division]
+        return [BatchFuture(Operation("share", (self._node,), (division, i))) for i in range(len(division))]
 
     def split(self, size: int) -> list[BatchFuture]:
         """Parts of `size` rows, the last may be smaller; waits for the index, to know how many."""
@@ -202,7 +207,7 @@ class BatchFuture:
 
     def _part(self, rows: Picks) -> BatchFuture:
         """Rows of a batch that can be laid out."""
-        node = expression.written(self._laid_out()[rows])
+        node = written(self._laid_out()[rows])
         return BatchFuture(node, functools.partial(Index.__getitem__, self.index, rows))
 
     def _laid_out(self) -> Layout:
@@ -211,14 +216,14 @@ class BatchFuture:
         return self._layout
 
 
-def division(batches: Sequence[BatchFuture], parts: int, column: str) -> Shares:
+def division(batches: Sequence[BatchFuture], parts: int, column: str) -> Division:
     """The balanced division of batches of the same samples; does not wait.
 
     Args:
         column: the ragged column by whose row lengths the shares are made nearly equal.
     """
     if all(batch.ready() for batch in batches):
-        return Divided(tuple(balanced([batch.index for batch in batches], column, parts)))
+        return tuple(balanced([batch.index for batch in batches], column, parts))
     return Balanced(tuple(batch._node for batch in batches), column, parts)
 
 

@@ -1,10 +1,13 @@
-"""Handle: one worker's promised result, as a backend knows it."""
+"""One worker's promised result: the handle by which a backend knows it, and the source by which expressions
+know it where it is a batch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from tandem.errors import DataError
+from tandem.protocol import DataProto
 from tandem.runtime.index import Index
 
 
@@ -57,3 +60,52 @@ class Done:
 
     def done(self) -> bool:
         return True
+
+
+class Source:
+    """One worker's promised batch; the leaves of expressions.
+
+    Args:
+        handle: where it is.
+        method: the method that makes it, for messages.
+        shape: rows and names of columns, once known; travels with the source, so that a worker need not
+            ask for them again.
+    """
+
+    __slots__ = ("_index", "handle", "method", "shape")
+
+    def __init__(self, handle: Handle, method: str, shape: tuple[int, tuple[str, ...]] | None = None) -> None:
+        self.handle = handle
+        self.method = method
+        self.shape = shape
+        self._index: Index | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Source, (self.handle, self.method, self.shape)
+
+    def ready(self) -> bool:
+        """Whether the index is there without waiting for a worker."""
+        return self._index is not None or self.handle.done()
+
+    def index(self, timeout_s: float | None) -> Index:
+        if self._index is None:
+            here = isinstance(self.handle, Done)
+            self._index = Index.of(self.batch(timeout_s)) if here else self.handle.index(timeout_s)
+            self.shape = len(self._index), self._index.columns
+        return self._index
+
+    def batch(self, timeout_s: float | None) -> DataProto:
+        """The values.
+
+        Raises:
+            DataError: the method returned something else.
+        """
+        value = self.handle.get(timeout_s)
+        if not isinstance(value, DataProto):
+            raise DataError(
+                f"{self.method} did not return a batch",
+                got=type(value).__name__,
+                expected="DataProto",
+                remedy='register it with collect="first" or another dispatch mode',
+            )
+        return value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -14,10 +14,11 @@ from tandem.errors import DataError
 from tandem.protocol import DataProto, Ragged
 from tandem.protocol.data import object_array
 from tandem.protocol.ragged import RowIndex, row_index
+from tandem.runtime.table import Table
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Index:
+class Index(Table):
     """The shape of a batch of B samples without its values; a few tens of bytes per sample.
 
     Attributes:
@@ -56,44 +57,21 @@ class Index:
     def __len__(self) -> int:
         return len(self.row_ids)
 
-    def __getitem__(self, rows: RowIndex) -> Index:
-        """The named rows in the given order; a boolean mask filters."""
+    def __getitem__(self, rows: RowIndex) -> Self:
         pick = row_index(rows, len(self))
         uids = None if self.uids is None else self.uids[pick.numpy()]
         picked = {id(lengths): lengths[pick] for lengths in self.lengths.values()}
         lengths = {name: picked[id(column)] for name, column in self.lengths.items()}
-        return Index(uids, self.row_ids[pick], lengths, self.columns)
+        return replace(self, uids=uids, row_ids=self.row_ids[pick], lengths=lengths)
 
-    def arranged(self, rows: np.ndarray) -> Index:
-        """The named rows, counted anew: what is put in order is as its method returned it."""
-        return replace(self[rows], row_ids=torch.arange(len(rows)))
-
-    def select(self, columns: Sequence[str]) -> Index:
-        """Only the named columns.
-
-        Raises:
-            DataError: a name that is not there.
-        """
-        for name in columns:
-            if name not in self.columns:
-                raise DataError("no such column", field=name, expected=self.columns)
+    def _only(self, columns: Sequence[str]) -> Self:
         lengths = {name: self.lengths[name] for name in columns if name in self.lengths}
-        return Index(self.uids, self.row_ids, lengths, tuple(columns))
+        return replace(self, lengths=lengths, columns=tuple(columns))
 
-    def union(self, *others: Index) -> Index:
-        """The columns of all side by side; uids and row ids of the first that has them.
-
-        Raises:
-            DataError: row counts, uids or the lengths of one column differ.
-        """
+    def _beside(self, others: Sequence[Self]) -> Self:
+        """Uids and row ids are of the first that has them."""
         uids, columns, lengths = self.uids, dict.fromkeys(self.columns), dict(self.lengths)
         for other in others:
-            if other.columns and len(other) != len(self):
-                raise DataError(
-                    "batches of different size",
-                    got=f"{len(other)} rows: {', '.join(other.columns)}",
-                    expected=f"{len(self)} rows: {', '.join(self.columns)}",
-                )
             if uids is not None and other.uids is not None and not np.array_equal(uids, other.uids):
                 raise DataError(
                     "batches of different samples", field="uid", got=other.uids[:4], expected=uids[:4]
@@ -103,26 +81,17 @@ class Index:
             for name, column in other.lengths.items():
                 if not torch.equal(lengths.setdefault(name, column), column):
                     raise DataError("one column with different lengths", field=name)
-        return Index(uids, self.row_ids, _shared(lengths.items()), tuple(columns))
+        return replace(self, uids=uids, lengths=_shared(lengths.items()), columns=tuple(columns))
 
-    @staticmethod
-    def concat(parts: Sequence[Index]) -> Index:
-        """The rows of all parts below each other; row ids count through.
-
-        Raises:
-            DataError: parts with different columns.
-        """
-        first = parts[0]
-        for part in parts:
-            if set(part.columns) != set(first.columns):
-                raise DataError("batches have different columns", got=part.columns, expected=first.columns)
+    def _below(self, others: Sequence[Self]) -> Self:
+        parts = (self, *others)
         uids = [part.uids for part in parts if part.uids is not None]
-        lengths = {name: torch.cat([part.lengths[name] for part in parts]) for name in first.lengths}
-        return Index(
-            np.concatenate(uids) if len(uids) == len(parts) else None,
-            torch.arange(sum(map(len, parts))),
-            _shared(lengths.items()),
-            first.columns,
+        lengths = {name: torch.cat([part.lengths[name] for part in parts]) for name in self.lengths}
+        return replace(
+            self,
+            uids=np.concatenate(uids) if len(uids) == len(parts) else None,
+            row_ids=torch.arange(sum(map(len, parts))),
+            lengths=_shared(lengths.items()),
         )
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -5,72 +5,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 import torch
 
-from tandem.errors import DataError
 from tandem.protocol import DataProto
 from tandem.protocol.gather import Picks
 from tandem.protocol.ragged import RowIndex, picks
-from tandem.runtime.handle import Done, Handle
-from tandem.runtime.index import Index
-
-
-class Source:
-    """One worker's promised batch; the leaves of expressions.
-
-    Args:
-        handle: where it is.
-        method: the method that makes it, for messages.
-        shape: rows and names of columns, once known; travels with the source, so that a worker need not
-            ask for them again.
-    """
-
-    __slots__ = ("_index", "handle", "method", "shape")
-
-    def __init__(self, handle: Handle, method: str, shape: tuple[int, tuple[str, ...]] | None = None) -> None:
-        self.handle = handle
-        self.method = method
-        self.shape = shape
-        self._index: Index | None = None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Source, (self.handle, self.method, self.shape)
-
-    def ready(self) -> bool:
-        """Whether the index is there without waiting for a worker."""
-        return self._index is not None or self.handle.done()
-
-    def index(self, timeout_s: float | None) -> Index:
-        if self._index is None:
-            here = isinstance(self.handle, Done)
-            self._index = Index.of(self.batch(timeout_s)) if here else self.handle.index(timeout_s)
-            self.shape = len(self._index), self._index.columns
-        return self._index
-
-    def layout(self, timeout_s: float | None) -> Layout:
-        rows, columns = self.shape or (len(self.index(timeout_s)), self.index(timeout_s).columns)
-        strip = Strip((self,), (rows,), range(rows))
-        return Layout(rows, {name: (strip,) for name in columns}, () if columns else (self,))
-
-    def batch(self, timeout_s: float | None) -> DataProto:
-        """The values.
-
-        Raises:
-            DataError: the method returned something else.
-        """
-        value = self.handle.get(timeout_s)
-        if not isinstance(value, DataProto):
-            raise DataError(
-                f"{self.method} did not return a batch",
-                got=type(value).__name__,
-                expected="DataProto",
-                remedy='register it with collect="first" or another dispatch mode',
-            )
-        return value
+from tandem.runtime.handle import Source
+from tandem.runtime.table import Table
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -132,8 +77,8 @@ class Strip:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Layout:
-    """The layout of a table of B rows. Has the operations of a table.
+class Layout(Table):
+    """The layout of a table of B rows.
 
     Attributes:
         rows: B.
@@ -146,10 +91,17 @@ class Layout:
     columns: dict[str, tuple[Strip, ...]]
     bare: tuple[Source, ...] = ()
 
+    @classmethod
+    def of(cls, source: Source, timeout_s: float | None) -> Layout:
+        """All rows of a result."""
+        rows, columns = source.shape or (len(source.index(timeout_s)), source.index(timeout_s).columns)
+        strip = Strip((source,), (rows,), range(rows))
+        return cls(rows, {name: (strip,) for name in columns}, () if columns else (source,))
+
     def __len__(self) -> int:
         return self.rows
 
-    def __getitem__(self, rows: RowIndex) -> Layout:
+    def __getitem__(self, rows: RowIndex) -> Self:
         wanted = picks(rows, self.rows)
         taken: dict[Strip, Strip] = {}
         for strips in self.columns.values():
@@ -157,58 +109,28 @@ class Layout:
                 if strip not in taken:
                     taken[strip] = strip[wanted]
         columns = {name: tuple(taken[s] for s in strips) for name, strips in self.columns.items()}
-        return Layout(len(wanted), columns, self.bare)
+        return replace(self, rows=len(wanted), columns=columns)
 
-    def arranged(self, rows: np.ndarray) -> Layout:
-        return self[rows]
+    def _only(self, columns: Sequence[str]) -> Self:
+        return replace(self, columns={name: self.columns[name] for name in columns})
 
-    def select(self, columns: Sequence[str]) -> Layout:
-        """
-        Raises:
-            DataError: a name that is not there.
-        """
-        for name in columns:
-            if name not in self.columns:
-                raise DataError("no such column", field=name, expected=tuple(self.columns))
-        return Layout(self.rows, {name: self.columns[name] for name in columns}, self.bare)
-
-    def union(self, *others: Layout) -> Layout:
-        """
-        Raises:
-            DataError: row counts differ.
-        """
-        columns, bare = dict(self.columns), list(self.bare)
+    def _beside(self, others: Sequence[Self]) -> Self:
+        columns = dict(self.columns)
         for other in others:
-            bare += other.bare
-            if other.columns and other.rows != self.rows:
-                raise DataError(
-                    "batches of different size",
-                    got=f"{other.rows} rows: {', '.join(other.columns)}",
-                    expected=f"{self.rows} rows: {', '.join(self.columns)}",
-                )
             for name, strips in other.columns.items():
                 known = columns.get(name, ())
                 new = tuple(s for s in strips if not any(s is k or s.same(k) for k in known))
                 columns[name] = known + new
-        return Layout(self.rows, columns, tuple(bare))
+        bare = [source for table in (self, *others) for source in table.bare]
+        return replace(self, columns=columns, bare=tuple(bare))
 
-    @staticmethod
-    def concat(parts: Sequence[Layout]) -> Layout:
-        """
-        Raises:
-            DataError: parts with different columns.
-        """
-        first = parts[0]
-        if len(parts) == 1:
-            return first
+    def _below(self, others: Sequence[Self]) -> Self:
+        if not others:
+            return self
+        parts = (self, *others)
         joined: dict[tuple[Strip, ...], Strip] = {}
         columns: dict[str, tuple[Strip, ...]] = {}
-        for part in parts:
-            if set(part.columns) != set(first.columns):
-                raise DataError(
-                    "batches have different columns", got=tuple(part.columns), expected=tuple(first.columns)
-                )
-        for name in first.columns:
+        for name in self.columns:
             sides = [part.columns[name] for part in parts]
             columns[name] = ()
             for i in range(max(map(len, sides))):
@@ -216,7 +138,7 @@ class Layout:
                 if stack not in joined:
                     joined[stack] = _below(stack)
                 columns[name] += (joined[stack],)
-        return Layout(sum(map(len, parts)), columns, first.bare)
+        return replace(self, rows=sum(map(len, parts)), columns=columns)
 
     def strips(self) -> dict[Strip, list[str]]:
         """The columns of each strip; those that provide a column before those that must agree with it."""

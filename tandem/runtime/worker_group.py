@@ -9,7 +9,7 @@ from typing import Any
 from tandem.errors import ConfigError
 from tandem.runtime.backend import Backend, Usage
 from tandem.runtime.dispatch import Call, Mesh, Registration, divide_batches
-from tandem.runtime.expression import Shares
+from tandem.runtime.expression import Division
 from tandem.runtime.future import BatchFuture, Done, Future, Handle
 from tandem.runtime.resource_pool import ResourcePool
 from tandem.runtime.stream import BatchStream
@@ -88,10 +88,10 @@ class WorkerGroup:
     def _call(self, name: str, registration: Registration, /, *args: Any, **kwargs: Any) -> Any:
         mesh = self._mesh(registration) if registration.over_mesh else Mesh.flat(self.world_size)
         dispatch, collect = registration.functions()
-        shares: Shares | None = None
+        division: Division | None = None
         calls: Sequence[Call | None]
         if self._balance and registration.balance:
-            calls, shares = divide_batches(mesh, args, kwargs, registration.balance)
+            calls, division = divide_batches(mesh, args, kwargs, registration.balance)
         else:
             calls = dispatch(mesh, args, kwargs)
         method = f"{self._class_name}.{name}"
@@ -100,21 +100,21 @@ class WorkerGroup:
         keeps = registration.makes_batch and not registration.blocking
         handles = self._workers.call(name, calls, keeps=keeps)
         if keeps:
-            return BatchFuture.collected(_collecting(mesh, handles), method, shares)
+            return BatchFuture.collected(_collecting(mesh, handles), method, division)
         if registration.makes_batch:
-            return self._batch_now(mesh, handles, method, shares)
+            return self._batch_now(mesh, handles, method, division)
         future = Future(handles, functools.partial(collect, mesh))
         return future.get() if registration.blocking else future
 
     @staticmethod
-    def _batch_now(mesh: Mesh, handles: list[Handle | None], method: str, shares: Shares | None) -> Any:
+    def _batch_now(mesh: Mesh, handles: list[Handle | None], method: str, division: Division | None) -> Any:
         for handle in handles:
             if handle is not None:
                 handle.wait()  # a worker that does not collect may have failed too
         values = [Done(handle.get(), handle.borrowed) for handle in _collecting(mesh, handles)]
         if all(done.value is None for done in values):
             return None
-        return BatchFuture.collected(values, method, shares).get()
+        return BatchFuture.collected(values, method, division).get()
 
     def _mesh(self, registration: Registration) -> Mesh:
         """The mesh of a method; asked of the workers once, when first needed, as they may register

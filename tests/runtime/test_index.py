@@ -76,12 +76,12 @@ def test_union_of_what_does_not_fit():
 
 def test_concat():
     parts = [make_batch(rows, seed=rows) for rows in (3, 0, 2)]
-    index = Index.concat([Index.of(part) for part in parts])
+    index = Index.concat(*map(Index.of, parts))
     assert_index_of(index, DataProto.concat(parts))
     assert index.row_ids.tolist() == [0, 1, 2, 3, 4]
     assert list(index.uids) == ["0-0", "0-0", "0-1", "0-0", "0-0"]
     with pytest.raises(DataError, match="different columns"):
-        Index.concat([index, index.select(["tokens"])])
+        index.concat(index.select(["tokens"]))
 
 
 def test_something_else_has_no_index():
