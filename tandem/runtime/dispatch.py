@@ -324,13 +324,13 @@ def collect_first(mesh: Mesh, results: list[Any]) -> Any:
 
 def collect_batches(mesh: Mesh, results: list[Any]) -> DataProto:
     """The rows of the collecting workers' batches below each other. A batch without any column is what
-    a worker may return for an empty share, and is left out.
+    a worker may return for an empty share, and is left out where others have columns.
 
     Raises:
-        DataError: batches with different columns.
+        DataError: batches with different columns, or with different values under one name of meta_info.
     """
     parts: list[DataProto] = [results[rank] for rank in mesh.collectors]
-    return DataProto.concat([part for part in parts if part.columns] or parts[:1])
+    return DataProto.concat([part for part in parts if part.columns] or parts)
 
 
 def collect_lists(mesh: Mesh, results: list[Any]) -> list[Any]:

@@ -138,7 +138,8 @@ class Layout(Table):
                 if stack not in joined:
                     joined[stack] = _below(stack)
                 columns[name] += (joined[stack],)
-        return replace(self, rows=sum(map(len, parts)), columns=columns)
+        bare = dict.fromkeys(source for part in parts for source in part.bare)
+        return replace(self, rows=sum(map(len, parts)), columns=columns, bare=tuple(bare))
 
     def strips(self) -> dict[Strip, list[str]]:
         """The columns of each strip; those that provide a column before those that must agree with it."""

@@ -56,12 +56,12 @@ class Table(ABC):
 
     def concat(self, *others: Self) -> Self:
         """The rows of all tables below each other, counted anew. A table without any column is what a worker
-        may return for an empty share, and is left out.
+        may return for an empty share, and is left out where others have columns.
 
         Raises:
             DataError: tables with different columns.
         """
-        first, *rest = [table for table in (self, *others) if table.columns] or [self]
+        first, *rest = [table for table in (self, *others) if table.columns] or [self, *others]
         for table in rest:
             if set(table.columns) != set(first.columns):
                 raise DataError(

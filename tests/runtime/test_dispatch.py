@@ -71,6 +71,15 @@ def test_toy_mesh(dp, tp, pp, rows):
     assert collect_first(mesh, list(range(mesh.world_size))) == first == dp * tp * (pp - 1)
 
 
+def test_meta_info_of_results_without_columns_is_that_of_all_ranks():
+    mesh = Mesh.flat(2)
+    agreed = [DataProto(meta_info={"loss": 1.5}), DataProto(meta_info={"loss": 1.5, "lr": 0.1})]
+    assert collect_batches(mesh, agreed).meta_info == {"loss": 1.5, "lr": 0.1}
+    assert_same(collect_batches(mesh, [DataProto(), make_batch(2)]), make_batch(2))
+    with pytest.raises(DataError, match="different values under one name"):
+        collect_batches(mesh, [agreed[0], DataProto(meta_info={"loss": 2.5})])
+
+
 def test_collection_is_in_order_of_dp_rank_not_of_rank():
     mesh = Mesh((MeshPlace(1, 2), MeshPlace(0, 2)))
     calls = dispatch_lists(mesh, ([1, 2, 3],), {})

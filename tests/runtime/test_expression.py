@@ -275,6 +275,29 @@ def test_meta_info_of_batches_without_columns():
     assert len(both.index) == 2
 
 
+@pytest.mark.parametrize("ended", [True, False])
+def test_conflicting_meta_info_of_batches_without_columns_is_refused(ended):
+    def both(*metas: dict[str, float]) -> BatchFuture:
+        parts = [DataProto(meta_info=meta) for meta in metas]
+        future, handles = stored(parts) if ended else unmade(parts)
+        make(handles, parts)
+        return there_and_back(future)
+
+    agreed = both({"loss": 1.5}, {"loss": 1.5, "lr": 0.1}, {})
+    assert agreed.get().meta_info == {"loss": 1.5, "lr": 0.1}
+    assert (len(agreed), agreed.index.columns) == (0, ())
+    batch = DataProto({"x": torch.zeros(2)})
+    joined = BatchFuture.concat([both({"a": 1}).union(batch), both({"b": 2}).union(batch)])
+    assert joined.chunk(4)[3].get().meta_info == {"a": 1, "b": 2}
+    for conflicting in (
+        both({"loss": 1.5}, {"loss": 2.5}),
+        BatchFuture.concat([both({"loss": loss}).union(batch) for loss in (1.5, 2.5)]).rows([3]),
+    ):
+        with pytest.raises(DataError, match="different values under one name") as refused:
+            conflicting.get()
+        assert refused.value.field == "loss"
+
+
 def test_one_limit_for_all_sources():
     class Slow(StoredHandle):
         def get(self, timeout_s=None):
