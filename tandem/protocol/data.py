@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,9 @@ from torch import Tensor
 
 from tandem.balance import even
 from tandem.errors import DataError
+from tandem.protocol.equality import same
 from tandem.protocol.gather import Gather, Picks
-from tandem.protocol.ragged import Ragged, RowIndex, cut_offsets, picks, row_index, same_tensor
+from tandem.protocol.ragged import Ragged, RowIndex, cut_offsets, picks, row_index
 from tandem.protocol.shipping import Shipped, unwrap
 
 Column = Tensor | Ragged
@@ -349,7 +349,7 @@ def _merge(target: dict[str, Any], source: Mapping[str, Any], remedy: str) -> No
         DataError: a name that stands in both with different values.
     """
     for name, value in source.items():
-        if name in target and not _same(target[name], value):
+        if name in target and not same(target[name], value):
             raise DataError(
                 "two tables hold different values under one name",
                 field=name,
@@ -358,42 +358,3 @@ def _merge(target: dict[str, Any], source: Mapping[str, Any], remedy: str) -> No
                 remedy=remedy,
             )
         target.setdefault(name, value)
-
-
-def _same(a: Any, b: Any) -> bool:
-    """Tells whether two columns, elements or facts are equal in type and content, however deep arrays lie in
-    them; NaN equals NaN. Objects whose own comparison gives no single answer are not the same."""
-    if a is b:
-        return True
-    if isinstance(a, Ragged):
-        return isinstance(b, Ragged) and a.equal(b)
-    if isinstance(a, Tensor):
-        return isinstance(b, Tensor) and same_tensor(a, b)
-    if isinstance(a, np.ndarray):
-        return isinstance(b, np.ndarray) and _same_array(a, b)
-    if isinstance(a, Mapping):
-        return isinstance(b, Mapping) and a.keys() == b.keys() and all(_same(a[name], b[name]) for name in a)
-    if isinstance(a, (list, tuple)):
-        return type(a) is type(b) and len(a) == len(b) and all(map(_same, a, b))
-    if isinstance(b, (Tensor, np.ndarray, Ragged)):
-        return False
-    if is_dataclass(a) and type(a) is type(b):
-        return all(_same(getattr(a, entry.name), getattr(b, entry.name)) for entry in fields(a))
-    try:
-        return bool(a == b) or bool(a != a and b != b)
-    except (ValueError, TypeError, RuntimeError):  # an answer for each element, or none
-        return False
-
-
-_PLAIN = {str, bytes, int, float, bool, type(None)}  # lists of these compare as their elements do
-
-
-def _same_array(a: np.ndarray, b: np.ndarray) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    if a.dtype == object:
-        ours, theirs = a.ravel().tolist(), b.ravel().tolist()
-        if {*map(type, ours), *map(type, theirs)} <= _PLAIN and ours == theirs:
-            return True
-        return all(map(_same, ours, theirs))
-    return bool(np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"))

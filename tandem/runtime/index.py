@@ -13,6 +13,7 @@ from torch import Tensor
 from tandem.errors import DataError
 from tandem.protocol import DataProto, Ragged
 from tandem.protocol.data import object_array
+from tandem.protocol.equality import same
 from tandem.protocol.ragged import RowIndex, row_index
 from tandem.runtime.table import Table
 
@@ -72,7 +73,7 @@ class Index(Table):
         """Uids and row ids are of the first that has them."""
         uids, columns, lengths = self.uids, dict.fromkeys(self.columns), dict(self.lengths)
         for other in others:
-            if uids is not None and other.uids is not None and not np.array_equal(uids, other.uids):
+            if uids is not None and other.uids is not None and not same(uids, other.uids):
                 raise DataError(
                     "batches of different samples", field="uid", got=other.uids[:4], expected=uids[:4]
                 )

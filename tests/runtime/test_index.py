@@ -74,6 +74,19 @@ def test_union_of_what_does_not_fit():
         index.union(Index.of(other))
 
 
+def test_union_of_samples_whose_names_are_equal_whatever_they_are():
+    def named(*uids: object) -> Index:
+        return Index.of(DataProto({"x": torch.zeros(len(uids))}, {"uid": list(uids)}))
+
+    nested = {"ids": np.arange(3), "share": float("nan")}
+    copy = {"ids": np.arange(3), "share": float("nan")}
+    both = named(float("nan"), np.array([1, 2]), nested).union(named(float("nan"), np.array([1, 2]), copy))
+    assert (len(both), both.columns) == (3, ("x", "uid"))
+    for other in (named(np.array([1, 3])), named(np.array([1, 2, 3])), named("1")):
+        with pytest.raises(DataError, match="different samples"):
+            named(np.array([1, 2])).union(other)
+
+
 def test_concat():
     parts = [make_batch(rows, seed=rows) for rows in (3, 0, 2)]
     index = Index.concat(*map(Index.of, parts))
