@@ -2,6 +2,6 @@
 Ray's object store and go from worker to worker; the controller sees their indices."""
 
 from tandem.runtime.ray_backend.backend import RayBackend
-from tandem.runtime.ray_backend.stacks import stacks
+from tandem.runtime.ray_backend.cluster import stacks
 
 __all__ = ["RayBackend", "stacks"]

@@ -1,4 +1,5 @@
-"""The Ray cluster of a run: joined or started, and the places in it that pools reserve."""
+"""The Ray cluster of a run: joined or started, the places in it that pools reserve, and the
+stacks of its processes."""
 
 from __future__ import annotations
 
@@ -8,10 +9,11 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -80,12 +82,34 @@ def _join(address: str | None, temp_dir: str | None, object_store_gb: float | No
     return True
 
 
+def stacks(processes: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The stacks of all processes of a run that another process controls.
+
+    Args:
+        processes: what its backend wrote down of them.
+
+    Raises:
+        ConfigError: their cluster cannot be reached.
+    """
+    connect(processes["address"], temp_dir=None, object_store_gb=None)
+    try:
+        for process in processes["processes"]:
+            name = f"{process['name']} (node {process['node']}, pid {process['pid']})"
+            try:
+                actor = ray.get_actor(process["actor"], namespace=processes["namespace"])
+                yield name, str(ray.get(actor.stacks.remote(), timeout=5))
+            except (RayError, ValueError) as error:
+                yield name, f"no answer: {type(error).__name__}"
+    finally:
+        ray.shutdown()
+
+
 def has_gpus() -> bool:
     return bool(_resources().get("GPU"))
 
 
 def _resources() -> dict[str, float]:
-    """Of all nodes together."""
+    """The resources of all nodes together."""
     return dict(ray.cluster_resources())  # type: ignore[no-untyped-call]
 
 
@@ -110,7 +134,7 @@ def reserve(pools: Sequence[ResourcePool], *, gpus: bool, timeout_s: float) -> d
 
 
 def actor_options(pool: ResourcePool, group: PlacementGroup, node: int, gpus: bool) -> dict[str, Any]:
-    """Where a process of a pool runs, and what it takes there."""
+    """Ray's options for an actor of a pool: where it runs, and what it takes there."""
     takes = _bundle(1, gpus and pool.on_device)
     return {
         "num_cpus": takes.pop("CPU", 0),
@@ -138,7 +162,7 @@ def _nodes() -> list[dict[str, Any]]:
 
 
 def _may_fit(pools: Sequence[ResourcePool], gpus: bool) -> bool:
-    """Whether waiting may help: a Ray of this run's own does not grow."""
+    """Tells whether waiting may help: a Ray of this run's own does not grow."""
     there = _resources()
     asked = sum(pool.world_size for pool in pools if pool.on_device)
     return not there.get(PROCESS) or (
