@@ -48,7 +48,8 @@ class BackgroundWrite:
         self._thread.start()
 
     def check(self) -> None:
-        """
+        """Tells of a write that failed.
+
         Raises:
             Exception: what the write raised, once.
         """
@@ -97,12 +98,13 @@ class PendingSave:
         self._thread.start()
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether it has ended, well or not, after so many seconds at most."""
+        """Tells whether it has ended, well or not, after so many seconds at most."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def check(self) -> None:
-        """
+        """Tells of a member that failed.
+
         Raises:
             Exception: why it ended without a checkpoint.
         """

@@ -1,4 +1,4 @@
-"""Which checkpoint is the best, by one metric of the step it was saved at."""
+"""Best: chooses the best checkpoint, by one metric of the step it was saved at."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The judge.
+    """The judge of checkpoints.
 
     Attributes:
         metric: its name, as in metrics.jsonl.

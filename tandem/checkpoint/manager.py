@@ -121,7 +121,7 @@ class CheckpointManager:
         state: Mapping[str, Any],
         metrics: Mapping[str, float] = NO_METRICS,
     ) -> PendingSave:
-        """The same, while training goes on: returns as soon as all members have begun.
+        """Writes a checkpoint while training goes on: returns as soon as all members have begun.
 
         Args:
             step, state, metrics: see `save`; the state is taken as it is now.

@@ -108,7 +108,7 @@ def _spoken(error: BaseException, folder: Path, needed: int | None) -> Checkpoin
 
 
 def _disk_full(error: BaseException) -> bool:
-    """Whether an exception or one of its causes says so, by number or, from libraries, by word."""
+    """Tells whether an exception or one of its causes says so, by number or, from libraries, by word."""
     return any(
         (isinstance(cause, OSError) and cause.errno in _FULL)
         or any(os.strerror(number) in str(cause) for number in _FULL)

@@ -1,5 +1,5 @@
-"""What this machine, this data and this model lack for a run whose config is sound. A config for another
-machine can be checked on a laptop; a run cannot begin without these."""
+"""Finds what this machine, this data and this model lack for a run whose config is sound. A config for
+another machine can be checked on a laptop; a run cannot begin without these."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def lacking(config: RunsConfig) -> list[TandemError]:
 
 
 def refuse(missing: list[TandemError]) -> None:
-    """
+    """Refuses to begin a run that lacks something.
+
     Raises:
         TandemError: something is missing; the whole list, where there are several.
     """

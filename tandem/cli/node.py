@@ -36,7 +36,7 @@ SILENT_PROBES = 5  # unanswered in a row: the head is gone
 
 @dataclass(frozen=True)
 class Settings:
-    """What the command line and the environment ask for.
+    """The settings of a node, from the command line and the environment.
 
     Attributes:
         rank: of this machine; 0 is the head.

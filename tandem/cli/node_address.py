@@ -1,4 +1,4 @@
-"""Which IPv4 address this machine has, and what answers at another. No cluster library is asked."""
+"""Finds this machine's IPv4 address, and asks whether another answers. No cluster library is used."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def own_address(interface: str | None, towards: str = OUTSIDE) -> str:
 
 
 def answers(address: str, port: int) -> bool:
-    """Whether something accepts connections there."""
+    """Tells whether something accepts connections there."""
     try:
         with socket.create_connection((address, port), timeout=ANSWER_S):
             return True
@@ -68,7 +68,7 @@ def answers(address: str, port: int) -> bool:
 
 
 def is_free(port: int) -> bool:
-    """Whether this machine can listen on the port."""
+    """Tells whether this machine can listen on the port."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -16,7 +16,7 @@ from tandem.errors import TandemError
 
 @dataclass(frozen=True)
 class Head:
-    """What the file says.
+    """The head of a cluster, as its file names it.
 
     Attributes:
         address: of the machine.
@@ -50,7 +50,7 @@ class HeadFile:
         self.token_path = self.path.with_name(f"{self.path.name}.token")
 
     def read(self) -> Head | None:
-        """What it says; None where it is absent.
+        """Reads the head from the file; None where there is no file.
 
         Raises:
             TandemError: it is no head file.
@@ -81,7 +81,7 @@ class HeadFile:
         return head, ""
 
     def has_ended(self, head: Head) -> bool:
-        """Whether the head ended in order: the file no longer names this start of it, and nothing answers."""
+        """Tells whether the head ended in order: its file names it no longer, and nothing answers."""
         try:
             named = self.read()
         except TandemError:

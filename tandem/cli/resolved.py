@@ -1,4 +1,4 @@
-"""What commands begin with: their help, their config, and the dry run."""
+"""The beginning that commands share: their help, their config, and the dry run."""
 
 from __future__ import annotations
 

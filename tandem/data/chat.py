@@ -130,14 +130,14 @@ class ChatTemplate:
         )
 
     def _start(self, whole: str, before: Sequence[Message]) -> int:
-        """Where the turn after the messages `before` begins."""
+        """Finds where the turn after the messages `before` begins."""
         prompt = self.prompt_text(before)
         if not whole.startswith(prompt):
             raise TemplateError(f"it changes the first {len(before)} message(s) once others follow")
         return len(prompt)
 
     def _end(self, whole: str, messages: Sequence[Message], start: int, following: int) -> int:
-        """Where the last of `messages` ends; it begins at `start`, its next turn at `following`."""
+        """Finds where the last of `messages` ends; it begins at `start`, its next turn at `following`."""
         eos = str(self._tokenizer.eos_token or "")
         turn = self.render(messages)
         if whole.startswith(turn):

@@ -41,7 +41,7 @@ def batches_of(rows: int, batch_size: int, *, field: str = "data.train_batch_siz
 
 
 class BatchOrder:
-    """Which rows each batch has: batches of equal size without end; each epoch goes once through the
+    """The rows of each batch: batches of equal size without end; each epoch goes once through the
     dataset in an order of its own and leaves out the rows that do not fill a batch. A batch's rows are a
     function of its number alone; what is counted is how many batches were used.
 
@@ -85,7 +85,7 @@ class BatchOrder:
         return epoch, self._order(epoch)[start : start + self.batch_size]
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` needs to go on after the last batch used."""
+        """The state from which `load_state_dict` goes on after the last batch used."""
         return {"epoch": self.epoch, "position": self.position, **self._identity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -120,7 +120,7 @@ def _ragged(tokens: list[np.ndarray], masks: list[np.ndarray]) -> tuple[Ragged, 
 
 
 def _are_text(files: DataFiles, answers: Sequence[str]) -> bool:
-    """Whether the answers are texts, by what the first row holds."""
+    """Tells whether the answers are texts, by what the first row holds."""
     (first,) = files.take([0])
     return all(isinstance(first[key], str) for key in answers)
 

@@ -108,7 +108,7 @@ class PromptDataset:
         return rows
 
     def records(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        """What the files say of the named prompts: the columns that were read."""
+        """The named prompts as the files hold them: the columns that were read."""
         return self._files.take(self._kept[np.asarray(rows, dtype=np.int64)])
 
 

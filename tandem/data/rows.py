@@ -17,7 +17,8 @@ from tandem.errors import DataError
 
 
 def check_new_columns(table: pa.Table, names: Sequence[str]) -> None:
-    """
+    """Checks that columns to be added are new.
+
     Raises:
         DataError: the table has one of these columns already.
     """

@@ -99,7 +99,7 @@ def _check_conversations(files: DataFiles, key: str) -> None:
 
 
 def turns_problem(messages: Any) -> str | None:
-    """What keeps `messages` from being a conversation in which the assistant answers."""
+    """Names what keeps `messages` from being a conversation in which the assistant answers."""
     if problem := conversation_problem(messages):
         return problem
     roles = [message["role"] for message in messages]

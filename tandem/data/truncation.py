@@ -16,7 +16,7 @@ TRUNCATIONS = ("error", "left", "right", "middle")
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """How long sequences may be, and what happens to longer ones.
+    """The limit of sequences' lengths, and what happens to longer ones.
 
     Attributes:
         tokens: the limit.

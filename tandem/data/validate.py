@@ -1,4 +1,4 @@
-"""What is wrong with rows of data files: found for all rows first, then said in one error."""
+"""Checks of rows of data files, whose problems are found for all rows first and then said in one error."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class RowProblems:
             self._shown.append(f"{self._where(row)}: {problem}")
 
     def raise_if_any(self, message: str, *, field: str, expected: str, remedy: str) -> None:
-        """
+        """Raises one error for all problems.
+
         Raises:
             DataError: something was added; names the first rows and what is wrong with each.
         """
@@ -46,7 +47,7 @@ class RowProblems:
 
 
 def conversation_problem(value: Any) -> str | None:
-    """What keeps `value` from being a list of {role, content} with text in both; None if nothing does."""
+    """Names what keeps `value` from being a list of {role, content} with text in both; None if nothing."""
     if not isinstance(value, list):
         return f"not a list of messages but {kind(value)}"
     if not value:
@@ -69,7 +70,7 @@ def prompt_problem(value: Any) -> str | None:
 
 
 def reward_problem(row: dict[str, Any], reward_fn_key: str) -> str | None:
-    """What the reward will lack in this row: its data source, its ground truth."""
+    """Names what the reward will lack in this row: its data source, its ground truth."""
     source = row[reward_fn_key]
     if not isinstance(source, str) or not source:
         return f"{reward_fn_key} is {source!r}, not a name"

@@ -271,7 +271,7 @@ class DataProto:
         )
 
     def clone(self) -> DataProto:
-        """The same table on memory of its own (the objects in its arrays are shared)."""
+        """Copies the table to memory of its own (the objects in its arrays are shared)."""
         copies: dict[int, Tensor] = {}  # columns of one offset tensor keep one
 
         def own(tensor: Tensor) -> Tensor:

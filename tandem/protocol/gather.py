@@ -61,7 +61,7 @@ class Gather:
 
     @property
     def is_view(self) -> bool:
-        """Whether all columns of the result are views of the tables'."""
+        """Tells whether all columns of the result are views of the tables'."""
         return len(self._table) <= 1
 
     def dense(self, columns: Sequence[Tensor]) -> Tensor:
@@ -155,7 +155,7 @@ def _whole(columns: Sequence[Tensor]) -> Tensor:
 
 
 def _full(columns: Sequence[Tensor]) -> list[Tensor]:
-    """Those with values: an empty one may be of another type, and has no say."""
+    """Leaves out the columns without values: they may be of another type, and have no say."""
     return [column for column in columns if len(column)] or list(columns[:1])
 
 

@@ -179,7 +179,7 @@ class Ragged:
 
 
 def same_tensor(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are equal, NaN to NaN too; those that lie on the same memory are, and are not
+    """Tells whether two tensors are equal, NaN to NaN too; those that lie on the same memory are, and are not
     read."""
     if a.dtype != b.dtype or a.shape != b.shape or a.device != b.device:
         return False
@@ -217,7 +217,7 @@ def row_index(rows: RowIndex, count: int) -> Tensor:
 
 
 def picks(rows: RowIndex, count: int) -> Picks:
-    """As `row_index`, with successive rows as a range."""
+    """Turns any way of naming rows into numbers, as `row_index` does, with successive rows as a range."""
     if isinstance(rows, slice) and rows.step in (None, 1):
         return range(count)[rows]
     return row_index(rows, count).numpy()

@@ -1,4 +1,4 @@
-"""What a rollout engine takes and gives back."""
+"""Requests, sampling parameters and samples: what a rollout engine takes and gives back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ that `SamplingParams` asks for, or raw, the model's own before any of it, the te
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to sample; names and meaning are vLLM's.
+    """The parameters of sampling; names and meaning are vLLM's.
 
     In this order: a token that `min_tokens` bars gets -inf; `logit_bias` is added; `repetition_penalty`,
     `frequency_penalty` and `presence_penalty` change the logits of tokens that were there; the
@@ -86,17 +86,17 @@ class SamplingParams:
 
     @property
     def truncated(self) -> bool:
-        """Whether tokens are cut from the distribution."""
+        """Tells whether tokens are cut from the distribution."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     @property
     def penalised(self) -> bool:
-        """Whether logits depend on the tokens that were there."""
+        """Tells whether logits depend on the tokens that were there."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
     @property
     def reshapes(self) -> bool:
-        """Whether the distribution sampled from may differ from softmax(logits / temperature), the one that
+        """Tells whether the distribution sampled from may differ from softmax(logits / temperature), which
         training computes again."""
         return self.truncated or self.penalised or self.min_tokens > 0 or bool(self.logit_bias)
 

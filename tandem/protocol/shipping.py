@@ -37,7 +37,7 @@ class Shipped:
 
 
 def unwrap(value: Any) -> Any:
-    """What a state holds after a trip (a tensor) or after a mere copy (still Shipped): the tensor."""
+    """The tensor in a state: after a trip the state holds it itself, after a mere copy still Shipped."""
     return value.tensor if isinstance(value, Shipped) else value
 
 

@@ -1,4 +1,4 @@
-"""What a backend supplies: workers, and a way to call methods on them."""
+"""Backend: the interface by which a controller gets workers and calls their methods."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tandem.runtime.worker import WorkerFactory
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """How a worker spent its time since the last count.
+    """The time that a worker spent since the last count, by what it spent it on.
 
     Attributes:
         busy_s: seconds in its methods.
@@ -81,7 +81,7 @@ class Workers(Protocol):
 
 
 class Backend(Protocol):
-    """Where workers run."""
+    """The place where workers run: one process, or a cluster."""
 
     def reserve(self, pools: Sequence[ResourcePool]) -> None:
         """Makes sure that there are the processes and devices that the pools ask for, all at once.

@@ -1,4 +1,4 @@
-"""How the arguments of one call on a group become the calls of its workers, and their results one.
+"""Dispatch: turns one call on a group into the calls of its workers, and their results into one.
 
 Dispatch functions take a mesh and the arguments and return one call per rank; collect functions
 take a mesh and one result per rank. Nothing is padded: shares may be uneven, and empty.
@@ -25,7 +25,7 @@ CollectFn = Callable[["Mesh", list[Any]], Any]
 
 
 class Dispatch(Enum):
-    """How a registered method is called on the workers of a group.
+    """The ways to call a registered method on the workers of a group.
 
     ONE_TO_ALL: all workers, the same arguments; a list of results by rank.
     ALL_TO_ALL: each argument is a list with one item per rank; a list of results by rank.
@@ -121,7 +121,7 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """What @register says of a method.
+    """The options that @register gave a method.
 
     Attributes:
         dispatch_mode: one of Dispatch, or a (dispatch, collect) pair of functions.
@@ -173,12 +173,12 @@ class Registration:
 
     @property
     def divides_batches(self) -> bool:
-        """Whether each data-parallel rank gets a share of the rows of every batch."""
+        """Tells whether each data-parallel rank gets a share of the rows of every batch."""
         return self.dispatch_mode in (Dispatch.DP_COMPUTE_PROTO, Dispatch.ND_COMPUTE_PROTO)
 
     @property
     def makes_batch(self) -> bool:
-        """Whether the result is a batch, concatenated from the collecting workers' batches."""
+        """Tells whether the result is a batch, concatenated from the collecting workers' batches."""
         return self.divides_batches and self.collect == "all"
 
     def functions(self) -> tuple[DispatchFn, CollectFn]:

@@ -132,7 +132,7 @@ def chunk_of(node: Node, i: int, n: int) -> Node:
 
 
 def _by_number(node: Node) -> TypeGuard[Operation]:
-    """Whether an expression names rows by number."""
+    """Tells whether an expression names rows by number."""
     if isinstance(node, Source) or node.name != "__getitem__":
         return False
     (rows,) = node.options

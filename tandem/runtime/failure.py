@@ -1,4 +1,4 @@
-"""What is known when a worker fails, and the report that is made of it."""
+"""Failures of workers: the records of what happened, and the report that is made of them."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Record:
 
 
 class CallFailed(Exception):
-    """What a worker's process sends in place of a result."""
+    """The error that a worker's process sends in place of a result; it holds the failed call's record."""
 
     def __init__(self, record: Record) -> None:
         super().__init__(record)
@@ -75,7 +75,7 @@ class CallFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What a worker's process answers when asked.
+    """The state of a worker's process, as it answers when asked.
 
     Attributes:
         state: "idle", "waiting for the inputs of" or "running".
@@ -167,7 +167,7 @@ def tail(log: Path, pid: int, *, but: str = "", lines: int = LOG_LINES) -> str:
 
 
 def first_failure(records: Iterable[Record]) -> Record | None:
-    """Where it began: the earliest call that did not fail for want of another's result."""
+    """Finds where a failure began: the earliest call that did not fail for want of another's result."""
     return min(records, key=lambda record: (record.inputs, record.at), default=None)
 
 

@@ -79,8 +79,8 @@ class BatchFuture:
         self._layout: Layout | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Of what this process holds itself, only the wanted rows and columns travel, where it is known
-        which they are."""
+        """Pickles the expression. Of what this process holds itself, only the wanted rows and columns travel,
+        where it is known which they are."""
         node = self._node
         if any(isinstance(s.handle, Done) for s in sources(node)) and self.ready():
             node = written(self._laid_out(), settle=True)
@@ -136,7 +136,7 @@ class BatchFuture:
         return self._index
 
     def ready(self) -> bool:
-        """Whether the index is there without waiting for a method to end."""
+        """Tells whether the index is there without waiting for a method to end."""
         return self._index is not None or all(s.ready() for s in sources(self._node))
 
     def get(self, timeout_s: float | None = None) -> DataProto:
@@ -228,8 +228,8 @@ def division(batches: Sequence[BatchFuture], parts: int, column: str) -> Divisio
 
 
 def resolve(argument: Any, *, borrowed: bool = False) -> Any:
-    """What a worker does to each argument: a future becomes its value, and a batch a table of the worker's
-    own.
+    """Turns an argument into what a worker's method gets: of a future its value, of a batch a table of the
+    worker's own.
 
     Args:
         borrowed: whether the argument came from another process, so that a batch may lie on memory that

@@ -12,13 +12,13 @@ from tandem.runtime.index import Index
 
 
 class Handle(Protocol):
-    """Where results travel between processes a handle must be picklable and work in any of them. All
-    waits raise what the method raised, and TimeoutError after `timeout_s` seconds (None: the backend's
-    own limit)."""
+    """One worker's promised result, as a backend knows it. Where results travel between processes, it must be
+    picklable and work in any of them. All waits raise what the method raised, and TimeoutError after
+    `timeout_s` seconds (None: the backend's own limit)."""
 
     @property
     def borrowed(self) -> bool:
-        """Whether `get` may give tensors on memory that others read; nobody may write to them."""
+        """Tells whether `get` may give tensors on memory that others read; nobody may write to them."""
         ...
 
     def get(self, timeout_s: float | None = None) -> Any:
@@ -34,7 +34,7 @@ class Handle(Protocol):
         ...
 
     def done(self) -> bool:
-        """Whether the method has ended, well or not; does not wait."""
+        """Tells whether the method has ended, well or not; does not wait."""
         ...
 
 
@@ -84,7 +84,7 @@ class Source:
         return Source, (self.handle, self.method, self.shape)
 
     def ready(self) -> bool:
-        """Whether the index is there without waiting for a worker."""
+        """Tells whether the index is there without waiting for a worker."""
         return self._index is not None or self.handle.done()
 
     def index(self, timeout_s: float | None) -> Index:

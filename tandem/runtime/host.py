@@ -31,7 +31,7 @@ from tandem.runtime.worker import Part, Worker, WorkerFactory, create
 
 
 class Inputs:
-    """What bringing inputs to this process has cost so far. Handles add to it, the lane reads it."""
+    """The cost of bringing inputs to this process, so far. Handles add to it, the lane reads it."""
 
     def __init__(self) -> None:
         self.wait_s = 0.0
@@ -49,7 +49,7 @@ INPUTS = Inputs()
 
 @dataclass(frozen=True)
 class Setup:
-    """What a process needs to become a rank.
+    """The facts that a process needs to become a rank.
 
     Attributes:
         pool, rank, world_size: which one.
@@ -181,7 +181,7 @@ class Host:
         return taken
 
     def status(self) -> Status:
-        """What the lane is doing."""
+        """The state of the lane, with what it has to tell since it was last asked."""
         state, role, method, since = self._state
         failures, said = _drained(self._failures), _drained(self._said)
         elapsed = time.monotonic() - since
@@ -236,7 +236,7 @@ class _Stay:
     def _record(
         self, kind: type[BaseException] | None, error: BaseException, trace: TracebackType | None
     ) -> Record:
-        """What is told of a call that raised. Where another's failure came with the inputs, that."""
+        """The record of a call that raised, or of another's failure where that came with the inputs."""
         if isinstance(error, CallFailed):
             return error.record
         host, (state, role, method) = self._host, self._call

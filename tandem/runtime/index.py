@@ -37,7 +37,8 @@ class Index(Table):
 
     @classmethod
     def of(cls, batch: DataProto) -> Index:
-        """
+        """The index of a batch that is here.
+
         Raises:
             DataError: something else than a batch.
         """
@@ -142,8 +143,7 @@ def _unpacked(
 
 
 def _shared(lengths: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """The same mapping with one tensor object for all columns of equal lengths, so that an index
-    holds and sends each only once."""
+    """Gives all columns of equal lengths one tensor object, so that an index holds and sends it only once."""
     families: list[Tensor] = []
     out: dict[str, Tensor] = {}
     for name, column in lengths:

@@ -36,7 +36,7 @@ class Strip:
         return Strip(self.sources, self.sizes, _composed(self.picks, rows))
 
     def same(self, other: Strip) -> bool:
-        """Whether both are the same rows of the same results."""
+        """Tells whether both are the same rows of the same results."""
         if self.sources != other.sources:
             return False
         if isinstance(self.picks, range) or isinstance(other.picks, range):
@@ -44,7 +44,7 @@ class Strip:
         return np.array_equal(self.picks, other.picks)
 
     def needed(self) -> Strip:
-        """The same rows with only the results that hold some; of no rows, the smallest result."""
+        """Leaves out the results that hold none of the rows; of no rows, all but the smallest result."""
         sizes = np.asarray(self.sizes)
         ends = np.cumsum(sizes)
         if len(self.picks) == 0:

@@ -21,7 +21,8 @@ class LocalBackend:
     """See `Backend`."""
 
     def reserve(self, pools: Sequence[ResourcePool]) -> None:
-        """
+        """Makes sure that the pools ask for this process alone.
+
         Raises:
             ConfigError: a pool has more than one process.
         """

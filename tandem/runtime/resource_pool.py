@@ -1,4 +1,4 @@
-"""Which processes there are, and which roles run on them."""
+"""Resource pools: the processes of a run, and the roles that run on them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tandem.errors import ConfigError
 
 
 class Role(Enum):
-    """What a group of workers is in the algorithm; several in one name share weights or a process."""
+    """The part of a group of workers in the algorithm; several in one name share weights or a process."""
 
     Actor = auto()
     Rollout = auto()
@@ -65,7 +65,7 @@ class ResourcePool:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where each role runs. Roles mapped to one pool are colocated.
+    """The assignment of roles to pools. Roles mapped to one pool are colocated.
 
     Args:
         resource_pool_spec: pool name to processes per node.

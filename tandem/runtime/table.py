@@ -83,7 +83,7 @@ class Table(ABC):
         return self[division[i]]
 
     def restore(self, division: Sequence[np.ndarray], *others: Self) -> Self:
-        """What became of the shares of a division, this table of the first, in the order before it.
+        """Puts together what became of a division's shares, this table of the first, in the order before it.
 
         Raises:
             DataError: a table of another size than its share.

@@ -63,7 +63,7 @@ class WorkerGroup:
         return self._role
 
     def take_usage(self) -> list[Usage]:
-        """How each worker spent its time since the last call, by rank."""
+        """The time that each worker spent since the last call, by rank."""
         return self._workers.take_usage()
 
     def shutdown(self) -> None:

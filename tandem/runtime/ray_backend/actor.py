@@ -27,7 +27,7 @@ RemoteCall = tuple[str, str, tuple[Any, ...], Mapping[str, Any]] | bytes
 
 @dataclass(frozen=True, slots=True)
 class Whereabouts:
-    """Where a process found itself.
+    """The machine and the network in which a process found itself.
 
     Attributes:
         node: Ray's id of the machine.
@@ -49,7 +49,7 @@ def packed_index(batch: Any) -> bytes:
 
 
 def packed_call(role: str, method: str, call: Call) -> RemoteCall:
-    """What to give to an actor. Of plain values Ray needs to know nothing, and bytes cost it the least."""
+    """Packs a call for an actor. Ray needs to know nothing of plain values, and bytes cost it the least."""
     args, kwargs = call
     whole = (role, method, args, kwargs)
     plain = all(value is None or type(value) in PLAIN for value in (*args, *kwargs.values()))

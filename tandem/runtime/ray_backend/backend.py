@@ -350,7 +350,7 @@ def _ship_modules_of(worker: WorkerFactory) -> None:
 
 
 def _importable(module: ModuleType) -> bool:
-    """Whether a process with the same import path finds the module by its name."""
+    """Tells whether a process with the same import path finds the module by its name."""
     if getattr(module, "__file__", None) is None:
         return True  # part of the interpreter
     return PathFinder.find_spec(module.__name__.split(".")[0]) is not None

@@ -52,7 +52,7 @@ class RayHandle:
 
     @property
     def first(self) -> ray.ObjectRef[Any]:
-        """What exists once the method has ended, the smallest such thing."""
+        """The smallest object that exists once the method has ended."""
         return self._value if self._index is None or isinstance(self._index, bytes) else self._index
 
     def get(self, timeout_s: float | None = None) -> Any:

@@ -11,7 +11,7 @@ from ray.exceptions import RayTaskError
 
 
 class Together:
-    """What the workers of one call return first: waited for, and brought here, at once, as that costs the
+    """The first results of all workers of one call, waited for and brought here at once, as that costs the
     least.
 
     Attributes:
@@ -26,7 +26,7 @@ class Together:
         self._here: dict[ray.ObjectRef[Any], Any] = {}
 
     def wait(self, sign: ray.ObjectRef[Any], timeout_s: float) -> bool:
-        """Whether `sign`, one of them, exists after waiting for all."""
+        """Tells whether `sign`, one of them, exists after waiting for all."""
         if self.refs:
             count = len(self.refs)
             found, missing = ray.wait(self.refs, num_returns=count, timeout=timeout_s, fetch_local=False)

@@ -75,7 +75,7 @@ class Sent:
     result: weakref.ref[Any]
 
     def unfinished(self) -> bool:
-        """Whether somebody holds its result, and there is none."""
+        """Tells whether somebody holds its result, and there is none."""
         handle = self.result()
         if handle is None:
             return False
@@ -217,7 +217,8 @@ class Watch:
             self.check()
 
     def check(self) -> None:
-        """
+        """Raises a failure that is still untold.
+
         Raises:
             WorkerFailure: something failed that the controller has not been told of, wherever it was.
         """
@@ -287,7 +288,7 @@ class Watch:
     def _fault(
         self, answers: Mapping[Place, Answer], record: Record | None = None, *, patient: bool = False
     ) -> Fault | None:
-        """What is wrong, if anything: a death comes before what it made others raise, and that before
+        """Finds what is wrong, if anything: a death comes before what it made others raise, and that before
         silence and overruns.
 
         Args:
