@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from tandem.protocol.ragged import Ragged, RowIndex, cut_offsets, picks, row_ind
 from tandem.protocol.shipping import Shipped, unwrap
 
 Column = Tensor | Ragged
+Kind = TypeVar("Kind", Tensor, Ragged)
 
 
 class DataProto:
@@ -79,12 +80,7 @@ class DataProto:
         Raises:
             DataError: no such column, or a dense one.
         """
-        column = self.batch.get(name)
-        if not isinstance(column, Ragged):
-            raise DataError(
-                "no such ragged column", field=name, got=type(column).__name__, expected=self.columns
-            )
-        return column
+        return self._column(name, Ragged, "ragged")
 
     def dense(self, name: str) -> Tensor:
         """The dense column of that name.
@@ -92,11 +88,13 @@ class DataProto:
         Raises:
             DataError: no such column, or a ragged one.
         """
+        return self._column(name, Tensor, "dense")
+
+    def _column(self, name: str, kind: type[Kind], called: str) -> Kind:
         column = self.batch.get(name)
-        if not isinstance(column, Tensor):
-            raise DataError(
-                "no such dense column", field=name, got=type(column).__name__, expected=self.columns
-            )
+        if not isinstance(column, kind):
+            got = type(column).__name__
+            raise DataError(f"no such {called} column", field=name, got=got, expected=self.columns)
         return column
 
     def __getitem__(self, rows: int | RowIndex) -> DataProto:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from tandem.protocol import DataProto
+from tandem.protocol.equality import same
 from tandem.protocol.gather import Picks
 from tandem.protocol.ragged import RowIndex, picks
 from tandem.runtime.handle import Source
@@ -37,11 +38,7 @@ class Strip:
 
     def same(self, other: Strip) -> bool:
         """Tells whether both are the same rows of the same results."""
-        if self.sources != other.sources:
-            return False
-        if isinstance(self.picks, range) or isinstance(other.picks, range):
-            return isinstance(self.picks, range) and self.picks == other.picks
-        return np.array_equal(self.picks, other.picks)
+        return self.sources == other.sources and same(self.picks, other.picks)
 
     def needed(self) -> Strip:
         """Leaves out the results that hold none of the rows; of no rows, all but the smallest result."""
