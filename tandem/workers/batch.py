@@ -21,7 +21,7 @@ from tandem.protocol import DataProto, Ragged
 from tandem.runtime import Dispatch, register
 from tandem.workers.advantage_inputs import refuse_non_finite, reward_components
 from tandem.workers.correction import KEPT, WEIGHTS, Correction, correction_columns
-from tandem.workers.losses import configured_loss
+from tandem.workers.loss_terms import configured_loss
 from tandem.workers.shaping import ShapingWorker
 
 

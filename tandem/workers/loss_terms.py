@@ -1,4 +1,5 @@
-"""The terms that the policy's loss is the sum of. A new term is a class like these.
+"""The terms that the policy's loss is the sum of. A new term is a class like these, and a line of
+`configured_terms`.
 
 Shapes: T tokens of a micro-batch, flat; offsets (B+1).
 """
@@ -7,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
-from tandem.algorithms.kl import kl_penalty
-from tandem.algorithms.registry import PolicyLossSpec
+from tandem.algorithms.kl import FULL, kl_penalty
+from tandem.algorithms.registry import PolicyLossSpec, policy_loss
+from tandem.config.actor import ActorConfig
+from tandem.config.tables import LOSS_KEYS
 from tandem.workers.correction import WEIGHTS
 
 
@@ -120,3 +124,30 @@ class ExactKLTerm:
 
     def __call__(self, given: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, Tensor]]:
         return given["ref_kl"], {"kl": given["ref_kl"]}
+
+
+def configured_terms(actor: ActorConfig) -> tuple[Term, ...]:
+    """The terms of the policy's loss that a config asks for. The entropy is reported without a bonus too.
+
+    Raises:
+        ConfigError: see `configured_loss`.
+    """
+    policy = PolicyTerm(*configured_loss(actor))
+    terms: tuple[Term, ...] = (policy, EntropyTerm(-actor.entropy_coeff))
+    if not actor.use_kl_loss:
+        return terms
+    if actor.kl_loss_type == FULL:
+        return (*terms, ExactKLTerm(actor.kl_loss_coef))
+    return (*terms, SampledKLTerm(actor.kl_loss_coef, actor.kl_loss_type))
+
+
+def configured_loss(actor: ActorConfig) -> tuple[PolicyLossSpec, dict[str, Any]]:
+    """The policy loss that a config names, and its options.
+
+    Raises:
+        ConfigError: an option that it does not take, or of another type.
+    """
+    spec = policy_loss(actor.policy_loss.loss_mode)
+    shared = {option: attrgetter(key)(actor) for option, key in LOSS_KEYS.items()}
+    given = {option: value for option, value in shared.items() if value is not None}
+    return spec, spec.select_options(given, actor.policy_loss.kwargs)

@@ -9,25 +9,20 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from operator import attrgetter
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from tandem.algorithms.aggregation import aggregate
 from tandem.algorithms.bradley_terry import bradley_terry_loss
-from tandem.algorithms.kl import FULL
-from tandem.algorithms.registry import PolicyLossSpec, policy_loss
 from tandem.algorithms.value_loss import clipped_value_loss
 from tandem.config.actor import ActorConfig
 from tandem.config.critic import CriticConfig
 from tandem.config.rollout_correction import RolloutCorrectionConfig
-from tandem.config.tables import LOSS_KEYS
 from tandem.engines.train.base import Counts
 from tandem.observability.metrics import Metrics
 from tandem.workers.correction import WEIGHTS, Correction, bypassing, count_kept, recounted
-from tandem.workers.loss_terms import EntropyTerm, ExactKLTerm, PolicyTerm, SampledKLTerm, Term
+from tandem.workers.loss_terms import EntropyTerm, Term, configured_terms
 from tandem.workers.probes import SAMPLED, add_rollout_gap
 
 
@@ -164,33 +159,6 @@ class ActorLoss:
     def rejects(self) -> bool:
         """Whether tokens are rejected here."""
         return self.correction is not None and bool(self.correction.rejections)
-
-
-def configured_terms(actor: ActorConfig) -> tuple[Term, ...]:
-    """The terms of the policy's loss that a config asks for. The entropy is reported without a bonus too.
-
-    Raises:
-        ConfigError: see `configured_loss`.
-    """
-    policy = PolicyTerm(*configured_loss(actor))
-    terms: tuple[Term, ...] = (policy, EntropyTerm(-actor.entropy_coeff))
-    if not actor.use_kl_loss:
-        return terms
-    if actor.kl_loss_type == FULL:
-        return (*terms, ExactKLTerm(actor.kl_loss_coef))
-    return (*terms, SampledKLTerm(actor.kl_loss_coef, actor.kl_loss_type))
-
-
-def configured_loss(actor: ActorConfig) -> tuple[PolicyLossSpec, dict[str, Any]]:
-    """The policy loss that a config names, and its options.
-
-    Raises:
-        ConfigError: an option that it does not take, or of another type.
-    """
-    spec = policy_loss(actor.policy_loss.loss_mode)
-    shared = {option: attrgetter(key)(actor) for option, key in LOSS_KEYS.items()}
-    given = {option: value for option, value in shared.items() if value is not None}
-    return spec, spec.select_options(given, actor.policy_loss.kwargs)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ from tandem.algorithms.policy_losses.sapo import sapo
 from tandem.config.actor import ActorConfig, PolicyLossConfig
 from tandem.config.tables import LOSS_KEYS, POLICY_LOSSES
 from tandem.engines.train.base import Counts
-from tandem.workers.losses import ActorLoss, configured_loss
+from tandem.workers.loss_terms import configured_loss
+from tandem.workers.losses import ActorLoss
 
 LENGTHS = [5, 1, 9, 0, 12]
 OFFSETS = torch.tensor([0, *LENGTHS]).cumsum(0)
