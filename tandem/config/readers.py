@@ -9,6 +9,7 @@ counts by the type it declares, wherever the section lies.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -19,6 +20,9 @@ from tandem.config.schema import keys
 from tandem.config.section import Section
 
 PACKAGE = Path(__file__).parent.parent
+
+_NAMES = re.compile(r"Config\b|\.config\b")
+"""A module without these knows no section, nor what holds one."""
 
 Value = tuple[str, tuple[str, ...]]
 """A thing of a class, by its name, and the attributes that lead on from it."""
@@ -73,9 +77,11 @@ def _holders(root: type[Section]) -> dict[str, frozenset[str]]:
 @cache
 def _reads() -> frozenset[tuple[str, str, tuple[str, ...]]]:
     """Module, class of the section from which it is reached, and attributes up to the key."""
+    sources = {path: path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
     trees = {
-        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): ast.parse(path.read_text())
-        for path in sorted(PACKAGE.rglob("*.py"))
+        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): ast.parse(source)
+        for path, source in sources.items()
+        if _NAMES.search(source)
     }
     code = _Code(trees.values())
     return frozenset(
