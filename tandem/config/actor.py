@@ -56,7 +56,6 @@ def _dro_beta(own: Any, name: str) -> Iterator[ConfigError]:
     if own.loss_mode == "dro" and own.dro_beta is None:
         yield ConfigError(
             "missing",
-            field=path(own, name),
             expected="a number > 0; a token comes to rest at advantage / dro_beta nats",
             remedy=f"add {path(own, name)}=…, or set another loss_mode",
         )
@@ -66,8 +65,6 @@ def _covariances(own: Any, name: str) -> Iterator[ConfigError]:
     if own.loss_mode == "clip_cov" and own.clip_cov_lb >= own.clip_cov_ub:
         yield ConfigError(
             "no covariance lies between the bounds",
-            field=path(own, name),
-            got=own.clip_cov_lb,
             expected=f"less than {path(own, 'clip_cov_ub')}={own.clip_cov_ub}",
             remedy="set one of the two",
         )
@@ -79,8 +76,6 @@ def _within_bounds(own: Any, name: str) -> Iterator[ConfigError]:
     if bounds.enabled and low <= high and not low <= own.entropy_coeff <= high:
         yield ConfigError(
             "begins outside its bounds",
-            field=path(own, name),
-            got=own.entropy_coeff,
             expected=f"{low} to {high}, the bounds of {at}",
             remedy=f"set {path(own, name)}={low}, or widen the bounds",
         )
@@ -216,7 +211,6 @@ def _resettable(own: Any, name: str) -> Iterator[ConfigError]:
     if own.reset_interval and config.needs_reference and config.reference_is_the_actor:
         yield ConfigError(
             "the reference is the base of the actor's adapters, and has no weights of its own to change",
-            field=path(own, name),
             got=f"{own.reset_interval} with {at_rank}={config.actor_rollout_ref.model.lora_rank}",
             expected="0, or a reference on a pool of its own",
             remedy=f"set {path(own, name)}=0, or place ref on another of trainer.resource_pools than the "

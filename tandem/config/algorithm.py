@@ -38,7 +38,6 @@ def _some_whole(own: Any, name: str) -> Iterator[ConfigError]:
         ignored = path(rollout, "ignore_eos")
         yield ConfigError(
             "every response is cut, and nothing would be learnt from",
-            field=path(own, name),
             got=f"true with {ignored}=true",
             remedy=f"set {ignored}=false, or {path(own, name)}=false",
         )

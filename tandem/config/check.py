@@ -39,7 +39,7 @@ def check(
     found = [item for rule in rules for item in _until_wrong(rule(run.view))]
     found += run.needs()
     return Findings(
-        [item for item in found if isinstance(item, ConfigError)] + list(run.errors()),
+        [run.with_value(item) for item in found if isinstance(item, ConfigError)] + list(run.errors()),
         [item for item in found if isinstance(item, str)] + list(run.notices()),
     )
 
@@ -56,7 +56,7 @@ class _Check:
     """The declarations of one config's keys."""
 
     def __init__(self, config: Section, changed: frozenset[str], bad: frozenset[str]) -> None:
-        self._root, self._changed, self._bad = type(config), changed, bad
+        self._config, self._root, self._changed, self._bad = config, type(config), changed, bad
         self.view = view_of(config, changed, bad)
 
     def needs(self) -> list[Finding]:
@@ -66,8 +66,21 @@ class _Check:
             if item.needs and self._asked(item):
                 at, _, leaf = item.name.rpartition(".")
                 own = value_at(self.view, at) if at else self.view
-                found += [each for need in item.needs for each in _until_wrong(need(own, leaf))]
+                asked = [each for need in item.needs for each in _until_wrong(need(own, leaf))]
+                for error in asked:
+                    if isinstance(error, ConfigError) and error.field is None:
+                        error.field = item.name
+                found += asked
         return found
+
+    def with_value(self, error: ConfigError) -> ConfigError:
+        """The error with the value of its key, unless it says itself what was given; of nothing, nothing."""
+        field = error.field or ""
+        if error.got is None and field in keys(self._root):
+            value = value_at(self._config, field)
+            if value not in (None, "", ()):
+                error.got = str(value).lower() if isinstance(value, bool) else value
+        return error
 
     def errors(self) -> Iterator[ConfigError]:
         """An error for each key that does nothing although it says what should come out."""

@@ -10,7 +10,6 @@ from annotated_types import Ge, MinLen
 from pydantic import BeforeValidator
 
 from tandem.config.section import AsTuple, LocalPath, Section, When, key
-from tandem.config.view import path
 from tandem.errors import ConfigError
 
 POOL = "global_pool"
@@ -77,8 +76,6 @@ def _address(own: Any, name: str) -> Iterator[ConfigError]:
         return
     yield ConfigError(
         "not an address",
-        field=path(own, name),
-        got=given,
         expected="HOST:PORT of the head node, or auto on one of the cluster's machines",
         remedy="the port is that of `ray start --head`, 6379 unless it was given another",
     )

@@ -41,68 +41,60 @@ class Settled:
 
 _POLICY = "actor_rollout_ref"
 _CORRECTION = "algorithm.rollout_correction"
+_SCORED = "reward_model.forward_micro_batch_size_per_gpu"
+_OVERLONG = "reward_model.overlong_buffer"
+
+_SHARED = {
+    f"{_POLICY}.actor.ppo_micro_batch_size": "actor",
+    f"{_POLICY}.ref.log_prob_micro_batch_size": "ref",
+    f"{_POLICY}.rollout.log_prob_micro_batch_size": "actor",
+    "critic.ppo_micro_batch_size": "critic",
+    "critic.forward_micro_batch_size": "critic",
+}
+"""Keys of all devices of a role together, which have a twin per device."""
+
+_BELOW = {
+    (f"{_POLICY}.actor", "critic"): {"grad_clip": "optim.clip_grad"},
+    (f"{_POLICY}.actor.optim", "critic.optim"): {"warmup_style": "lr_scheduler_type"},
+    (f"{_POLICY}.actor", f"{_POLICY}.ref", "critic"): {"use_torch_compile": "fsdp_config.use_torch_compile"},
+    (f"{_POLICY}.model", "critic.model"): {
+        "lora.rank": "lora_rank",
+        "lora.alpha": "lora_alpha",
+        "lora.target_modules": "target_modules",
+        "lora.exclude_modules": "exclude_modules",
+    },
+}
+"""Sections, and the keys that have other names there now."""
+
+_TILES = {
+    "entropy_from_logits_with_chunking": "the head works through the vocabulary in tiles and never holds all "
+    "logits at once",
+    "entropy_checkpointing": "the backward pass makes the logits again, tile by tile, and keeps none of them",
+}
 
 DEPRECATED: dict[str, Deprecated | Settled] = {
+    **{name: Deprecated(f"{name}_per_gpu", shared_by=role) for name, role in _SHARED.items()},
+    "reward_model.micro_batch_size": Deprecated(_SCORED, shared_by="reward_model"),
+    "reward_model.micro_batch_size_per_gpu": Deprecated(_SCORED),
     **{
-        name: Deprecated(f"{name}_per_gpu", shared_by=role)
-        for name, role in (
-            (f"{_POLICY}.actor.ppo_micro_batch_size", "actor"),
-            (f"{_POLICY}.ref.log_prob_micro_batch_size", "ref"),
-            (f"{_POLICY}.rollout.log_prob_micro_batch_size", "actor"),
-            ("critic.ppo_micro_batch_size", "critic"),
-            ("critic.forward_micro_batch_size", "critic"),
-        )
-    },
-    "reward_model.micro_batch_size": Deprecated(
-        "reward_model.forward_micro_batch_size_per_gpu", shared_by="reward_model"
-    ),
-    "reward_model.micro_batch_size_per_gpu": Deprecated("reward_model.forward_micro_batch_size_per_gpu"),
-    f"{_POLICY}.actor.grad_clip": Deprecated(f"{_POLICY}.actor.optim.clip_grad"),
-    "critic.grad_clip": Deprecated("critic.optim.clip_grad"),
-    f"{_POLICY}.actor.optim.warmup_style": Deprecated(f"{_POLICY}.actor.optim.lr_scheduler_type"),
-    "critic.optim.warmup_style": Deprecated("critic.optim.lr_scheduler_type"),
-    **{
-        f"{at}.use_torch_compile": Deprecated(f"{at}.fsdp_config.use_torch_compile")
-        for at in (f"{_POLICY}.actor", f"{_POLICY}.ref", "critic")
-    },
-    **{
-        f"{at}.lora.{old}": Deprecated(f"{at}.{new}")
-        for at in (f"{_POLICY}.model", "critic.model")
-        for old, new in (
-            ("rank", "lora_rank"),
-            ("alpha", "lora_alpha"),
-            ("target_modules", "target_modules"),
-            ("exclude_modules", "exclude_modules"),
-        )
+        f"{at}.{old}": Deprecated(f"{at}.{new}")
+        for sections, names in _BELOW.items()
+        for at in sections
+        for old, new in names.items()
     },
     "algorithm.rollout_is_level": Deprecated(f"{_CORRECTION}.rollout_is"),
     "algorithm.rollout_is_threshold": Deprecated(f"{_CORRECTION}.rollout_is_threshold"),
     f"{_CORRECTION}.bypass_old_logprob_for_rollout": Deprecated(f"{_CORRECTION}.bypass_mode"),
     f"{_POLICY}.rollout.calculate_log_probs": Settled("every engine gives the log-probs of what it samples"),
     **{
-        f"reward_model.reward_kwargs.overlong_buffer_cfg.{name}": Deprecated(
-            f"reward_model.overlong_buffer.{name}"
-        )
+        f"reward_model.reward_kwargs.overlong_buffer_cfg.{name}": Deprecated(f"{_OVERLONG}.{name}")
         for name in ("enable", "len", "penalty_factor", "log")
     },
     "trainer.ray_wait_register_center_timeout": Deprecated("trainer.timeouts.start"),
     f"{_POLICY}.actor.calculate_sum_pi_squared": Settled(
         "it is computed where the advantage estimator reads it"
     ),
-    **{
-        f"{_POLICY}.{role}.{name}": Settled(why)
-        for role in ("actor", "ref")
-        for name, why in (
-            (
-                "entropy_from_logits_with_chunking",
-                "the head works through the vocabulary in tiles and never holds all logits at once",
-            ),
-            (
-                "entropy_checkpointing",
-                "the backward pass makes the logits again, tile by tile, and keeps none of them",
-            ),
-        )
-    },
+    **{f"{_POLICY}.{role}.{name}": Settled(why) for role in ("actor", "ref") for name, why in _TILES.items()},
 }
 
 

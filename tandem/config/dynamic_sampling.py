@@ -31,7 +31,6 @@ def _groups(own: Any, name: str) -> Iterator[ConfigError]:
     if least < 2:
         yield ConfigError(
             "one response alone never differs",
-            field=path(own, name),
             got=f"true with {least} response per prompt",
             expected=f"{at_n}, and all of {path(rollout, 'n_schedule')}, >= 2",
             remedy=f"set {at_n}=8, or {path(own, name)}=false",
@@ -42,8 +41,6 @@ def _without_kl(own: Any, name: str) -> Iterator[ConfigError]:
     if own.metric == "seq_final_reward" and root(own).algorithm.use_kl_in_reward:
         yield ConfigError(
             "with the KL in the reward all responses differ, and nothing would be left out",
-            field=path(own, name),
-            got=own.metric,
             expected="a metric without the KL",
             remedy=f"set {path(own, name)}=seq_reward, or algorithm.use_kl_in_reward=false",
         )
@@ -54,7 +51,6 @@ def _fills_a_batch(own: Any, name: str) -> Iterator[ConfigError]:
     if batches and batches * data.prompts_at_a_time < data.train_batch_size:
         yield ConfigError(
             "so few prompts can never fill a batch",
-            field=path(own, name),
             got=f"{batches} batches of {data.prompts_at_a_time} prompts",
             expected=f"at least data.train_batch_size={data.train_batch_size} prompts",
             remedy=f"set {path(own, name)}=0, or raise data.gen_batch_size",
@@ -86,8 +82,6 @@ def _within_longest(own: Any, name: str) -> Iterator[ConfigError]:
     if own.enable and (own.len is None or own.len > longest):
         yield ConfigError(
             "missing" if own.len is None else "longer than the longest response",
-            field=path(own, name),
-            got=own.len,
             expected=f"1 to data.max_response_length={longest} tokens",
             remedy=f"set {path(own, name)}={max(1, longest // 5)}, a fifth of the greatest length",
         )
@@ -109,8 +103,6 @@ def _with_a_class(own: Any, name: str) -> Iterator[ConfigError]:
     if own.class_path is not None and own.class_name is None:
         yield ConfigError(
             "names a file, and no class in it",
-            field=path(own, name),
-            got=own.class_path,
             expected=f"{path(own, 'class_name')} beside it",
             remedy=f"set {path(own, 'class_name')}, or remove this key",
         )
@@ -138,8 +130,6 @@ def _below_upper(own: Any, name: str) -> Iterator[ConfigError]:
     if own.min_ent_coef > own.max_ent_coef:
         yield ConfigError(
             "above the upper bound",
-            field=path(own, name),
-            got=own.min_ent_coef,
             expected=f"at most {path(own, 'max_ent_coef')}={own.max_ent_coef}",
             remedy="lower it, or raise the upper bound",
         )

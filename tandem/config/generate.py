@@ -29,7 +29,7 @@ def _ends_in(*suffixes: str) -> Need:
         file = getattr(own, name)
         if not file.endswith(suffixes):
             expected = f"a name that ends in {' or '.join(suffixes)}"
-            yield ConfigError("unknown format", field=path(own, name), got=file, expected=expected)
+            yield ConfigError("unknown format", expected=expected)
 
     return check
 

@@ -38,15 +38,12 @@ def _layers(own: Any, name: str) -> Iterator[ConfigError]:
         first = "the number of layers"
         yield ConfigError(
             "missing",
-            field=path(own, name),
             expected=first if mode == "first" else "one layer in how many is computed again",
             remedy=f"set {path(own, name)}, or {at_mode}=full",
         )
     elif mode == "every" and count == 1:
         yield ConfigError(
             "one layer in one is every layer",
-            field=path(own, name),
-            got=count,
             expected=">= 2",
             remedy=f"set {at_mode}=full and remove this key",
         )
@@ -56,7 +53,6 @@ def _operators(own: Any, name: str) -> Iterator[ConfigError]:
     if not getattr(own, name):
         yield ConfigError(
             "no operator's output is kept",
-            field=path(own, name),
             got="nothing",
             expected="at least one operator",
             remedy=f"set {path(own, 'gradient_checkpointing_mode')}=full and remove this key",
@@ -65,7 +61,6 @@ def _operators(own: Any, name: str) -> Iterator[ConfigError]:
         if operator not in _GROUPS and not all(operator.partition(".")):
             yield ConfigError(
                 "unknown operator",
-                field=path(own, name),
                 got=operator,
                 expected=f"{', '.join(_GROUPS)}, or namespace.operator such as aten.mm",
                 remedy=nearest_remedy(operator, _GROUPS),
@@ -77,8 +72,6 @@ def _all_or_names(own: Any, name: str) -> Iterator[ConfigError]:
     if _ALL in given and len(given) > 1:
         yield ConfigError(
             f"{_ALL} stands beside names of layers",
-            field=path(own, name),
-            got=given,
             expected=f"{_ALL}, or names",
             remedy=f"leave {_ALL} or the names out",
         )
@@ -89,8 +82,6 @@ def _adapter_folder(own: Any, name: str) -> Iterator[ConfigError]:
     if folder is not None and not os.path.isfile(os.path.join(folder, "adapter_config.json")):
         yield ConfigError(
             "no folder of adapters",
-            field=path(own, name),
-            got=folder,
             expected="a folder with adapter_config.json, as peft and tandem export --adapter write it",
         )
 

@@ -19,14 +19,14 @@ def files(own: Any, name: str) -> Iterator[ConfigError]:
     """Every file exists."""
     for file in getattr(own, name) or ():
         if not os.path.isfile(file):
-            yield ConfigError("no such file", field=path(own, name), got=file, remedy="check the path")
+            yield ConfigError("no such file", got=file, remedy="check the path")
 
 
 def module_or_file(own: Any, name: str) -> Iterator[ConfigError]:
     """A Python file exists; the dotted name of a module is looked up when it is loaded."""
     given = getattr(own, name)
     if given is not None and (given.endswith(".py") or os.sep in given) and not os.path.isfile(given):
-        yield ConfigError("no such file", field=path(own, name), got=given, remedy="check the path")
+        yield ConfigError("no such file", remedy="check the path")
 
 
 def model_folder(marker: str) -> Need:
@@ -38,8 +38,6 @@ def model_folder(marker: str) -> Need:
             return
         yield ConfigError(
             "not a model folder" if os.path.isdir(folder) else "no such folder",
-            field=path(own, name),
-            got=folder,
             expected=f"a Hugging Face folder with {marker}",
             remedy="check the path; a model of the Hugging Face hub must be downloaded first",
         )
@@ -68,8 +66,6 @@ def within_response(own: Any, name: str) -> Iterator[ConfigError]:
         longest = f"data.max_response_length={most}"
         yield ConfigError(
             "longer than the longest response",
-            field=path(own, name),
-            got=least,
             expected=f"at most {longest}",
             remedy=f"set {path(own, name)}={most} or less, or raise data.max_response_length",
         )
@@ -83,8 +79,6 @@ def holds_longest(own: Any, name: str) -> Iterator[ConfigError]:
     if getattr(own, name) < longest:
         yield ConfigError(
             "holds less than one sequence of the greatest length",
-            field=field,
-            got=getattr(own, name),
             expected=f"at least {longest} tokens ({names})",
             remedy=f"set {field}={longest}, or shorten the sequences",
         )
@@ -96,8 +90,6 @@ def divides_batch(own: Any, name: str) -> Iterator[ConfigError]:
     if mini > whole:
         yield ConfigError(
             "larger than data.train_batch_size",
-            field=field,
-            got=mini,
             expected=f"at most {whole}, and a divisor of it",
             remedy=f"set {field}={whole}, or raise data.train_batch_size",
         )
@@ -108,8 +100,6 @@ def divides_batch(own: Any, name: str) -> Iterator[ConfigError]:
         )
         yield ConfigError(
             "does not divide data.train_batch_size",
-            field=field,
-            got=mini,
             expected=f"a divisor of {whole}",
             remedy=f"the nearest is {field}={near}",
         )
@@ -126,7 +116,6 @@ def countable(own: Any, name: str, number: int, prompts: int, of: str) -> Iterat
     if number * prompts > MOST_SAMPLES:
         yield ConfigError(
             f"asks for {number * prompts:,} responses at once",
-            field=path(own, name),
             got=number,
             expected=f"at most {MOST_SAMPLES // prompts:,}: {MOST_SAMPLES:,} responses, {prompts:,} {of}",
             remedy=f"lower it, or the number of {of}",
@@ -139,7 +128,6 @@ def cuda_device(own: Any, name: str) -> Iterator[ConfigError]:
         field = path(own, name)
         yield ConfigError(
             "Liger's kernels run on CUDA devices alone",
-            field=field,
             got="true with trainer.device=cpu",
             remedy=f"set {field}=false, or trainer.device=cuda",
         )
@@ -150,7 +138,5 @@ def validation_files(own: Any, name: str) -> Iterator[ConfigError]:
     if getattr(own, name) > 0 and not root(own).data.val_files:
         yield ConfigError(
             "asks for validation, and there are no validation files",
-            field=path(own, name),
-            got=getattr(own, name),
             remedy="set data.val_files, or remove this key",
         )

@@ -53,8 +53,6 @@ def _one_source(own: Any, name: str) -> Iterator[ConfigError]:
     if root(own).custom_reward_function.path is not None:
         yield ConfigError(
             "a second source of rewards, beside custom_reward_function.path",
-            field=path(own, name),
-            got="true",
             remedy=f"set {path(own, name)}=false, or remove custom_reward_function.path",
         )
 

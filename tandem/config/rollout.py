@@ -60,7 +60,6 @@ def _of_steps(own: Any, name: str) -> Iterator[ConfigError]:
         if step < 1 or n < 1:
             yield ConfigError(
                 "out of range",
-                field=path(own, name),
                 got=f"{step}: {n}",
                 expected="a training step >= 1, and a number of responses >= 1",
                 remedy=f"write for instance {path(own, name)}={{1: 4, 100: 8}}",
@@ -68,7 +67,6 @@ def _of_steps(own: Any, name: str) -> Iterator[ConfigError]:
         elif n == 1 and root(own).algorithm.adv_estimator == "rloo":
             yield ConfigError(
                 "rloo leaves one sample of a prompt out, and there is only one",
-                field=path(own, name),
                 got=f"{step}: {n}",
                 expected=">= 2 responses",
                 remedy="raise it, or choose another algorithm.adv_estimator",
@@ -89,8 +87,6 @@ def _not_greedy(own: Any, name: str) -> Iterator[ConfigError]:
         temperature = path(own, "temperature")
         yield ConfigError(
             "temperature 0 is greedy",
-            field=path(own, name),
-            got="true",
             expected=f"a {temperature} above 0",
             remedy=f"set {temperature}=1.0, or {path(own, name)}=false",
         )

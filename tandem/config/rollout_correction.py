@@ -13,7 +13,6 @@ from pydantic import BeforeValidator
 from tandem.config import tables
 from tandem.config.needs import own_code
 from tandem.config.section import OneOf, Section, When, beside, key
-from tandem.config.view import path
 from tandem.errors import ConfigError
 
 AT = "algorithm.rollout_correction"
@@ -72,8 +71,6 @@ def _normalised(own: Any, name: str) -> Iterator[ConfigError]:
     if own.bypass_mode and getattr(own, name):
         yield ConfigError(
             "the mean over the batch is known before the update only with a forward, which bypass_mode saves",
-            field=path(own, name),
-            got="true",
             remedy="set it to false, or set bypass_mode=false",
         )
 

@@ -47,7 +47,8 @@ Finding = ConfigError | str
 """What a rule yields: an error, or a notice as a plain sentence."""
 
 Need = Callable[[Any, str], Iterator[Finding]]
-"""A rule of one key: it is given the section that holds the key, and the key's name there."""
+"""A rule of one key: it is given the section that holds the key, and the name of the key. An error that names
+no field is that key's; one that does not say what was given, its value."""
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,6 @@ def _validated(own: Any, name: str) -> Iterator[ConfigError]:
     if metric is not None and metric.startswith("val/") and own.test_freq < 1:
         yield ConfigError(
             "judges checkpoints by a validation, and there is none",
-            field=path(own, name),
-            got=metric,
             remedy=f"set {path(own, 'test_freq')} to a divisor of {path(own, 'save_freq')}",
         )
 
@@ -39,8 +37,6 @@ def _checkpoint(own: Any, name: str) -> Iterator[ConfigError]:
         mode = path(own, "resume_mode")
         yield ConfigError(
             "missing" if folder is None else "no such folder",
-            field=path(own, name),
-            got=folder,
             expected=f"a checkpoint folder, for {mode}=resume_path",
             remedy=f"name one, or set {mode}=auto",
         )
@@ -51,7 +47,6 @@ def _one_process(own: Any, name: str) -> Iterator[ConfigError]:
     if own.backend == "local" and processes > 1:
         yield ConfigError(
             "runs everything in one process",
-            field=path(own, name),
             got=f"local, with {processes} processes",
             expected="one process, of one pool",
             remedy=f"set {path(own, name)}=auto, or ask for one process",

@@ -85,7 +85,6 @@ def weighted_once(config: TrainConfig) -> Iterator[ConfigError]:
         yield ConfigError(
             "the advantages of vtrace hold the importance weights already",
             field=f"{AT}.rollout_is",
-            got=correction.rollout_is,
             expected="null",
             remedy=f"remove it, or set {_ESTIMATOR}=gae",
         )
@@ -106,7 +105,6 @@ def group_size(config: TrainConfig) -> Iterator[ConfigError | str]:
         yield ConfigError(
             _MEANINGLESS_ALONE[estimator],
             field=_N,
-            got=n,
             expected=">= 2",
             remedy=f"set {_N}=4, or another algorithm.adv_estimator",
         )
@@ -126,7 +124,6 @@ def kl_in_reward(config: TrainConfig) -> Iterator[ConfigError]:
         yield ConfigError(
             reason,
             field="algorithm.use_kl_in_reward",
-            got="true",
             expected="false",
             remedy="set actor_rollout_ref.actor.use_kl_loss=true instead",
         )
@@ -167,7 +164,6 @@ def bypass_loss(config: TrainConfig) -> Iterator[ConfigError]:
         yield ConfigError(
             f"another policy loss than that of {AT}.bypass_mode",
             field=f"{_OWN_LOSS}.loss_mode",
-            got=loss.loss_mode,
             expected=BYPASS,
             remedy=f"remove one of the two; {AT}.loss_type chooses between ppo_clip and reinforce",
         )
@@ -175,7 +171,6 @@ def bypass_loss(config: TrainConfig) -> Iterator[ConfigError]:
         yield ConfigError(
             "compares with the policy that sampled, and the old log-probs are those of training",
             field=f"{_OWN_LOSS}.loss_mode",
-            got=loss.loss_mode,
             remedy=f"set {AT}.bypass_mode=true, or another loss",
         )
     if loss.loss_mode == BYPASS and "loss_type" in loss.kwargs:

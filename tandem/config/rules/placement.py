@@ -79,7 +79,6 @@ def rollout_split(config: TrainConfig) -> Iterator[ConfigError]:
         yield ConfigError(
             f"this build keeps each layer of rollout.name={rollout.name} on one device",
             field=field,
-            got=size,
             expected="1; further devices take further samples",
             remedy=f"set {field}=1, or actor_rollout_ref.rollout.name=native",
         )

@@ -43,7 +43,6 @@ def servers(rollout: EngineConfig, at: str, *, training: bool) -> Iterator[Confi
         yield ConfigError(
             "servers are asked for the log-probs of the distribution sampled from",
             field=f"{at}.logprobs_mode",
-            got=rollout.logprobs_mode,
             expected="processed_logprobs",
             remedy=f"remove this key, or set {name}=native",
         )
@@ -51,7 +50,6 @@ def servers(rollout: EngineConfig, at: str, *, training: bool) -> Iterator[Confi
         yield ConfigError(
             "this engine cannot be given new weights, and training needs one that can",
             field=name,
-            got=engine,
             expected="native, hf, vllm or sglang",
             remedy=f"set {name}=native, or trainer.val_only=true, or use it with `tandem generate`",
         )
@@ -71,7 +69,6 @@ def one_device(config: GenerateConfig | EvalConfig) -> Iterator[ConfigError]:
         yield ConfigError(
             "this build keeps each layer of the rollout engine on one device",
             field=field,
-            got=size,
             expected="1; further devices take further samples",
             remedy=f"set {field}=1",
         )
@@ -83,9 +80,7 @@ def log_probs(config: TrainConfig) -> Iterator[ConfigError]:
     rollout, field = config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout.logprobs_mode"
     remedy = f"set {field}=processed_logprobs"
     if rollout.logprobs_mode.endswith("logits"):
-        yield ConfigError(
-            "training needs log-probs, not logits", field=field, got=rollout.logprobs_mode, remedy=remedy
-        )
+        yield ConfigError("training needs log-probs, not logits", field=field, remedy=remedy)
     elif rollout.logprobs_mode == "raw_logprobs" and rollout.temperature != 1:
         yield ConfigError(
             "raw log-probs leave out the temperature, by which training divides the logits",
