@@ -40,6 +40,10 @@ class Operation:
     tables: tuple[Node, ...]
     options: tuple[Any, ...] = ()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles the node in fewer bytes than a dataclass takes by default."""
+        return Operation, (self.name, self.tables, self.options)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Balanced:
