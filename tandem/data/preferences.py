@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -78,7 +77,7 @@ class PreferenceDataset:
                 pieces = [[(p, False), (text, True)] for p, text in zip(prompts, texts, strict=True)]
             else:
                 pieces = template.rows(table, key, lambda messages: _answered(template.pieces(messages)))
-            sides.append(_ragged(*read_sequences(table, tokenizer, pieces, limit, ended=as_text)))
+            sides.append(read_sequences(table, tokenizer, pieces, limit, ended=as_text))
         (self.chosen, self.chosen_mask), (self.rejected, self.rejected_mask) = sides
         self.margins = _margins(table, margin_key)
 
@@ -112,11 +111,6 @@ def _side_by_side(first: Ragged, second: Ragged) -> Ragged:
     both = Ragged.cat([first, second])
     turns = torch.arange(2 * len(first)).view(2, -1).T.flatten()
     return Ragged(both[turns].values, first.offsets + second.offsets)
-
-
-def _ragged(tokens: list[np.ndarray], masks: list[np.ndarray]) -> tuple[Ragged, Ragged]:
-    ids = Ragged.from_lengths(torch.from_numpy(np.concatenate(tokens)), [len(row) for row in tokens])
-    return ids, ids.with_values(torch.from_numpy(np.concatenate(masks)))
 
 
 def _are_text(files: DataFiles, answers: Sequence[str]) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from tandem.data.chat import TEMPLATE_KEY, ChatTemplate, Piece, tokenize
@@ -15,6 +16,7 @@ from tandem.data.files import DataFiles, read_files
 from tandem.data.truncation import Limit
 from tandem.data.validate import RowProblems, prompt_problem
 from tandem.errors import DataError
+from tandem.protocol import Ragged
 
 RowCheck = Callable[[dict[str, Any]], str | None]
 """A row to what is wrong with it, None if nothing is."""
@@ -155,7 +157,7 @@ def read_sequences(
     limit: Limit,
     *,
     ended: bool,
-) -> tuple[list[np.ndarray], list[np.ndarray]]:
+) -> tuple[Ragged, Ragged]:
     """The token ids of each row's pieces, and which of them the model is to write. The pieces, between which
     that changes, are tokenised separately, as they are when the model answers.
 
@@ -164,7 +166,7 @@ def read_sequences(
         ended: the end-of-sequence token is put after each row; it is the model's to write.
 
     Returns:
-        (T_i) int32 ids and (T_i) bool masks of each row; false for each first token, which nothing precedes.
+        ids (T_i) int32 and masks (T_i) bool, a row each; false for each first token, which nothing precedes.
 
     Raises:
         DataError: rows over the limit, or with no token of the model's left within it; no end token.
@@ -184,7 +186,9 @@ def read_sequences(
     for mask in masks:
         mask[:1] = False
     _require_written(files, masks, limit)
-    return tokens, masks
+    ids_T, mask_T = (torch.from_numpy(np.concatenate(parts)) for parts in (tokens, masks))
+    found = Ragged.from_lengths(ids_T, [len(row) for row in tokens])
+    return found, found.with_values(mask_T)
 
 
 def _eos(tokenizer: PreTrainedTokenizerBase) -> int:

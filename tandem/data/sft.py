@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -15,7 +14,7 @@ from tandem.data.files import DataFiles, read_files
 from tandem.data.reader import check_rows, read_sequences
 from tandem.data.truncation import Limit
 from tandem.data.validate import conversation_problem, kind, prompt_problem
-from tandem.protocol import DataProto, Ragged
+from tandem.protocol import DataProto
 
 _KEYS = ("data.messages_key", "data.prompt_key", "data.response_key")
 
@@ -72,9 +71,7 @@ class SFTDataset:
             prompts = template.rows(table, prompt_key, template.prompt_text)
             responses = [record[response_key] for _, record in table.records([response_key])]
             pieces = [[(p, False), (r, True)] for p, r in zip(prompts, responses, strict=True)]
-        tokens, masks = read_sequences(table, tokenizer, pieces, limit, ended=not whole)
-        self.tokens = Ragged.from_lengths(torch.from_numpy(np.concatenate(tokens)), [len(t) for t in tokens])
-        self.response_mask = self.tokens.with_values(torch.from_numpy(np.concatenate(masks)))
+        self.tokens, self.response_mask = read_sequences(table, tokenizer, pieces, limit, ended=not whole)
 
     def __len__(self) -> int:
         return len(self.tokens)
