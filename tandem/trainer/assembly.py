@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerBase
 from tandem.algorithms.entropy import AdaptiveEntropyController
 from tandem.algorithms.kl import kl_controller
 from tandem.config.actor import ActorConfig
-from tandem.config.data import DataConfig
 from tandem.config.model import ModelConfig
 from tandem.config.rewards import CustomRewardConfig
 from tandem.config.root import TrainConfig
@@ -61,7 +60,7 @@ def build_ppo(
     Raises:
         TandemError: the config asks for what is not there: a device, files, an algorithm, a logger.
     """
-    policy, algorithm, kl = config.actor_rollout_ref, config.algorithm, config.algorithm.kl_ctrl
+    policy, kl = config.actor_rollout_ref, config.algorithm.kl_ctrl
     spec = check_algorithms(config)
     cast = cast_roles(config, spec)
     placement = configured_placement(config.trainer)
@@ -80,13 +79,7 @@ def build_ppo(
 
         plan = plan_run(config, spec, batches_of(facts.rows, config.data.train_batch_size))
         stops = stop_token_ids(policy.model.path, tokenizer)
-        gatherer = Gatherer(
-            algorithm.filter_groups,
-            config.reward_model.overlong_buffer,
-            _prompts(config.data, data, facts.rows),
-            sampling(config, stops),
-            size=config.data.train_batch_size,
-        )
+        gatherer = _gatherer(config, data, facts.rows, stops)
         launcher = Launcher(
             cast,
             plan,
@@ -201,15 +194,21 @@ def _data(backend: Backend, reader: WorkerFactory) -> tuple[WorkerGroup, DataFac
     return data, data.describe()
 
 
-def _prompts(config: DataConfig, data: WorkerGroup, rows: int) -> Prompts:
-    """The prompts, in generation batches.
+def _gatherer(config: TrainConfig, data: WorkerGroup, rows: int, stops: tuple[int, ...]) -> Gatherer:
+    """What answers the prompts of each step, which come in generation batches.
 
     Raises:
         DataError: too few rows for such a batch.
     """
-    drawn = config.sampler.class_name is not None
-    size = config.prompts_at_a_time
-    return Prompts(data, rows, size, shuffle=config.shuffle, seed=config.seed, drawn=drawn)
+    order, drawn = config.data, config.data.sampler.class_name is not None
+    size, shuffle, seed = order.prompts_at_a_time, order.shuffle, order.seed
+    return Gatherer(
+        config.algorithm.filter_groups,
+        config.reward_model.overlong_buffer,
+        Prompts(data, rows, size, shuffle=shuffle, seed=seed, drawn=drawn),
+        sampling(config, stops),
+        size=order.train_batch_size,
+    )
 
 
 def _rhythm(run: TrainerConfig, steps: int) -> Rhythm:
