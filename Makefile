@@ -8,6 +8,8 @@ CORE := .venv/.core-installed
 DEV := .venv/.dev-installed
 TORCH := torch==2.13.0
 TRANSFORMERS := transformers>=5.16.1,<5.20
+# Hundreds of processes import the same: their bytecode is kept, which PIP_INSTALL leaves to the first of them.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test lint format test-full test-vllm test-verl stress bench peers clean help
 

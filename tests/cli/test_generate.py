@@ -92,6 +92,7 @@ def test_conversations_texts_and_ids_in_parquet_and_json_lines(shop: Path, tmp_p
     assert [row["id"] for row in texts] == list(range(ROWS))
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_where_it_was(
     shop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -97,6 +97,7 @@ def test_where_padding_is_the_end_of_sequence_none_is_named(school: School) -> N
     assert AutoModelForSequenceClassification.from_pretrained(out).config.pad_token_id is None
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_the_example_learns_what_is_preferred_and_from_coin_tosses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

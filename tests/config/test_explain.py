@@ -32,7 +32,7 @@ def test_examples():
         "  type:    number >= 0\n"
         "  default: the value of actor_rollout_ref.actor.clip_ratio\n"
         "  meaning: clip range above 1\n"
-        "  read by: tandem.workers.losses"
+        "  read by: tandem.workers.loss_terms"
     )
     assert "  default: 1e-05\n" in explain("critic.optim.lr")
     assert "  type:    number >= 0 and < 1, 2 of them in a list\n" in explain("critic.optim.betas")

@@ -123,10 +123,12 @@ def built(checks: list[Check], tmp_path_factory: pytest.TempPathFactory) -> dict
     return {path.relative_to(folder).as_posix(): path.read_text("utf-8") for path in folder.rglob("*.md")}
 
 
+@pytest.mark.slow
 def test_every_algorithm_has_a_page_and_nothing_else_has(built: dict[str, str]) -> None:
     assert set(built) == {"README.md", "tests.md", *(entry.path for entry in ENTRIES)}
 
 
+@pytest.mark.slow
 def test_every_link_leads_to_a_page_or_a_file(built: dict[str, str]) -> None:
     links = [
         (path, Path(os.path.normpath((generate.FOLDER / path).parent / target)))
@@ -148,12 +150,14 @@ def test_every_algorithm_says_when_to_use_it_what_to_watch_and_what_it_costs() -
     assert missing == {}
 
 
+@pytest.mark.slow
 def test_every_algorithm_has_an_equation_and_a_test_that_holds_it_to_that(checks: list[Check]) -> None:
     assert [entry.path for entry in ENTRIES if not entry.said.equation] == []
     found = equations.by_page(ENTRIES, checks)
     assert [path for path, of in found.items() if all(check.verl for check in of)] == []
 
 
+@pytest.mark.slow
 def test_marks_are_read_with_the_parameters_of_their_test(checks: list[Check]) -> None:
     """By name, by alias, with the + of a straight-through form; alone or in a list of several."""
     found = {path: {c.test for c in of} for path, of in equations.by_page(ENTRIES, checks).items()}

@@ -23,6 +23,7 @@ def folders(run: Path) -> list[str]:
     return sorted(path.name for path in place.iterdir()) if place.is_dir() else []
 
 
+@pytest.mark.slow
 def test_killed_during_a_background_write(
     shop: Shop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,6 +60,7 @@ def spans(timeline: Path, phase: str) -> list[tuple[float, float]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(480)
 def test_reference_critic_and_reward_model_overlap(lab: Lab, ray_cluster: None) -> None:
     file = lab.folder / "slow_workers.py"

@@ -160,6 +160,7 @@ def test_float32_agrees_to_1e_5(
         assert got == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(480)
 @pytest.mark.parametrize(
     "layout", [pytest.param(name, marks=pytest.mark.slow if "apart" in name else ()) for name in ADAPTED]

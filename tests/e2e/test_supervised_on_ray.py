@@ -61,6 +61,7 @@ def test_a_run_of_two_ranks_is_resumed_by_one(school: School, ray_cluster: None,
         assert got == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(480)
 def test_a_rank_without_a_pair_takes_part(school: School, ray_cluster: None) -> None:
     """A pair a step: one rank's share is always empty, in training and in validation."""

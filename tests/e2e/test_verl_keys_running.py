@@ -173,6 +173,7 @@ def test_parallel_sizes_that_are_not_there_are_refused(shop: Shop, name: str) ->
     assert not (shop.folder / "parallel").exists()
 
 
+@pytest.mark.slow
 @tries("trainer.nnodes")
 def test_more_machines_than_there_are_are_refused_on_ray(shop: Shop, ray_cluster: None) -> None:
     with pytest.raises(ConfigError, match=r"1 \+ 1 process\(es\) on 2 node\(s\)"):

@@ -142,6 +142,7 @@ def test_a_value_belongs_to_whoever_got_it(backend: RayBackend) -> None:
     assert bool((shared.dense("x") == 1).all())
 
 
+@pytest.mark.slow
 def test_pools_come_and_go_while_they_are_watched(ray_cluster: None, tmp_path: Path) -> None:
     backend = RayBackend(log_dir=tmp_path, answer_s=0.6, stop_s=5)
     try:
@@ -157,6 +158,7 @@ def test_pools_come_and_go_while_they_are_watched(ray_cluster: None, tmp_path: P
         backend.shutdown()
 
 
+@pytest.mark.slow
 def test_each_pool_listens_on_a_port_of_its_own(ray_cluster: None, tmp_path: Path) -> None:
     port = _free_port()
     backend = RayBackend(log_dir=tmp_path, master_port=port)

@@ -73,6 +73,7 @@ def test_steps_are_not_charged_with_loading_and_saving(lab: Lab, monkeypatch: py
         assert not {"timing/slow", "actor/slow"} & set(row)
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.timeout(180)
 def test_two_ranks_say_what_one_says(lab: Lab, ray_cluster: None) -> None:

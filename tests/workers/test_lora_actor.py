@@ -117,6 +117,7 @@ def test_the_user_hears_how_much_is_trained(folder: Path, tmp_path: Path) -> Non
     assert "critic" not in (Path(config.trainer.default_local_dir) / "log" / "run.log").read_text()
 
 
+@pytest.mark.slow
 def test_two_ranks_sample_what_one_does(folder: Path, tmp_path: Path) -> None:
     """Streams of merged weights from shards, and from parts of layers, to each rank's own rollout."""
     run_ranks(Path(__file__).with_name("lora_sync_job.py"), folder, tmp_path / "record.pt")

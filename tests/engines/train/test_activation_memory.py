@@ -44,6 +44,7 @@ def test_gradients_on_one_rank(folder, plain, mode, offload, precision):
         assert {name: also[name] for name in metrics} == pytest.approx(metrics, rel=TOLERANCE[precision])
 
 
+@pytest.mark.slow
 def test_gradients_on_two_ranks(plain, pair):
     """Equal to one rank's, and among each other to the bit: FSDP gathers a layer's weights once for its
     forward and once for its backward, whether it runs again or not."""
@@ -60,6 +61,7 @@ def test_gradients_on_two_ranks(plain, pair):
             assert not more or metrics["activation_offload_bytes"] > 0
 
 
+@pytest.mark.slow
 def test_bytes_are_summed_over_micro_batches_and_ranks(folder, pair):
     """With every layer run again, all but the last send their input: a number per token and feature."""
     precision, record = pair

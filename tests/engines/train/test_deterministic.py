@@ -100,6 +100,7 @@ def test_it_changes_no_weight(folder):
     assert all(torch.equal(value, steps[False][name]) for name, value in steps[True].items())
 
 
+@pytest.mark.slow
 def test_two_runs_on_two_ranks_are_the_same_to_the_bit(folder, tmp_path):
     runs = []
     for name in ("first.pt", "second.pt"):

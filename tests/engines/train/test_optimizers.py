@@ -36,7 +36,7 @@ def single(folder, tmp_path_factory):
     return saved, weights
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[pytest.param(ranks, marks=pytest.mark.slow) for ranks in (2, 4)])
 def many(request, folder, single, tmp_path_factory):
     """What so many ranks found, and where."""
     results = tmp_path_factory.mktemp("results")

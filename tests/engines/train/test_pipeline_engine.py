@@ -213,6 +213,7 @@ def test_what_cannot_be_done_is_refused_on_all_ranks(job):
         assert said["activations"][0] == "model.enable_activation_offload"
 
 
+@pytest.mark.slow
 def test_a_stage_that_fails_ends_the_others_in_limited_time(models, tmp_path):
     run_ranks(HERE / "broken_stage_job.py", models / "qwen2", tmp_path)
     (first, waited), (last, _) = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in (0, 1))

@@ -36,6 +36,7 @@ def large_folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_no_rank_holds_more_than_its_half(folder, large_folder, tmp_path):
     run_ranks(JOB, "load", folder, large_folder, tmp_path)
     first, second = (torch.load(tmp_path / f"rank_{rank}.pt") for rank in (0, 1))

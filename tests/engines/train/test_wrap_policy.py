@@ -33,6 +33,7 @@ def alone(untied):
     return *wrap_job.trained(engine, synthetic.make_batch()), wrap_job.lent(engine)
 
 
+@pytest.mark.slow
 def test_two_ranks_train_as_one_does(alone, pair):
     weights, log_probs, lent = alone
     assert {name for name, _ in pair} == set(POLICIES) and {kept for _, kept in pair} == set(KEPT)

@@ -187,6 +187,7 @@ def test_a_compiler_that_fails_is_quoted(tmp_path):
     assert len(said) == 1 and "cannot find omp.h" in said[0]
 
 
+@pytest.mark.slow
 def test_the_library_is_made_once_and_runs_on_pytorchs_threads(tmp_path, monkeypatch):
     assert use(tmp_path) == ["CPUAttention"]
     (library,) = tmp_path.glob("*.so")
