@@ -10,8 +10,9 @@ import inspect
 import pkgutil
 import sys
 from collections.abc import Callable, Iterable
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from tandem.errors import ConfigError
@@ -80,10 +81,23 @@ def _module_of_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}")
     digest = hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()
-    spec = importlib.util.spec_from_file_location(f"{path.stem}_{digest}", path)
-    assert spec is not None, path
-    assert spec.loader is not None, path
+    return execute_file(path, f"{path.stem}_{digest}")
+
+
+class _FromSource(SourceFileLoader):
+    """Compiles a file anew: the bytecode that Python keeps is taken for that of a file which changed in the
+    same second and has the same size."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        return self.source_to_code(self.get_data(path), path)
+
+
+def execute_file(path: Path, name: str) -> ModuleType:
+    """Executes a user's Python file as a module of that name, as the file is now."""
+    spec = importlib.util.spec_from_file_location(name, path, loader=_FromSource(name, str(path)))
+    assert spec is not None and spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
+    sys.modules[name] = module  # dataclasses and pickle look a class's module up there
     spec.loader.exec_module(module)
     return module

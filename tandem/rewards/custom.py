@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import difflib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tandem.algorithms.loading import import_named
+from tandem.algorithms.loading import execute_file, import_named
 from tandem.errors import RewardError
 from tandem.rewards.base import Reward, exits_raised
 
@@ -75,15 +73,8 @@ def _module(path: str) -> ModuleType:
     try:
         if not is_file:
             return import_named(path)
-        module_name = f"custom_reward_function.{file.stem}"
-        spec = importlib.util.spec_from_file_location(module_name, file.resolve())
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[module_name] = module  # dataclasses and pickle look a class's module up there
         with exits_raised():
-            spec.loader.exec_module(module)
-        return module
+            return execute_file(file.resolve(), f"custom_reward_function.{file.stem}")
     except (Exception, SystemExit) as error:
         raise RewardError(
             f"loading it raised {type(error).__name__}: {error}",

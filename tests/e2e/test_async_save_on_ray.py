@@ -21,6 +21,7 @@ SLOW = Path(slow_writes.__file__)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_beside_training_on_ray(shop: Shop, tmp_path: Path) -> None:
     """One run saves at once; one beside training, with an actor whose writes take longer than a step, and is
     killed while step 2 is being written."""
