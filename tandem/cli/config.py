@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from tandem.config.explain import explain, overview
-from tandem.config.load import Loaded, load_rm_config, load_sft_config, load_train_config, to_yaml
-from tandem.config.sources import split_arguments
+from tandem.config.load import Loaded, load_rm_config, load_sft_config, load_train_config, to_dict
+from tandem.config.sources import split_arguments, to_yaml
 from tandem.errors import ConfigError
 from tandem.observability.terminal import warn
 
@@ -47,4 +47,4 @@ def _show(words: list[str], command: str) -> None:
     loaded = LOADERS[command](*split_arguments(words))
     for notice in loaded.notices:
         warn(f"note: {notice}")
-    print(to_yaml(loaded.config), end="")
+    print(to_yaml(to_dict(loaded.config)), end="")

@@ -3,16 +3,14 @@ another machine can be checked on a laptop; a run cannot begin without these."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from pyarrow import ArrowException, parquet
 
-from tandem.config.model import PLAIN_DECODERS, BackboneConfig
+from tandem.config.model import PLAIN_DECODERS, BackboneConfig, stored_config
 from tandem.config.root import TrainConfig
 from tandem.config.supervised import RMConfig, SFTConfig, SupervisedConfig
 from tandem.errors import ConfigError, DataError, TandemError
@@ -111,14 +109,14 @@ def _architectures(config: RunsConfig) -> None:
     else:
         models = [(config.model, isinstance(config, RMConfig))]
     for model, scorer in models:
-        if model.trust_remote_code or _stored(model).get("model_type") in PLAIN_DECODERS:
+        if model.trust_remote_code or stored_config(model.path).get("model_type") in PLAIN_DECODERS:
             continue
         stored = import_module("tandem.models.loading").load_config(model.path)
         import_module("tandem.models.architectures").require_packable(model.path, stored, scorer=scorer)
 
 
 def _positions(config: TrainConfig) -> None:
-    most = _stored(config.actor_rollout_ref.model).get("max_position_embeddings")
+    most = stored_config(config.actor_rollout_ref.model.path).get("max_position_embeddings")
     longest = config.data.max_response_length
     if isinstance(most, int) and longest >= most:
         raise ConfigError(
@@ -128,15 +126,6 @@ def _positions(config: TrainConfig) -> None:
             expected=f"below max_position_embeddings = {most}",
             remedy="lower data.max_response_length",
         )
-
-
-def _stored(model: BackboneConfig) -> dict[str, Any]:
-    """The model's config.json; empty where it cannot be read: what reads the model says what is wrong."""
-    try:
-        stored = json.loads((Path(model.path) / "config.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return stored if isinstance(stored, dict) else {}
 
 
 def _rows_of(file: str) -> int:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
-from tandem.config.load import Loaded, to_yaml
+from tandem.config.load import Loaded, to_dict
 from tandem.config.section import Section
-from tandem.config.sources import split_arguments
+from tandem.config.sources import split_arguments, to_yaml
 from tandem.observability.terminal import warn
 
 C = TypeVar("C", bound=Section)
@@ -32,6 +32,6 @@ def resolved(arguments: list[str], usage: str, load: Load[C], options: Collectio
     for notice in loaded.notices:
         warn(f"note: {notice}")
     if "--dry-run" in arguments:
-        print(to_yaml(loaded.config))
+        print(to_yaml(to_dict(loaded.config)))
         return None
     return loaded.config

@@ -5,9 +5,9 @@ from __future__ import annotations
 from importlib import import_module
 
 from tandem.cli.here import lacking, refuse, train_rows
-from tandem.config.load import load_train_config, to_yaml
+from tandem.config.load import load_train_config, to_dict
 from tandem.config.sizes import derived
-from tandem.config.sources import split_arguments
+from tandem.config.sources import split_arguments, to_yaml
 from tandem.observability.terminal import say, warn
 
 USAGE = """usage: tandem train [CONFIG.yaml] key=value … [--dry-run]
@@ -26,7 +26,7 @@ def train(arguments: list[str]) -> int:
     for notice in loaded.notices:
         warn(f"note: {notice}")
     if "--dry-run" in arguments:
-        print(to_yaml(loaded.config))
+        print(to_yaml(to_dict(loaded.config)))
         for name, value in derived(loaded.config, train_rows=train_rows(loaded.config)).items():
             print(f"# {name}: {value}")
         return 0

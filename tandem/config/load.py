@@ -78,11 +78,6 @@ def to_dict(config: Section) -> dict[str, Any]:
     return config.model_dump(mode="json")
 
 
-def to_yaml(config: Section) -> str:
-    """The whole config as YAML; loading it gives the same config."""
-    return OmegaConf.to_yaml(OmegaConf.create(to_dict(config)))
-
-
 def _load(
     root: type[C],
     deprecated: Mapping[str, Deprecated | Settled],

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any
 
 from tandem.config.needs import cuda_device, model_folder
@@ -104,6 +106,15 @@ def _fused(own: Any, name: str) -> Iterator[Finding]:
         yield (
             f"{path(own, name)}=true: no effect; the head is PyTorch's, fused tile by tile, without it too."
         )
+
+
+def stored_config(folder: str | Path) -> dict[str, Any]:
+    """The config.json of a model's folder; empty where it cannot be read, which is for others to report."""
+    try:
+        stored = json.loads((Path(folder).expanduser() / "config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return stored if isinstance(stored, dict) else {}
 
 
 class BackboneConfig(Section):

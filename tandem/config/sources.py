@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
@@ -64,6 +65,26 @@ def read_sources(
             notices.append(f"{name} is given more than once on the command line; the last one counts.")
         seen.add(name)
     return {str(name): value for name, value in tree.items()}, errors, notices
+
+
+def to_yaml(tree: Mapping[str, Any]) -> str:
+    """A tree of plain values as YAML, which `read_sources` reads as the same tree."""
+    return str(yaml.dump(tree, Dumper=_Dumper, allow_unicode=True, sort_keys=False))
+
+
+class _Dumper(yaml.CSafeDumper):  # type: ignore[misc]
+    """PyYAML's, with quotes around what OmegaConf would read as a number, such as 1e5. (OmegaConf's own
+    writing takes a quarter of a second for a whole config.)"""
+
+    def text(self, value: str) -> Any:
+        try:
+            float(value.replace("_", ""))
+        except ValueError:
+            return self.represent_str(value)
+        return self.represent_scalar("tag:yaml.org,2002:str", value, style="'")
+
+
+_Dumper.add_representer(str, _Dumper.text)
 
 
 def _merged(old: Any, new: Any) -> Any:

@@ -3,7 +3,6 @@ to one over packed sequences."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from tandem.config.model import PLAIN_DECODERS
+from tandem.config.model import PLAIN_DECODERS, stored_config
 from tandem.errors import ModelError
 
 _OWN_CODE = "auto_map"  # in a config.json: the classes that the folder brings along
@@ -27,12 +26,9 @@ def require_known(folder: Path, *, trust_remote_code: bool) -> None:
     Raises:
         ModelError: it is of such a kind.
     """
-    try:
-        stored = json.loads((folder / "config.json").read_text())
-        kind, own = stored.get("model_type"), _OWN_CODE in stored
-    except (OSError, ValueError, AttributeError):
-        return
-    if kind in CONFIG_MAPPING or (own and trust_remote_code):
+    stored = stored_config(folder)
+    kind, own = stored.get("model_type"), _OWN_CODE in stored
+    if not stored or kind in CONFIG_MAPPING or (own and trust_remote_code):
         return
     raise _unsupported(
         f"transformers {transformers.__version__} has no such architecture",

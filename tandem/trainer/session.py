@@ -11,12 +11,11 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from tandem.checkpoint.manager import Checkpoint, CheckpointManager
 from tandem.config.load import to_dict
 from tandem.config.resume import check_same
 from tandem.config.root import TrainConfig
+from tandem.config.sources import to_yaml
 from tandem.config.supervised import SupervisedConfig
 from tandem.config.trainer import RunConfig
 from tandem.errors import CheckpointError
@@ -199,7 +198,7 @@ class Session:
             if forget:
                 self.folder.trim_after(step)
         resolved, config = self.run.resolved, self.run.config
-        self.folder.write_config(OmegaConf.to_yaml(OmegaConf.create(resolved)))
+        self.folder.write_config(to_yaml(resolved))
         info = RunInfo(
             project=config.project_name,
             experiment=config.experiment_name,

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tandem.config.load import load_sft_config, load_train_config, to_dict, to_yaml
+from tandem.config.load import load_sft_config, load_train_config, to_dict
 from tandem.config.schema import value_at
-from tandem.config.sources import split_arguments
+from tandem.config.sources import read_sources, split_arguments, to_yaml
 from tandem.errors import ConfigError, ConfigErrors
 
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -213,7 +213,7 @@ def test_yaml_of_a_config_loads_to_the_same_config_without_notices(load, tmp_pat
         "trainer.timeouts.call=60",
         "data.apply_chat_template_kwargs={enable_thinking: false}",
     ).config
-    (tmp_path / "again.yaml").write_text(to_yaml(config))
+    (tmp_path / "again.yaml").write_text(to_yaml(to_dict(config)))
     again = load_train_config(str(tmp_path / "again.yaml"), [])
     assert again.config == config
     assert again.notices == ()
@@ -268,3 +268,20 @@ def test_split_arguments():
         split_arguments(["run.yaml", "a=1", "other.yaml"])
     with pytest.raises(ConfigError, match="unknown option"):
         split_arguments(["--dry"])
+
+
+def test_what_is_written_as_yaml_is_read_as_the_same_values(tmp_path):
+    words = "1e5 1_000 inf nan yes null ~ : y n 1.0 2020-01-01 0x1f -1 - #c True 1e-6 .5 1:30 ü"
+    more = ["", " sp ", "a: b", "two\nlines", "a word " * 40, "[a, b]", "{a: b}", "'quoted'", "!tag"]
+    numbers = [1, -2, 1e-6, 1e22, 0.1, float("inf"), 12345678901234567890]
+    tree = {
+        "texts": [*words.split(), *more],
+        "numbers": numbers,
+        "rest": [None, True, False, {}, []],
+        "nested": {"a": {"b": 1}},
+    }
+    (tmp_path / "again.yaml").write_text(to_yaml(tree))
+    found, errors, _ = read_sources(str(tmp_path / "again.yaml"), [])
+    assert not errors
+    assert found == tree
+    assert [type(value) for value in found["numbers"]] == [type(value) for value in numbers]

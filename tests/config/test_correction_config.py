@@ -8,8 +8,9 @@ import pytest
 
 from tandem.algorithms.corrections.registry import IMPORTANCE_WEIGHTS, REJECTIONS
 from tandem.config import tables
-from tandem.config.load import load_train_config, to_yaml
+from tandem.config.load import load_train_config, to_dict
 from tandem.config.rollout_correction import Bounds, RolloutCorrectionConfig
+from tandem.config.sources import to_yaml
 
 C = "algorithm.rollout_correction"
 A = "actor_rollout_ref.actor"
@@ -51,7 +52,7 @@ def test_the_yaml_of_a_config_loads_to_the_same(load, tmp_path) -> None:
     words = (f"{C}.rollout_is=sequence", f"{C}.rollout_is_threshold=3", f"{C}.rollout_rs=[token_k2,token_k3]")
     config = load(*words, f"{C}.rollout_rs_threshold=0.1").config
     assert config.algorithm.rollout_correction.rollout_is_threshold == "3.0"
-    (tmp_path / "again.yaml").write_text(to_yaml(config))
+    (tmp_path / "again.yaml").write_text(to_yaml(to_dict(config)))
     assert load_train_config(str(tmp_path / "again.yaml")).config == config
 
 

@@ -178,7 +178,9 @@ def test_driver_process_synchronization_pattern(groups: Groups, dataloader: list
         assert values.dense("values").tolist() == [float(sum(row)) for row in expected]
 
 
-@pytest.mark.parametrize("groups", ["local", "threads", "ray"], indirect=True)
+@pytest.mark.parametrize(
+    "groups", ["local", "threads", pytest.param("ray", marks=pytest.mark.slow)], indirect=True
+)
 def test_simple_ppo_loop(groups: Groups, dataloader: list[DataProto]) -> None:
     """Section 8.1."""
     actor_rollout_ref_wg, critic_wg, reward_wg = groups

@@ -32,7 +32,7 @@ def assert_same(found: list[dict[str, Any]], wanted: list[dict[str, Any]], toler
 
 
 @pytest.mark.timeout(480)
-@pytest.mark.parametrize("task", ["sft", "rm"])
+@pytest.mark.parametrize("task", ["sft", pytest.param("rm", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("precision", "tolerance"), [("fp64", 1e-9), pytest.param("fp32", 1e-5, marks=pytest.mark.slow)]
 )

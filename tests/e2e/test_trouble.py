@@ -164,7 +164,11 @@ def test_a_full_disk(user: User, small_disk: Path) -> None:
 
 @pytest.mark.e2e
 @pytest.mark.parametrize(
-    ("sent", "again"), [(signal.SIGINT, "Ctrl-C again"), (signal.SIGTERM, "a second signal")]
+    ("sent", "again"),
+    [
+        (signal.SIGINT, "Ctrl-C again"),
+        pytest.param(signal.SIGTERM, "a second signal", marks=pytest.mark.slow),
+    ],
 )
 def test_interrupted(shop: Shop, tmp_path: Path, sent: signal.Signals, again: str) -> None:
     """A real signal to a real process, in the second step. It ends the step, saves and says how to go on."""

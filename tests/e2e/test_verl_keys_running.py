@@ -181,6 +181,7 @@ def test_more_machines_than_there_are_are_refused_on_ray(shop: Shop, ray_cluster
     assert not (shop.folder / "machines").exists()
 
 
+@pytest.mark.slow
 @tries("trainer.n_gpus_per_node")
 def test_there_is_a_process_per_device_on_ray(shop: Shop, base: Finished, ray_cluster: None) -> None:
     """The same numbers come of it, from two shares of each batch."""

@@ -26,7 +26,8 @@ os._exit(0)
 """
 
 
-@pytest.mark.parametrize("start", [run_ranks, pytest.param(torchrun, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("start", [run_ranks, torchrun])
 def test_a_collective_ends_at_its_limit(tmp_path, monkeypatch, start):
     monkeypatch.chdir(tmp_path)
     job = tmp_path / "job.py"

@@ -52,7 +52,7 @@ def gone_within(pids: list[int], seconds: float) -> bool:
         pytest.param("exit", "its process died", marks=pytest.mark.slow),
         ("die", "its process died"),
         pytest.param("crash", "its process died", marks=pytest.mark.slow),
-        ("stop", "no answer for"),
+        pytest.param("stop", "no answer for", marks=pytest.mark.slow),
         ("sleep", f"the limit is {CALL_S:g} s"),
     ],
 )

@@ -140,7 +140,8 @@ STOPPED = (
 )
 
 
-@pytest.mark.parametrize("step", [pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [2, 4])
 def test_a_resumed_run_equals_the_whole_one(lab: Lab, step: int) -> None:
     """With prompts that were given back when it was broken off, and some of the batch that filled up."""
     key = rewarded(lab, "hashed", "return zlib.crc32(solution_str.encode()) % 5 // 4")

@@ -72,6 +72,7 @@ def test_adapters_alone_move(lab: Lab, whole: Finished) -> None:
     assert any("parameters are trained" in line for line in log_of(whole))
 
 
+@pytest.mark.slow
 def test_a_bandit_is_learnt(lab: Lab) -> None:
     """Responses that start with a 7 are rewarded, and become the rule."""
     run = lab.run(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 from tandem.config.cluster import CLASS_ROLES, HELPER_POOLS, PLACED_ROLES, ROLES
+from tandem.config.model import stored_config
 from tandem.config.needs import code_file
 from tandem.config.root import TrainConfig
 from tandem.config.section import nearest_remedy
@@ -189,10 +188,7 @@ def _divides(field: str, size: int, devices: int, *, remedy: str) -> Iterator[Co
 
 def _number(path: str, name: str) -> int | None:
     """What the model folder's config says; None where it cannot be read, which other rules report."""
-    try:
-        found = json.loads((Path(path).expanduser() / "config.json").read_text())
-    except (OSError, ValueError):
-        return None
+    found = stored_config(path)
     count = found.get("text_config", found).get(name)
     return count if isinstance(count, int) else None
 

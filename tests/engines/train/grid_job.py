@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tandem.models.parallel import leave_distributed
 
-STEPS = 5
+STEPS = 3
 
 
 def grids(world):

@@ -107,7 +107,7 @@ def exchanged(folder):
     }
 
 
-def resumed(folder, saved, results, names):
+def resumed(folder, saved, results, names, into):
     """From a single rank's checkpoint, and from one another's, with in stages or not; one step each."""
     found = {}
     for name in names:
@@ -118,9 +118,9 @@ def resumed(folder, saved, results, names):
             engine.load(saved / name)
             sources[label] = results / f"{name}_{label}"
             engine.stage(sources[label])() if label == "staged" else engine.save(sources[label])
-        for label, case in cases.items():
+        for label in into:
             for source, path in sources.items():
-                engine = pipeline_models.engine_of(folder, *case)
+                engine = pipeline_models.engine_of(folder, *cases[label])
                 engine.load(path)
                 rows = my_rows(engine, split_models.batch_of("fp64"))
                 split_models.train(engine, rows, "policy", steps=1)
@@ -186,7 +186,8 @@ def refusals(folder):
 def main():
     folder, saved, results = (Path(argument) for argument in sys.argv[1:4])
     cases = getattr(pipeline_models, sys.argv[4])
-    passed_on = ("qwen2",) if sys.argv[4] == "CORE" else ("qwen2", "qwen3")
+    core = sys.argv[4] == "CORE"
+    passed_on = (["qwen2"], ["staged"]) if core else (["qwen2", "qwen3"], ["sharded", "staged"])
     tied = cases["tied"]
     record = {
         "trained": {name: trained(folder, case) for name, case in cases.items()},
@@ -198,7 +199,7 @@ def main():
         "exchanged": exchanged(folder),
         "scored": scored(folder),
         "read": read_names(folder),
-        "resumed": resumed(folder, saved, results, passed_on),
+        "resumed": resumed(folder, saved, results, *passed_on),
         "refusals": refusals(folder),
     }
     if dist.get_rank() == 0:

@@ -14,6 +14,8 @@ from tandem.errors import EngineError, TandemError
 from tandem.models.activation_offload import SameStream
 from tandem.models.parallel import init_distributed, leave_distributed
 
+DIVIDED = {"whole": 1, "split": 2}  # by their names, ranks that split layers
+
 
 def divisions(world, cases):
     """Model, kind, precision, ranks that split layers, that share one part of them, that share tokens."""
@@ -106,20 +108,19 @@ def exchanged(folder):
     }
 
 
-def resumed(folder, saved, results):
+def resumed(folder, saved, results, divided):
     """From a single rank's checkpoint, and from one another's, with layers split or whole; one step each."""
     found = {}
-    divided = {"whole": 1, "split": 2}
     for name in split_models.SAVED[dist.get_world_size()]:
         sources = {"one": saved / name}
-        for label, tensor in divided.items():
+        for label, tensor in DIVIDED.items():
             engine = engine_of(folder, name, "policy", "fp64", tensor, -1, 1)
             engine.load(saved / name)
             sources[label] = results / f"{name}_{label}"
             engine.save(sources[label])
-        for label, tensor in divided.items():
+        for label in divided:
             for source, path in sources.items():
-                engine = engine_of(folder, name, "policy", "fp64", tensor, -1, 1)
+                engine = engine_of(folder, name, "policy", "fp64", DIVIDED[label], -1, 1)
                 engine.load(path)
                 rows = my_rows(engine, split_models.batch_of("fp64"))
                 split_models.train(engine, rows, "policy", steps=1)
@@ -173,7 +174,7 @@ def main():
         "recomputed": one_step(folder, model={"enable_gradient_checkpointing": True}),
         "offloaded": one_step(folder, moved=True, model={"enable_activation_offload": True}),
         "mixed": one_step(folder, mixed=True),
-        "resumed": resumed(folder, saved, results),
+        "resumed": resumed(folder, saved, results, ["split"] if sys.argv[4] == "core" else DIVIDED),
         "refusals": refusals(folder),
     }
     if dist.get_rank() == 0:

@@ -5,7 +5,7 @@ import synthetic
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-STEPS = 5
+STEPS = 3
 SAVED = {2: ("qwen2",), 4: ("qwen2", "llama")}  # by ranks, whose checkpoints are passed on
 MIXED = {"model_dtype": "fp32", "dtype": "bf16"}
 SHAPE = {**synthetic.SHAPE, "num_hidden_layers": 2}

@@ -3,6 +3,7 @@ process."""
 
 from pathlib import Path
 
+import grid_job
 import pytest
 import synthetic
 import torch
@@ -23,7 +24,7 @@ def one_rank(folder, precision, kind):
     loss = synthetic.ValueLoss() if kind == "value" else synthetic.SyntheticLoss("seq-mean-token-mean")
     batch, micro = synthetic.make_batch(dtype), synthetic.CUTS["all"]
     outputs = frozenset({"values"}) if kind == "value" else frozenset({"log_probs", "entropy"})
-    metrics = [engine.train_step(batch, loss, micro=micro).to_floats() for _ in range(5)]
+    metrics = [engine.train_step(batch, loss, micro=micro).to_floats() for _ in range(grid_job.STEPS)]
     found = engine.forward(batch, outputs=outputs, micro=micro)
     forward = {name: found.ragged(name).values for name in outputs}
     return forward, metrics, synthetic.weights(engine)

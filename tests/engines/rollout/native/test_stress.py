@@ -15,9 +15,9 @@ SLOW = [pytest.mark.slow, pytest.mark.timeout(1800)]
 @pytest.mark.parametrize(
     ("dtype", "count", "run_ahead", "graphs"),
     [
-        (torch.float64, 100, False, False),
+        pytest.param(torch.float64, 100, False, False, marks=pytest.mark.slow),
         (torch.float64, 50, True, True),
-        (torch.float64, 50, True, False),
+        pytest.param(torch.float64, 50, True, False, marks=pytest.mark.slow),
         (torch.float64, 50, False, True),
         (torch.float32, 50, False, False),
         pytest.param(torch.float64, 10_000, False, False, marks=SLOW),
