@@ -5,6 +5,10 @@ from __future__ import annotations
 import os
 
 import pytest
+import ray
+
+from tandem.errors import WorkerFailure
+from tandem.runtime.ray_backend import cluster
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -12,3 +16,18 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 def test_the_controllers_breakpoint_is_the_users() -> None:
     """Ray would have its own debugger there, and in every process started from here."""
     assert "PYTHONBREAKPOINT" not in os.environ
+
+
+def test_a_ray_that_does_not_start_in_time_is_a_failure_that_a_restart_may_mend(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def init(**_: object) -> None:
+        raise Exception("The current node timed out during startup.")
+
+    ended = []
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: ended.append(True))
+    with pytest.raises(WorkerFailure, match=r"timed out during startup(.|\n)*max_restarts") as raised:
+        cluster._start(None, None, {})
+    assert raised.value.restartable
+    assert ended == [True]

@@ -70,7 +70,8 @@ class RolloutEngine(Protocol):
         ...
 
     def abort(self, ids: Sequence[tuple[str, int]], *, keep_partial: bool = False) -> list[Sample]:
-        """Drops requests; their partial samples with finish_reason "abort" if asked for."""
+        """Drops requests; their partial samples with finish_reason "abort" if asked for. One that is
+        finished, but not polled yet, keeps its own reason."""
         ...
 
     def update_weights(self, source: WeightSource, version: int) -> Digest:

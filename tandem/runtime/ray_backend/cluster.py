@@ -17,7 +17,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, WorkerFailure
 from tandem.runtime.resource_pool import ResourcePool
 
 PROCESS = "tandem_process"
@@ -37,6 +37,7 @@ def connect(address: str | None, *, temp_dir: str | None, object_store_gb: float
 
     Raises:
         ConfigError: no cluster there.
+        WorkerFailure: Ray did not start here in the time that it gives itself.
     """
     if ray.is_initialized():
         return False
@@ -58,16 +59,7 @@ def connect(address: str | None, *, temp_dir: str | None, object_store_gb: float
 def _join(address: str | None, temp_dir: str | None, object_store_gb: float | None) -> bool:
     shared: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
     if address is None:
-        store = None if object_store_gb is None else int(object_store_gb * 2**30)
-        ray.init(
-            address="local",  # or Ray would look for one to join
-            resources={PROCESS: 10**6},
-            include_dashboard=False,
-            object_store_memory=store,
-            _temp_dir=temp_dir,
-            _system_config={"prestart_worker_first_driver": False},
-            **shared,
-        )
+        _start(temp_dir, object_store_gb, shared)
         return True
     try:
         ray.init(address=address, **shared)
@@ -80,6 +72,30 @@ def _join(address: str | None, temp_dir: str | None, object_store_gb: float | No
             remedy="start it (tandem node, or ray start --head), or set trainer.cluster.address=null",
         ) from error
     return True
+
+
+def _start(temp_dir: str | None, object_store_gb: float | None, shared: Mapping[str, Any]) -> None:
+    store = None if object_store_gb is None else int(object_store_gb * 2**30)
+    try:
+        ray.init(
+            address="local",  # or Ray would look for one to join
+            resources={PROCESS: 10**6},
+            include_dashboard=False,
+            object_store_memory=store,
+            _temp_dir=temp_dir,
+            _system_config={"prestart_worker_first_driver": False},
+            **shared,
+        )
+    except Exception as error:
+        if type(error) is not Exception:
+            raise
+        ray.shutdown()
+        raise WorkerFailure(
+            f"Ray did not start on this machine: {error}\n"
+            "  it waits 30 s for itself, which may be too short while the machine is busy with other work: "
+            "start the run again then, or let it do so (trainer.max_restarts)",
+            restartable=True,
+        ) from error
 
 
 def stacks(processes: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -215,8 +215,8 @@ def _abort(
     partial = engine.abort(ids, keep_partial=keep)
     assert sorted(sample.id for sample in partial) == (list(ids) if keep else [])
     for sample in partial:
-        assert sample.finish_reason == "abort"
-        out.partial[sample.id] = sample
+        found = out.partial if sample.finish_reason == "abort" else out.finished  # by the step that ran ahead
+        found[sample.id] = sample
     out.dropped |= set() if keep else set(ids)
     for id in ids:
         del open_ids[id]
