@@ -25,6 +25,7 @@ from tandem.algorithms.aggregation import AGGREGATIONS, aggregate
 from tandem.algorithms.registry import POLICY_LOSSES
 from tandem.config.actor import ActorConfig, PolicyLossConfig
 from tandem.engines.train.base import Counts
+from tandem.workers.loss_terms import PolicyTerm
 from tandem.workers.losses import ActorLoss
 
 pytestmark = pytest.mark.verl
@@ -111,9 +112,11 @@ def ours(case: dict[str, Any]) -> tuple[Tensor, Tensor]:
         actor = {name: float(value) for name, value in case["actor"].items()}
         config = ActorConfig(policy_loss=section, loss_agg_mode=case["mode"], **actor)
         whole = ActorLoss.from_config(config, recomputed=True)
-        if whole.spec.selection:
+        policy = whole.terms[0]
+        assert isinstance(policy, PolicyTerm)
+        if policy.spec.selection:
             now = columns | {"old_log_probs": log_probs.detach()}  # as verl does
-            columns["selected_tokens"] = whole.spec.selection(now, whole.options)
+            columns["selected_tokens"] = policy.spec.selection(now, policy.options)
         loss, _ = whole(
             {"log_probs": log_probs, "entropy": torch.zeros_like(log_probs)}, columns, offsets, counts
         )
