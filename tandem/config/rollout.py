@@ -171,9 +171,11 @@ class EngineConfig(SamplingSection):
     enable_prefix_caching: bool = key(
         True, "a prompt that begins like an earlier sequence reuses its part of the cache", when=_IN_PROCESS
     )
-    gpu_memory_utilization: float = key(
-        0.5,
-        "share of the device's memory for weights and KV cache; on a CPU, of all memory for the cache",
+    gpu_memory_utilization: float | None = key(
+        None,
+        "share of the device's memory for all that the rollout holds: weights, KV cache, work space; the "
+        "native engine takes less where training leaves less; on a CPU, of all memory for the cache; null: "
+        "0.9 for the native engine on CUDA, else 0.5",
         when=_IN_PROCESS,
         gt=0,
         le=1,

@@ -251,6 +251,7 @@ class Offline:
             device=device,
             max_length=self._longest,
             log=say,
+            say=say,
             model_path=str(self._folder),
             dtype=getattr(torch, self._rollout.dtype),
         )

@@ -142,6 +142,7 @@ class ActorWorker(EngineWorker):
     def _rollout_engine(self, tokenizer: PreTrainedTokenizerBase, policy: TrainEngine) -> RolloutEngine:
         rollout, data = self._config.actor_rollout_ref.rollout, self._config.data
         split = self._split(rollout.tensor_model_parallel_size)
+        say = functools.partial(ActorWorker.say, weakref.proxy(self))  # so that no engine keeps its worker
         engine = make_rollout_engine(
             rollout.name,
             rollout,
@@ -154,7 +155,8 @@ class ActorWorker(EngineWorker):
             trust_remote_code=self._config.actor_rollout_ref.model.trust_remote_code,
             dtype=policy.compute_dtype,
             log_file=self.run.logs / f"vllm_server_rank_{self.rank}.log",
-            log=functools.partial(ActorWorker.say, weakref.proxy(self)),  # so that no engine keeps its worker
+            log=say,
+            say=say,
         )
         weakref.finalize(self, engine.close)
         if not engine.takes and not self._config.trainer.val_only:

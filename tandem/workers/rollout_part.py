@@ -103,8 +103,8 @@ class RolloutPart:
 
     def _give_weights(self, worker: EngineWorker, held: ExitStack) -> None:
         """Gives the policy's weights to the engine: the policy's own module where the engine can share it,
-        unsharded while `held` is open; else a stream, after which what is trained may be offloaded. An engine
-        that takes none keeps its own.
+        unsharded while `held` is open, or until the engine has copied it; else a stream. What is trained may
+        then be offloaded. An engine that takes none keeps its own.
 
         Raises:
             WeightSyncError: the engine holds others than it was given.
@@ -112,12 +112,13 @@ class RolloutPart:
         tags = SLEEP_TAGS if self._rollout.free_cache_engine else ()
         policy, engine = self.policy, self.engine
         if SharedModule in engine.takes and policy.unshards:
-            held.enter_context(worker.on_device(policy))
+            lent = held.enter_context(ExitStack())
+            lent.enter_context(worker.on_device(policy))
             sent = self._digest(worker)
             with worker.timeline.phase("reshard"), worker.counted_memory("perf/weight_sync_peak_bytes"):
-                module = held.enter_context(policy.unsharded())
+                module = lent.enter_context(policy.unsharded())
             held.callback(engine.sleep, tags or ("weights",))  # these go when the module is sharded again
-            self._update(worker, SharedModule(module), sent)
+            self._update(worker, SharedModule(module, release=lent.close), sent)
         else:
             if tags:
                 held.callback(engine.sleep, tags)

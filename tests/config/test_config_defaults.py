@@ -74,7 +74,7 @@ DEFAULTS = {
     f"{R}.temperature": 1.0,
     f"{R}.top_k": -1,
     f"{R}.top_p": 1.0,
-    f"{R}.gpu_memory_utilization": 0.5,
+    f"{R}.gpu_memory_utilization": None,
     f"{R}.tensor_model_parallel_size": 1,
     f"{R}.max_num_batched_tokens": 8192,
     f"{R}.max_num_seqs": 256,

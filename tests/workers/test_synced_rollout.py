@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from tandem.engines.rollout.base import SLEEP_TAGS
 from tandem.engines.rollout.hf import HFEngine
@@ -174,6 +175,33 @@ def test_a_fault_in_the_shared_module_is_named(
     assert f"{NAME} " in str(caught.value.got) and told[fault] in str(caught.value.got)
     monkeypatch.setattr(worker.actor, "unsharded", original)
     generate(worker)
+
+
+def test_a_module_that_the_engine_has_copied_is_sharded_again_before_it_samples(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on CUDA, where the native engine has packed copies."""
+    config = roles.make_config(folder, f"trainer.default_local_dir={tmp_path}")
+    worker, plain = (roles.make_actor(config, "actor", "rollout") for _ in range(2))
+    engine, actor = worker.parts["rollout"].engine, worker.actor
+    monkeypatch.setattr(engine, "_copies", lambda source, runner: True)
+    poll, kept, offload = engine.poll, list[bool](), actor.offload
+    offloads = list[bool]()
+
+    def watched(timeout_s: float) -> Any:
+        kept.append(any(not isinstance(p, DTensor) for p in actor.module.parameters()))
+        assert offloads
+        return poll(timeout_s)
+
+    monkeypatch.setattr(engine, "poll", watched)
+    monkeypatch.setattr(actor, "offload", lambda: (offloads.append(True), offload()))
+    for _ in range(2):
+        batch = generate(worker)
+        assert same(batch, generate(plain))
+        learn(worker, batch)
+        learn(plain, batch)
+        offloads.clear()
+    assert kept and not any(kept)
 
 
 @pytest.mark.parametrize(("free", "tags"), [(True, SLEEP_TAGS), (False, ("weights",))])

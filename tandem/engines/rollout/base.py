@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
@@ -23,9 +23,12 @@ class SharedModule:
 
     Attributes:
         module: a transformers causal LM in compute dtype; valid while the trainer holds it unsharded.
+        release: gives the weights' memory back; an engine that has copied them may call it once. The module's
+            config stays.
     """
 
     module: nn.Module
+    release: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,7 @@ class OwnWeights:
                 expected=f"{len(self._names) or 'some'} weights" + _list(missing),
                 remedy="send all parameters of the model",
             )
-        return SharedModule(self._module)
+        return SharedModule(self._module, release=self.free)
 
     def free(self) -> None:
         """Gives the weights' memory back. The module must not be used before the next `load`."""

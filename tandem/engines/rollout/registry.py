@@ -32,6 +32,7 @@ def make_rollout_engine(
     device: torch.device,
     max_length: int,
     log: Callable[[str], None] | None,
+    say: Callable[[str], None] | None = None,
     share: tuple[int, int] = (0, 1),
     split: LayerSplit = WHOLE,
     model_path: str | None = None,
@@ -46,6 +47,7 @@ def make_rollout_engine(
         tokenizer: for stop strings; None if none will be asked for.
         max_length: tokens of prompt and response together, at most.
         log: receives the engine's statistics unless `rollout.disable_log_stats`.
+        say: receives what the user should know of its memory (native).
         share: (number, count) of the workers that divide the servers of `rollout.server` among themselves.
         split: this worker's share of each layer (native).
         model_path: the model's folder, for an engine with weights of its own: vllm; a stream to native or hf.
@@ -71,7 +73,7 @@ def make_rollout_engine(
             got=name,
             expected=" or ".join((*_ENGINES, "vllm", *HTTP_ENGINES)),
         )
-    options = _native_options(rollout) | {"split": split} if name == "native" else {}
+    options = _native_options(rollout) | {"split": split, "say": say} if name == "native" else {}
     own = None if model_path is None else OwnWeights(model_path, device, trust_remote_code=trust_remote_code)
     return _ENGINES[name](
         device=device,

@@ -10,6 +10,7 @@ from tandem.engines.rollout.hf import HFEngine
 from tandem.engines.rollout.native.attention import make_attention
 from tandem.engines.rollout.native.engine import NativeEngine
 from tandem.engines.rollout.native.graphs import CudaCapture, GraphedRunner
+from tandem.engines.rollout.native.lasting import Lasting, lasting_bytes
 from tandem.engines.rollout.native.paged import LayerShape, PagedCache, StepInput
 from tandem.engines.rollout.native.runner import make_runner
 
@@ -102,6 +103,55 @@ def test_replayed_graphs_compute_what_plain_steps_do(name, tiny):
         torch.testing.assert_close(graphed.forward(step, attention), expected, rtol=1e-4, atol=1e-4)
     for left, right in zip(caches[0].keys, caches[1].keys, strict=True):
         torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("error")
+def test_memory_that_is_given_back_is_free_and_comes_back_in_place():
+    """A graph that was captured over it replays on what stands there then."""
+    size = 2**30
+    held = Lasting([((size,), torch.uint8), ((1000,), torch.float32)], CUDA)
+    assert held.stays and lasting_bytes(CUDA) >= size
+    numbers, out = held.tensors[1], torch.zeros(1000, device=CUDA)
+    place = numbers.data_ptr()
+    replay = CudaCapture()(lambda: out.copy_(2 * numbers))
+    for value in range(3):
+        numbers.fill_(value)
+        replay()
+        assert out.tolist() == [2.0 * value] * 1000
+        taken = torch.cuda.mem_get_info(CUDA)[0]
+        held.give_back()
+        assert torch.cuda.mem_get_info(CUDA)[0] - taken >= size and lasting_bytes(CUDA) == 0
+        torch.full((size // 4,), 7.0, device=CUDA)  # others may have it meanwhile
+        held.take()
+        assert numbers.data_ptr() == place
+    held.give_back()
+    assert lasting_bytes(CUDA) == 0
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("model", ["qwen2", "qwen3"])
+def test_graphs_are_captured_once_for_all_versions(model, tiny, make_requests, monkeypatch):
+    captured, capture = [], CudaCapture.__call__
+    monkeypatch.setattr(
+        CudaCapture, "__call__", lambda self, work: (captured.append(1), capture(self, work))[1]
+    )
+    requests = make_requests(40, 2, temperature=0.0)
+    options = {"device": CUDA, "max_length": 96, "max_num_seqs": 32}
+    engine, counts = NativeEngine(**options), []
+    for version in range(3):
+        torch.manual_seed(version)
+        module = tiny(model).to(CUDA)  # elsewhere each time
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter += 0.05 * torch.randn_like(parameter)
+        samples = written(engine, module, requests)
+        counts.append(len(captured))
+        plain = written(NativeEngine(enforce_eager=True, **options), module, requests)
+        for left, right in zip(samples, plain, strict=True):
+            assert left.token_ids.tolist() == right.token_ids.tolist()
+            np.testing.assert_allclose(left.log_probs, right.log_probs, atol=2e-5)
+    assert counts[0] > 3 and counts == [counts[0]] * 3
+    assert engine._steps._resting is not None  # its copies wait, without memory
 
 
 @pytest.mark.parametrize("lengths", [[4000, 1, 777], [300] * 40])

@@ -70,10 +70,12 @@ def test_max_num_seqs_takes_effect(name, tiny, make_requests):
 
 
 def test_runner_takes_effect(tiny, make_requests):
+    engine = make_rollout_engine("native", RolloutConfig(), **OPTIONS, log=None, say=print)
+    assert engine._say is print
     for runner, kind in (("auto", "FusedRunner"), ("fused", "FusedRunner"), ("module", "ModuleRunner")):
         engine = make_rollout_engine("native", RolloutConfig(runner=runner), **OPTIONS, log=None)
         engine.update_weights(SharedModule(tiny()), 0)
-        assert type(engine._runner).__name__ == kind
+        assert type(engine._steps.runner).__name__ == kind
 
 
 @pytest.mark.parametrize("name", ["native", "hf"])

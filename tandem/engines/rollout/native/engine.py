@@ -11,11 +11,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from tandem.device import upload
 from tandem.engines.rollout.base import SLEEP_TAGS, SharedModule, SleepTag, WeightSource, WeightStream
@@ -24,38 +23,21 @@ from tandem.engines.rollout.counters import Counters
 from tandem.engines.rollout.draws.rows import Rows, empty_sample
 from tandem.engines.rollout.draws.sampler import Drawn, RowParams
 from tandem.engines.rollout.draws.stops import Decode
-from tandem.engines.rollout.native.attention import Attention, AttentionName, make_attention
-from tandem.engines.rollout.native.blocks import BlockManager
-from tandem.engines.rollout.native.graphs import GraphedRunner
-from tandem.engines.rollout.native.memory import CacheRoom, grown
-from tandem.engines.rollout.native.paged import PagedCache, bytes_per_token
+from tandem.engines.rollout.native.attention import AttentionName
+from tandem.engines.rollout.native.budget import Wanted, weights_statement
+from tandem.engines.rollout.native.flight import Flight
+from tandem.engines.rollout.native.memory import CacheRoom
 from tandem.engines.rollout.native.plan import Index, Plan, step_input
-from tandem.engines.rollout.native.runner import Runner, RunnerName, make_runner
+from tandem.engines.rollout.native.runner import Runner, RunnerName
 from tandem.engines.rollout.native.scheduler import Scheduler
 from tandem.engines.rollout.native.split import WHOLE, LayerSplit
+from tandem.engines.rollout.native.steps import Steps
+from tandem.engines.rollout.native.store import Store
 from tandem.engines.rollout.own_weights import OwnWeights, kinds_taken, taken
 from tandem.engines.weight_sync import Digest, digest
 from tandem.errors import EngineError
 from tandem.protocol import Request, Sample
 from tandem.protocol.rollout import LogprobsMode
-
-
-@dataclass(slots=True)
-class _Flight:
-    """Tokens drawn and not yet accepted.
-
-    Attributes:
-        rows: whose; -1 for a sequence that has ended meanwhile.
-        tokens_R: on the device.
-        fetched: all that was drawn, on the host once `arrived`.
-        version: of the weights that gave the logits.
-    """
-
-    rows: Index
-    tokens_R: Tensor
-    fetched: Drawn
-    arrived: torch.cuda.Event | None
-    version: int
 
 
 class NativeEngine:
@@ -65,7 +47,7 @@ class NativeEngine:
         max_length: tokens of prompt and response together, at most.
         max_num_seqs: sequences that run at the same time, at most; fewer if the cache's memory binds.
         max_num_batched_tokens: tokens of one step; sequences that decode come first.
-        gpu_memory_utilization: share of the device's memory; on a host of all there is.
+        gpu_memory_utilization: share of the device's memory; None: see `CacheRoom`.
         block_size: tokens per block of the cache; num_gpu_blocks_override: its blocks, else as many as asked.
         enable_prefix_caching: let a prompt that begins like an earlier sequence reuse its blocks.
         enable_chunked_prefill: let a prompt be computed in several steps.
@@ -77,6 +59,7 @@ class NativeEngine:
         own: a model of its own, for a stream of weights; None: it takes none.
         decode: token ids to text, for stop strings.
         log: receives a line about every two seconds of work; None for none.
+        say: receives, on CUDA, a sentence about the weights and one about the cache when they are first made.
     """
 
     def __init__(
@@ -86,7 +69,7 @@ class NativeEngine:
         max_length: int,
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 8192,
-        gpu_memory_utilization: float = 0.5,
+        gpu_memory_utilization: float | None = None,
         block_size: int = 16,
         num_gpu_blocks_override: int | None = None,
         enable_prefix_caching: bool = True,
@@ -100,17 +83,17 @@ class NativeEngine:
         own: OwnWeights | None = None,
         decode: Decode | None = None,
         log: Callable[[str], None] | None = None,
+        say: Callable[[str], None] | None = None,
     ) -> None:
         self.takes = kinds_taken(own)
         self._own = own
         self._device = device
         self._max_length = max_length
         self._block_size = block_size
-        self._room = CacheRoom(device, gpu_memory_utilization, block_size, num_gpu_blocks_override, split)
-        self._runner_name: RunnerName = runner
+        graphs = device.type == "cuda" and not enforce_eager
+        room = CacheRoom(device, gpu_memory_utilization, block_size, num_gpu_blocks_override, split)
+        self._store = Store(room, block_size, attention, lasting=graphs)
         self._split = split
-        self._attention_name: AttentionName = attention
-        self._graphs = device.type == "cuda" and not enforce_eager
         self._run_ahead = device.type == "cuda" if run_ahead is None else run_ahead
         self._decode = decode
         self._counters = Counters(log)
@@ -124,16 +107,21 @@ class NativeEngine:
             chunked=enable_chunked_prefill,
             caching=enable_prefix_caching,
         )
+        self._steps = Steps(
+            runner,
+            max_length,
+            split,
+            graphs=graphs,
+            max_num_seqs=max_num_seqs,
+            max_blocks=self._scheduler.tables.shape[1],
+        )
+        self._say = say
         self._finished: list[Sample] = []
         self._known: dict[tuple[str, int], int] = {}  # blocks that each pending request can fill
         self._demand_changed = False
         self._source: SharedModule | None = None
-        self._runner: Runner | None = None
-        self._cache: PagedCache | None = None
-        self._attention: Attention | None = None
-        self._graphed: GraphedRunner | None = None  # of this runner and attention
         self._version = 0
-        self._flight: _Flight | None = None
+        self._flight: Flight | None = None
         self._params: RowParams | None = None  # of the rows in `_params_of`
         self._params_of = np.zeros(0, dtype=np.int64)
 
@@ -146,8 +134,9 @@ class NativeEngine:
             for request in requests
         }
         if blocks:
-            per_block = None if self._runner is None else self._per_block(self._runner)
-            self._room.check_longest(max(blocks.values()), per_block)
+            runner = self._steps.runner
+            per_block = None if runner is None else self._store.per_block(runner)
+            self._store.room.check_longest(max(blocks.values()), per_block)
         self._scheduler.waiting.extend(requests)
         self._known |= blocks
         self._demand_changed = True
@@ -160,29 +149,45 @@ class NativeEngine:
         stream that fails the engine has no weights."""
         self._settle()
         if self._own is not None and isinstance(source, WeightStream):
-            self._runner = self._source = self._graphed = None  # what they refer to is overwritten
+            self._steps.rest()  # what it refers to is overwritten
+            self._source = None
         source = taken(source, self._own)
         running = list(self._rows.request[: self._rows.count])
         check_fits_model([*running, *self._scheduler.waiting], source.module)
-        runner = make_runner(self._runner_name, source.module, self._max_length, self._split)
-        cache = self._cache
-        if cache is not None and (cache.layers, cache.dtype) != (runner.layers, runner.dtype):
+        runner = self._steps.runner_of(source.module, partial(self._copies, source))
+        if not self._store.is_of(runner):
             if self._rows.count:
                 raise EngineError("the new weights are of another model while sequences are running")
             self._drop_cache()
-        self._graphed = None  # of the old runner
-        self._runner, self._source, self._version = runner, source, version
+        self._steps.use(runner)
+        self._source, self._version, self._store.room.weights = source, version, runner.weight_bytes
         self._scheduler.forget()
-        return digest(source.module.named_parameters())
+        copied = None if self._split.size > 1 else runner.copied(source.module)
+        found = digest(source.module.named_parameters() if copied is None else copied)
+        if runner.copies and source.release is not None:
+            source.release()
+        return found
+
+    def _copies(self, source: SharedModule, runner: Runner) -> bool:
+        """Whether the runner should have copies of its weights."""
+        room = self._store.room
+        wanted = None if room.fixed else self._wanted(runner)
+        copies = room.copies_pay(runner.weight_bytes, wanted, returned=source.release is not None)
+        if self._say is not None and self._device.type == "cuda":
+            self._say(weights_statement(runner.weight_bytes, copies=copies))
+        return copies
 
     def sleep(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
         """Gives back the cache, and every reference to the weights."""
         check_idle(len(self._known))
         self._flight = self._params = None
         if "kv_cache" in tags:
-            self._drop_cache()
+            if not self._store.sleep():
+                self._steps.drop_graphs()
+            self._scheduler.use_cache(0)
         if "weights" in tags:
-            self._runner = self._source = self._graphed = None
+            self._steps.rest()
+            self._source = None
             if self._own is not None:
                 self._own.free()
 
@@ -227,15 +232,16 @@ class NativeEngine:
 
     @torch.inference_mode()
     def _step(self) -> None:
-        if self._runner is None:
+        runner = self._steps.runner
+        if runner is None:
             raise EngineError("the engine has no weights", remedy="call update_weights before poll")
-        if self._demand_changed or self._cache is None:
-            self._fit_cache(self._runner)
+        if self._demand_changed or not self._store.blocks:
+            self._fit_cache(runner)
         with self._taken_back_if_it_fails():
             plan = self._scheduler.schedule()
             assert plan is not None or self._flight is not None, "nothing can run"
             earlier = self._flight
-            self._flight = None if plan is None else self._launch(self._runner, plan, earlier)
+            self._flight = None if plan is None else self._launch(plan, earlier)
             self._accept(earlier)
         if not self._run_ahead:
             self._settle()
@@ -254,47 +260,49 @@ class NativeEngine:
     # The cache.
 
     def _fit_cache(self, runner: Runner) -> None:
-        """Makes the cache, or a larger one with its content. While it grows memory holds both; where there is
-        no room for that, the old one stays if it holds the longest sequence, and else goes first, and its
-        sequences are computed again."""
-        per_block = self._per_block(runner)
-        held = 0 if self._cache is None else self._cache.blocks
-        blocks = self._room.wanted(self._known.values(), self._rows.capacity, held, per_block)
-        if blocks > held > 0 and not self._room.is_free(blocks * per_block):
-            if max(self._known.values()) <= held:
-                blocks = held
+        """Makes the cache, or a larger one with its content. Where it cannot grow beside itself and does not
+        hold the longest sequence, it goes first, and its sequences are computed again."""
+        store = self._store
+        blocks, possible = store.wanted(runner, self._known.values(), self._rows.capacity)
+        if not possible:
+            self._settle()
+            self._scheduler.restart()
+            self._drop_cache()
+        if blocks > store.blocks:
+            held = store.blocks
+            if store.take(runner, blocks):
+                self._steps.cache_taken()
             else:
-                self._settle()
-                self._scheduler.restart()
-                self._drop_cache()
-        if blocks > held:
-            self._make_cache(runner, blocks, per_block)
+                self._steps.drop_graphs()
+                store.make(runner, blocks)
+            if held:
+                self._scheduler.blocks.grow(store.blocks)
+            else:
+                self._scheduler.use_cache(store.blocks)
+            self._tell_cache(runner)
         self._demand_changed = False
 
-    def _make_cache(self, runner: Runner, blocks: int, per_block: int) -> None:
-        if self._cache is None:
-            self._room.check_free(blocks * per_block)
-            self._cache = PagedCache(runner.layers, blocks, self._block_size, runner.dtype, runner.device)
-            self._scheduler.blocks = BlockManager(blocks)
-        else:
-            self._cache = grown(self._cache, blocks)
-            self._scheduler.blocks.grow(blocks)
-        self._attention = make_attention(self._cache, self._attention_name)
-        self._graphed = None
+    def _tell_cache(self, runner: Runner) -> None:
+        """Says once how many sequences the cache can hold."""
+        if self._say is not None and self._device.type == "cuda":
+            self._say(self._store.statement(self._wanted(runner)))
+            self._say = None
 
-    def _per_block(self, runner: Runner) -> int:
-        return self._block_size * bytes_per_token(runner.layers, runner.dtype)
+    def _wanted(self, runner: Runner) -> Wanted:
+        return self._store.wants(runner, self._rows.capacity, self._max_length)
 
     def _drop_cache(self) -> None:
-        self._cache = self._attention = self._graphed = self._params = None
-        self._room.forget()
-        self._scheduler.blocks = BlockManager(0)
+        self._store.drop()
+        self._steps.drop_graphs()
+        self._params = None
+        self._scheduler.use_cache(0)
 
     # One step.
 
-    def _launch(self, runner: Runner, plan: Plan, earlier: _Flight | None) -> _Flight | None:
+    def _launch(self, plan: Plan, earlier: Flight | None) -> Flight | None:
         """Runs the step and draws its tokens; on CUDA, only asks for it."""
-        assert self._cache is not None and self._attention is not None
+        cache, attention = self._store.cache, self._store.attention
+        assert cache is not None and attention is not None
         self._count(plan)
         step, logits_of = step_input(
             plan,
@@ -308,15 +316,11 @@ class NativeEngine:
         if earlier is not None:
             alive = np.flatnonzero(earlier.rows >= 0)
             place[earlier.rows[alive]] = alive
-            self._insert(step.ids_T, place[plan.rows[: plan.decoding]], earlier.tokens_R)
-        if self._graphs and self._graphed is None:
-            self._graphed = GraphedRunner(
-                runner, self._attention, self._rows.capacity, self._scheduler.tables.shape[1]
-            )
-        logits = (self._graphed or runner).forward(step, self._attention)
+            earlier.insert(step.ids_T, place[plan.rows[: plan.decoding]])
+        logits = self._steps.forward(step, attention)
         if plan.copies[0]:
             source, target = (upload(np.array(part), self._device) for part in plan.copies)
-            self._cache.copy_blocks(source, target)
+            cache.copy_blocks(source, target)
         if not len(plan.sampled):
             return None
         if len(logits) != len(logits_of):
@@ -324,36 +328,18 @@ class NativeEngine:
         ahead = (place[plan.sampled] >= 0).astype(np.int64)
         params = self._row_params(plan.sampled, logits.shape[1])
         drawn = self._rows.draw(plan.sampled, logits, params, ahead)
-        return _Flight(plan.sampled, drawn.tokens_R, *self._fetch(drawn), self._version)
-
-    def _fetch(self, drawn: Drawn) -> tuple[Drawn, torch.cuda.Event | None]:
-        """Asks for the tokens now, so that they do not wait for what is launched after them."""
-        if self._device.type != "cuda":
-            return drawn, None
-        fetched = Drawn(*(part.to("cpu", non_blocking=True) for part in drawn))
-        return fetched, torch.cuda.current_stream(self._device).record_event()
-
-    def _insert(self, ids_T: Tensor, place: Index, tokens_R: Tensor) -> None:
-        """Puts tokens in flight where they are this step's input; place[t] is -1 where ids_T[t] is known."""
-        if len(place) == len(tokens_R) and (place == np.arange(len(place))).all():
-            ids_T[: len(place)] = tokens_R
-            return
-        at = np.flatnonzero(place >= 0)
-        at_N, place_N = (upload(part, self._device) for part in (at, place[at]))
-        ids_T[at_N] = tokens_R[place_N]
+        return Flight.of(plan.sampled, drawn, self._version)
 
     def _row_params(self, rows: Index, vocabulary: int) -> RowParams:
         if self._params is None or not np.array_equal(rows, self._params_of):
             self._params, self._params_of = self._rows.params(rows, vocabulary, self._device), rows
         return self._params
 
-    def _accept(self, flight: _Flight | None) -> None:
+    def _accept(self, flight: Flight | None) -> None:
         """Fetches drawn tokens and lets the sequences leave that they finish."""
         if flight is None:
             return
-        if flight.arrived is not None:
-            flight.arrived.synchronize()
-        rows, drawn = flight.rows, flight.fetched
+        rows, drawn = flight.rows, flight.arrived()
         alive = rows >= 0
         if not alive.all():
             kept = torch.from_numpy(alive)
@@ -388,11 +374,11 @@ class NativeEngine:
     # Counts.
 
     def _count(self, plan: Plan) -> None:
-        assert self._cache is not None
+        assert self._store.cache is not None
         self._counters.decode_steps += plan.decoding > 0
         self._counters.prefill_tokens += int(plan.counts[plan.decoding :].sum())
         self._counters.running(self._scheduler.running)
-        self._counters.cache(self._cache.bytes, self._scheduler.use)
+        self._counters.cache(self._store.cache.bytes, self._scheduler.use)
 
     def _log_line(self) -> None:
         running, use = self._scheduler.running, self._scheduler.use

@@ -6,7 +6,7 @@ Shape suffixes as in `paged` and `ops`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,8 @@ from tandem.engines.rollout.native.attention import Attention
 from tandem.engines.rollout.native.ops import make_ops
 from tandem.engines.rollout.native.ops.base import Heads
 from tandem.engines.rollout.native.paged import LayerShape, StepInput
-from tandem.engines.rollout.native.split import WHOLE, LayerSplit, Weights
+from tandem.engines.rollout.native.split import WHOLE, LayerSplit
+from tandem.engines.rollout.native.weights import Copies, head_is_split, parts_of, places, weight_bytes
 from tandem.models.linear import can_pack, linear, pack, packed_linear
 
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # those whose angles depend on the position alone
@@ -52,6 +53,7 @@ def _is_linear(module: nn.Module) -> bool:
 _COPY_UP_TO_BYTES = 2**31
 
 _Linear = Callable[[Tensor], Tensor]
+_Held = Mapping[str, Sequence[Tensor]]  # by the names of `parts_of`
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,34 +69,52 @@ class _Layer:
 
 
 class FusedRunner:
-    """See `Runner`. On a CPU, query, key and value weights are joined into one matrix, gate and up into
-    another, and all are copied into the layout of the product's kernels, anew for each weight version.
-    Where these copies would be large, and on other devices, the module's own weights are used.
+    """See `Runner`. Query, key and value weights can be joined into one matrix, gate and up into another. On
+    a CPU they are, and all is copied into the layout of the product's kernels, anew for each weight version;
+    where these copies would be large the module's own weights are used. On other devices `copies` decides.
+
+    Args:
+        copies: whether it has copies of all weights, which stay where they are when others are copied there,
+            and of which nothing is the module's; not for a CPU, but in tests.
 
     Raises:
         ConfigError: a model that cannot be split as `split` says.
     """
 
-    def __init__(self, module: nn.Module, max_length: int, split: LayerSplit = WHOLE) -> None:
+    def __init__(
+        self, module: nn.Module, max_length: int, split: LayerSplit = WHOLE, *, copies: bool = False
+    ) -> None:
         config: Any = module.config
         split.check(config)
-        self._split = split
-        model: Any = module.model
-        self.embedding_VE: Tensor = model.embed_tokens.weight.detach()
+        self._split, self._config = split, config.to_dict()
+        parts = parts_of(module, split)
+        self.copies = copies
+        self._copies = Copies(parts) if copies else None
+        held = {key: [part.tensor for part in each] for key, each in parts.items()}
+        if self._copies is not None:
+            held = {key: [joined] for key, joined in self._copies.joined.items()}
+        self._reads = [tensor for each in held.values() for tensor in each]
+        self.weight_bytes = weight_bytes(self._reads)
+        [self.embedding_VE] = held["embedding"]
         self.dtype, self.device = self.embedding_VE.dtype, self.embedding_VE.device
-        weights = sum(p.numel() * p.element_size() for p in module.parameters())
-        self._copies = self.device.type == "cpu" and weights <= _COPY_UP_TO_BYTES
-        self._rounds = self._copies and can_pack(self.embedding_VE)
+        whole = weight_bytes(module.parameters())
+        self._joins = self.device.type == "cpu" and whole <= _COPY_UP_TO_BYTES and not copies
+        self._rounds = self._joins and can_pack(self.embedding_VE)
+        model: Any = module.model
         heads = self._heads(config, model.rotary_emb, max_length)
         self._ops = make_ops(heads, config.rms_norm_eps)
-        self._window = config.sliding_window if config.model_type == "mistral" else None
+        window = config.sliding_window if config.model_type == "mistral" else None
         layers = model.layers[: config.num_hidden_layers]
-        norms = [*(layer.input_layernorm for layer in layers), model.norm]
-        self._first_norm_E: Tensor = norms[0].weight.detach()
-        self._layers = [self._layer(*parts, heads) for parts in zip(layers, norms[1:], strict=True)]
-        self._head_is_split = config.vocab_size % split.size == 0
-        head: Any = module.lm_head
-        self._head = self._linear(split.outputs(head) if self._head_is_split else WHOLE.outputs(head))
+        names = [f"model.layers.{index}" for index in range(len(layers))]
+        norms = [*(f"{name}.input_layernorm" for name in names), "norm"]
+        [self._first_norm_E] = held[norms[0]]
+        self._norms: dict[str, Tensor] = {}  # per head, side by side
+        self._layers = [
+            self._layer(held, name, next_norm, getattr(layer.self_attn, "sliding_window", window))
+            for name, next_norm, layer in zip(names, norms[1:], layers, strict=True)
+        ]
+        self._head_is_split = head_is_split(config, split)
+        self._head = self._linear(held, "head" if "head" in held else "embedding")
         self.layers = (LayerShape(heads.kv_heads, heads.head_dim, heads.head_dim),) * len(self._layers)
 
     def _heads(self, config: Any, rotary: nn.Module, max_length: int) -> Heads:
@@ -106,32 +126,57 @@ class FusedRunner:
         cos_PD, sin_PD = (table[0] for table in rotary(self.embedding_VE[:1, None], positions))
         return Heads(own, own_kv, head_dim, cos_PD, sin_PD, head_dim**-0.5)
 
-    def _layer(self, layer: Any, next_norm: Any, heads: Heads) -> _Layer:
-        attention, mlp, split = layer.self_attn, layer.mlp, self._split
-        qk_norm = None
-        if hasattr(attention, "q_norm"):
-            query_norm = attention.q_norm.weight.detach().expand(heads.heads, -1)
-            qk_norm = torch.cat((query_norm, attention.k_norm.weight.detach().expand(heads.kv_heads, -1)))
+    def _layer(self, held: _Held, name: str, next_norm: str, window: int | None) -> _Layer:
+        if f"{name}.qk_norm" in held:
+            self._norms[f"{name}.qk_norm"] = _joined(held[f"{name}.qk_norm"])
+        [mlp_norm_E], [next_norm_E] = held[f"{name}.post_attention_layernorm"], held[next_norm]
         return _Layer(
-            qkv=self._linear(*map(split.outputs, (attention.q_proj, attention.k_proj, attention.v_proj))),
-            qk_norm_MD=qk_norm,
-            output=self._linear(split.inputs(attention.o_proj)),
-            mlp_norm_E=layer.post_attention_layernorm.weight.detach(),
-            gate_up=self._linear(split.outputs(mlp.gate_proj), split.outputs(mlp.up_proj)),
-            down=self._linear(split.inputs(mlp.down_proj)),
-            next_norm_E=next_norm.weight.detach(),
-            window=getattr(attention, "sliding_window", self._window),
+            qkv=self._linear(held, f"{name}.qkv"),
+            qk_norm_MD=self._norms.get(f"{name}.qk_norm"),
+            output=self._linear(held, f"{name}.output"),
+            mlp_norm_E=mlp_norm_E,
+            gate_up=self._linear(held, f"{name}.gate_up"),
+            down=self._linear(held, f"{name}.down"),
+            next_norm_E=next_norm_E,
+            window=window,
         )
 
-    def _linear(self, *parts: Weights) -> _Linear:
+    def _linear(self, held: _Held, name: str) -> _Linear:
         """One linear map whose outputs are those of all side by side; they have all a bias or none."""
-        weights = [weight for weight, _ in parts]
-        biases = [bias for _, bias in parts if bias is not None]
-        if not self._copies:
+        weights, biases = held[name], held.get(f"{name}.bias", [])
+        if not self._joins:
             return _Separate(weights, biases or [None] * len(weights))
-        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-        bias = torch.cat(biases) if biases else None
+        weight, bias = _joined(weights), _joined(biases) if biases else None
         return _Packed(pack(weight), bias) if can_pack(weight) else _Separate([weight], [bias])
+
+    def renew(self, module: nn.Module) -> bool:
+        """See `Runner`."""
+        config: Any = module.config
+        if self._joins or config.to_dict() != self._config:
+            return False
+        parts = parts_of(module, self._split)
+        if self._copies is not None:
+            return self._copies.fill(parts)
+        if places(part.tensor for each in parts.values() for part in each) != places(self._reads):
+            return False
+        for name, joined in self._norms.items():
+            torch.cat([part.tensor for part in parts[name]], out=joined)
+        return True
+
+    def rest(self) -> bool:
+        """See `Runner`."""
+        if self._copies is None or not self._copies.memory.stays:
+            return False
+        self._copies.memory.give_back()
+        return True
+
+    def reads(self) -> Sequence[Tensor]:
+        """See `Runner`."""
+        return self._reads
+
+    def copied(self, module: nn.Module) -> Iterator[tuple[str, Tensor]] | None:
+        """See `Runner`."""
+        return None if self._copies is None else self._copies.named(parts_of(module, self._split))
 
     def forward(self, step: StepInput, attention: Attention) -> Tensor:
         summed = self._split.summed
@@ -190,3 +235,7 @@ class _Packed:
 
     def __call__(self, x: Tensor) -> Tensor:
         return packed_linear(x, self.weight, self.bias)
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))

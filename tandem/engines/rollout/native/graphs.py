@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from tandem.engines.rollout.native.attention import Attention
 from tandem.engines.rollout.native.paged import StepInput
 from tandem.engines.rollout.native.runner import Runner
+from tandem.engines.rollout.native.weights import Place, places
 
 Work = Callable[[], None]
 Capture = Callable[[Work], Work]
@@ -92,15 +93,17 @@ class _Buffers:
 
 
 class GraphedRunner:
-    """A `Runner` that replays decode steps and runs all others as they come.
+    """The forward of a runner, which replays decode steps and runs all others as they come.
 
     A graph is captured when its size is first needed, after one of the largest size, whose memory the
     others then share. Where a capture fails, everything is run as it comes from then on, after a warning.
 
+    A graph holds addresses: it is good as long as the weights and the cache stay where they are, whatever is
+    written there.
+
     Args:
-        runner: does not wait for the device in a decode step, nor does the attention. Its weights stay where
-            they are.
-        attention: the one it is called with; its cache stays where it is.
+        runner: does not wait for the device in a decode step, nor does the attention.
+        attention: the one it is called with.
         max_num_seqs: sequences of a step, at most; steps of more than 512 are not captured.
         max_blocks: of the longest sequence.
         capture: how work is captured; None for CUDA graphs.
@@ -122,7 +125,30 @@ class GraphedRunner:
         self._buffers = _Buffers(self.sizes[-1], max_blocks, runner.device, longest)
         self._capture = capture or CudaCapture()
         self._replays: dict[int, Work] = {}
+        self._captured_over: tuple[Place, ...] = ()
         self._logits_LV: Tensor | None = None
+
+    @property
+    def captured(self) -> frozenset[int]:
+        """The sizes there are graphs of."""
+        return frozenset(self._replays)
+
+    def is_over(self, runner: Runner, attention: Attention) -> bool:
+        """Whether its graphs compute what this runner and this attention would: whether all that they read
+        and write is where it was."""
+        if runner is not self._runner or attention is not self._attention:
+            return False
+        return not self._replays or self._captured_over == self._places()
+
+    def _places(self) -> tuple[Place, ...]:
+        cache = self._attention.cache
+        return places((*self._runner.reads(), *cache.keys, *cache.values))
+
+    @torch.inference_mode()
+    def prepare(self, sizes: Collection[int]) -> None:
+        """Captures graphs of those of the sizes that it can have, before they are needed."""
+        for size in sorted(set(sizes) & set(self.sizes), reverse=True):
+            self._replay(size)
 
     @torch.inference_mode()
     def forward(self, step: StepInput, attention: Attention) -> Tensor:
@@ -144,9 +170,13 @@ class GraphedRunner:
 
     def _replay(self, size: int) -> Work | None:
         """A replay of the step of that size on the buffers; None where it cannot be captured."""
+        if not self.sizes:
+            return None
         for needed in (self.sizes[-1], size):
             if needed in self._replays:
                 continue
+            if not self._replays:
+                self._captured_over = self._places()
             # Nothing of a step stands in the buffers yet that running it twice could spoil.
             self._buffers.step.slots_T.fill_(-1)
             try:

@@ -9,12 +9,15 @@ from pathlib import Path
 
 import torch
 
+from tandem.engines.rollout.native.budget import DeviceMemory, Wanted
+from tandem.engines.rollout.native.lasting import lasting_bytes
 from tandem.engines.rollout.native.paged import PagedCache
 from tandem.engines.rollout.native.split import WHOLE, LayerSplit
 from tandem.errors import EngineError
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
+_SHARE_OF_CUDA, _SHARE_OF_HOST = 0.9, 0.5
 
 
 @dataclass(slots=True)
@@ -22,26 +25,66 @@ class CacheRoom:
     """The number of blocks that the cache of an engine may have.
 
     Attributes:
-        utilization: the share of the device's memory that the cache may take; see `cache_budget`.
+        given: the share of the device's memory that the rollout may take, see `cache_budget`; None: 0.9 on
+            CUDA, where the cache gets what training leaves, takes no more than its sequences need and gives
+            it back when they are done; else 0.5.
         block_size: tokens per block.
         fixed: blocks, whatever the memory.
         split: whose ranks have caches of one size: each of their decisions is that of all.
+        weights: bytes of the rollout's own weights.
+        memory: of a CUDA device, when the budget was measured.
     """
 
     device: torch.device
-    utilization: float
+    given: float | None
     block_size: int
     fixed: int | None = None
     split: LayerSplit = WHOLE
+    weights: int = 0
+    memory: DeviceMemory | None = None
     _budget: int | None = None
+
+    @property
+    def utilization(self) -> float:
+        """The share that is given, or the device's default."""
+        default = _SHARE_OF_CUDA if self.device.type == "cuda" else _SHARE_OF_HOST
+        return default if self.given is None else self.given
 
     def most(self, per_block: int) -> int:
         """Blocks of `per_block` bytes, at most. The budget is measured once; see `forget`."""
         if self.fixed is not None:
             return self.fixed
         if self._budget is None:
-            self._budget = self.split.smallest(cache_budget(self.device, self.utilization))
+            cuda = self.device.type == "cuda"
+            self.memory = device_memory(self.device, self.weights) if cuda else None
+            self._budget = self.split.smallest(cache_budget(self.device, self.utilization, self.weights))
         return self._budget // per_block
+
+    def may_be_taken_again(self, blocks: int, per_block: int) -> bool:
+        """Whether a cache of so many blocks, which was there before, may be so large still. What this process
+        holds besides may have grown by half of what is left alone: the graphs over that cache have come."""
+        size, most = blocks * per_block, self.most(per_block) * per_block
+        slack = 0 if self.memory is None or self.fixed is not None else self.memory.reserved // 2
+        return size <= most + slack and self.is_free(size)
+
+    def copies_pay(self, size: int, wanted: Wanted | None, *, returned: bool) -> bool:
+        """Whether the rollout should have copies of a module's weights: on CUDA, if there is memory for both
+        now, and the copies leave the cache what its sequences need. Where the module's own memory is
+        returned once they are made, they take none.
+
+        Args:
+            size: of the weights, bytes.
+            wanted: the cache's sequences; None for a cache of whatever size.
+            returned: whether the module's memory is returned.
+        """
+        if self.device.type != "cuda":
+            return False
+        if not self.is_free(size):
+            return False
+        held = held_bytes(self.device) + size
+        left = DeviceMemory(_total(self.device), held, size).cache(self.utilization)
+        left = self.split.smallest(left)
+        return returned or wanted is None or left >= wanted.bytes
 
     def wanted(self, pending: Collection[int], capacity: int, held: int, per_block: int) -> int:
         """As many blocks as the pending requests can fill at the same time, if there may be so many.
@@ -89,7 +132,8 @@ class CacheRoom:
             if held:
                 got += f" beside {_mib(held)} that this process holds already"
             if not most:
-                remedy = "raise it; it counts what this process holds of the device, the model above all"
+                offloads = "fsdp_config.param_offload, optimizer_offload"
+                remedy = f"raise it, or offload what this process holds: {offloads}"
         raise EngineError(
             "the cache is too small for one sequence",
             field=self._field,
@@ -125,25 +169,41 @@ class CacheRoom:
         return f"actor_rollout_ref.rollout.{name}"
 
 
-def cache_budget(device: torch.device, utilization: float) -> int:
-    """Bytes the cache may take: the share `utilization` of all memory of the device, less what this
-    process holds of it on CUDA. What other processes do must not decide how many sequences run side by
-    side, for that decides the bits of their log-probs."""
+def cache_budget(device: torch.device, utilization: float, weights: int) -> int:
+    """Bytes the cache may take: on a host the share `utilization` of its memory, on CUDA see `DeviceMemory`.
+    What other processes do must not decide how many sequences run side by side, for that decides the bits
+    of their log-probs.
+
+    Args:
+        weights: bytes of the rollout's own weights.
+    """
     if device.type == "cuda":
-        return max(0, int(utilization * torch.cuda.mem_get_info(device)[1]) - held_bytes(device))
+        return device_memory(device, weights).cache(utilization)
     return int(utilization * _host_total())
+
+
+def device_memory(device: torch.device, weights: int) -> DeviceMemory:
+    """The memory of a CUDA device now."""
+    return DeviceMemory(_total(device), held_bytes(device), weights)
+
+
+def _total(device: torch.device) -> int:
+    total: int = torch.cuda.mem_get_info(device)[1]
+    return total
 
 
 def held_bytes(device: torch.device) -> int:
     """The bytes of the device that this process holds in tensors; 0 on a host, where it does not count."""
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.memory_allocated(device) + lasting_bytes(device)
 
 
 def free_bytes(device: torch.device) -> int:
     """The bytes of the device that this process could take now."""
     if device.type == "cuda":
         free: int = torch.cuda.mem_get_info(device)[0]
-        return free + torch.cuda.memory_reserved(device) - held_bytes(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return _host_free()
 
 
@@ -151,9 +211,9 @@ def _mib(count: int) -> str:
     return f"{count / 2**20:,.1f} MiB"
 
 
-def grown(cache: PagedCache, blocks: int) -> PagedCache:
+def grown(cache: PagedCache, blocks: int, *, lasting: bool = False) -> PagedCache:
     """A cache of more blocks that begins with this one's content."""
-    out = PagedCache(cache.layers, blocks, cache.block_size, cache.dtype, cache.device)
+    out = PagedCache(cache.layers, blocks, cache.block_size, cache.dtype, cache.device, lasting=lasting)
     for new, old in zip((*out.keys, *out.values), (*cache.keys, *cache.values), strict=True):
         new[: cache.blocks] = old
     return out

@@ -10,6 +10,7 @@ Shape suffixes as in `paged`; a leading 1 is the row.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ from transformers import AttentionInterface
 from tandem.engines.rollout.borrowed import borrowed
 from tandem.engines.rollout.native.attention import Attention
 from tandem.engines.rollout.native.paged import LayerShape, StepInput
+from tandem.engines.rollout.native.weights import tensors_of, weight_bytes
 from tandem.errors import EngineError
 
 _ATTENTION = "tandem_rollout"
@@ -36,6 +38,8 @@ class ModuleRunner:
             that plain keys and values cannot express; rotations that depend on other sequences' lengths.
     """
 
+    copies = False
+
     def __init__(self, module: nn.Module, max_length: int) -> None:
         self._module = module
         config = module.config.get_text_config()  # type: ignore[union-attr, operator]
@@ -43,6 +47,7 @@ class ModuleRunner:
         _check_rope(config, max_length)
         embedding = module.get_input_embeddings().weight  # type: ignore[operator]
         self.dtype, self.device = embedding.dtype, embedding.device
+        self.weight_bytes = weight_bytes(module.parameters())
         probe = _Probe()
         zero = torch.zeros(1, dtype=torch.int64, device=self.device)
         with torch.no_grad():
@@ -56,6 +61,23 @@ class ModuleRunner:
                 remedy="use rollout.name=hf for this model",
             )
         self.layers = tuple(probe.layers[i] for i in layers)
+
+    def renew(self, module: nn.Module) -> bool:
+        """See `Runner`."""
+        embedding = module.get_input_embeddings().weight  # type: ignore[operator]
+        return module is self._module and embedding.dtype == self.dtype
+
+    def rest(self) -> bool:
+        """See `Runner`."""
+        return False
+
+    def reads(self) -> Sequence[Tensor]:
+        """See `Runner`."""
+        return tensors_of(self._module)
+
+    def copied(self, module: nn.Module) -> Iterator[tuple[str, Tensor]] | None:
+        """See `Runner`."""
+        return None
 
     def forward(self, step: StepInput, attention: Attention) -> Tensor:
         return self._forward(step.ids_T, step.positions_T, step.logits_L, _Paged(step, attention))

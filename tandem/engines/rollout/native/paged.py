@@ -21,6 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tandem.engines.rollout.native.lasting import Lasting
+
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
@@ -65,6 +67,11 @@ class PagedCache:
         layers: one shape per attention layer.
         blocks: how many; block numbers are 0..blocks-1.
         block_size: tokens per block.
+        lasting: whether the memory is to be such as can be given back and taken again in the same place, if
+            the device has any.
+
+    Attributes:
+        stays: whether it is such.
     """
 
     def __init__(
@@ -74,20 +81,37 @@ class PagedCache:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        lasting: bool = False,
     ) -> None:
         self.layers = tuple(layers)
         self.blocks = blocks
         self.block_size = block_size
         self.dtype = dtype
         self.device = device
-        self.keys = [
-            torch.zeros(blocks, layer.kv_heads, layer.key_dim, block_size, dtype=dtype, device=device)
-            for layer in layers
-        ]
-        self.values = [
-            torch.zeros(blocks, layer.kv_heads, block_size, layer.value_dim, dtype=dtype, device=device)
-            for layer in layers
-        ]
+        shapes = [(blocks, layer.kv_heads, layer.key_dim, block_size) for layer in layers]
+        shapes += [(blocks, layer.kv_heads, block_size, layer.value_dim) for layer in layers]
+        self._memory = Lasting([(shape, dtype) for shape in shapes], device) if lasting else None
+        self.stays = self._memory is not None and self._memory.stays
+        if self._memory is None:
+            parts = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+        else:
+            parts = self._memory.tensors
+        self.keys, self.values = parts[: len(layers)], parts[len(layers) :]
+
+    def give_back(self) -> None:
+        """Returns the memory of a cache that stays, and its content with it."""
+        assert self._memory is not None
+        self._memory.give_back()
+
+    def take(self) -> None:
+        """Takes the memory again, of whatever content.
+
+        Raises:
+            EngineError: there is not enough.
+        """
+        assert self._memory is not None
+        self._memory.take()
 
     @property
     def bytes(self) -> int:

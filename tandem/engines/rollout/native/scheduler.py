@@ -124,6 +124,11 @@ class Scheduler:
         table: Blocks = self.tables[row, : self._held[row]]
         return table
 
+    def use_cache(self, blocks: int) -> None:
+        """Goes over to another cache of so many blocks; no sequence holds any."""
+        self.blocks = BlockManager(blocks)
+        self.tables[:] = 0  # what stands beyond a sequence's length must be a block of this cache
+
     # Sequences come and go.
 
     def drop_waiting(self, ids: Collection[tuple[str, int]]) -> list[Request]:

@@ -21,6 +21,7 @@ from tandem.engines.rollout.vllm.server import Network, VLLMServerEngine
 from tandem.errors import ConfigError
 
 _IN_PROCESS = ("tandem.engines.rollout.vllm.engine", "VLLMEngine")
+_MEMORY_SHARE = 0.5  # of a device that training shares
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -65,7 +66,7 @@ def make_vllm_engine(
         "max_length": max_length,
         "max_num_seqs": rollout.max_num_seqs,
         "max_num_batched_tokens": rollout.max_num_batched_tokens,
-        "gpu_memory_utilization": rollout.gpu_memory_utilization,
+        "gpu_memory_utilization": rollout.gpu_memory_utilization or _MEMORY_SHARE,
         "dtype": dtype,
         "enforce_eager": rollout.enforce_eager,
         "enable_prefix_caching": rollout.enable_prefix_caching,

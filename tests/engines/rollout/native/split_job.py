@@ -43,7 +43,7 @@ if __name__ == "__main__":
         engine = NativeEngine(device=torch.device("cpu"), max_length=128, split=split, **options)
         engine.update_weights(SharedModule(model), 0)
         samples = generate(engine, requests)
-        layer = engine._runner.layers[0]
+        layer = engine._steps.runner.layers[0]
         record[name] = [(s.id, s.token_ids, s.log_probs, s.finish_reason) for s in samples], layer
     record["short of memory"] = short_of_memory(split)
     torch.save(record, results / f"rank_{dist.get_rank()}.pt")

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from tandem.engines.rollout.base import SharedModule, generate
 from tandem.engines.rollout.draws.rows import Rows
-from tandem.engines.rollout.native import engine as native
+from tandem.engines.rollout.native import steps as native
 from tandem.engines.rollout.native.engine import NativeEngine
 from tandem.engines.rollout.native.graphs import GraphedRunner
 from tandem.protocol import Request, Sample, SamplingParams
@@ -152,7 +152,7 @@ def make_engine(dtype: torch.dtype, *, run_ahead: bool, graphs: bool) -> NativeE
         run_ahead=run_ahead,
         decode=decode,
     )
-    engine._graphs = graphs
+    engine._steps.graphs = graphs
     return engine
 
 

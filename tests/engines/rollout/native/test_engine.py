@@ -164,8 +164,8 @@ def test_finished_sequences_make_room_at_once(tiny):
 def test_the_budget_bounds_the_tokens_of_a_step(tiny):
     engine = make(tiny(), max_num_batched_tokens=20)
     tokens = []
-    forward = engine._runner.forward
-    engine._runner.forward = lambda step, attention: (
+    forward = engine._steps.runner.forward
+    engine._steps.runner.forward = lambda step, attention: (
         tokens.append(len(step.ids_T)),
         forward(step, attention),
     )[1]
@@ -206,7 +206,7 @@ def test_a_prompt_is_computed_anew_under_new_weights(tiny):
 
 def test_memory_bounds_what_runs(tiny, make_requests, monkeypatch):
     budget = 64 * 16 * PER_TOKEN
-    monkeypatch.setattr(memory, "cache_budget", lambda device, share: int(share * budget))
+    monkeypatch.setattr(memory, "cache_budget", lambda device, share, weights: int(share * budget))
     model = tiny()
     requests = make_requests(30, max_tokens=20)
     runs = {}
@@ -227,18 +227,18 @@ def test_the_cache_is_no_larger_than_what_is_asked_for(tiny):
     short = [Request(f"a{i}", 0, np.array([1 + i]), SamplingParams(max_tokens=20)) for i in range(2)]
     engine.submit(short)
     engine.poll(0.0)
-    assert engine._cache.blocks == 2 * 2
+    assert engine._store.cache.blocks == 2 * 2
     long = [Request(f"b{i}", 0, np.arange(1, 60), SamplingParams(max_tokens=9)) for i in range(9)]
     engine.submit(long)  # in the middle of the first two, which go on in the larger cache
     samples = drain(engine)
-    assert engine._cache.blocks == 3 * 5
+    assert engine._store.cache.blocks == 3 * 5
     for request, sample in zip(short, generate(make(tiny()), short), strict=True):
         assert samples[request.id].token_ids.tolist() == sample.token_ids.tolist()
 
 
 def test_cache_too_small_for_one_sequence_says_what_fits(tiny, monkeypatch):
     request = Request("a", 0, np.ones(90, dtype=np.int64), SamplingParams(max_tokens=38))
-    monkeypatch.setattr(memory, "cache_budget", lambda device, share: 100 * PER_TOKEN)
+    monkeypatch.setattr(memory, "cache_budget", lambda device, share, weights: 100 * PER_TOKEN)
     for options, key in (
         ({}, "gpu_memory_utilization"),
         ({"num_gpu_blocks_override": 6}, "num_gpu_blocks_override"),
@@ -283,18 +283,18 @@ def test_a_cache_that_cannot_grow_beside_itself(tiny, monkeypatch, prompt, block
         for name, n in (("first", 68), ("x", prompt), ("y", prompt + 1))
     )
     alone = [generate(make(tiny(), max_length=256), [request]) for request in (first, *others)]
-    monkeypatch.setattr(memory, "cache_budget", lambda device, share: 16 * block)
+    monkeypatch.setattr(memory, "cache_budget", lambda device, share, weights: 16 * block)
     engine = make(tiny(), max_length=256, run_ahead=run_ahead)
     monkeypatch.setattr(
-        memory, "_host_free", lambda: 16 * block - (engine._cache.bytes if engine._cache else 0)
+        memory, "_host_free", lambda: 16 * block - (engine._store.cache.bytes if engine._store.cache else 0)
     )
     engine.submit([first])
     for _ in range(5):
         engine.poll(0.0)
-    assert engine._cache.blocks == 8
+    assert engine._store.cache.blocks == 8
     engine.submit(others)
     samples = drain(engine)
-    assert engine._cache.blocks == blocks
+    assert engine._store.cache.blocks == blocks
     for [expected] in alone:
         assert samples[expected.id].token_ids.tolist() == expected.token_ids.tolist()
 
@@ -351,7 +351,7 @@ def test_a_step_that_failed_is_taken_back(tiny, make_requests, run_ahead):
     model = tiny(dtype=torch.float64)
     requests = make_requests(12, 2, max_tokens=12, repetition_penalty=1.2)
     engine = make(model, run_ahead=run_ahead)
-    forward, calls = engine._runner.forward, []
+    forward, calls = engine._steps.runner.forward, []
 
     def failing(step, attention):
         calls.append(len(step.ids_T))
@@ -359,7 +359,7 @@ def test_a_step_that_failed_is_taken_back(tiny, make_requests, run_ahead):
             raise MemoryError
         return forward(step, attention)
 
-    engine._runner.forward = failing
+    engine._steps.runner.forward = failing
     engine.submit(requests)
     for _ in range(2):
         with pytest.raises(MemoryError):

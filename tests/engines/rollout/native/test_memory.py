@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tandem.engines.rollout.native import memory
+from tandem.engines.rollout.native.budget import Wanted
 from tandem.engines.rollout.native.memory import CacheRoom
 from tandem.engines.rollout.native.split import LayerSplit
 from tandem.errors import EngineError
@@ -30,16 +31,16 @@ def limit(host, total, used, reclaimable):
 
 
 def test_the_budget_is_a_share_of_all_memory_whatever_is_free(host):
-    assert memory.cache_budget(CPU, 0.25) == int(0.25 * TOTAL)
+    assert memory.cache_budget(CPU, 0.25, 0) == int(0.25 * TOTAL)
     (host / "meminfo").write_text("MemAvailable: 1 kB\n")
-    assert memory.cache_budget(CPU, 0.25) == int(0.25 * TOTAL)
+    assert memory.cache_budget(CPU, 0.25, 0) == int(0.25 * TOTAL)
 
 
 def test_a_containers_limit_binds(host):
     limit(host, GIB, GIB // 2, 0)
-    assert memory.cache_budget(CPU, 0.5) == GIB // 2
+    assert memory.cache_budget(CPU, 0.5, 0) == GIB // 2
     (host / "memory.max").write_text("max\n")
-    assert memory.cache_budget(CPU, 0.5) == TOTAL // 2
+    assert memory.cache_budget(CPU, 0.5, 0) == TOTAL // 2
 
 
 def test_more_than_is_free_is_refused(host):
@@ -64,7 +65,7 @@ def test_an_override_that_is_not_free_is_what_is_named(host):
 
 
 def test_as_many_blocks_as_are_asked_for_or_may_be_had(monkeypatch):
-    monkeypatch.setattr(memory, "cache_budget", lambda device, share: 100 * 7)
+    monkeypatch.setattr(memory, "cache_budget", lambda device, share, weights: 100 * 7)
     room = CacheRoom(CPU, 0.5, 16)
     assert room.wanted([3, 4, 5], 10, 0, per_block=7) == 12
     assert room.wanted([3, 4, 5], 2, 0, per_block=7) == 10
@@ -80,14 +81,14 @@ def test_as_many_blocks_as_are_asked_for_or_may_be_had(monkeypatch):
 def test_a_device_full_of_the_process_itself_says_so(monkeypatch):
     """The trainer already holds more than the cache's share."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * GIB, 40 * GIB))
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 30 * GIB)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 39 * GIB)
     room = CacheRoom(torch.device("cuda"), 0.5, 16)
     with pytest.raises(
-        EngineError, match=r"0.5: 0.0 MiB beside 30,720.0 MiB that this process holds"
+        EngineError, match=r"0.5: 0.0 MiB beside 39,936.0 MiB that this process holds"
     ) as caught:
         room.check_longest(4, 2**20)
     assert caught.value.field == "actor_rollout_ref.rollout.gpu_memory_utilization"
-    assert "would fit" not in caught.value.remedy and "what this process holds" in caught.value.remedy
+    assert "would fit" not in caught.value.remedy and "offload what this process holds" in caught.value.remedy
 
 
 def test_all_ranks_decide_by_the_one_with_least(host):
@@ -100,3 +101,50 @@ def test_all_ranks_decide_by_the_one_with_least(host):
     with pytest.raises(EngineError, match=r"1,024.0 MiB free"):
         room.check_free(GIB + 1)
     assert room.most(2**20) == 1024
+
+
+def test_on_cuda_the_cache_gets_what_training_leaves(monkeypatch):
+    held = [20 * GIB]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: held[0])
+    room = CacheRoom(torch.device("cuda", 0), None, 16, weights=3 * GIB)
+    assert room.most(GIB) == 80 - 20 - 4
+    held[0] = 5 * GIB
+    assert room.most(GIB) == 56  # measured once
+    room.forget()
+    assert (
+        room.most(GIB) == 72 - 3 - 4 == CacheRoom(torch.device("cuda", 0), 0.9, 16, weights=3 * GIB).most(GIB)
+    )
+    assert CacheRoom(torch.device("cuda", 0), 0.5, 16, weights=3 * GIB).most(GIB) == 40 - 3 - 4
+
+
+def test_copies_of_weights_are_made_where_they_leave_the_cache_its_need(monkeypatch):
+    free, held = [60 * GIB], [20 * GIB]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[0], 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: held[0])
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: held[0])
+    room, wanted = CacheRoom(torch.device("cuda", 0), None, 16), Wanted(52, 160, 10, GIB // 10, 16)
+    assert wanted.bytes <= 52 * GIB < wanted.bytes + GIB
+    assert room.copies_pay(4 * GIB, wanted, returned=False)  # 80 - 20 - 4 - 4 = 52
+    assert not room.copies_pay(5 * GIB, wanted, returned=False)
+    assert room.copies_pay(5 * GIB, wanted, returned=True)
+    assert room.copies_pay(5 * GIB, None, returned=False)
+    free[0] = 4 * GIB  # other processes take it
+    assert not room.copies_pay(5 * GIB, wanted, returned=True)
+    assert not CacheRoom(CPU, None, 16).copies_pay(1, None, returned=True)
+
+
+def test_a_cache_is_taken_again_although_graphs_have_come(monkeypatch):
+    held = [20 * GIB]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80 * GIB - held[0], 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: held[0])
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: held[0])
+    room = CacheRoom(torch.device("cuda", 0), None, 16)
+    assert room.most(GIB) == 56
+    for now, may in ((21, True), (22, True), (23, False)):
+        held[0] = now * GIB
+        room.forget()
+        assert room.may_be_taken_again(56, GIB) == may
+    held[0] = 20 * GIB
+    assert CacheRoom(CPU, 0.5, 16, fixed=7).may_be_taken_again(7, 1)
+    assert not CacheRoom(CPU, 0.5, 16, fixed=7).may_be_taken_again(8, 1)

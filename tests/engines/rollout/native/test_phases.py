@@ -11,7 +11,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from tandem.engines.rollout.base import SharedModule, generate
-from tandem.engines.rollout.native import engine as native
+from tandem.engines.rollout.native import steps as native
 from tandem.engines.rollout.native.engine import NativeEngine
 from tandem.engines.rollout.native.graphs import GraphedRunner
 from tandem.errors import EngineError
@@ -32,12 +32,12 @@ def test_sleep_gives_back_what_it_is_told_to(tiny, make_requests):
     engine = make(tiny())
     requests = make_requests(3)
     generate(engine, requests)
-    cache = weakref.ref(engine._cache)
+    cache = weakref.ref(engine._store.cache)
     engine.sleep(["kv_cache"])
     gc.collect()
     assert cache() is None
     generate(engine, requests)
-    cache, runner = weakref.ref(engine._cache), weakref.ref(engine._runner)
+    cache, runner = weakref.ref(engine._store.cache), weakref.ref(engine._steps.runner)
     engine.sleep(["weights"])
     gc.collect()
     assert cache() is not None and runner() is None and engine._source is None
@@ -59,7 +59,7 @@ def test_graphs_last_as_long_as_cache_and_weights_stay(tiny, make_requests, monk
     requests = make_requests(20, 2)
     expected = [sample.token_ids.tolist() for sample in generate(make(model), requests)]
     engine = make(model)
-    engine._graphs = True
+    engine._steps.graphs = True
     for phase in range(3):
         engine.update_weights(SharedModule(model), phase)
         for _ in range(2):
