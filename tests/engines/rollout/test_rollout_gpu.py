@@ -154,6 +154,20 @@ def test_graphs_are_captured_once_for_all_versions(model, tiny, make_requests, m
     assert engine._steps._resting is not None  # its copies wait, without memory
 
 
+def test_prompts_apart_from_rows_that_decode_change_nothing(tiny, make_requests):
+    """More requests than rows, so that prompts come in while others decode."""
+    requests = make_requests(60, 1, temperature=0.0)
+    module = tiny().to(CUDA)
+    runs = []
+    for apart in (True, False):
+        engine = NativeEngine(device=CUDA, max_length=96, max_num_seqs=8)
+        engine._apart = apart
+        runs.append(written(engine, module, requests))
+    for left, right in zip(*runs, strict=True):
+        assert left.token_ids.tolist() == right.token_ids.tolist()
+        np.testing.assert_allclose(left.log_probs, right.log_probs, atol=2e-5)
+
+
 @pytest.mark.parametrize("lengths", [[4000, 1, 777], [300] * 40])
 @pytest.mark.parametrize(("group", "dim"), [(7, 64), (7, 128), (4, 128), (2, 256)])
 def test_bfloat16_decoding_at_real_sizes(group, dim, lengths):

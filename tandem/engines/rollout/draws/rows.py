@@ -217,8 +217,17 @@ class Rows:
         lengths_P = upload(lengths, penalties.rows_P.device)
         return penalties._replace(lengths_P=lengths_P, longest=longest)
 
+    def uniforms(self, rows: np.ndarray, ahead: int | np.ndarray = 0) -> np.ndarray:
+        """The numbers by which the next token of each of `rows` is drawn; see `draw`."""
+        return uniforms(self.key[rows], self.first_position[rows] + self.produced[rows] + ahead)
+
     def draw(
-        self, rows: np.ndarray, logits_RV: Tensor, params: RowParams, ahead: int | np.ndarray = 0
+        self,
+        rows: np.ndarray,
+        logits_RV: Tensor,
+        params: RowParams,
+        ahead: int | np.ndarray = 0,
+        uniforms_R: Tensor | None = None,
     ) -> Drawn:
         """Samples one token for each of `rows` on the device; nothing is appended. The host does not wait for
         the device.
@@ -226,9 +235,10 @@ class Rows:
         Args:
             params: of `rows`, in their order.
             ahead: tokens drawn for these rows, or for each, and not yet accepted.
+            uniforms_R: the numbers of `uniforms` where they are on the device already.
         """
-        numbers = uniforms(self.key[rows], self.first_position[rows] + self.produced[rows] + ahead)
-        uniforms_R = upload(numbers, logits_RV.device)
+        if uniforms_R is None:
+            uniforms_R = upload(self.uniforms(rows, ahead), logits_RV.device)
         edits = self._step_edits(rows, params, ahead, logits_RV)
         return sample(logits_RV, uniforms_R, params, edits, self._mode)
 

@@ -15,6 +15,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from tandem.device import upload
 from tandem.engines.rollout.base import SLEEP_TAGS, SharedModule, SleepTag, WeightSource, WeightStream
@@ -23,9 +24,9 @@ from tandem.engines.rollout.counters import Counters
 from tandem.engines.rollout.draws.rows import Rows, empty_sample
 from tandem.engines.rollout.draws.sampler import Drawn, RowParams
 from tandem.engines.rollout.draws.stops import Decode
-from tandem.engines.rollout.native.attention import AttentionName
+from tandem.engines.rollout.native.attention import Attention, AttentionName
 from tandem.engines.rollout.native.budget import Wanted, weights_statement
-from tandem.engines.rollout.native.flight import Flight
+from tandem.engines.rollout.native.flight import Flight, in_flight
 from tandem.engines.rollout.native.memory import CacheRoom
 from tandem.engines.rollout.native.plan import Index, Plan, step_input
 from tandem.engines.rollout.native.runner import Runner, RunnerName
@@ -94,6 +95,7 @@ class NativeEngine:
         room = CacheRoom(device, gpu_memory_utilization, block_size, num_gpu_blocks_override, split)
         self._store = Store(room, block_size, attention, lasting=graphs)
         self._split = split
+        self._apart = device.type == "cuda"  # whether rows that decode run apart from prompts
         self._run_ahead = device.type == "cuda" if run_ahead is None else run_ahead
         self._decode = decode
         self._counters = Counters(log)
@@ -257,8 +259,6 @@ class NativeEngine:
             self._scheduler.restart()
             raise
 
-    # The cache.
-
     def _fit_cache(self, runner: Runner) -> None:
         """Makes the cache, or a larger one with its content. Where it cannot grow beside itself and does not
         hold the longest sequence, it goes first, and its sequences are computed again."""
@@ -304,31 +304,48 @@ class NativeEngine:
         cache, attention = self._store.cache, self._store.attention
         assert cache is not None and attention is not None
         self._count(plan)
-        step, logits_of = step_input(
+        place = in_flight(earlier, self._rows.capacity)
+        ahead = (place >= 0).astype(np.int64)
+        runs = plan.apart() if self._apart else (plan,)
+        parts = [
+            self._forward(run, attention, place[run.rows[: run.decoding]], earlier, ahead) for run in runs
+        ]
+        if plan.copies[0]:
+            source, target = (upload(np.array(part), self._device) for part in plan.copies)
+            cache.copy_blocks(source, target)
+        if not len(plan.sampled):
+            return None
+        logits, uniforms_R = (
+            each[0] if len(each) == 1 else torch.cat(each) for each in zip(*parts, strict=True)
+        )
+        params = self._row_params(plan.sampled, logits.shape[1])
+        drawn = self._rows.draw(plan.sampled, logits, params, ahead[plan.sampled], uniforms_R)
+        return Flight.of(plan.sampled, drawn, self._version)
+
+    def _forward(
+        self, plan: Plan, attention: Attention, place: Index, earlier: Flight | None, ahead: Index
+    ) -> tuple[Tensor, Tensor]:
+        """The logits of `plan.sampled`, and the uniform numbers for their draws.
+
+        Args:
+            place: of each row that decodes among the tokens in flight.
+            ahead: tokens of each row in flight.
+        """
+        numbers = self._rows.uniforms(plan.sampled, ahead[plan.sampled])
+        wanted = () if earlier is None else earlier.wanted(place)
+        step, logits_of_R, (uniforms_R, *inserted) = step_input(
             plan,
             self._scheduler.tables,
             self._rows.last_token,
             self._scheduler.content,
             self._block_size,
             self._device,
+            (numbers, *wanted),
         )
-        place = np.full(self._rows.capacity, -1)  # of each row among the tokens in flight
-        if earlier is not None:
-            alive = np.flatnonzero(earlier.rows >= 0)
-            place[earlier.rows[alive]] = alive
-            earlier.insert(step.ids_T, place[plan.rows[: plan.decoding]])
+        if earlier is not None and plan.decoding:
+            earlier.insert(step.ids_T, inserted)
         logits = self._steps.forward(step, attention)
-        if plan.copies[0]:
-            source, target = (upload(np.array(part), self._device) for part in plan.copies)
-            cache.copy_blocks(source, target)
-        if not len(plan.sampled):
-            return None
-        if len(logits) != len(logits_of):
-            logits = logits[upload(logits_of, self._device)]
-        ahead = (place[plan.sampled] >= 0).astype(np.int64)
-        params = self._row_params(plan.sampled, logits.shape[1])
-        drawn = self._rows.draw(plan.sampled, logits, params, ahead)
-        return Flight.of(plan.sampled, drawn, self._version)
+        return logits if logits_of_R is None else logits[logits_of_R], uniforms_R
 
     def _row_params(self, rows: Index, vocabulary: int) -> RowParams:
         if self._params is None or not np.array_equal(rows, self._params_of):
@@ -370,8 +387,6 @@ class NativeEngine:
             flight.rows = np.where(flight.rows >= 0, moved[flight.rows], -1)
             if (flight.rows < 0).all():
                 self._flight = None
-
-    # Counts.
 
     def _count(self, plan: Plan) -> None:
         assert self._store.cache is not None

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from tandem.device import upload
+from tandem.device import to_device
 from tandem.engines.rollout.native.paged import StepInput
 
 Index = NDArray[np.int64]
@@ -37,6 +38,27 @@ class Plan:
     source: Index
     copies: tuple[list[int], list[int]]
 
+    def apart(self) -> tuple[Plan, ...]:
+        """The rows that decode and the prompts as steps of their own, in this order, which is that of
+        `sampled`: decoding has graphs and kernels that a step with prompts has not. No row that decodes needs
+        what a prompt computes in the same step. Where each prompt has one token too, all is one such step."""
+        first = self.decoding
+        if not 0 < first < len(self.rows) or self.counts.max() == 1:
+            return (self,)
+        decoding, prompts = (
+            replace(
+                self,
+                rows=self.rows[part],
+                first=self.first[part],
+                counts=self.counts[part],
+                sampled=self.sampled[part],
+                source=self.source[part],
+                copies=([], []),
+            )
+            for part in (slice(None, first), slice(first, None))
+        )
+        return decoding, replace(prompts, decoding=0, source=prompts.source - first)
+
 
 def step_input(
     plan: Plan,
@@ -45,16 +67,19 @@ def step_input(
     content: Callable[[int], Index],
     block_size: int,
     device: torch.device,
-) -> tuple[StepInput, Index]:
-    """The input of a planned step.
+    beside: Sequence[NDArray[np.generic]] = (),
+) -> tuple[StepInput, Tensor | None, list[Tensor]]:
+    """The input of a planned step, which goes to the device in one copy.
 
     Args:
         tables: of every row, the blocks that it holds.
         last_token: of every row, the last that was accepted for it: what a row that decodes computes.
         content: gives a row's prompt and what was accepted for it.
+        beside: arrays that go along.
 
     Returns:
-        The input, and which of its logits each of `plan.sampled` gets.
+        The input, which of its logits each of `plan.sampled` gets, None for all in their order, and `beside`
+        on the device.
     """
     lengths_S = plan.first + plan.counts
     max_length = int(lengths_S.max())
@@ -79,15 +104,19 @@ def step_input(
         wanted, logits_of = np.unique(plan.source, return_inverse=True)
     block_T, offset_T = np.divmod(positions_T, block_size)
     slots_T = tables_SB[owners_T, block_T].astype(np.int64) * block_size + offset_T
+    logits_L = starts_S1[1:][wanted].astype(np.int64) - 1
+    shared = [logits_of] if len(logits_of) != len(wanted) else []
+    arrays = (ids_T, positions_T, slots_T, starts_S1, lengths_S.astype(np.int32), tables_SB, logits_L)
+    sent = iter(to_device([torch.from_numpy(array) for array in (*arrays, *shared, *beside)], device))
     step = StepInput(
-        ids_T=upload(ids_T, device),
-        positions_T=upload(positions_T, device),
-        slots_T=upload(slots_T, device),
-        starts_S1=upload(starts_S1, device),
-        lengths_S=upload(lengths_S.astype(np.int32), device),
-        tables_SB=upload(tables_SB, device),
-        logits_L=upload(starts_S1[1:][wanted].astype(np.int64) - 1, device),
+        ids_T=next(sent),
+        positions_T=next(sent),
+        slots_T=next(sent),
+        starts_S1=next(sent),
+        lengths_S=next(sent),
+        tables_SB=next(sent),
+        logits_L=next(sent),
         max_query=int(plan.counts.max()),
         max_length=max_length,
     )
-    return step, logits_of
+    return step, next(sent) if shared else None, list(sent)

@@ -152,7 +152,7 @@ def make_engine(dtype: torch.dtype, *, run_ahead: bool, graphs: bool) -> NativeE
         run_ahead=run_ahead,
         decode=decode,
     )
-    engine._steps.graphs = graphs
+    engine._steps.graphs = engine._apart = graphs
     return engine
 
 
@@ -168,7 +168,7 @@ def stressed(
 
     Args:
         run_ahead: whether steps are launched before the last one's tokens are fetched, as on CUDA.
-        graphs: whether decode steps run in the fixed buffers of CUDA graphs.
+        graphs: whether decode steps run in the fixed buffers of CUDA graphs, apart from prompts.
 
     Raises:
         AssertionError: a request is answered twice or never, or a block is lost.
