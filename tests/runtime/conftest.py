@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from importlib import import_module
 
 import pytest
 
 from tandem.runtime import Backend, ResourcePool, WorkerFactory, WorkerGroup
-from tandem.runtime.ray_backend import RayBackend
 from tests.runtime.multi_worker import ThreadBackend
 
 
@@ -19,7 +19,13 @@ def threads() -> Iterator[ThreadBackend]:
     backend.shutdown()
 
 
-@pytest.fixture(scope="module", params=[ThreadBackend, RayBackend])
+def ray_backend() -> Backend:
+    """On the Ray of this test process; loaded late, so that the folder is collected without Ray."""
+    backend: Backend = import_module("tandem.runtime.ray_backend").RayBackend()
+    return backend
+
+
+@pytest.fixture(scope="module", params=[ThreadBackend, ray_backend])
 def backend(request: pytest.FixtureRequest, ray_cluster: None) -> Iterator[Backend]:
     """Every backend that runs several workers; one of each kind for all tests of a file."""
     made: Backend = request.param()

@@ -15,8 +15,9 @@ import torch
 from tandem.errors import ConfigError, DataError, WorkerFailure
 from tandem.protocol import DataProto
 from tandem.runtime import ResourcePool, WorkerGroup
-from tandem.runtime.ray_backend import RayBackend
 from tests.support.faulty import Faulty
+
+RayBackend = pytest.importorskip("tandem.runtime.ray_backend", exc_type=ImportError).RayBackend
 
 ANSWER_S, CALL_S, LIMIT_S = 6.0, 8.0, 60.0
 
