@@ -5,25 +5,27 @@ in the backward pass as is the default. Turns alternate, so that both see the sa
 best turns, in tokens per second of wall-clock. The compiled engine's first step, which waits for the
 compiler, is told apart and is no turn; where an earlier run left kernels in the compiler's cache it is short.
 
-    python benchmarks/compiled_step.py [--sizes 3.2M 107M] [--dtypes fp32 bf16] [--turns 3]
+    python benchmarks/compiled_step.py [--sizes 3.2M 107M] [--dtypes fp32 bf16] [--turns 3] [--device cpu]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import torch
+from device.rates import clock
 from rollout_vs_hf import SIZES
-from train_step import MeanLogProb, seconds
+from train_step import MeanLogProb, describe
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from tandem.config.fsdp import FSDPConfig
 from tandem.config.model import BackboneConfig
 from tandem.config.optim import OptimConfig
+from tandem.device import choose_device
 from tandem.engines.train.base import MicroBatching
 from tandem.engines.train.fsdp import FSDPEngine
 from tandem.protocol import DataProto, Ragged
@@ -32,14 +34,14 @@ SEQUENCES = {"3.2M": 192, "107M": 24}  # of a step
 PROMPT, SHORTEST, LONGEST = 6, 24, 120
 
 
-def make_engine(folder: Path, dtype: str, compiled: bool) -> FSDPEngine:
+def make_engine(folder: Path, dtype: str, compiled: bool, device: torch.device) -> FSDPEngine:
     return FSDPEngine(
         folder,
         model=BackboneConfig(path=str(folder)),
         fsdp=FSDPConfig(dtype=dtype, use_torch_compile=compiled),
         optim=OptimConfig(lr=1e-5),
         total_steps=1000,
-        device=torch.device("cpu"),
+        device=device,
     )
 
 
@@ -53,11 +55,13 @@ def make_batch(sequences: int, vocabulary: int) -> DataProto:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", nargs="+", choices=SEQUENCES, default=list(SEQUENCES))
-    parser.add_argument("--dtypes", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
+    parser.add_argument("--dtypes", nargs="+", choices=("fp32", "bf16"), help="both on a CPU, bf16 on CUDA")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or auto")
     parser.add_argument("--turns", type=int, default=3)
     options = parser.parse_args()
-    machine = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
-    print(f"torch {torch.__version__}, {machine}")
+    device = choose_device(options.device)
+    dtypes = options.dtypes or (["fp32", "bf16"] if device.type == "cpu" else ["bf16"])
+    print(f"torch {torch.__version__}, {describe(device)}")
     for size in options.sizes:
         shape = SIZES[size]
         batch = make_batch(SEQUENCES[size], shape["vocab_size"])
@@ -65,16 +69,14 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as name:
             config = Qwen2Config(**shape, tie_word_embeddings=True)
             AutoModelForCausalLM.from_config(config).save_pretrained(name)
-            for dtype in options.dtypes:
-                plain, compiled = (make_engine(Path(name), dtype, how) for how in (False, True))
+            for dtype in dtypes:
+                plain, compiled = (make_engine(Path(name), dtype, how, device) for how in (False, True))
 
                 def step(engine: FSDPEngine, batch: DataProto = batch) -> None:
                     engine.train_step(batch, MeanLogProb(), micro=MicroBatching()).to_floats()
 
-                first = [seconds(lambda e=e: step(e)) for e in (plain, compiled)]
-                turns = [
-                    [seconds(lambda e=e: step(e)) for e in (plain, compiled)] for _ in range(options.turns)
-                ]
+                sides = [partial(step, engine) for engine in (plain, compiled)]
+                first, *turns = [[clock(side, device) for side in sides] for _ in range(1 + options.turns)]
                 before, after = (min(column) for column in zip(*turns, strict=True))
                 row = {
                     "size": size,

@@ -16,7 +16,7 @@ a rollout, the second time they are answered. Before: rows as they come, in shar
 turn of the micro-batches ranks wait for the slowest: "turns" is the tokens of the slowest at every turn over
 a rank's mean tokens, where every rank cuts its micro-batches by itself, and where they agree on a number.
 
-    python benchmarks/packing.py [--quick] [--out FILE]
+    python benchmarks/packing.py [--quick] [--device cpu] [--out FILE]
 
 Fails where a balanced division for an update is above 1.05, or packing is below twice the rectangle by the
 clock and by processor time.
@@ -39,12 +39,14 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from device.rates import synchronize
 from rollout_vs_hf import SIZES, build
-from train_step import MeanLogProb
+from train_step import MeanLogProb, describe
 
 from tandem.config.fsdp import FSDPConfig
 from tandem.config.model import BackboneConfig
 from tandem.config.optim import OptimConfig
+from tandem.device import choose_device
 from tandem.engines.train.base import MicroBatching
 from tandem.engines.train.fsdp import FSDPEngine
 from tandem.engines.train.microbatch import cut
@@ -82,7 +84,9 @@ def make_batch(lengths: Sequence[int], *, widest: int | None = None) -> DataProt
     return DataProto({"tokens": tokens, "response_mask": tokens.with_values(mask)})
 
 
-def steps(folder: Path, lengths: Sequence[int], dtype: str, micro: int) -> dict[str, Callable[[], Any]]:
+def steps(
+    folder: Path, lengths: Sequence[int], dtype: str, micro: int, device: torch.device
+) -> dict[str, Callable[[], Any]]:
     """One update in each of the three ways."""
     longest = PROMPT + max(lengths)
     ragged, rectangle = make_batch(lengths), make_batch(lengths, widest=longest)
@@ -97,21 +101,23 @@ def steps(folder: Path, lengths: Sequence[int], dtype: str, micro: int) -> dict[
             fsdp=FSDPConfig(dtype=dtype),
             optim=OptimConfig(),
             total_steps=1000,
-            device=torch.device("cpu"),
+            device=device,
         )
         return lambda: engine.train_step(batch, MeanLogProb(), micro=MicroBatching(max_samples=micro))
 
     return {name: step(*way) for name, way in ways.items()}
 
 
-def packing(dtype: str, samples: int, longest: int, micro: int, rounds: int) -> dict[str, Any]:
+def packing(
+    dtype: str, samples: int, longest: int, micro: int, rounds: int, device: torch.device
+) -> dict[str, Any]:
     lengths = draw_lengths(samples, longest - PROMPT).tolist()
     with tempfile.TemporaryDirectory() as folder:
         build("3.2M", torch.float32, torch.device("cpu")).save_pretrained(folder)
-        ways = steps(Path(folder), lengths, dtype, micro)
+        ways = steps(Path(folder), lengths, dtype, micro, device)
         for step in ways.values():
             step()
-        turns = [{name: timed(step) for name, step in ways.items()} for _ in range(rounds)]
+        turns = [{name: timed(step, device) for name, step in ways.items()} for _ in range(rounds)]
     useful = sum(lengths) + PROMPT * samples
     seconds, cpu = (
         {name: statistics.median(turn[name][index] for turn in turns) for name in ways} for index in (0, 1)
@@ -128,9 +134,11 @@ def packing(dtype: str, samples: int, longest: int, micro: int, rounds: int) -> 
     }
 
 
-def timed(step: Callable[[], Any]) -> tuple[float, float]:
+def timed(step: Callable[[], Any], device: torch.device) -> tuple[float, float]:
+    synchronize(device)
     began, began_cpu = time.perf_counter(), time.process_time()
     step()
+    synchronize(device)
     return time.perf_counter() - began, time.process_time() - began_cpu
 
 
@@ -243,14 +251,19 @@ def main() -> None:
     parser.add_argument("--micro-batch", type=int, default=16, help="samples")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--quick", action="store_true", help="a quarter of the samples, one round, fp32")
+    parser.add_argument("--quick", action="store_true", help="a quarter of the samples, one round, one dtype")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or auto; on CUDA in bf16 alone")
     parser.add_argument("--out", type=Path, help="also write the results here, as JSON")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     samples = options.samples // 4 if options.quick else options.samples
-    rounds, dtypes = (1, ["fp32"]) if options.quick else (options.rounds, ["bf16", "fp32"])
+    device = choose_device(options.device)
+    rounds = 1 if options.quick else options.rounds
+    dtypes = ["bf16"] if device.type == "cuda" else ["fp32"] if options.quick else ["bf16", "fp32"]
     found: dict[str, Any] = {
-        "packing": [packing(kind, samples, options.longest, options.micro_batch, rounds) for kind in dtypes],
+        "packing": [
+            packing(kind, samples, options.longest, options.micro_batch, rounds, device) for kind in dtypes
+        ],
         "balancing": [
             balancing(count, 8192, ranks, budget)
             for count in (256, 512, 1024)
@@ -261,6 +274,7 @@ def main() -> None:
     failures = found["failures"] = report(found)
     found["machine"] = {
         "processor": platform.machine(),
+        "device": describe(device),
         "threads": options.threads,
         "load": os.getloadavg()[0],
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},

@@ -6,7 +6,9 @@ fused AdamW, in micro-batches of 64. Turns alternate, so that both see the same 
 the best turns, in tokens per second of wall-clock, and the share of the matrix product floor: the time
 that the model's linear layers alone would take at the best rate measured here.
 
-    python benchmarks/train_step.py [--turns 4] [--checkpointing] [--spread]
+    python benchmarks/train_step.py [--turns 4] [--checkpointing] [--spread] [--device cpu]
+
+In fp32 and bf16 on a CPU, in bf16 on CUDA.
 """
 
 from __future__ import annotations
@@ -15,19 +17,20 @@ import argparse
 import json
 import platform
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 import transformers
+from device.rates import clock
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from tandem.config.fsdp import FSDPConfig
 from tandem.config.model import BackboneConfig
 from tandem.config.optim import OptimConfig
+from tandem.device import choose_device
 from tandem.engines.train.base import Counts, MicroBatching
 from tandem.engines.train.fsdp import FSDPEngine
 from tandem.models.linear import linear
@@ -66,25 +69,29 @@ def save_model(folder: Path) -> int:
     return sum(p.numel() for name, p in model.named_parameters() if name.endswith("proj.weight"))
 
 
-def tandem_step(folder: Path, dtype: str, batch: DataProto, checkpointing: bool) -> Callable[[], None]:
+def tandem_step(
+    folder: Path, dtype: str, batch: DataProto, checkpointing: bool, device: torch.device
+) -> Callable[[], None]:
     engine = FSDPEngine(
         folder,
         model=BackboneConfig(path=str(folder), enable_gradient_checkpointing=checkpointing),
         fsdp=FSDPConfig(dtype=dtype),
         optim=OptimConfig(lr=1e-5),
         total_steps=1000,
-        device=torch.device("cpu"),
+        device=device,
     )
     return lambda: engine.train_step(batch, MeanLogProb(), micro=MicroBatching()).to_floats() and None
 
 
-def transformers_step(folder: Path, dtype: torch.dtype, batch: DataProto) -> Callable[[], None]:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
+def transformers_step(
+    folder: Path, dtype: torch.dtype, batch: DataProto, device: torch.device
+) -> Callable[[], None]:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     tokens = batch.ragged("tokens")
-    ids_BT = tokens.to_padded()
-    mask_BT = batch.ragged("response_mask").to_padded().bool()
-    attend_BT = tokens.with_values(torch.ones_like(tokens.values)).to_padded()
+    ids_BT = tokens.to_padded().to(device)
+    mask_BT = batch.ragged("response_mask").to_padded().bool().to(device)
+    attend_BT = tokens.with_values(torch.ones_like(tokens.values)).to_padded().to(device)
     total = int(mask_BT.sum())
 
     def step() -> None:
@@ -102,21 +109,22 @@ def transformers_step(folder: Path, dtype: torch.dtype, batch: DataProto) -> Cal
     return step
 
 
-def product_rate(dtype: torch.dtype) -> float:
+def product_rate(dtype: torch.dtype, device: torch.device) -> float:
     """Best FLOP/s of a linear layer of the model's shape."""
-    x, w = torch.randn(1120, 256, dtype=dtype), torch.randn(768, 256, dtype=dtype)
+    x, w = (torch.randn(rows, 256, dtype=dtype, device=device) for rows in (1120, 768))
 
     def best(product: Callable[[Tensor, Tensor], Tensor]) -> float:
         with torch.no_grad():
-            return min(seconds(lambda: product(x, w)) for _ in range(50))
+            return min(clock(lambda: product(x, w), device) for _ in range(50))
 
     return 2 * x.shape[0] * w.numel() / min(best(F.linear), best(linear))
 
 
-def seconds(work: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    work()
-    return time.perf_counter() - begin
+def describe(device: torch.device) -> str:
+    """The device by its name, or the processor and its threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
 
 
 def make_batch(spread: bool) -> DataProto:
@@ -132,20 +140,23 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--checkpointing", action="store_true", help="recompute activations (Tandem only)")
     parser.add_argument("--spread", action="store_true", help="responses of 4 to 64 tokens, not all 64")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or auto")
     options = parser.parse_args()
+    device = choose_device(options.device)
     batch = make_batch(options.spread)
     tokens = len(batch.ragged("tokens").values)
-    machine = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+    machine = describe(device)
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, {machine}, {tokens} tokens")
     with tempfile.TemporaryDirectory() as name:
         weights = save_model(Path(name))
-        for dtype, kind in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-            ours = tandem_step(Path(name), dtype, batch, options.checkpointing)
-            peer = transformers_step(Path(name), kind, batch)
+        kinds = [("fp32", torch.float32)] if device.type == "cpu" else []
+        for dtype, kind in (*kinds, ("bf16", torch.bfloat16)):
+            ours = tandem_step(Path(name), dtype, batch, options.checkpointing, device)
+            peer = transformers_step(Path(name), kind, batch, device)
             ours(), peer()
-            turns = [(seconds(ours), seconds(peer)) for _ in range(options.turns)]
+            turns = [(clock(ours, device), clock(peer, device)) for _ in range(options.turns)]
             fast, plain = (min(column) for column in zip(*turns, strict=True))
-            floor = 6 * weights * tokens / product_rate(kind)
+            floor = 6 * weights * tokens / product_rate(kind, device)
             row = {
                 "dtype": dtype,
                 "tandem_tokens_per_s": round(tokens / fast),

@@ -10,15 +10,16 @@ transformers  The plain loop: padded batches, all logits at once, log-softmax, f
 
 "equal": every completion has the longest length, so nobody can save padding. "spread": lengths from a
 sixteenth of it to all of it. Each side is a process of its own and is given the fastest of several
-micro-batch sizes, found by processor time in a trial; then the sides take turns, and medians count: by the
-clock, and of processor time over all threads, which other programs disturb less (with `--threads 1`). Useful
-tokens are those of prompts and completions, without padding.
+micro-batch sizes, found in a trial by processor time (on CUDA by the clock); then the sides take turns, and
+medians count: by the clock, and of processor time over all threads, which other programs disturb less (with
+`--threads 1`). Useful tokens are those of prompts and completions, without padding.
 
     python benchmarks/update_vs_trl.py [--sizes 3.2M 107M] [--dtypes bf16 fp32] [--modes equal spread]
-        [--quick] [--out FILE]
+        [--quick] [--device cpu] [--out FILE]
 
-Each row is written when it is there; a file keeps its other rows. TRL runs in an environment of its own:
-`make peers` makes it.
+On CUDA all sides are on the device, TRL's too if its environment has PyTorch's CUDA build, and the dtype is
+bf16 alone unless another is asked for. Each row is written when it is there; a file keeps its other rows. TRL
+runs in an environment of its own: `make peers` makes it.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from typing import Any
 
 import torch
 import transformers
+from device.rates import synchronize
 from peers.sides import Side, serve
 from rollout_vs_hf import SIZES, build
 from transformers import AutoModelForCausalLM
@@ -47,6 +49,7 @@ from tandem.config.fsdp import FSDPConfig
 from tandem.config.model import BackboneConfig
 from tandem.config.optim import OptimConfig
 from tandem.demo.model import build_tokenizer
+from tandem.device import choose_device
 from tandem.engines.train.base import MicroBatching
 from tandem.engines.train.fsdp import FSDPEngine
 from tandem.protocol import DataProto, Ragged
@@ -91,7 +94,9 @@ def make_rollouts(work: Work, mode: str, vocabulary: int) -> dict[str, Any]:
 
 
 class TandemSide:
-    def open(self, folder: str, rollouts: dict[str, Any], precision: str, micro: int) -> None:
+    def open(
+        self, folder: str, rollouts: dict[str, Any], precision: str, micro: int, device: torch.device
+    ) -> None:
         self._batch = make_batch(rollouts)
         self._loss = ActorLoss.from_config(ActorConfig(), recomputed=False)
         self._micro = MicroBatching(max_tokens=micro)
@@ -101,7 +106,7 @@ class TandemSide:
             fsdp=FSDPConfig(dtype=precision),
             optim=OptimConfig(lr=1e-6),
             total_steps=1000,
-            device=torch.device("cpu"),
+            device=device,
         )
 
     def step(self) -> float:
@@ -122,15 +127,18 @@ def make_batch(rollouts: dict[str, Any]) -> DataProto:
 
 
 class TransformersSide:
-    def open(self, folder: str, rollouts: dict[str, Any], precision: str, micro: int) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[precision]).train()
+    def open(
+        self, folder: str, rollouts: dict[str, Any], precision: str, micro: int, device: torch.device
+    ) -> None:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[precision])
+        self._model = model.to(device).train()
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-6, fused=True)
         batch = make_batch(rollouts)
         tokens = batch.ragged("tokens")
-        self._ids = tokens.to_padded()
-        self._attend = tokens.with_values(torch.ones_like(tokens.values)).to_padded()
-        self._mask = batch.ragged("response_mask").to_padded().bool()[:, 1:]
-        self._advantages = torch.tensor(rollouts["advantages"]).unsqueeze(1)
+        self._ids = tokens.to_padded().to(device)
+        self._attend = tokens.with_values(torch.ones_like(tokens.values)).to_padded().to(device)
+        self._mask = batch.ragged("response_mask").to_padded().bool()[:, 1:].to(device)
+        self._advantages = torch.tensor(rollouts["advantages"], device=device).unsqueeze(1)
         self._micro = micro
 
     def step(self) -> float:
@@ -157,15 +165,17 @@ class Timed:
         self._side = side
         self._norm = 0.0
 
-    def open(self, threads: int, **work: Any) -> dict[str, str]:
+    def open(self, threads: int, device: str, **work: Any) -> dict[str, str]:
         torch.set_num_threads(threads)
-        self._side.open(**work)
+        self._device = choose_device(device)
+        self._side.open(device=self._device, **work)
         return {"torch": torch.__version__, "transformers": transformers.__version__}
 
     def step(self) -> dict[str, float]:
         """Seconds by the clock and of the processor; the norm of the first step's gradient."""
         began, began_cpu = time.perf_counter(), time.process_time()
         norm = self._side.step()
+        synchronize(self._device)
         took = {"seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - began_cpu}
         self._norm = self._norm or norm
         return took | {"gradient_norm": self._norm}
@@ -180,12 +190,13 @@ def start(name: str, folder: Path) -> Side:
 def fastest(name: str, settings: tuple[int, ...], logs: Path, **work: Any) -> tuple[Side, dict[str, Any]]:
     """The side at its best micro-batch size, warmed up, and what was found on the way."""
     best: tuple[float, Side, dict[str, Any]] | None = None
+    kind = "seconds" if work["device"] == "cuda" else "cpu_seconds"
     tried = {}
     for micro in settings:
         side = start(name, logs)
         versions = side.ask("open", micro=micro, **work)
         norm = side.ask("step")["gradient_norm"]
-        took = tried[str(micro)] = side.ask("step")["cpu_seconds"]
+        took = tried[str(micro)] = side.ask("step")[kind]
         if best is not None and took >= best[0]:
             side.close()
             continue
@@ -193,7 +204,7 @@ def fastest(name: str, settings: tuple[int, ...], logs: Path, **work: Any) -> tu
             best[1].close()
         best = took, side, {"micro_batch": micro, "versions": versions, "gradient_norm": norm}
     assert best is not None
-    return best[1], best[2] | {"trial_cpu_seconds": tried}
+    return best[1], best[2] | {f"trial_{kind}": tried}
 
 
 def compare(size: str, dtype: str, mode: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -206,6 +217,7 @@ def compare(size: str, dtype: str, mode: str, options: argparse.Namespace) -> di
         sides, found = {}, {}
         for side in options.sides:
             given = {"rollouts": rollouts, "folder": str(folder / "model"), "threads": options.threads}
+            given |= {"device": options.device}
             given["precision"] = "bf16-pure" if side == "trl" and dtype == "bf16" else dtype
             settings = work.tokens if side == "tandem" else work.micro
             settings = settings[:1] if options.quick else settings
@@ -259,7 +271,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--sizes", nargs="+", choices=list(WORK), default=list(WORK))
-    parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES), default=list(DTYPES))
+    parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES), help="both on a CPU, bf16 on CUDA")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--rounds", type=int, default=5)
@@ -274,12 +287,14 @@ def main() -> None:
         return
     if "trl" in options.sides and not TRL.exists():
         sys.exit("TRL's environment is missing: run `make peers` first")
-    for size, dtype, mode in itertools.product(options.sizes, options.dtypes, options.modes):
+    dtypes = options.dtypes or (["bf16"] if options.device == "cuda" else list(DTYPES))
+    for size, dtype, mode in itertools.product(options.sizes, dtypes, options.modes):
         row = compare(size, dtype, mode, options)
         add_ratios(row)
         report(row)
         row["machine"] = {
             "processor": platform.machine(),
+            "device": options.device,
             "threads": options.threads,
             "load": os.getloadavg()[0],
             "command": " ".join(["python benchmarks/update_vs_trl.py", *sys.argv[1:]]),

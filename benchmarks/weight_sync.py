@@ -1,8 +1,9 @@
 """What it costs to bring weights from training to generation: seconds, extra memory, the digests' share.
 
-    python benchmarks/weight_sync.py [--ranks 2] [--hidden 512] [--layers 8] [--bucket-mib 16]
+    python benchmarks/weight_sync.py [--ranks 2] [--hidden 512] [--layers 8] [--bucket-mib 16] [--device cpu]
 
-An actor on FSDP2 over `--ranks` processes gives its weights, fp32 parameters in bf16, on three ways: its own
+On CUDA each rank has a device of its own, and memory is that of the devices. An actor on FSDP2 over `--ranks`
+processes gives its weights, fp32 parameters in bf16, on three ways: its own
 module unsharded in place; a stream of whole tensors; buckets in host memory. Each is timed without the
 digests of both sides, and these alone. Extra memory is the peak of resident memory during the transfer over
 that before it, against the bound: for the stream and the buckets the largest unit that FSDP gathers (a layer,
@@ -29,11 +30,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from device.rates import synchronize
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from tandem.config.fsdp import FSDPConfig
 from tandem.config.model import BackboneConfig
 from tandem.config.optim import OptimConfig
+from tandem.device import choose_device
 from tandem.engines.train.fsdp import FSDPEngine
 from tandem.engines.weight_sync import Digest, buckets, digest
 from tandem.models.parallel import leave_distributed
@@ -56,20 +59,25 @@ def make_model(folder: Path, hidden: int, layers: int) -> None:
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
-def make_engine(folder: Path) -> FSDPEngine:
+def make_engine(folder: Path, device: torch.device) -> FSDPEngine:
     return FSDPEngine(
         folder,
         model=BackboneConfig(path=str(folder)),
         fsdp=FSDPConfig(model_dtype="fp32", dtype="bf16"),
         optim=OptimConfig(),
         total_steps=1,
-        device=torch.device("cpu"),
+        device=device,
     )
 
 
-def peak_bytes(run: Callable[[], object]) -> int:
-    """Peak of this process's resident memory during a call, over that before it (Linux)."""
+def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
+    """Peak of this process's memory during a call, over that before it: the device's, or resident (Linux)."""
     gc.collect()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        held = torch.cuda.memory_allocated(device)
+        run()
+        return torch.cuda.max_memory_allocated(device) - held
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     before = resident("VmRSS")
     run()
@@ -82,13 +90,15 @@ def resident(kind: str) -> int:
     return 1024 * int(found.group(1))
 
 
-def seconds(run: Callable[[], object], repeats: int) -> float:
+def seconds(run: Callable[[], object], repeats: int, device: torch.device) -> float:
     """The best of several, all ranks together."""
     best = float("inf")
     for _ in range(repeats):
         dist.barrier()
+        synchronize(device)
         start = time.perf_counter()
         run()
+        synchronize(device)
         best = min(best, time.perf_counter() - start)
     return best
 
@@ -134,11 +144,11 @@ class Ways:
         assert self.module() == self.shards() == digest(self.engine.weights(dtype=DTYPE))
 
 
-def measure(folder: Path, bucket: int, repeats: int) -> dict[str, Any]:
-    ways = Ways(make_engine(folder), bucket)
+def measure(folder: Path, bucket: int, repeats: int, device: torch.device) -> dict[str, Any]:
+    ways = Ways(make_engine(folder, device), bucket)
     ways.check()
-    shards, module = seconds(ways.shards, repeats), seconds(ways.module, repeats)
-    alone = seconds(ways.module_alone, repeats)
+    shards, module = (seconds(run, repeats, device) for run in (ways.shards, ways.module))
+    alone = seconds(ways.module_alone, repeats, device)
     held = max(module - alone, 0.0)
     shard = ways.unit // dist.get_world_size()
     runs = {
@@ -150,23 +160,26 @@ def measure(folder: Path, bucket: int, repeats: int) -> dict[str, Any]:
         "parameters_bytes": ways.bytes,
         "largest_unit_bytes": ways.unit,
         "bucket_bytes": ways.bucket,
-        "gloo_buffer_bytes": ways.unit,
+        "gloo_buffer_bytes": ways.unit if device.type == "cpu" else 0,
         "bucket_count": len(ways.packed),
         "digest_of_shards_s": shards,
         "digest_of_module_s": held,
     }
     for name, (run, bound) in runs.items():
-        transfer = seconds(run, repeats)
+        transfer = seconds(run, repeats, device)
         found[name] = {
             "seconds": transfer,
             "digest_share": (shards + held) / (transfer + shards + held),
-            "extra_peak_bytes": max(peak_bytes(run) for _ in range(repeats)),
+            "extra_peak_bytes": max(peak_bytes(run, device) for _ in range(repeats)),
             "bound_bytes": bound,
         }
     return found
 
 
 def launch(options: argparse.Namespace) -> None:
+    devices = torch.cuda.device_count()
+    if choose_device(options.device).type == "cuda" and devices < options.ranks:
+        sys.exit(f"--ranks {options.ranks} need as many CUDA devices; this machine has {devices}")
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder), options.hidden, options.layers)
         words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
@@ -182,8 +195,8 @@ def report(found: dict[str, Any]) -> None:
         row = found[name]
         extra, bound = row["extra_peak_bytes"] / MIB, row["bound_bytes"] / MIB
         print(f"{name:<10} {row['seconds']:>8.3f} {row['digest_share']:>8.1%} {extra:>10.1f} {bound:>10.1f}")
-
-    print(f"(gloo's own buffer, {found['gloo_buffer_bytes'] / MIB:.0f} MiB, comes on top of the bound)")
+    if found["gloo_buffer_bytes"]:
+        print(f"(gloo's own buffer, {found['gloo_buffer_bytes'] / MIB:.0f} MiB, comes on top of the bound)")
 
 
 def main() -> None:
@@ -193,15 +206,18 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--bucket-mib", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or auto")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.folder is None:
         launch(options)
         return
-    found = measure(options.folder, options.bucket_mib * MIB, options.repeats)
+    device = choose_device(options.device)
+    found = measure(options.folder, options.bucket_mib * MIB, options.repeats, device)
     found["ranks"] = dist.get_world_size()
     found["machine"] = {
         "processor": platform.processor() or platform.machine(),
+        "device": device.type,
         "cores": os.cpu_count(),
         "load": os.getloadavg()[0],
         "torch": torch.__version__,

@@ -52,6 +52,8 @@ class Gate(TrainerCallback):
             self._norm = torch.nn.utils.get_total_norm(gradients).item()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         began, began_cpu = self._began
         took = {"seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - began_cpu}
         self.answers.put(took | {"gradient_norm": self._norm})
@@ -59,10 +61,19 @@ class Gate(TrainerCallback):
 
 class TRLSide:
     def open(
-        self, folder: str, rollouts: dict[str, Any], precision: str, micro: int, threads: int
+        self,
+        folder: str,
+        rollouts: dict[str, Any],
+        precision: str,
+        micro: int,
+        threads: int,
+        device: str,
     ) -> dict[str, str]:
         """Builds the trainer and starts it; it waits before its first step. Versions."""
         torch.set_num_threads(threads)
+        assert device == ("cuda" if torch.cuda.is_available() else "cpu"), (
+            "TRL takes a GPU where there is one"
+        )
         samples = len(rollouts["completions"])
         self._gate = Gate()
         trainer = GivenRollouts(
@@ -80,7 +91,8 @@ class TRLSide:
             ),
             callbacks=[self._gate],
         )
-        trainer.given = table(rollouts, trainer.processing_class.pad_token_id)
+        given = table(rollouts, trainer.processing_class.pad_token_id)
+        trainer.given = {name: value.to(device) for name, value in given.items()}
         threading.Thread(target=self._train, args=(trainer,), daemon=True).start()
         return {
             "trl": trl.__version__,
