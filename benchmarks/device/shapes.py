@@ -1,0 +1,144 @@
+"""Qwen2.5's shapes with random weights, and by formula what a model must compute, read and hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+
+from tandem.demo.model import build_tokenizer
+
+_QWEN = {"vocab_size": 151936, "tie_word_embeddings": True}
+SIZES: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "vocab_size": 512,
+        "tie_word_embeddings": True,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+    "0.5B": _QWEN
+    | {
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+    },
+    "1.5B": _QWEN
+    | {
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+    },
+    "7B": {
+        "vocab_size": 152064,
+        "tie_word_embeddings": False,
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+    },
+}
+MOST_POSITIONS = 32768
+
+
+def build(size: str, dtype: torch.dtype, device: torch.device, **overrides: Any) -> PreTrainedModel:
+    """A model with random weights, drawn on the device."""
+    torch.manual_seed(0)
+    config = Qwen2Config(**SIZES[size] | overrides, max_position_embeddings=MOST_POSITIONS, use_cache=True)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            model: Any = Qwen2ForCausalLM(config)  # type: ignore[no-untyped-call]
+    finally:
+        torch.set_default_dtype(before)
+    return model.to(dtype).eval()  # type: ignore[no-any-return]
+
+
+def model_folder(size: str, parent: Path, device: torch.device) -> Path:
+    """A Hugging Face folder of `build`'s model in bf16, with a tokenizer of one token per byte, which needs
+    no network; made once."""
+    folder = parent / f"qwen_{size}"
+    if not (folder / "tokenizer_config.json").exists():
+        build(size, torch.bfloat16, device).save_pretrained(folder)
+        build_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def matrices(size: str) -> int:
+    """Weights in the matrices of the layers and the head; each is read, and used once, for each token."""
+    shape = SIZES[size]
+    hidden, inner = shape["hidden_size"], shape["intermediate_size"]
+    kept = hidden * shape["num_key_value_heads"] // shape["num_attention_heads"]
+    layer = 2 * hidden * (hidden + kept) + 3 * hidden * inner
+    return int(layer * shape["num_hidden_layers"] + hidden * shape["vocab_size"])
+
+
+def parameters(size: str) -> int:
+    """All weights: matrices, embedding, norms and biases."""
+    shape = SIZES[size]
+    hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
+    kept = hidden * shape["num_key_value_heads"] // shape["num_attention_heads"]
+    embedding = 0 if shape["tie_word_embeddings"] else hidden * shape["vocab_size"]
+    return int(matrices(size) + embedding + layers * (3 * hidden + 2 * kept) + hidden)
+
+
+def kv_bytes(size: str, item: int = 2) -> int:
+    """Bytes of a token's keys and values in all layers."""
+    shape = SIZES[size]
+    kept = shape["hidden_size"] * shape["num_key_value_heads"] // shape["num_attention_heads"]
+    return int(2 * kept * shape["num_hidden_layers"] * item)
+
+
+def forward_operations(size: str, length: int) -> float:
+    """Operations per token of a forward pass over sequences of that length, attention counted: a token sees
+    half of its sequence on average. A multiplication and an addition are two; recomputation is not counted,
+    and a backward pass is twice this."""
+    shape = SIZES[size]
+    return 2 * matrices(size) + 2 * length * shape["hidden_size"] * shape["num_hidden_layers"]
+
+
+def decode_seconds(size: str, batch: int, context: float, copy: float, product: float) -> float:
+    """The least time of a decode step: of reading each matrix once and each sequence's keys and values once,
+    or of computing with them."""
+    shape = SIZES[size]
+    read = 2 * matrices(size) + batch * context * kv_bytes(size)
+    attended = 4 * context * shape["hidden_size"] * shape["num_hidden_layers"]
+    return max(read / copy, batch * (2 * matrices(size) + attended) / product)
+
+
+def state_bytes(size: str) -> dict[str, int]:
+    """Bytes of training with AdamW on one device: fp32 weights that are updated, their gradients and two
+    moments, and the bf16 weights that compute."""
+    count = parameters(size)
+    return {"weights": 4 * count, "gradients": 4 * count, "moments": 8 * count, "computing": 2 * count}
+
+
+def activation_bytes(size: str, tokens: int, recomputed: str) -> int:
+    """Bytes that the layers keep for the backward pass of a micro-batch, by formula for transformers' own
+    operators in bf16. A norm keeps its input in bf16 and fp32, the normalised values in fp32 and bf16: 12
+    bytes a feature; a gated layer four products of its width; attention its queries, keys, values and output.
+
+    Args:
+        recomputed: none; ops: products and attention outputs are kept; full: each layer's input alone.
+    """
+    shape = SIZES[size]
+    hidden, inner, layers = shape["hidden_size"], shape["intermediate_size"], shape["num_hidden_layers"]
+    kept = hidden * shape["num_key_value_heads"] // shape["num_attention_heads"]
+    products = 2 * (3 * hidden + 2 * kept + 2 * inner)  # of q, k, v, o, gate, up, down
+    per_token = {
+        "none": 2 * 12 * hidden + 2 * (2 * hidden + 2 * kept) + 2 * 4 * inner + 2 * 2 * hidden,
+        "ops": products + 2 * hidden + 2 * hidden,  # the layer's input and attention's output
+        "full": 2 * hidden,
+    }[recomputed]
+    again = 0 if recomputed == "none" else activation_bytes(size, tokens, "none") // layers  # of one layer
+    return tokens * per_token * layers + again

@@ -1,0 +1,222 @@
+"""Log-probs and updates of a policy by the training engine, over the ways to run it, at two lengths.
+
+All sequences of a row are equally long and go through micro-batches of `BUDGET` tokens. A row's bound counts
+the operations of the matrices and of attention, three times a forward pass for an update, and not those that
+recomputation adds. Peak memory is reported beside what the formulas of `shapes` give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.device.rates import Rates, clock
+from benchmarks.device.report import Row, Setting, Skipped, free_memory
+from benchmarks.device.shapes import SIZES, activation_bytes, forward_operations, model_folder, state_bytes
+from tandem.config.actor import ActorConfig
+from tandem.config.fsdp import FSDPConfig
+from tandem.config.model import FusedKernelOptions, ModelConfig
+from tandem.config.optim import OptimConfig
+from tandem.engines.train.base import MicroBatching
+from tandem.engines.train.fsdp import FSDPEngine
+from tandem.protocol import DataProto, Ragged
+from tandem.workers.losses import ActorLoss
+
+BUDGET = 16384
+SEQUENCES = {8192: 4, 14255: 2}
+PROMPT = 128
+GIB = 2**30
+
+
+def _head(backend: str) -> dict[str, Any]:
+    return {"use_fused_kernels": True, "fused_kernel_options": FusedKernelOptions(impl_backend=backend)}
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "ops": {"gradient_checkpointing_mode": "ops"},
+    "no recomputation": {"enable_gradient_checkpointing": False},
+    "full recomputation": {"gradient_checkpointing_mode": "full"},
+    "PyTorch head": {"use_fused_kernels": False},
+    "Triton head": _head("triton"),
+    "transformers' layers": {"use_liger": False},
+    "Liger": {"use_liger": True, **_head("liger")},
+    "compiled": {},
+}
+"""Keys of the model that differ from the defaults; "compiled" differs in `fsdp_config.use_torch_compile`."""
+
+
+class Bench:
+    """The engine at hand, kept from one row to the next while its variant stays."""
+
+    def __init__(self, size: str) -> None:
+        self.size = size
+        self._variant = ""
+        self._engine: FSDPEngine | None = None
+
+    def engine(self, variant: str, setting: Setting) -> FSDPEngine:
+        if self._engine is None or variant != self._variant:
+            self.drop(setting)
+            self._engine = make_engine(
+                variant, model_folder(self.size, setting.folder, setting.device), setting
+            )
+            self._variant = variant
+        return self._engine
+
+    def drop(self, setting: Setting) -> None:
+        self._engine = None
+        free_memory(setting.device)
+
+    def run(
+        self, setting: Setting, work: Callable[[FSDPEngine], dict[str, Any]], variant: str
+    ) -> dict[str, Any]:
+        """What the work gives; an engine that failed is not used again."""
+        if variant == "Liger" and find_spec("liger_kernel") is None:
+            raise Skipped("liger-kernel is not installed")
+        engine = self.engine(variant, setting)
+        try:
+            return work(engine)
+        except BaseException:
+            del engine
+            self.drop(setting)
+            raise
+
+
+def make_engine(variant: str, folder: Path, setting: Setting) -> FSDPEngine:
+    return FSDPEngine(
+        folder,
+        model=ModelConfig(path=str(folder), tokenizer_path=str(folder), **VARIANTS[variant]),
+        fsdp=FSDPConfig(dtype="bf16", use_torch_compile=variant == "compiled", optimizer_offload=True),
+        optim=OptimConfig(lr=1e-6),
+        total_steps=1000,
+        device=setting.device,
+    )
+
+
+def rows(setting: Setting) -> list[Row]:
+    size, lengths = ("tiny", {64: 2}) if setting.tiny else ("1.5B", SEQUENCES)
+    bench, short, both = Bench(size), list(lengths)[:1], list(lengths)
+    plan: list[tuple[str, str, list[int], int]] = [
+        ("log-probs", "default", both, BUDGET),
+        ("update", "default", both, BUDGET),
+        ("update", "ops", both, BUDGET),
+        ("update", "no recomputation", both, BUDGET),
+        ("update", "no recomputation", short, BUDGET // 2),
+        ("update", "full recomputation", short, BUDGET),
+        ("log-probs", "PyTorch head", short, BUDGET),
+        ("update", "PyTorch head", short, BUDGET),
+        ("log-probs", "Triton head", short, BUDGET),
+        ("update", "Triton head", short, BUDGET),
+        ("log-probs", "transformers' layers", short, BUDGET),
+        ("update", "transformers' layers", short, BUDGET),
+        ("log-probs", "Liger", short, BUDGET),
+        ("update", "Liger", short, BUDGET),
+        ("log-probs", "compiled", short, BUDGET),
+        ("update", "compiled", short, BUDGET),
+    ]
+    if setting.device.type != "cuda":
+        plan = [part for part in plan if part[1] not in ("Triton head", "Liger", "compiled")]
+    measured = [
+        row(bench, phase, variant, length, lengths[length], budget)
+        for phase, variant, chosen, budget in plan
+        for length in chosen
+    ]
+    bound = partial(moved_s, size=size)
+    offload = Row("optimizer state to the host and back", partial(move, bench), 25, "s", bound)
+    first = 2 * len(both)  # those of the same engine
+    return [*measured[:first], offload, *measured[first:]]
+
+
+def row(bench: Bench, phase: str, variant: str, length: int, sequences: int, budget: int) -> Row:
+    name = f"{phase}, {variant}, {length} tokens"
+    name += "" if budget == BUDGET else f", micro-batches of {budget}"
+    work = partial(run_phase, bench, phase, variant, length, sequences, budget)
+    bound = partial(tokens_per_s, size=bench.size, length=length, passes=1 if phase == "log-probs" else 3)
+    return Row(name, work, 60 if variant == "compiled" else 20, bound=bound)
+
+
+def tokens_per_s(rates: Rates, size: str, length: int, passes: int) -> float:
+    return rates.product / (passes * forward_operations(size, length))
+
+
+def run_phase(
+    bench: Bench, phase: str, variant: str, length: int, sequences: int, budget: int, setting: Setting
+) -> dict[str, Any]:
+    batch = make_batch(sequences, length, SIZES[bench.size]["vocab_size"], setting.tiny)
+    micro = MicroBatching(max_tokens=budget)
+
+    def measured(engine: FSDPEngine) -> dict[str, Any]:
+        loss = ActorLoss.from_config(ActorConfig(), recomputed=False)
+
+        def step() -> None:
+            if phase == "update":
+                engine.train_step(batch, loss, micro=micro).to_floats()
+            else:
+                engine.forward(batch, outputs=frozenset({"log_probs"}), micro=micro)
+
+        return timed(step, setting) | {"tokens": sequences * length, "budget": budget}
+
+    told = bench.run(setting, measured, variant)
+    told["value"] = told["tokens"] / told["step_s"]
+    if phase == "update":
+        told["formula_gib"] = formula(bench.size, min(budget, sequences * length), length)
+    return told
+
+
+def formula(size: str, budget: int, length: int) -> dict[str, float]:
+    """GiB of training's state, and of state and activations for each way to recompute."""
+    tokens = budget // length * length or length
+    state = sum(state_bytes(size).values())
+    kept = {mode: state + activation_bytes(size, tokens, mode) for mode in ("none", "ops", "full")}
+    return {name: round(count / GIB, 2) for name, count in {"state": state, **kept}.items()}
+
+
+def timed(step: Callable[[], None], setting: Setting, repeats: int = 3) -> dict[str, Any]:
+    """The best of some steps, apart from the first one, which compiles kernels; and the peak of memory."""
+    device = setting.device
+    first = clock(step, device)
+    free_memory(device)
+    held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    took = [clock(step, device) for _ in range(1 if setting.tiny else repeats)]
+    told: dict[str, Any] = {"step_s": min(took), "all_s": took, "first_s": first}
+    if device.type == "cuda":
+        told["held_gib"] = held / GIB
+        told["peak_gib"] = torch.cuda.max_memory_allocated(device) / GIB
+        told["peak_reserved_gib"] = torch.cuda.max_memory_reserved(device) / GIB
+    return told
+
+
+def make_batch(sequences: int, length: int, vocabulary: int, tiny: bool = False) -> DataProto:
+    """Random tokens and advantages; the first tokens of each sequence are its prompt."""
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, vocabulary, (sequences * length,), generator=draw)
+    tokens = Ragged.from_lengths(ids, torch.full((sequences,), length))
+    mask = tokens.with_values(tokens.positions() >= (length // 8 if tiny else PROMPT))
+    advantages = tokens.with_values(torch.randn(sequences, generator=draw).repeat_interleave(length))
+    return DataProto({"tokens": tokens, "response_mask": mask, "advantages": advantages})
+
+
+def moved_s(rates: Rates, size: str) -> float:
+    """Seconds of AdamW's moments to the host and back, at the rates of pinned copies."""
+    moments = state_bytes(size)["moments"]
+    return moments / rates.to_host + moments / rates.from_host
+
+
+def move(bench: Bench, setting: Setting) -> dict[str, Any]:
+    """Three times to the host and back; the first makes the buffers."""
+    if setting.device.type != "cuda":
+        raise Skipped("nothing moves on a CPU")
+
+    def measured(engine: FSDPEngine) -> dict[str, Any]:
+        there, back = [], []
+        for _ in range(3):
+            there.append(clock(engine.offload, setting.device))
+            back.append(clock(lambda: engine.onload(optimizer=True), setting.device))
+        return {"value": min(there[1:]) + min(back[1:]), "offload_s": there, "onload_s": back}
+
+    return bench.run(setting, measured, "default")

@@ -1,0 +1,141 @@
+"""`make gpu` as a whole, at the smallest shapes on a CPU; and what it does with failures and with time."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import gpu
+from benchmarks.device.rates import H100
+from benchmarks.device.report import Report, Row, Setting, Skipped, measure
+from tests.support.warm import WarmProcess
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_phase_runs_at_the_smallest_shapes(tmp_path: Path) -> None:
+    words = [sys.executable, "benchmarks/gpu.py", "--tiny", "--device", "cpu", "--deadline", "240"]
+    process = WarmProcess(
+        [*words, "--out", str(tmp_path)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    said, _ = process.communicate(timeout=280)
+    assert process.returncode == 0, said
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {f"{phase}.json" for phase in gpu.PHASES} | {"table.md", "log.txt"}
+    table = (tmp_path / "table.md").read_text()
+    for phase in gpu.PHASES:
+        report = json.loads((tmp_path / f"{phase}.json").read_text())
+        assert report["about"]["finished"] and report["running"] is None
+        assert report["about"]["rates"]["copy"] > 0 and report["about"]["rates_at_end"]["product"] > 0
+        assert report["rows"]
+        for row in report["rows"]:
+            assert row.get("value", 1) >= 0 and "error" not in row
+            assert f"| {row['name']} |" in table
+
+
+def setting(folder: Path, seconds: float = 60) -> Setting:
+    return Setting(torch.device("cpu"), True, H100, folder, time.monotonic() + seconds)
+
+
+def test_what_fails_or_has_no_time_is_a_row_and_the_next_goes_on(tmp_path: Path) -> None:
+    def fails(_: Setting) -> dict[str, Any]:
+        raise torch.OutOfMemoryError("16 GiB too few")
+
+    def cannot(_: Setting) -> dict[str, Any]:
+        raise Skipped("not installed")
+
+    rows = [
+        Row("fails", fails, 1),
+        Row("cannot", cannot, 1),
+        Row("long", lambda _: {"value": 1.0}, 100),
+        Row("a rate", lambda _: {"value": 50.0}, 1, bound=lambda _: 200.0),
+        Row("seconds", lambda _: {"value": 4.0}, 1, "s", lambda _: 1.0),
+    ]
+    report = Report(tmp_path / "phase.json")
+    measure(rows, setting(tmp_path), report)
+    held = {row["name"]: row for row in Report.at(report.path).rows}
+    assert "16 GiB too few" in held["fails"]["error"] and held["fails"]["kind"] == "OutOfMemoryError"
+    assert held["cannot"]["skipped"] == "not installed"
+    assert "100" in held["long"]["skipped"] and "value" not in held["long"]
+    assert held["a rate"]["share"] == 0.25 and held["seconds"]["share"] == 0.25
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_rows_that_are_there_are_not_measured_again(tmp_path: Path) -> None:
+    report = Report(tmp_path / "phase.json")
+    measure([Row("one", lambda _: {"value": 1.0}, 1)], setting(tmp_path), report)
+    again = Report.at(report.path)
+    measure([Row(name, lambda _: {"value": 2.0}, 1) for name in ("one", "two")], setting(tmp_path), again)
+    assert [(row["name"], row["value"]) for row in again.rows] == [("one", 1.0), ("two", 2.0)]
+
+
+def options(out: Path, deadline: float) -> argparse.Namespace:
+    return argparse.Namespace(
+        phase=["decode"], out=out, device="cpu", tiny=True, deadline=deadline, child=None
+    )
+
+
+def dying(_: Setting) -> dict[str, Any]:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return {}
+
+
+def hanging(_: Setting) -> dict[str, Any]:
+    time.sleep(60)
+    return {}
+
+
+class Rows:
+    """A phase with these rows."""
+
+    def __init__(self, *rows: Row) -> None:
+        self._rows = list(rows)
+
+    def rows(self, _: Setting) -> list[Row]:
+        return self._rows
+
+
+BEFORE, AFTER = (Row(name, lambda _: {"value": 1.0}, 1) for name in ("before", "after"))
+
+
+def test_a_process_that_dies_costs_its_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu, "module", lambda _: Rows(BEFORE, Row("dies", dying, 1), AFTER))
+    assert gpu.run_all(options(tmp_path, deadline=120)) == 1
+    report = Report.at(tmp_path / "decode.json")
+    assert [row["name"] for row in report.rows] == ["before", "dies", "after"]
+    assert "-9" in report.rows[1]["error"] and report.rows[2]["value"] == 1
+    assert "errors:\ndecode: dies" in capsys.readouterr().out
+
+
+def test_a_phase_over_its_limit_keeps_what_it_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "module", lambda _: Rows(BEFORE, Row("hangs", hanging, 1), AFTER))
+    monkeypatch.setattr(gpu, "PHASES", {"decode": ("decode", 6)})
+    began = time.monotonic()
+    assert gpu.run_all(options(tmp_path, deadline=120)) == 1
+    assert time.monotonic() - began < 40
+    report = Report.at(tmp_path / "decode.json")
+    assert [row["name"] for row in report.rows] == ["before", "hangs"]
+    assert report.rows[0]["value"] == 1 and "ran longer than" in report.rows[1]["error"]
+    assert "| before | 1 tokens/s |" in (tmp_path / "table.md").read_text()
+
+
+def test_a_phase_without_time_is_left_out_and_said_so(tmp_path: Path) -> None:
+    assert gpu.run_all(options(tmp_path, deadline=gpu.END_S)) == 0
+    report = Report.at(tmp_path / "decode.json")
+    assert report.rows == [] and "too few to start" in report.about["notes"][0]
