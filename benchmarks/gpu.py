@@ -58,7 +58,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--phase", nargs="+", choices=PHASES, default=list(PHASES), metavar="PHASE")
-    parser.add_argument("--deadline", type=float, default=540.0, help="seconds for everything")
+    parser.add_argument("--deadline", type=float, default=1800.0, help="seconds for everything")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu", help="where the results go")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--tiny", action="store_true", help="the smallest shapes, to try this program")
@@ -127,7 +127,8 @@ def watch(phase: str, options: argparse.Namespace, folder: Path, until: float, l
             note(path, f"{phase}: {ended}:\n{tail(Path(log.name))}", log)
             return
         if report.running is not None:
-            report.add({"name": report.running, "error": f"{ended}:\n{tail(Path(log.name))}", "took_s": 0.0})
+            said = f"{ended}:\n{tail(Path(log.name))}"
+            report.add({"name": report.running, "error": said, "message": ended, "took_s": 0.0})
         if status is None:
             return
 

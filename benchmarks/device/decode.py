@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from benchmarks.device.rates import Rates, seconds
+from benchmarks.device.rates import Rates, clock, seconds
 from benchmarks.device.report import Row, Setting, Skipped
 from benchmarks.device.shapes import SIZES, build, decode_seconds, kv_bytes
 from tandem.engines.rollout.base import SharedModule, generate
@@ -80,6 +80,7 @@ def decode(setting: Setting, size: str, batch: int, context: int, repeats: int =
     ones, zeros = np.ones(batch), np.zeros(batch)
     params = RowParams.of(ones, zeros.astype(np.int64), ones, zeros, vocabulary, device)
     uniforms_R = torch.rand(batch, dtype=torch.float64, device=device)
+    first = clock(lambda: forward.forward(step, attention), device)
     logits = forward.forward(step, attention).clone()
 
     def whole() -> Tensor:
@@ -90,6 +91,7 @@ def decode(setting: Setting, size: str, batch: int, context: int, repeats: int =
     attended = seconds(every_attention(runner, attention, step, size), device, repeats)
     return {
         "value": batch / took,
+        "first_s": first,
         "step_ms": 1e3 * took,
         "graph_ms": 1e3 * seconds(lambda: forward.forward(step, attention), device, repeats),
         "eager_ms": 1e3 * seconds(lambda: runner.forward(step, attention), device, repeats),

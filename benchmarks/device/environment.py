@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -110,7 +111,7 @@ def gpu_tests(setting: Setting) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.xml"
         words = [
-            "-q",
+            "-v",
             "-m",
             "gpu",
             "-p",
@@ -126,7 +127,7 @@ def gpu_tests(setting: Setting) -> dict[str, Any]:
                 run_command([sys.executable, "-m", "pytest", *words], limit, stdout=said, stderr=said)
             said.seek(0)
             output = said.read()
-        cases = cases_of(results)
+        cases = cases_of(results) or cases_told(output)
     counts = {
         kind: sum(case["outcome"] == kind for case in cases) for kind in ("passed", "failed", "skipped")
     }
@@ -152,3 +153,10 @@ def cases_of(results: Path) -> list[dict[str, str]]:
         name = f"{case.get('classname')}::{case.get('name')}"
         found.append({"name": name, "outcome": outcome, "text": text})
     return found
+
+
+def cases_told(output: str) -> list[dict[str, str]]:
+    """The same from what pytest printed, test by test, before it was ended."""
+    outcomes = {"PASSED": "passed", "SKIPPED": "skipped", "FAILED": "failed", "ERROR": "failed"}
+    told = re.findall(rf"^(\S+::.*?) ({'|'.join(outcomes)})\b", output, re.MULTILINE)
+    return [{"name": name, "outcome": outcomes[outcome], "text": ""} for name, outcome in told]

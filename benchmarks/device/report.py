@@ -135,8 +135,8 @@ class Report:
 def line(row: dict[str, Any]) -> str:
     """A row in words."""
     if "value" not in row:
-        kind = "error" if "error" in row else "skipped"
-        return f"  {row['name']}: {kind}: {(row.get(kind) or '').strip().splitlines()[-1]}"
+        why = f"error: {row['message']}" if "error" in row else f"skipped: {row['skipped']}"
+        return f"  {row['name']}: {why}"
     share = "" if row.get("share") is None else f", {row['share']:.0%} of the bound"
     return f"  {row['name']}: {row['value']:,.4g} {row['unit']}{share} ({row['took_s']:.0f} s)"
 
@@ -174,13 +174,17 @@ def found(row: Row, setting: Setting) -> dict[str, Any]:
     except Skipped as reason:
         return {"name": row.name, "skipped": str(reason)}
     except Exception as error:  # whatever it is, it is this row's, and the next one goes on
-        told["error"] = f"{short(traceback.format_exc())}"
-        told["kind"] = type(error).__name__
+        told["error"] = short(traceback.format_exc())
+        told["message"] = f"{type(error).__name__}: {first_line(str(error))}"
         told.pop("value", None)
     told["took_s"] = time.monotonic() - began
     if "value" in told:
         told["share"] = row.share(told["value"], setting.rates)
     return told
+
+
+def first_line(text: str) -> str:
+    return text.strip().partition("\n")[0][:200]
 
 
 def short(text: str, characters: int = 3000) -> str:

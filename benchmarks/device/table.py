@@ -93,7 +93,7 @@ def more(row: dict[str, Any]) -> str:
     """The few further numbers that a reader of the table looks for."""
     parts = []
     if "error" in row:
-        parts.append(row["error"].strip().splitlines()[-1][:160].replace("|", "/"))
+        parts.append(row["message"].replace("|", "/"))
     for name, text in (
         ("step_ms", "step {:.2f} ms"),
         ("eager_ms", "eager {:.2f} ms"),

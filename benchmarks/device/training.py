@@ -45,10 +45,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "PyTorch head": {"use_fused_kernels": False},
     "Triton head": _head("triton"),
     "transformers' layers": {"use_liger": False},
-    "Liger": {"use_liger": True, **_head("liger")},
+    "Liger's layers": {"use_liger": True},
+    "Liger's head": _head("liger"),
     "compiled": {},
 }
 """Keys of the model that differ from the defaults; "compiled" differs in `fsdp_config.use_torch_compile`."""
+
+
+NEEDS = {"Liger's layers": ("liger_kernel",), "Liger's head": ("liger_kernel", "cutlass")}
+"""Packages of variants that are skipped without them."""
 
 
 class Bench:
@@ -76,8 +81,9 @@ class Bench:
         self, setting: Setting, work: Callable[[FSDPEngine], dict[str, Any]], variant: str
     ) -> dict[str, Any]:
         """What the work gives; an engine that failed is not used again."""
-        if variant == "Liger" and find_spec("liger_kernel") is None:
-            raise Skipped("liger-kernel is not installed")
+        missing = [package for package in NEEDS.get(variant, ()) if find_spec(package) is None]
+        if missing:
+            raise Skipped(f"not installed: {', '.join(missing)}")
         engine = self.engine(variant, setting)
         try:
             return work(engine)
@@ -114,13 +120,15 @@ def rows(setting: Setting) -> list[Row]:
         ("update", "Triton head", short, BUDGET),
         ("log-probs", "transformers' layers", short, BUDGET),
         ("update", "transformers' layers", short, BUDGET),
-        ("log-probs", "Liger", short, BUDGET),
-        ("update", "Liger", short, BUDGET),
+        ("log-probs", "Liger's layers", short, BUDGET),
+        ("update", "Liger's layers", short, BUDGET),
+        ("log-probs", "Liger's head", short, BUDGET),
+        ("update", "Liger's head", short, BUDGET),
         ("log-probs", "compiled", short, BUDGET),
         ("update", "compiled", short, BUDGET),
     ]
     if setting.device.type != "cuda":
-        plan = [part for part in plan if part[1] not in ("Triton head", "Liger", "compiled")]
+        plan = [part for part in plan if part[1] not in (*NEEDS, "Triton head", "compiled")]
     measured = [
         row(bench, phase, variant, length, lengths[length], budget)
         for phase, variant, chosen, budget in plan

@@ -122,7 +122,7 @@ def test_a_table_shows_errors_skipped_rows_and_predictions() -> None:
             "share": 0.5,
             "predicted": {"share": 0.6, "value": 1481.0},
         },
-        {"name": "b", "unit": "s", "error": "Traceback\nOutOfMemoryError: 2|GiB"},
+        {"name": "b", "unit": "s", "error": "Traceback …", "message": "OutOfMemoryError: 2|GiB"},
         {
             "name": "c",
             "skipped": "no time",
@@ -156,4 +156,7 @@ def test_results_of_tests_are_read_with_the_text_of_what_failed(tmp_path: Path) 
     assert [case["outcome"] for case in cases] == ["passed", "failed", "skipped"]
     assert "assert 1 == 2\nline 3" in cases[1]["text"]
     assert environment.cases_of(tmp_path / "none.xml") == []
+    said = "tests/a.py::passes[1-2] PASSED   [ 50%]\ntests/a.py::fails FAILED [ 99%]\ntests/a.py::runs "
+    told = [(case["name"], case["outcome"]) for case in environment.cases_told(said)]
+    assert told == [("tests/a.py::passes[1-2]", "passed"), ("tests/a.py::fails", "failed")]
     assert "tests/engines/rollout/test_rollout_gpu.py" in environment.test_files()

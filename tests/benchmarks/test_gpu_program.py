@@ -68,7 +68,10 @@ def test_what_fails_or_has_no_time_is_a_row_and_the_next_goes_on(tmp_path: Path)
     report = Report(tmp_path / "phase.json")
     measure(rows, setting(tmp_path), report)
     held = {row["name"]: row for row in Report.at(report.path).rows}
-    assert "16 GiB too few" in held["fails"]["error"] and held["fails"]["kind"] == "OutOfMemoryError"
+    assert (
+        "16 GiB too few" in held["fails"]["error"]
+        and held["fails"]["message"] == "OutOfMemoryError: 16 GiB too few"
+    )
     assert held["cannot"]["skipped"] == "not installed"
     assert "100" in held["long"]["skipped"] and "value" not in held["long"]
     assert held["a rate"]["share"] == 0.25 and held["seconds"]["share"] == 0.25
