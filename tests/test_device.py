@@ -1,3 +1,5 @@
+import os
+
 import pytest
 import torch
 
@@ -80,3 +82,10 @@ def test_a_gpu_gets_them_in_one_copy_without_a_wait():
     assert found[-1] is there
     assert len({tensor.untyped_storage().data_ptr() for tensor in found[:-1]}) == 1
     assert all(torch.equal(tensor.cpu(), same) for tensor, same in zip(found, TENSORS, strict=False))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_gpu_runs_kernels_that_are_compiled():
+    """Not interpreted, as the other tests' are without a GPU."""
+    assert "TRITON_INTERPRET" not in os.environ
