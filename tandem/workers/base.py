@@ -180,12 +180,17 @@ class EngineWorker(TimedWorker):
     def take_observed(self) -> Metrics:
         """The metrics that were observed besides the methods' results since the last call; with them the
         seconds and bytes of collectives by role, `perf/collective_s/ROLE` and `perf/collective_bytes/ROLE`,
-        which are averaged over ranks."""
+        and where state went to the host or came back those of the copies, `perf/offload_s/ROLE`,
+        `perf/onload_s/ROLE` and `_bytes`; they are averaged over ranks."""
         observed = super().take_observed()
         for role, engine in self.engines.items():
             seconds, received = engine.take_collectives()
             observed.add_mean(f"perf/collective_s/{role}", seconds, 1.0)
             observed.add_mean(f"perf/collective_bytes/{role}", float(received), 1.0)
+            for way, (took, copied) in engine.take_transfers().items():
+                if copied:
+                    observed.add_mean(f"perf/{way}_s/{role}", took, 1.0)
+                    observed.add_mean(f"perf/{way}_bytes/{role}", float(copied), 1.0)
         return observed
 
     @contextmanager

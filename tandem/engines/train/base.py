@@ -215,6 +215,11 @@ class TrainEngine(Protocol):
         """Brings offloaded parameters back, and with `optimizer` its state too."""
         ...
 
+    def take_transfers(self) -> dict[str, tuple[float, int]]:
+        """Seconds and bytes of the copies of this rank's state since the last call, by "offload" and
+        "onload"."""
+        ...
+
     def state_info(self) -> dict[str, Any]:
         """The place and size of the state: parameters, bytes per kind and device."""
         ...

@@ -379,6 +379,10 @@ class FSDPEngine:
             optimizer=optimizer and self._fsdp.optimizer_offload,
         )
 
+    def take_transfers(self) -> dict[str, tuple[float, int]]:
+        """See `TrainEngine.take_transfers`."""
+        return self._state.take_transfers()
+
     def state_info(self) -> dict[str, Any]:
         """parameters; trainable_parameters; bytes of this rank's parameters and optimizer state by device;
         dtypes; ranks."""

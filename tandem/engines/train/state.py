@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 from tandem.config.optim import OptimConfig
 from tandem.engines.train import shards
 from tandem.engines.train.gradients import clip, gradient_norm
+from tandem.engines.train.host_store import HostStore
 from tandem.engines.train.lora import Adapters, trained
 from tandem.engines.train.optimizers import build_optimizers, set_learning_rate
 from tandem.engines.train.stages import Stages
@@ -61,6 +62,8 @@ class TrainState:
         self._writers: dist.ProcessGroup | None = None
         self._stays = optim is not None and optim.optimizer == "adamw_cpu"
         self._optim = optim
+        self._device = local(next(module.parameters())).device
+        self._parameters_host, self._optimizer_host = HostStore(self._device), HostStore(self._device)
         self.reset_optimizer()
 
     def reset_optimizer(self) -> None:
@@ -68,6 +71,7 @@ class TrainState:
         layers: Any = self.module.decoder.layers
         made = [] if self._optim is None else build_optimizers(self.module, layers, self._optim, self._meter)
         self.optimizers = made
+        self._optimizer_host.holds = False
         self._slots = {p: slots for optimizer in made for p, slots in optimizer.state.items()}
 
     def gradient_norm(self) -> Tensor:
@@ -88,13 +92,49 @@ class TrainState:
         self.module.zero_grad(set_to_none=True)
 
     def move(self, device: torch.device | str, *, parameters: bool, optimizer: bool) -> None:
-        if parameters:
-            self.module.to(device)
-        if optimizer and not self._stays:
-            for slots in self._slots.values():
-                for name, value in slots.items():
-                    if value.ndim:  # counters stay where their update reads them
-                        slots[name] = value.to(device)
+        """Moves what is asked for, and is not there, to the host or back to its device; nothing of a model
+        that lives on the host."""
+        if self._device.type != "cpu":
+            move = self.offload if torch.device(device).type == "cpu" else self.onload
+            move(parameters=parameters, optimizer=optimizer)
+
+    def offload(self, *, parameters: bool, optimizer: bool) -> None:
+        """Moves what is asked for to the host, if it is on the device."""
+        if parameters and not self._parameters_host.holds:
+            self._take_parameters(self._parameters_host.offload)
+        if optimizer and not self._stays and not self._optimizer_host.holds:
+            self._take_moments(self._optimizer_host.offload)
+
+    def onload(self, *, parameters: bool, optimizer: bool) -> None:
+        """Brings back what is asked for, if it is on the host."""
+        if parameters and self._parameters_host.holds:
+            self._take_parameters(self._parameters_host.onload)
+        if optimizer and self._optimizer_host.holds:
+            self._take_moments(self._optimizer_host.onload)
+
+    def _take_parameters(self, move: Callable[[list[Tensor]], list[Tensor]]) -> None:
+        mine: list[Tensor] = list(self.module.parameters())
+        moved = dict(zip(mine, move(mine), strict=True))
+        module: Any = self.module
+        module._apply(lambda tensor: moved.pop(tensor, tensor))  # a tied one comes twice
+
+    def _take_moments(self, move: Callable[[list[Tensor]], list[Tensor]]) -> None:
+        places = [
+            (slots, name)
+            for slots in self._slots.values()
+            for name, value in slots.items()
+            if value.ndim  # counters stay where their update reads them
+        ]
+        moved = move([slots[name] for slots, name in places])
+        for (slots, name), value in zip(places, moved, strict=True):
+            slots[name] = value
+
+    def take_transfers(self) -> dict[str, tuple[float, int]]:
+        """See `TrainEngine.take_transfers`."""
+        both = self._parameters_host.take(), self._optimizer_host.take()
+        return {
+            way: (both[0][way][0] + both[1][way][0], both[0][way][1] + both[1][way][1]) for way in both[0]
+        }
 
     def bytes_by_device(self) -> dict[str, int]:
         """Bytes of this rank's shards: "parameters@DEVICE" and "optimizer@DEVICE"."""

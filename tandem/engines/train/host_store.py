@@ -1,0 +1,230 @@
+"""Tensors of a device that wait on the host between updates, in memory that is kept.
+
+The memory is page-locked where the device is a GPU, allocated once, and holds many tensors in one buffer:
+they go each way in a few large copies, at the rate of the bus, on a stream of their own. The computation
+waits for them by events.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transform_subclass
+
+_BUFFER_BYTES = 1 << 30  # of a buffer, unless one tensor needs more: one whole would be hard to find room for
+_ALIGNMENT = 256  # bytes; of a tensor within its buffer
+
+
+def leaves(value: Any) -> list[Tensor]:
+    """The plain tensors that a tensor is made of: of a sharded one this rank's part, of one in 8 bits its
+    codes and scales."""
+    if isinstance(value, DTensor):
+        return leaves(value._local_tensor)
+    if not is_traceable_wrapper_subclass(value):
+        return [value]
+    return [leaf for name in value.__tensor_flatten__()[0] for leaf in leaves(getattr(value, name))]
+
+
+def remade(value: Any, parts: Iterator[Tensor]) -> Tensor:
+    """The same tensor made of the next of other plain tensors, as many as `leaves` gives of it."""
+    if isinstance(value, DTensor):
+        local = remade(value._local_tensor, parts)
+        return DTensor(local, value._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    if not is_traceable_wrapper_subclass(value):
+        return next(parts)
+    made: Any = transform_subclass
+    found: Tensor = made(value, lambda name, part: remade(part, parts))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a tensor lies.
+
+    Attributes:
+        buffer: the number of its buffer.
+        start: in it, in numbers.
+    """
+
+    buffer: int
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """The buffers for tensors of these types and shapes.
+
+    Attributes:
+        kinds: type and shape of each tensor.
+        places: of each.
+        buffers: type, and how many numbers.
+    """
+
+    kinds: list[tuple[torch.dtype, torch.Size]]
+    places: list[_Place]
+    buffers: list[tuple[torch.dtype, int]]
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor], limit: int) -> _Layout:
+        places: list[_Place] = []
+        buffers: list[tuple[torch.dtype, int]] = []
+        last: dict[torch.dtype, int] = {}  # the buffer that fills up
+        for tensor in tensors:
+            dtype, step = tensor.dtype, max(1, _ALIGNMENT // tensor.itemsize)
+            size = -(-tensor.numel() // step) * step
+            number = last.get(dtype)
+            if number is None or (buffers[number][1] + size) * tensor.itemsize > limit:
+                number = last[dtype] = len(buffers)
+                buffers.append((dtype, 0))
+            start = buffers[number][1]
+            places.append(_Place(number, start))
+            buffers[number] = dtype, start + size
+        return cls([(tensor.dtype, tensor.shape) for tensor in tensors], places, buffers)
+
+    def views(self, buffers: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors, in such buffers."""
+        return [
+            buffers[place.buffer][place.start : place.start + shape.numel()].view(shape)
+            for place, (_, shape) in zip(self.places, self.kinds, strict=True)
+        ]
+
+    def pairs(self, buffers: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """What is to be copied so that the buffers hold these tensors: a whole buffer where they lie in such
+        a one already, else one after the other."""
+        views, found = self.views(buffers), []
+        for number, buffer in enumerate(buffers):
+            mine = [index for index, place in enumerate(self.places) if place.buffer == number]
+            whole = self._whole(number, [tensors[index] for index in mine], mine)
+            if whole is None:
+                found += [(views[index], tensors[index]) for index in mine]
+            else:
+                found.append((buffer, whole))
+        return found
+
+    def _whole(self, number: int, tensors: Sequence[Tensor], indices: Sequence[int]) -> Tensor | None:
+        """The buffer that these tensors lie in, each in its place."""
+        dtype, size = self.buffers[number]
+        storage = tensors[0].untyped_storage()
+        if storage.nbytes() != size * dtype.itemsize:
+            return None
+        for tensor, index in zip(tensors, indices, strict=True):
+            shares = tensor.untyped_storage().data_ptr() == storage.data_ptr()
+            if not shares or tensor.storage_offset() != self.places[index].start:
+                return None
+        return torch.empty(0, dtype=dtype, device=tensors[0].device).set_(storage, 0, (size,), (1,))
+
+
+class HostStore:
+    """Host memory for some tensors of a device, always the same ones.
+
+    Args:
+        device: where they are computed with.
+        limit: bytes of a buffer that holds several.
+
+    Attributes:
+        buffers: the host's; none before the first tensors come.
+        holds: whether they are here.
+    """
+
+    def __init__(self, device: torch.device, *, limit: int = _BUFFER_BYTES) -> None:
+        self.buffers: list[Tensor] = []
+        self.holds = False
+        self._device, self._limit = device, limit
+        self._layout: _Layout | None = None
+        self._cuda = device.type == "cuda"
+        self._stream: Any = torch.cuda.Stream(device) if self._cuda else None  # type: ignore[no-untyped-call]
+        self._taken = {"offload": _Taken(), "onload": _Taken()}
+
+    def offload(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors in host memory, once they are there. Their memory on the device is free as soon as
+        nobody holds them. They may be sharded, or wrap others."""
+        return self._moved(values, self._fetch)
+
+    def onload(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors on the device; what is computed there from now on waits until they have come."""
+        return self._moved(values, self._bring_back)
+
+    def _moved(self, values: Sequence[Tensor], move: Callable[[list[Tensor]], list[Tensor]]) -> list[Tensor]:
+        parts = iter(move([leaf for value in values for leaf in leaves(value)]))
+        return [remade(value, parts) for value in values]
+
+    def _fetch(self, tensors: list[Tensor]) -> list[Tensor]:
+        layout = self._laid_out(tensors)
+        self._copy("offload", layout.pairs(self.buffers, tensors))
+        if self._cuda:
+            self._stream.synchronize()  # the host may read them
+        self.holds = True
+        return layout.views(self.buffers)
+
+    def _bring_back(self, tensors: list[Tensor]) -> list[Tensor]:
+        layout = self._laid_out(tensors)
+        buffers = [torch.empty(size, dtype=dtype, device=self._device) for dtype, size in layout.buffers]
+        self._copy("onload", layout.pairs(buffers, tensors))
+        self.holds = False
+        return layout.views(buffers)
+
+    def take(self) -> dict[str, tuple[float, int]]:
+        """Seconds and bytes of the copies since the last call, by "offload" and "onload"."""
+        return {name: taken.take() for name, taken in self._taken.items()}
+
+    def _laid_out(self, tensors: Sequence[Tensor]) -> _Layout:
+        kinds = [(tensor.dtype, tensor.shape) for tensor in tensors]
+        if self._layout is None or self._layout.kinds != kinds:
+            self._layout = _Layout.of(tensors, self._limit)
+            self.buffers = [
+                torch.empty(size, dtype=dtype, pin_memory=self._cuda) for dtype, size in self._layout.buffers
+            ]
+        return self._layout
+
+    def _copy(self, name: str, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Copies (target, source) after what was issued so far, and before what comes next."""
+        taken = self._taken[name]
+        taken.nbytes += sum(source.nbytes for _, source in pairs)
+        if not self._cuda:
+            with taken.clock():
+                for target, source in pairs:
+                    target.copy_(source)
+            return
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            begin.record()
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+            end.record()
+        current.wait_event(end)
+        taken.events.append((begin, end))
+
+
+class _Taken:
+    """The time and the bytes of copies in one direction."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self.events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._seconds = 0.0
+
+    @contextmanager
+    def clock(self) -> Iterator[None]:
+        """Adds the time that the host spends inside."""
+        start = time.perf_counter()
+        yield
+        self._seconds += time.perf_counter() - start
+
+    def take(self) -> tuple[float, int]:
+        """Seconds and bytes, from then on 0; waits for copies that are still under way."""
+        for begin, end in self.events:
+            end.synchronize()
+            self._seconds += begin.elapsed_time(end) / 1000
+        found = self._seconds, self.nbytes
+        self._seconds, self.nbytes = 0.0, 0
+        self.events.clear()
+        return found
