@@ -62,6 +62,7 @@ _BELOW = {
         "lora.alpha": "lora_alpha",
         "lora.target_modules": "target_modules",
         "lora.exclude_modules": "exclude_modules",
+        "override_config.attn_implementation": "attn_implementation",
     },
 }
 """Sections, and the keys that have other names there now."""

@@ -28,6 +28,9 @@ PLAIN_DECODERS = ("llama", "mistral", "qwen2", "qwen3")
 """The model types whose decoder is embedding, layers and norm, the same parts in every layer: they can be
 split over devices, and the native engine runs them fused. Others are trained as transformers runs them."""
 
+ATTENTION = ("auto", "torch", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+"""Kernels of attention, as transformers names their packages."""
+
 _GROUPS = ("matmul", "attention")
 _ALL = "all-linear"
 _ADAPTED = When(lambda own: own.lora_rank > 0, "with {lora_rank} above 0")
@@ -117,6 +120,17 @@ def stored_config(folder: str | Path) -> dict[str, Any]:
     return stored if isinstance(stored, dict) else {}
 
 
+def _attention_here(own: Any, name: str) -> Iterator[ConfigError]:
+    """The kernels of a package run on CUDA devices alone."""
+    if getattr(own, name).startswith("flash") and root(own).trainer.device == "cpu":
+        yield ConfigError(
+            "these kernels run on CUDA devices alone",
+            got=f"{getattr(own, name)} with trainer.device=cpu",
+            expected="auto or torch",
+            remedy=f"set {path(own, name)}=auto, or trainer.device=cuda",
+        )
+
+
 class BackboneConfig(Section):
     """A Hugging Face model folder and how it is run."""
 
@@ -154,6 +168,12 @@ class BackboneConfig(Section):
     )
     use_remove_padding: bool = key(
         True, "pack sequences end to end; false: pad each micro-batch to its longest"
+    )
+    attn_implementation: Annotated[str, OneOf(ATTENTION, {"sdpa": "torch"})] = key(
+        "auto",
+        "kernels of attention in half precision on CUDA devices; torch: PyTorch's own; auto: "
+        "flash_attention_3 or 4 where installed for the GPU, else torch",
+        needs=_attention_here,
     )
     use_liger: bool = key(
         False,

@@ -30,6 +30,7 @@ _FREE = (
     "*.gradient_checkpointing_*",
     "*activation_offload*",
     "*.use_remove_padding",
+    "*.attn_implementation",
     "*.use_liger",
     "*.use_fused_kernels",
     "*.fused_kernel_options.*",

@@ -31,6 +31,8 @@ _SHORT = {
         "aten._scaled_dot_product_cudnn_attention",
         "aten._scaled_dot_product_flash_attention_for_cpu",
         "torch_attn._varlen_attn",
+        "flash_attn._flash_attn_varlen_forward",
+        "flash_attn_3._flash_attn_forward",
     ),
 }
 

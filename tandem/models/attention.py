@@ -8,17 +8,17 @@ holds B sequences of width T.
 
 from __future__ import annotations
 
-import inspect
 import math
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import varlen
 from transformers import AttentionInterface
 
 from tandem.errors import ModelError
+from tandem.models.attention_kernels import TORCH, Kernel, choose_kernel, make_kernel, torch_varlen
 from tandem.models.packing import Packing
 
 PACKED = "tandem_packed"
@@ -26,7 +26,6 @@ PACKED = "tandem_packed"
 # Widest rectangle whose scores are written out. In bf16 on a CPU that is 2 to 7 times as fast as
 # PyTorch's flash kernel, forward and backward, at equal error; its memory grows with the square.
 _DENSE_WIDTH = 512
-_VARLEN_OPTIONS = inspect.signature(varlen.varlen_attn).parameters
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 
 
@@ -40,6 +39,7 @@ def packed_attention(
     packing: Packing | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    kernel: Kernel | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Attention in transformers' calling convention.
@@ -48,6 +48,7 @@ def packed_attention(
         query: (1, H, N, D); key, value: (1, K, N, D); where ranks share the tokens, of this rank's.
         packing: where the sequences lie.
         scaling: factor of the scores, D^-0.5 if None.
+        kernel: for half precision on a GPU; None: PyTorch's.
 
     Returns:
         (1, N, H, D), and None for the weights that nobody asks for.
@@ -73,23 +74,11 @@ def packed_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     rows = [heads.transpose(1, 2).squeeze(0) for heads in (query, key, value)]
     half = query.dtype in (torch.bfloat16, torch.float16)
-    attend = _varlen if query.is_cuda and half else _rectangular
+    attend = (kernel or torch_varlen) if query.is_cuda and half else _rectangular
     if packing.split is None:
         return attend(rows, packing, scale).unsqueeze(0), None
     out_NHD = attend(packing.split.to_heads(rows), packing, scale)
     return packing.split.to_tokens(out_NHD).unsqueeze(0), None
-
-
-def _varlen(rows: list[Tensor], packing: Packing, scale: float) -> Tensor:
-    q_NHD, k_NKD, v_NKD = rows
-    options: dict[str, Any] = {"scale": scale}
-    options |= {"window_size": (-1, 0)} if "window_size" in _VARLEN_OPTIONS else {"is_causal": True}
-    if q_NHD.shape[1] != k_NKD.shape[1] and "enable_gqa" in _VARLEN_OPTIONS:
-        options["enable_gqa"] = True
-    seqlens, longest = packing.cu_seqlens, packing.max_length
-    varlen_attention: Any = varlen.varlen_attn
-    out: Tensor = varlen_attention(q_NHD, k_NKD, v_NKD, seqlens, seqlens, longest, longest, **options)
-    return out
 
 
 def _rectangular(rows: list[Tensor], packing: Packing, scale: float) -> Tensor:
@@ -150,6 +139,24 @@ def _attention(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         out_1NHD, weights = _uncompiled(*args, **kwargs)
         return out_1NHD, weights
     return packed_attention(*args, **kwargs)
+
+
+def attention_name(implementation: str, device: torch.device, head_width: int) -> str:
+    """The name by which to load a model whose attention is `packed_attention` with the kernel that is asked
+    for. It does not say "flash", by which transformers knows its own.
+
+    Args:
+        implementation, device, head_width: see `choose_kernel`.
+
+    Raises:
+        ConfigError: see `choose_kernel`.
+    """
+    chosen = choose_kernel(implementation, device, head_width)
+    if chosen == TORCH:
+        return PACKED
+    name = f"{PACKED}_{chosen.removeprefix('flash_attention_')}"
+    AttentionInterface.register(name, partial(_attention, kernel=make_kernel(chosen)))
+    return name
 
 
 AttentionInterface.register(PACKED, _attention)

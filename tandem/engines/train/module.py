@@ -16,6 +16,7 @@ from tandem.config.rules.engine import conflicts
 from tandem.engines.train.deterministic import prepare
 from tandem.engines.train.optimizers import require_optimizer
 from tandem.models.architectures import require_packable
+from tandem.models.attention import attention_name
 from tandem.models.compiled import require_compiler
 from tandem.models.heads import make_head
 from tandem.models.liger import use_liger
@@ -76,9 +77,12 @@ def unsharded_module(
     config = load_config(path, trust_remote_code=remote)
     require_packable(path, config, scorer=scorer, trust_remote_code=remote)
     load = partial(load_scorer, new_head=True) if scorer else load_policy
+    text = config.get_text_config()
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    attention = attention_name(model.attn_implementation, device, width)
 
     def made(*, weights: bool) -> Model:
-        backbone = load(path, dtype=dtype, trust_remote_code=remote, weights=weights)
+        backbone = load(path, dtype=dtype, trust_remote_code=remote, attention=attention, weights=weights)
         if model.use_liger:
             use_liger(backbone, device)
         if model.lora_rank:

@@ -1,0 +1,148 @@
+"""Kernels for causal attention within packed sequences on a GPU, by the names that transformers gives their
+packages; PyTorch's own is among them.
+
+Shapes: N packed tokens; H query heads, K key and value heads, D features of a head.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module, metadata
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.attention import varlen
+
+from tandem.errors import ConfigError
+from tandem.models.packing import Packing
+
+AUTO, TORCH = "auto", "torch"
+_FIELD = "model.attn_implementation"
+_VARLEN_OPTIONS = inspect.signature(varlen.varlen_attn).parameters
+
+
+class Kernel(Protocol):
+    """Attention of packed sequences."""
+
+    def __call__(self, rows: Sequence[Tensor], packing: Packing, scale: float) -> Tensor:
+        """(N, H, D).
+
+        Args:
+            rows: query (N, H, D), key and value (N, K, D), in bf16 or fp16.
+            scale: factor of the scores.
+        """
+        ...
+
+
+def torch_varlen(rows: Sequence[Tensor], packing: Packing, scale: float) -> Tensor:
+    """PyTorch's own `varlen_attn`, whose kernels are those of FlashAttention 2."""
+    q_NHD, k_NKD, v_NKD = rows
+    options: dict[str, Any] = {"scale": scale}
+    options |= {"window_size": (-1, 0)} if "window_size" in _VARLEN_OPTIONS else {"is_causal": True}
+    if q_NHD.shape[1] != k_NKD.shape[1] and "enable_gqa" in _VARLEN_OPTIONS:
+        options["enable_gqa"] = True
+    seqlens, longest = packing.cu_seqlens, packing.max_length
+    varlen_attention: Any = varlen.varlen_attn
+    out: Tensor = varlen_attention(q_NHD, k_NKD, v_NKD, seqlens, seqlens, longest, longest, **options)
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """A package of kernels, whose function `flash_attn_varlen_func` takes packed sequences.
+
+    Attributes:
+        module: that has the function.
+        distribution: as it is installed; two of them bring a module `flash_attn`.
+        generations: major compute capabilities of the GPUs that it has kernels for.
+        install: how to get it.
+    """
+
+    module: str
+    distribution: str
+    generations: tuple[int, ...]
+    install: str
+
+    @property
+    def installed(self) -> bool:
+        """Whether it is."""
+        try:
+            metadata.distribution(self.distribution)
+        except metadata.PackageNotFoundError:
+            return False
+        return True
+
+    def kernel(self) -> Kernel:
+        """Its kernel, in a causal call."""
+        attend: Any = import_module(self.module).flash_attn_varlen_func
+
+        def call(rows: Sequence[Tensor], packing: Packing, scale: float) -> Tensor:
+            out = attend(
+                *rows,
+                cu_seqlens_q=packing.cu_seqlens,
+                cu_seqlens_k=packing.cu_seqlens,
+                max_seqlen_q=packing.max_length,
+                max_seqlen_k=packing.max_length,
+                softmax_scale=scale,
+                causal=True,
+                deterministic=torch.are_deterministic_algorithms_enabled(),
+            )
+            found: Tensor = out[0] if isinstance(out, tuple) else out  # 4 gives the normalisers besides
+            return found
+
+        return call
+
+
+PACKAGES = {
+    "flash_attention_2": Package("flash_attn", "flash-attn", (8, 9, 10, 12), "pip install flash-attn"),
+    "flash_attention_3": Package(
+        "flash_attn_interface", "flash-attn-3", (9,), "build hopper/ of github.com/Dao-AILab/flash-attention"
+    ),
+    "flash_attention_4": Package("flash_attn.cute", "flash-attn-4", (9, 10), "pip install flash-attn-4"),
+}
+# The better first, by generation of GPUs; PyTorch's own is as good as flash_attention_2. Unmeasured.
+_BETTER = {9: ("flash_attention_3", "flash_attention_4"), 10: ("flash_attention_4",)}
+_WIDTHS = (64, 96, 128)  # of heads, for which all of them have kernels
+
+
+def choose_kernel(name: str, device: torch.device, head_width: int) -> str:
+    """The name of the kernel that runs on a device where `name` is asked for: "auto" is the best that is
+    installed for the GPU and the width of the heads, else "torch", PyTorch's own.
+
+    Raises:
+        ConfigError: kernels that do not run there, or whose package is not installed.
+    """
+    if name not in (AUTO, TORCH):
+        _check(name, device)
+        return name
+    if name == TORCH or device.type != "cuda" or head_width not in _WIDTHS:
+        return TORCH
+    major, _ = torch.cuda.get_device_capability(device)
+    return next((better for better in _BETTER.get(major, ()) if PACKAGES[better].installed), TORCH)
+
+
+def make_kernel(name: str) -> Kernel:
+    """The kernel of a name that `choose_kernel` gave."""
+    return torch_varlen if name == TORCH else PACKAGES[name].kernel()
+
+
+def _check(name: str, device: torch.device) -> None:
+    package = PACKAGES[name]
+    here = [other for other, another in PACKAGES.items() if another.installed]
+    expected = f"{AUTO}, {TORCH}" + "".join(f", {other}" for other in here) + ", which are here"
+    problem, got = "", name
+    if device.type != "cuda":
+        problem, got = "these kernels run on CUDA devices alone", f"{name} on {device.type}"
+        expected = f"{AUTO} or {TORCH}"
+    elif not package.installed:
+        problem = f"the package {package.distribution} is not installed"
+    else:
+        major, minor = torch.cuda.get_device_capability(device)
+        if major not in package.generations:
+            problem, got = "this GPU is not among those of the kernels", f"{name} on one of {major}.{minor}"
+    if problem:
+        remedy = f"set {_FIELD}={AUTO}" + ("" if package.installed else f", or {package.install}")
+        raise ConfigError(problem, field=_FIELD, got=got, expected=expected, remedy=remedy)
