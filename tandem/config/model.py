@@ -137,12 +137,14 @@ class BackboneConfig(Section):
     path: LocalPath = key(..., "Hugging Face model folder", needs=model_folder("config.json"))
     trust_remote_code: bool = key(False, "run Python code that lies in the model folder")
     enable_gradient_checkpointing: bool = key(
-        True, "recompute activations in the backward pass, to save memory"
+        True,
+        "recompute activations in the backward pass, to save memory, as gradient_checkpointing_mode says",
     )
-    gradient_checkpointing_mode: Annotated[str, OneOf(("full", "first", "every", "ops"))] = key(
-        "full",
-        "layers that recompute; full: all; first: the first so many; every: one in so many; ops: all, but "
-        "some operators' outputs are kept",
+    gradient_checkpointing_mode: Annotated[str, OneOf(("auto", "full", "first", "every", "ops"))] = key(
+        "auto",
+        "layers that recompute; auto: none, all as with ops, or all, the fastest whose activations fit into "
+        "the memory that is free at the first update, which is said then; full: all; first: the first so "
+        "many; every: one in so many; ops: all, but some operators' outputs are kept",
         when=beside("enable_gradient_checkpointing", True),
     )
     gradient_checkpointing_layers: int | None = key(
@@ -204,6 +206,11 @@ class BackboneConfig(Section):
         when=_ADAPTED,
         needs=_adapter_folder,
     )
+
+    @property
+    def recomputes_by_memory(self) -> bool:
+        """Whether what is computed again is chosen by the memory that is free."""
+        return self.enable_gradient_checkpointing and self.gradient_checkpointing_mode == "auto"
 
     @property
     def without_adapters(self) -> BackboneConfig:

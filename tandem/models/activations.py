@@ -9,6 +9,7 @@ layer, between the two, gathers nothing by itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,9 +19,11 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from tandem.config.model import BackboneConfig
 from tandem.errors import ConfigError
+from tandem.memory.activations import Recomputed
 from tandem.models.activation_offload import ActivationOffload, Lane, SameStream, SideStream
 
 _LAYERS, _OPS = "gradient_checkpointing_layers", "gradient_checkpointing_ops"
+_KEPT = ("matmul", "attention")
 
 # What the short names stand for, on every device. Not every build of PyTorch has all of them.
 _SHORT = {
@@ -37,19 +40,30 @@ _SHORT = {
 }
 
 
-def manage_activations(
-    layers: Sequence[nn.Module], config: BackboneConfig, device: torch.device
-) -> ActivationOffload | None:
+@dataclass(frozen=True, slots=True)
+class Managed:
+    """What the layers do with their activations.
+
+    Attributes:
+        switch: chooses what runs again, where that is left open; else None.
+        offload: moves activations to the host and counts them; None where nothing is to move.
+    """
+
+    switch: Switch | None = None
+    offload: ActivationOffload | None = None
+
+
+def manage_activations(layers: Sequence[nn.Module], config: BackboneConfig, device: torch.device) -> Managed:
     """Makes the layers of a model that is trained do with their activations as the config says. In place;
     before they are sharded.
-
-    Returns:
-        What moves activations to the host and counts them; None where nothing is to move.
 
     Raises:
         ConfigError: more layers than the model has, or an operator that PyTorch does not have.
     """
-    if config.enable_gradient_checkpointing:
+    switch = None
+    if config.recomputes_by_memory:
+        switch = Switch(layers)
+    elif config.enable_gradient_checkpointing:
         checkpoint_layers(
             layers,
             config.gradient_checkpointing_mode,
@@ -57,12 +71,35 @@ def manage_activations(
             ops=config.gradient_checkpointing_ops,
         )
     if not config.enable_activation_offload:
-        return None
+        return Managed(switch)
     beside = config.activation_offload_mode == "async"
     lane: Lane | None = None
     if device.type == "cuda":
         lane = SideStream(device) if beside else SameStream()
-    return ActivationOffload(layers, device, lane=lane, ahead=int(beside))
+    return Managed(switch, ActivationOffload(layers, device, lane=lane, ahead=int(beside)))
+
+
+class Switch:
+    """Makes layers run again in the backward pass as `mode` says, which may change between steps; in place.
+    See `checkpoint_layers`, whose "full" and "ops" these are, for linear products and attention.
+
+    Attributes:
+        mode: "full" until it is set.
+    """
+
+    mode: Recomputed
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self.mode = "full"
+        self._options = {"full": _options(), "ops": _options(_KEPT)}
+        for module in layers:
+            layer: Any = module
+            layer.forward = partial(self._run, layer.forward)
+
+    def _run(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.mode == "none":
+            return forward(*args, **kwargs)
+        return _checkpointed(forward, self._options[self.mode], *args, **kwargs)
 
 
 def checkpoint_layers(
@@ -82,16 +119,22 @@ def checkpoint_layers(
     Raises:
         ConfigError: see `manage_activations`.
     """
+    options = _options(ops if mode == "ops" else ())
+    for index in recomputed_layers(len(layers), mode, count):
+        layer: Any = layers[index]
+        layer.forward = partial(_checkpointed, layer.forward, options)
+
+
+def _options(ops: Sequence[str] = ()) -> dict[str, Any]:
+    """The arguments of PyTorch's `checkpoint`, with which the outputs of the operators `ops` are kept."""
     options: dict[str, Any] = {
         "use_reentrant": False,
         "preserve_rng_state": False,
         "determinism_check": "none",
     }
-    if mode == "ops":
+    if ops:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, operators(ops))
-    for index in recomputed_layers(len(layers), mode, count):
-        layer: Any = layers[index]
-        layer.forward = partial(_checkpointed, layer.forward, options)
+    return options
 
 
 def recomputed_layers(total: int, mode: str, count: int | None) -> range:

@@ -107,6 +107,17 @@ def _causal(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, scale: float) -> Ten
     )
 
 
+def written_scores(packing: Packing, itemsize: int) -> int:
+    """How many scores of one head are written out on a CPU, and kept for the backward pass.
+
+    Args:
+        itemsize: bytes of a number of the queries.
+    """
+    if itemsize != torch.bfloat16.itemsize:
+        return 0
+    return sum(rows * width**2 for rows, width in packing.rectangles if width <= _DENSE_WIDTH)
+
+
 def _dense(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, scale: float) -> Tensor:
     """softmax(q kᵀ scale + mask) v with the query heads of one key head as rows of one matrix."""
     B, H, T, D = q_BHTD.shape

@@ -36,6 +36,7 @@ class Packing:
     Attributes:
         position_ids: (N) int64, the place of each token in its sequence; of this rank's share only.
         cu_seqlens: (B+1) int32, the sequences' offsets, as variable-length kernels want them.
+        tokens: N.
         max_length: the longest sequence.
         rectangles: (rows, width) of each rectangle, longest first; they follow each other in the
             padded buffer.
@@ -45,7 +46,10 @@ class Packing:
         split: see above.
     """
 
-    __slots__ = ("cu_seqlens", "max_length", "padded_tokens", "places", "position_ids", "rectangles", "split")
+    __slots__ = (
+        *("cu_seqlens", "max_length", "padded_tokens", "places", "position_ids", "rectangles", "split"),
+        "tokens",
+    )
 
     def __init__(
         self, lengths: Sequence[int], device: torch.device, split: SequenceSplit | None = None
@@ -54,7 +58,8 @@ class Packing:
         assert len(lengths) and int(lengths_B.min()) >= 1, "a sequence without tokens"
         ends_B = lengths_B.cumsum(0)
         offsets = torch.cat([ends_B.new_zeros(1), ends_B])
-        positions_N = torch.arange(int(ends_B[-1])) - (ends_B - lengths_B).repeat_interleave(lengths_B)
+        self.tokens = int(ends_B[-1])
+        positions_N = torch.arange(self.tokens) - (ends_B - lengths_B).repeat_interleave(lengths_B)
         self.split = split
         self.max_length = int(lengths_B.max())
         order, self.rectangles = _rectangles(lengths_B)

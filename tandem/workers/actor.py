@@ -136,6 +136,7 @@ class ActorWorker(EngineWorker):
                 temperature=policy.rollout.temperature,
                 sequence_parallel=1 if role == "rollout" else section.ulysses_sequence_parallel_size,
                 device=self.device,
+                say=self.voice(role),
             )
         return self.hold(role, engine)
 

@@ -3,9 +3,11 @@ of the process group, and the record of an update that went wrong."""
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -67,6 +69,10 @@ def seeded(seed: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
+
+
+def _say_of(worker: EngineWorker, role: str, sentence: str) -> None:
+    worker.say(f"{role}: {sentence}")
 
 
 class TimedWorker(Worker):
@@ -161,6 +167,10 @@ class EngineWorker(TimedWorker):
     def load_checkpoint(self, path: Path) -> None:
         """Goes on from what was saved, at this or another number of ranks."""
         self.trained().load(path)
+
+    def voice(self, role: str) -> Callable[[str], None]:
+        """What says a sentence of that role's engine, which keeps no worker by it."""
+        return partial(_say_of, weakref.proxy(self), role)
 
     def hold(self, role: str, engine: AnyEngine) -> AnyEngine:
         """Takes a new engine in: its collectives are reported under `role`, and batches for it are divided

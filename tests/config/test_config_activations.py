@@ -78,7 +78,7 @@ WRONG = {
         "matmul, attention, or namespace.operator such as aten.mm",
         "did you mean attention?",
     ),
-    (f"{MODE}=some",): (MODE, "unknown value", "some", "one of full, first, every, ops", None),
+    (f"{MODE}=some",): (MODE, "unknown value", "some", "one of auto, full, first, every, ops", None),
     (f"{OFFLOAD}=true", f"{COPIES}=asynch"): (
         COPIES,
         "unknown value",
@@ -122,7 +122,7 @@ def test_right_combinations_pass_without_a_word(load, overrides):
 
 def test_defaults_are_those_of_the_field(load):
     for model in (load().config.actor_rollout_ref.model, load().config.critic.model):
-        assert model.enable_gradient_checkpointing and model.gradient_checkpointing_mode == "full"
+        assert model.enable_gradient_checkpointing and model.gradient_checkpointing_mode == "auto"
         assert not model.enable_activation_offload and model.activation_offload_mode == "async"
 
 

@@ -158,7 +158,7 @@ def test_without_packing_each_micro_batch_is_a_rectangle(shop: Shop, watched: Wa
 
 @tries("actor_rollout_ref.model.enable_gradient_checkpointing")
 def test_checkpointing_runs_every_layer_again_in_the_backward_pass(shop: Shop, watched: Watched) -> None:
-    shop.run("checkpointed")
+    shop.run("checkpointed", "actor_rollout_ref.model.gradient_checkpointing_mode=full")
     again, watched.layer_forwards = watched.layer_forwards, 0
     shop.run("not_checkpointed", "actor_rollout_ref.model.enable_gradient_checkpointing=false")
     assert again == 2 * watched.layer_forwards > 0

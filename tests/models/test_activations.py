@@ -33,7 +33,7 @@ PRECISIONS = {torch.float64: 1e-12, torch.float32: 1e-6}
 PLAIN = {"enable_gradient_checkpointing": False}
 MODES = {
     "none": PLAIN,
-    "full": {},
+    "full": {"gradient_checkpointing_mode": "full"},
     "first": {"gradient_checkpointing_mode": "first", "gradient_checkpointing_layers": 2},
     "every": {"gradient_checkpointing_mode": "every", "gradient_checkpointing_layers": 2},
     "ops": {"gradient_checkpointing_mode": "ops"},
@@ -71,7 +71,7 @@ def policy_of(folder, dtype=torch.float64):
 def managed(folder, dtype=torch.float64, **keys):
     policy = policy_of(folder, dtype)
     config = BackboneConfig(path=str(folder), **keys)
-    return policy, manage_activations(policy.decoder.layers, config, CPU)
+    return policy, manage_activations(policy.decoder.layers, config, CPU).offload
 
 
 def inputs(seed=1):

@@ -40,7 +40,11 @@ class Policy:
             self.worker, self.engine, self.update = critic, critic.engine, critic.update_critic
             self.column = RETURNS
         self.said: list[str] = []
-        self.worker.tell = self.said.append
+        self.worker.tell = self._hear
+
+    def _hear(self, sentence: str) -> None:
+        if "recomputation" not in sentence:
+            self.said.append(sentence)
 
     def step(self, *, bad: bool) -> dict[str, float]:
         values = self.batch.ragged(self.column).values

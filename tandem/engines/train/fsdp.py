@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,23 @@ from tandem.engines.train.deterministic import repeatable
 from tandem.engines.train.division import Division
 from tandem.engines.train.execution import Execution, OneByOne, collected
 from tandem.engines.train.gradients import check_finite, scale
-from tandem.engines.train.microbatch import CPU_BLOCK_TOKENS, MicroBatch, assemble, cut_alike, most_tokens
+from tandem.engines.train.microbatch import (
+    CPU_BLOCK_TOKENS,
+    MicroBatch,
+    assemble,
+    cut_alike,
+    global_counts,
+    most_tokens,
+)
 from tandem.engines.train.module import Kind, check_options, unsharded_module
 from tandem.engines.train.optim import learning_rate
 from tandem.engines.train.pipelined import Pipelined
+from tandem.engines.train.recomputation import Recomputation
 from tandem.engines.train.stages import Stages
 from tandem.engines.train.state import TrainState
 from tandem.engines.weight_sync import Digest
-from tandem.errors import EngineError, NoTokensError
-from tandem.models.activations import manage_activations
+from tandem.errors import EngineError
+from tandem.models.activations import Managed, Switch, manage_activations
 from tandem.models.collectives import CollectiveMeter, all_reduce_bytes
 from tandem.models.compiled import compile_model
 from tandem.models.lora import draw_adapters, without_adapters
@@ -57,6 +64,7 @@ class FSDPEngine:
         temperature: divides the policy's logits.
         sequence_parallel: ranks that share the tokens of each micro-batch (Ulysses), and take the same rows.
         device: where it runs.
+        say: takes sentences for the user.
 
     Raises:
         ModelError: a folder that cannot be used, or a model that cannot be divided so.
@@ -77,6 +85,7 @@ class FSDPEngine:
         temperature: float = 1.0,
         sequence_parallel: int = 1,
         device: torch.device,
+        say: Callable[[str], None] | None = None,
     ) -> None:
         check_options(model, fsdp, optim, device)
         self.device = device
@@ -106,26 +115,31 @@ class FSDPEngine:
         stages = None if division.pipeline is None else Stages(division.pipeline, self.module)
         if division.tensor is not None:
             parallelize(self.module, division.tensor)
-        self._units = self._sharded(units, model, fsdp)
+        self._units, switch = self._sharded(units, model, fsdp)
         if files is not None:
             files.fill(self.module, device)
         draw_adapters(self.module, model.lora_adapter_path)
         self._execution = self._made_execution(stages)
-        self._fix_prefetch()
+        types = {"compute": self._compute, "master": self._master}
+        self._recomputation = Recomputation(
+            switch, self.module, self._units, division, model, fsdp, **types, device=device, say=say
+        )
         self._warm_up(kind, model_path)
         self._state = TrainState(self.module, optim, self._meter, self.grid, stages)
 
     def _sharded(
         self, units: list[list[nn.Module]], model: BackboneConfig, fsdp: FSDPConfig
-    ) -> list[FSDPModule]:
-        """The units of FSDP, the root last, after all that changes how layers run."""
+    ) -> tuple[list[FSDPModule], Switch | None]:
+        """The units of FSDP, the root last, after all that changes how layers run, and what chooses which of
+        them run again."""
         # One rank gains nothing from giving up parameters it would at once gather from itself.
         self._reshard_after_forward = fsdp.reshard_after_forward and self.grid.weights["shard"].size() > 1
         if fsdp.use_torch_compile:
             compile_model(self.module)
         layers: Any = self.module.decoder.layers
-        self._offload = manage_activations(layers, model, self.device) if self._optim is not None else None
-        return shard(
+        managed = Managed() if self._optim is None else manage_activations(layers, model, self.device)
+        self._offload = managed.offload
+        sharded = shard(
             self.module,
             present(units, self.module),
             self.grid.fsdp,
@@ -135,6 +149,7 @@ class FSDPEngine:
             forward_prefetch=fsdp.forward_prefetch,
             meter=self._meter,
         )
+        return sharded, managed.switch
 
     def _made_execution(self, stages: Stages | None) -> Execution:
         if stages is None:
@@ -142,15 +157,6 @@ class FSDPEngine:
         types = {"compute_dtype": self._compute, "output_dtype": self.output_dtype}
         schedule = self._division.schedule
         return Pipelined(self.module, self._root, stages, schedule, self.device, **types)
-
-    def _fix_prefetch(self) -> None:
-        """Each unit's backward gathers the layer before it, and nothing else. FSDP's own guess goes by the
-        forwards since the last backward, and a rollout runs different numbers of them on different ranks,
-        which would then wait for each other in different gathers."""
-        for earlier, unit in pairwise(self._units):
-            unit.set_modules_to_backward_prefetch([earlier])
-        if len(self._units) > 1:
-            self._units[0].set_modules_to_backward_prefetch([self._root])  # which is gathered then
 
     def _warm_up(self, kind: Kind, model_path: str | Path) -> None:
         """First forwards through the root: FSDP takes the module that runs first for its root, and that may
@@ -226,9 +232,10 @@ class FSDPEngine:
                 "an earlier training step was broken off and left part of its gradient behind",
                 remedy="start again from a checkpoint; the weights themselves are whole and can be saved",
             )
-        counts = self._counts(batch)
+        counts = global_counts(batch, self._meter, self._others)
         lr = learning_rate(self._optim, self.version // self._updates_per_step, self._total_steps)
         micro_batches = list(self._micro_batches(batch, loss.columns, micro))
+        self._recomputation.fit(micro_batches, micro)
         self._interrupted = True
         try:
             metrics, total = self._accumulate(micro_batches, loss, counts)
@@ -254,7 +261,8 @@ class FSDPEngine:
         self, micro_batches: list[MicroBatch], loss: LossFn, counts: Counts
     ) -> tuple[Metrics, Tensor]:
         """Gradients of the whole mini-batch; its metrics and loss over all ranks."""
-        merged, total = self._execution.gradients(micro_batches, loss, counts)
+        with self._recomputation.out_of_memory():
+            merged, total = self._execution.gradients(micro_batches, loss, counts)
         self._meter.all_reduce(total, group=self._others)
         if self.share.size > 1:
             with self._meter.measure(self.device, all_reduce_bytes(merged.reduced_bytes, self.share.size)):
@@ -264,18 +272,6 @@ class FSDPEngine:
     @property
     def _root(self) -> FSDPModule:
         return self._units[-1]
-
-    def _counts(self, batch: DataProto) -> Counts:
-        """Denominators of the global mini-batch; counted on the host."""
-        mask = batch.ragged("response_mask")
-        tokens = int(mask.values.sum())
-        answered = torch.zeros(len(mask), dtype=torch.bool)
-        answered[mask.row_ids()[mask.values].cpu()] = True
-        both = torch.tensor([tokens, int(answered.sum())])
-        self._meter.all_reduce(both, group=self._others)
-        if int(both[0]) == 0:
-            raise NoTokensError("no response token in the whole mini-batch", field="response_mask")
-        return Counts(tokens=int(both[0]), sequences=int(both[1]))
 
     @contextmanager
     def unsharded(self) -> Iterator[nn.Module]:

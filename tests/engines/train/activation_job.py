@@ -13,7 +13,7 @@ from tandem.models.parallel import leave_distributed
 
 MODES = {
     "none": {"enable_gradient_checkpointing": False},
-    "full": {},
+    "full": {"gradient_checkpointing_mode": "full"},
     "first": {"gradient_checkpointing_mode": "first", "gradient_checkpointing_layers": 1},
     "every": {"gradient_checkpointing_mode": "every", "gradient_checkpointing_layers": 2},
     "ops": {"gradient_checkpointing_mode": "ops"},

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -14,9 +12,9 @@ from tandem.engines.rollout.native.lasting import lasting_bytes
 from tandem.engines.rollout.native.paged import PagedCache
 from tandem.engines.rollout.native.split import WHOLE, LayerSplit
 from tandem.errors import EngineError
+from tandem.memory.host import host_free as _host_free
+from tandem.memory.host import host_total as _host_total
 
-_MEMINFO = Path("/proc/meminfo")
-_CGROUP = Path("/sys/fs/cgroup")
 _SHARE_OF_CUDA, _SHARE_OF_HOST = 0.9, 0.5
 
 
@@ -217,32 +215,3 @@ def grown(cache: PagedCache, blocks: int, *, lasting: bool = False) -> PagedCach
     for new, old in zip((*out.keys, *out.values), (*cache.keys, *cache.values), strict=True):
         new[: cache.blocks] = old
     return out
-
-
-def _host_total() -> int:
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(total, _cgroup_limit() or total)
-
-
-def _host_free() -> int:
-    """The bytes that are available, within a container's limit; all there is where the system gives no
-    figure."""
-    free = _fields(_MEMINFO, ":")["MemAvailable"] * 1024 if _MEMINFO.exists() else _host_total()
-    limit = _cgroup_limit()
-    if limit is None:
-        return free
-    used = int((_CGROUP / "memory.current").read_text())
-    reclaimable = _fields(_CGROUP / "memory.stat", " ")["inactive_file"]
-    return min(free, limit - used + reclaimable)
-
-
-def _cgroup_limit() -> int | None:
-    path = _CGROUP / "memory.max"
-    text = path.read_text().strip() if path.exists() else "max"
-    return None if text == "max" else int(text)
-
-
-def _fields(path: Path, separator: str) -> dict[str, int]:
-    """Lines of a name, the separator and a number (a unit may follow)."""
-    pairs = (line.split(separator, 1) for line in path.read_text().splitlines())
-    return {name: int(value.split()[0]) for name, value in pairs}

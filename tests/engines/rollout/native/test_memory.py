@@ -8,6 +8,7 @@ from tandem.engines.rollout.native.budget import Wanted
 from tandem.engines.rollout.native.memory import CacheRoom
 from tandem.engines.rollout.native.split import LayerSplit
 from tandem.errors import EngineError
+from tandem.memory import host as host_memory
 
 CPU = torch.device("cpu")
 GIB = 2**30
@@ -19,8 +20,8 @@ def host(tmp_path, monkeypatch):
     """Writes the kernel's files as a host with 8 GiB available and no limit would have them."""
     meminfo = tmp_path / "meminfo"
     meminfo.write_text(f"MemTotal: {16 * GIB // 1024} kB\nMemAvailable: {8 * GIB // 1024} kB\n")
-    monkeypatch.setattr(memory, "_MEMINFO", meminfo)
-    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    monkeypatch.setattr(host_memory, "MEMINFO", meminfo)
+    monkeypatch.setattr(host_memory, "CGROUP", tmp_path)
     return tmp_path
 
 

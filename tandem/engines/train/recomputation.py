@@ -1,0 +1,257 @@
+"""The choice of what is computed again in the backward pass, by the memory that is free.
+
+It is made at the first update: what lives on the device beside the activations, of this model and of others,
+is there then, and is measured. It is made again for a micro-batch of more tokens than it was made for.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from tandem.config.fsdp import FSDPConfig
+from tandem.config.model import PLAIN_DECODERS, BackboneConfig
+from tandem.engines.train.base import MicroBatching
+from tandem.engines.train.division import Division
+from tandem.engines.train.microbatch import MicroBatch
+from tandem.errors import EngineError
+from tandem.memory.activations import (
+    FASTEST_FIRST,
+    Decoder,
+    Setup,
+    activation_bytes,
+    fastest_that_fits,
+    state_bytes,
+)
+from tandem.memory.host import host_free
+from tandem.models.activations import Switch
+from tandem.models.attention import written_scores
+from tandem.models.packing import Packing
+from tandem.models.pipeline import own_layers
+from tandem.models.policy import PolicyModel
+from tandem.models.tensor_group import local
+from tandem.models.weight_files import Model
+
+_FIELD = "gradient_checkpointing_mode"
+# Of what is free, so much is left: on a GPU for what its allocator cannot join, on a host for other programs.
+_SPARED = {"cuda": 0.1, "cpu": 0.5}
+# Where no budget bounds micro-batches, the choice is made for so many times the tokens of the largest.
+_GROWTH = 1.25
+
+
+class Recomputation:
+    """Chooses what the layers of a model run again, on all ranks alike.
+
+    Args:
+        switch: of its layers; None where the config says what they run again.
+        module: sharded.
+        units: of FSDP, the root last.
+        division: this rank's places.
+        model, fsdp: how it is run.
+        compute, master: types of forward and backward, and of weights and gradients.
+        device: where it runs.
+        say: tells the user; None: nobody does.
+    """
+
+    def __init__(
+        self,
+        switch: Switch | None,
+        module: Model,
+        units: Sequence[FSDPModule],
+        division: Division,
+        model: BackboneConfig,
+        fsdp: FSDPConfig,
+        *,
+        compute: torch.dtype,
+        master: torch.dtype,
+        device: torch.device,
+        say: Callable[[str], None] | None,
+    ) -> None:
+        self._switch, self._module, self._units = switch, module, units
+        self._model, self._compiled = model, fsdp.use_torch_compile
+        self._division, self._device, self._say = division, device, say
+        self._compute, self._master = compute.itemsize, master.itemsize
+        self._kind = str(module.decoder.config.model_type)
+        self._tokens = 0  # for which the choice was made
+        self._sentence = ""
+
+    def fit(self, parts: Sequence[MicroBatch], micro: MicroBatching) -> None:
+        """Chooses, before the first of these micro-batches runs, unless an earlier choice holds for them.
+        Collective where the choice is open.
+
+        Args:
+            micro: the rule that they follow; its budget of tokens is what a GPU has to hold.
+        """
+        if self._switch is None:
+            return
+        budget = None if self._device.type == "cpu" else micro.max_tokens  # there they are cut further
+        tokens = self._most(parts, budget)
+        if tokens <= self._tokens:
+            return
+        self._tokens = int(tokens * _GROWTH) if budget is None else tokens
+        reason = self._reason()
+        if reason is None:
+            self._choose(parts)
+        else:
+            self._tell(f"recomputation: full, as {reason}")
+
+    @contextmanager
+    def out_of_memory(self) -> Iterator[None]:
+        """
+        Raises:
+            EngineError: the GPU's memory did not suffice inside; it names the keys to set.
+        """
+        try:
+            yield
+        except RuntimeError as raised:
+            # A schedule of stages wraps what a stage raised.
+            error = raised if isinstance(raised, torch.OutOfMemoryError) else raised.__cause__
+            if not isinstance(error, torch.OutOfMemoryError):
+                raise
+            full = "enable_activation_offload=true, or fewer tokens per micro-batch and device"
+            raise EngineError(
+                "the memory of the GPU does not suffice for the update",
+                field=_FIELD,
+                got="; ".join(filter(None, (str(error).partition("\n")[0], self._sentence))),
+                remedy=f"set {full}" if self._whole else f"set {_FIELD}=full, then {full}",
+            ) from error
+
+    @property
+    def _whole(self) -> bool:
+        """Whether all layers run again as a whole."""
+        if self._switch is not None:
+            return self._switch.mode == "full"
+        return self._model.enable_gradient_checkpointing and self._model.gradient_checkpointing_mode == "full"
+
+    def _reason(self) -> str | None:
+        """Why there is nothing to choose."""
+        if self._kind not in PLAIN_DECODERS:
+            return f"what the layers of {self._kind} keep is not known; {_FIELD} chooses otherwise"
+        if self._model.enable_activation_offload:
+            return "activations wait on the host, and the inputs of layers are the least to copy"
+        return None
+
+    def _most(self, parts: Sequence[MicroBatch], budget: int | None) -> int:
+        """Tokens of the largest micro-batch, or that the budget allows, on the rank that has most."""
+        tokens = max(len(part.inputs.input_ids) for part in parts)
+        if budget is not None:
+            tokens = max(tokens, -(-budget // self._division.grid.work["sequence"].size()))
+        return _largest(tokens)
+
+    def _choose(self, parts: Sequence[MicroBatch]) -> None:
+        assert self._switch is not None
+        decoder, setup = self._decoder(), self._setup(parts)
+        needed = {
+            mode: activation_bytes(decoder, setup, mode, self._tokens)
+            for mode in FASTEST_FIRST
+            if mode != "ops" or not self._compiled  # which writes products where they cannot be kept
+        }
+        free, state = _free_bytes(self._device), self._state()
+        room = int(free * (1 - _SPARED[self._device.type])) - state
+        mine = fastest_that_fits(needed, room)
+        mode = FASTEST_FIRST[_largest(FASTEST_FIRST.index(mine))]
+        self._switch.mode = mode
+        rest = ["another rank has less memory"] if mode != mine else []
+        rest += ["which may not suffice"] if needed[mode] > room else []
+        faster = [f"{m} would take {_size(needed[m])}" for m in needed if needed[m] > needed[mode]]
+        self._tell(
+            f"recomputation: {mode}: activations {_size(needed[mode])} of {_size(max(0, room))} free"
+            + "".join(f"; {part}" for part in (*faster, *rest))
+            + f" ({self._tokens:,} tokens; {_size(free)} less {_SPARED[self._device.type]:.0%}, and "
+            f"{_size(state)} of gathered weights and gradients)"
+        )
+
+    def _tell(self, sentence: str) -> None:
+        """The sentence, unless the last began with the same choice."""
+        if self._say is not None and sentence.split(":")[:2] != self._sentence.split(":")[:2]:
+            self._say(sentence)
+        self._sentence = sentence
+
+    def _decoder(self) -> Decoder:
+        config: Any = self._module.decoder.config
+        heads = config.num_attention_heads
+        return Decoder(
+            layers=len(own_layers(self._module)),
+            hidden=config.hidden_size,
+            intermediate=config.intermediate_size,
+            heads=heads,
+            key_heads=config.num_key_value_heads,
+            head_width=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            head_norms=self._kind == "qwen3",
+        )
+
+    def _setup(self, parts: Sequence[MicroBatch]) -> Setup:
+        work, pipeline = self._division.grid.work, self._division.pipeline
+        packings = [part.inputs.packing for part in parts]
+        held = 1
+        if pipeline is not None:
+            held = len(parts)
+            if self._division.schedule == "1f1b":
+                held = min(held, pipeline.size - pipeline.stage)
+        return Setup(
+            itemsize=self._compute,
+            tensor=work["tp"].size(),
+            sequence=work["sequence"].size(),
+            lora_rank=self._model.lora_rank,
+            fused=self._model.use_liger,
+            held=held,
+            **self._kernels(packings),
+        )
+
+    def _kernels(self, packings: Sequence[Packing]) -> dict[str, Any]:
+        """What attention and the head take on this device."""
+        if self._device.type != "cpu":
+            return {} if isinstance(self._module, PolicyModel) else {"tiles": 0}
+        return {
+            "rectangles": any(p.places is not None for p in packings),
+            "padding": max(p.padded_tokens / p.tokens for p in packings),
+            "scores": max(written_scores(p, self._compute) / p.tokens for p in packings),
+            "tiles": 0,
+        }
+
+    def _state(self) -> int:
+        """Bytes that the update adds to the weights and the optimizer's state."""
+        shards = self._division.grid.weights["shard"].size()
+        inner = [_numbers(unit) for unit in self._units[:-1]]
+        weights = _numbers(self._module)
+        return state_bytes(
+            shards * weights,
+            shards * _numbers(self._module, trained=True),
+            shards * max([*inner, weights - sum(inner)]),
+            compute=self._compute,
+            master=self._master,
+        )
+
+
+def _numbers(module: nn.Module | FSDPModule, *, trained: bool = False) -> int:
+    """Numbers of this rank's shards."""
+    whole: Any = module
+    return sum(local(p).numel() for p in whole.parameters() if p.requires_grad or not trained)
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Bytes that this rank could take now: of its device, or of a host that ranks share."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what its allocator holds in pieces counts as free, once it is given back
+        free: int = torch.cuda.mem_get_info(device)[0]
+        return free
+    return host_free() // int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+
+
+def _largest(number: int) -> int:
+    """Of all ranks' numbers the largest; on the host."""
+    found = torch.tensor(number)
+    if dist.get_world_size() > 1:
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+    return int(found)
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**29 else f"{count / 2**20:.1f} MiB"

@@ -1,0 +1,39 @@
+"""The memory of this host, or of the container that this process runs in."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+MEMINFO = Path("/proc/meminfo")
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def host_total() -> int:
+    """The bytes there are, within a container's limit."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(total, _cgroup_limit() or total)
+
+
+def host_free() -> int:
+    """The bytes that are available, within a container's limit; all there is where the system gives no
+    figure."""
+    free = _fields(MEMINFO, ":")["MemAvailable"] * 1024 if MEMINFO.exists() else host_total()
+    limit = _cgroup_limit()
+    if limit is None:
+        return free
+    used = int((CGROUP / "memory.current").read_text())
+    reclaimable = _fields(CGROUP / "memory.stat", " ")["inactive_file"]
+    return min(free, limit - used + reclaimable)
+
+
+def _cgroup_limit() -> int | None:
+    path = CGROUP / "memory.max"
+    text = path.read_text().strip() if path.exists() else "max"
+    return None if text == "max" else int(text)
+
+
+def _fields(path: Path, separator: str) -> dict[str, int]:
+    """Lines of a name, the separator and a number (a unit may follow)."""
+    pairs = (line.split(separator, 1) for line in path.read_text().splitlines())
+    return {name: int(value.split()[0]) for name, value in pairs}

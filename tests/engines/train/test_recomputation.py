@@ -1,0 +1,206 @@
+"""What runs again in the backward pass, chosen by the memory that is free."""
+
+import pytest
+import synthetic
+import torch
+from transformers import AutoModelForCausalLM, GPTNeoXConfig
+
+from tandem.config.model import PLAIN_DECODERS
+from tandem.engines.train import recomputation
+from tandem.engines.train.base import MicroBatching
+from tandem.errors import EngineError
+from tandem.memory.activations import activation_bytes
+from tests.support.ranks import run_ranks
+
+LOSS, MICRO = synthetic.SyntheticLoss(), synthetic.CUTS["three"]
+TOKENS = 3 * 30 + 23 + 17 + 12  # enough for any three rows
+HUGE = 2**40
+
+
+class Heard(list):
+    """The sentences of an engine."""
+
+    @property
+    def choices(self):
+        return [sentence.split(":")[1].strip() for sentence in self]
+
+
+@pytest.fixture
+def free(monkeypatch):
+    """Sets the bytes that the host has free."""
+
+    def to(count):
+        monkeypatch.setattr(recomputation, "host_free", lambda: count)
+
+    to(HUGE)
+    return to
+
+
+def engine_on(folder, **options):
+    heard = Heard()
+    return synthetic.make_engine(folder, say=heard.append, **options), heard
+
+
+def needed(engine, tokens=None):
+    """The bytes of each choice for so many tokens, or for those that the engine planned for."""
+    own = engine._recomputation
+    parts = list(engine._micro_batches(synthetic.make_batch(), LOSS.columns, MICRO))
+    decoder, setup = own._decoder(), own._setup(parts)
+    modes = ("none", "ops", "full")
+    return {mode: activation_bytes(decoder, setup, mode, tokens or own._tokens) for mode in modes}
+
+
+def step(engine, rows=10, micro=MICRO):
+    return synthetic.gradients(engine, synthetic.make_batch()[:rows], LOSS, micro)[0]
+
+
+def test_the_fastest_that_fits_is_chosen_and_said(folder, free):
+    probe, _ = engine_on(folder)
+    step(probe)
+    sizes, state = needed(probe), probe._recomputation._state()
+    assert sizes["none"] > sizes["ops"] > sizes["full"]
+    wanted = step(synthetic.make_engine(folder, model={"gradient_checkpointing_mode": "full"}))
+    for mode, room in (
+        *(("none", sizes["none"]), ("ops", sizes["none"] - 1), ("ops", sizes["ops"])),
+        *(("full", sizes["ops"] - 1), ("full", sizes["full"]), ("full", sizes["full"] - 1)),
+    ):
+        free(2 * (room + state))  # half of it is left to others
+        engine, heard = engine_on(folder)
+        found = step(engine)
+        assert synthetic.relative_difference(found, wanted) <= 1e-12
+        assert engine._recomputation._switch.mode == mode and heard.choices == [mode]
+        assert heard[0].startswith(f"recomputation: {mode}: activations {sizes[mode] / 2**20:.1f} MiB of ")
+        assert ("none would take" in heard[0]) == (mode != "none")
+        assert ("may not suffice" in heard[0]) == (room < sizes["full"])
+        step(engine)
+        assert len(heard) == 1
+
+
+def test_the_state_is_that_of_whole_weights_and_their_gradients(folder, free):
+    """In fp64 eight bytes for each weight that is gathered, and as many for its gradient, and the largest
+    unit twice more."""
+    engine, _ = engine_on(folder)
+    weights = sum(value.numel() for _, value in engine.weights())
+    units = [sum(p.numel() for p in unit) for unit in synthetic.units(engine).values()]
+    assert engine._recomputation._state() == 8 * (2 * weights + 2 * max(units))
+
+
+def test_it_is_made_again_for_more_tokens_and_for_no_fewer(folder, free):
+    engine, heard = engine_on(folder)
+    step(engine, rows=3)
+    few = engine._recomputation._tokens
+    assert few == int(1.25 * (5 + 17 + 30 - 3)) and heard.choices == ["none"]
+    free(2 * (needed(engine, few)["none"] + engine._recomputation._state()))
+    step(engine, rows=2)
+    assert engine._recomputation._tokens == few and len(heard) == 1
+    step(engine, rows=10, micro=MicroBatching())
+    assert engine._recomputation._tokens > few and heard.choices == ["none", "full"]
+
+
+def test_a_budget_bounds_a_gpu_and_no_cpu(folder, free):
+    engine, _ = engine_on(folder)
+    own = engine._recomputation
+    parts = list(engine._micro_batches(synthetic.make_batch(), LOSS.columns, MICRO))
+    most = max(len(part.inputs.input_ids) for part in parts)
+    assert own._most(parts, None) == most and own._most(parts, 16384) == 16384
+    step(engine, micro=MicroBatching(max_tokens=4000))
+    assert own._tokens == int(1.25 * (sum(synthetic.LENGTHS) - sum(n > 1 for n in synthetic.LENGTHS)))
+
+
+def test_what_the_user_chose_stays(folder, free):
+    free(0)
+    for model in (
+        {"enable_gradient_checkpointing": False},
+        {"gradient_checkpointing_mode": "ops"},
+        {"gradient_checkpointing_mode": "first", "gradient_checkpointing_layers": 1},
+    ):
+        engine, heard = engine_on(folder, model=model)
+        step(engine)
+        assert heard == [] and engine._recomputation._switch is None
+    frozen, heard = engine_on(folder, frozen=True)
+    assert frozen._recomputation._switch is None and heard == []
+
+
+def test_compiled_layers_run_again_as_a_whole_or_not_at_all(folder, free, monkeypatch):
+    engine, heard = engine_on(folder)
+    monkeypatch.setattr(engine._recomputation, "_compiled", True)
+    step(engine)
+    free(2 * (needed(engine)["none"] + engine._recomputation._state()) - 2)
+    other, heard = engine_on(folder)
+    monkeypatch.setattr(other._recomputation, "_compiled", True)
+    step(other)
+    assert heard.choices == ["full"] and "ops" not in heard[0]
+
+
+def test_layers_that_are_not_known_run_again(tmp_path, free):
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = GPTNeoXConfig(vocab_size=31, **shape)
+    assert config.model_type not in PLAIN_DECODERS
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    engine, heard = engine_on(tmp_path)
+    step(engine)
+    assert engine._recomputation._switch.mode == "full"
+    assert heard == [
+        "recomputation: full, as what the layers of gpt_neox keep is not known; gradient_checkpointing_mode "
+        "chooses otherwise"
+    ]
+
+
+def test_with_activations_on_the_host_the_inputs_of_layers_go_there(folder, free):
+    engine, heard = engine_on(folder, model={"enable_activation_offload": True})
+    step(engine)
+    assert engine._recomputation._switch.mode == "full" and len(heard) == 1
+    assert heard[0].startswith("recomputation: full, as activations wait on the host")
+
+
+def test_out_of_memory_names_the_keys(folder, free, monkeypatch):
+    def fail(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nAnd more.")
+
+    for model, remedy in (
+        ({}, "set gradient_checkpointing_mode=full, then "),
+        ({"gradient_checkpointing_mode": "full"}, "set enable_activation_offload=true"),
+        ({"enable_gradient_checkpointing": False}, "set gradient_checkpointing_mode=full, then "),
+    ):
+        engine, heard = engine_on(folder, model=model)
+        monkeypatch.setattr(engine._execution, "gradients", fail)
+        with pytest.raises(EngineError, match="memory of the GPU does not suffice") as caught:
+            step(engine)
+        error = caught.value
+        assert error.field == "gradient_checkpointing_mode" and error.remedy.startswith(remedy)
+        assert error.got.startswith("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        assert error.got.endswith("".join(heard))
+
+
+def test_other_errors_pass_and_one_within_a_schedule_is_found(folder, free):
+    own = engine_on(folder)[0]._recomputation
+    with pytest.raises(RuntimeError, match="sizes do not match"), own.out_of_memory():
+        raise RuntimeError("sizes do not match")
+    with pytest.raises(EngineError, match="memory of the GPU"), own.out_of_memory():
+        raise RuntimeError("stage 1 failed") from torch.OutOfMemoryError("CUDA out of memory.")
+
+
+@pytest.mark.slow
+def test_ranks_agree_on_the_most_careful_choice(folder, tmp_path):
+    job = synthetic.__file__.replace("synthetic", "recomputation_job")
+    run_ranks(job, folder, tmp_path)
+    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in (0, 1))
+    assert first["modes"] == second["modes"] == ["none", "full"]
+    assert "another rank has less memory" not in second["heard"][1]
+    assert "another rank has less memory" in first["heard"][1]
+    assert first["tokens"] == second["tokens"]
+
+
+def test_steps_and_a_resume_do_not_depend_on_the_choice(folder, free, tmp_path):
+    plain, _ = engine_on(folder)
+    plain.train_step(synthetic.make_batch(), LOSS, micro=MICRO)
+    plain.save(tmp_path)
+    free(0)
+    other, heard = engine_on(folder)
+    other.load(tmp_path)
+    for engine in (plain, other):
+        engine.train_step(synthetic.make_batch(), LOSS, micro=MICRO)
+    assert heard.choices == ["full"] and plain._recomputation._switch.mode == "none"
+    wanted = synthetic.weights(plain)
+    assert all(torch.equal(value, wanted[name]) for name, value in synthetic.weights(other).items())

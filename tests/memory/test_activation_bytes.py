@@ -1,0 +1,269 @@
+"""The bytes of activations against those that tiny models' layers really keep."""
+
+import tempfile
+from functools import partial
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+from tandem.config.model import BackboneConfig
+from tandem.memory.activations import (
+    Decoder,
+    Setup,
+    activation_bytes,
+    fastest_that_fits,
+    kept_bytes,
+    state_bytes,
+)
+from tandem.models.activations import manage_activations
+from tandem.models.attention import written_scores
+from tandem.models.loading import load_policy
+from tandem.models.lora import add_adapters, draw_adapters, train_adapters_alone
+from tandem.models.packing import pack
+from tandem.models.policy import PolicyModel
+from tandem.protocol import Ragged
+
+CPU = torch.device("cpu")
+SHAPES = {
+    "wide": {"hidden_size": 96, "intermediate_size": 256, "num_attention_heads": 6, "num_key_value_heads": 2},
+    "flat": {
+        "hidden_size": 128,
+        "intermediate_size": 160,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+    },
+    "one key head": {
+        "hidden_size": 64,
+        "intermediate_size": 384,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+    },
+}
+SHAPES["device"] = {
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
+KINDS = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig, "mistral": MistralConfig}
+LENGTHS = {"equal": [65] * 6, "spread": [301, 64, 200, 17, 650, 2], "long": [1025]}
+
+
+def long(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def policy_of(kind, shape, layers, dtype, mode, rank=0):
+    torch.manual_seed(0)
+    sizes = {"head_dim": 16, **SHAPES[shape]} if kind == "qwen3" else SHAPES[shape]
+    config = KINDS[kind](vocab_size=31, num_hidden_layers=layers, **sizes, sliding_window=None)
+    with tempfile.TemporaryDirectory() as folder:
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        backbone = load_policy(folder, dtype=dtype)
+        way = {"enable_gradient_checkpointing": False} if mode == "none" else {}
+        model = BackboneConfig(path=folder, lora_rank=rank, **way)
+    if rank:
+        add_adapters(backbone, model, "policy", dtype)
+    policy = PolicyModel(backbone)
+    if rank:
+        train_adapters_alone(policy, None, dtype)
+        draw_adapters(policy)
+    switch = manage_activations(policy.decoder.layers, model, CPU).switch
+    if switch is not None:
+        switch.mode = mode
+    return policy
+
+
+class Made(TorchDispatchMode):
+    """Follows the memory of every tensor that is made."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self.found[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return out
+
+    def alive(self):
+        return sum(nbytes for storage, nbytes in self.found.values() if not storage.expired())
+
+
+def kept(policy, inputs):
+    """The bytes that are there after a forward only because a backward may follow."""
+    with Made() as made:
+        out = policy(inputs, frozenset({"log_probs"}))["log_probs"]
+        before = made.alive()
+        del out
+    return before - made.alive()
+
+
+def inputs_of(lengths):
+    return pack(Ragged.from_list([torch.randint(0, 31, (n,)) for n in lengths]), None, device=CPU)
+
+
+def decoder_of(kind, shape, layers=1):
+    sizes = SHAPES[shape]
+    width = 16 if kind == "qwen3" else sizes["hidden_size"] // sizes["num_attention_heads"]
+    return Decoder(
+        layers=layers,
+        hidden=sizes["hidden_size"],
+        intermediate=sizes["intermediate_size"],
+        heads=sizes["num_attention_heads"],
+        key_heads=sizes["num_key_value_heads"],
+        head_width=sizes.get("head_dim", width),
+        head_norms=kind == "qwen3",
+    )
+
+
+def setup_of(inputs, dtype, **more):
+    packing = inputs.packing
+    return Setup(
+        itemsize=dtype.itemsize,
+        rectangles=packing.places is not None,
+        padding=packing.padded_tokens / packing.tokens,
+        scores=written_scores(packing, dtype.itemsize) / packing.tokens,
+        tiles=0,
+        **more,
+    )
+
+
+def per_layer(kind, shape, dtype, mode, inputs, rank=0):
+    few, many = (kept(policy_of(kind, shape, layers, dtype, mode, rank), inputs) for layers in (2, 5))
+    return (many - few) / 3 / inputs.packing.tokens
+
+
+@pytest.mark.parametrize("lengths", [long("equal"), "spread", long("long")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        *(("qwen2", "wide"), ("qwen3", "flat"), ("llama", "one key head")),
+        *(long("mistral", "flat"), long("qwen3", "wide")),
+    ],
+)
+def test_what_a_layer_keeps(kind, shape, dtype, lengths):
+    inputs = inputs_of(LENGTHS[lengths])
+    decoder, setup = decoder_of(kind, shape), setup_of(inputs, dtype)
+    for mode in ("none", "ops", "full"):
+        found = per_layer(kind, shape, dtype, mode, inputs)
+        assert kept_bytes(decoder, setup, mode) == pytest.approx(found, rel=0.15), mode
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_what_a_layer_with_adapters_keeps(dtype):
+    inputs = inputs_of(LENGTHS["long"])
+    decoder, setup = decoder_of("qwen2", "wide"), setup_of(inputs, dtype, lora_rank=8)
+    for mode in ("none", "ops", "full"):
+        found = per_layer("qwen2", "wide", dtype, mode, inputs, rank=8)
+        assert kept_bytes(decoder, setup, mode) == pytest.approx(found, rel=0.15), mode
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+def test_what_a_layer_keeps_on_cuda(kind):
+    """In bf16, by the variable-length kernel; PyTorch's allocator rounds up a little."""
+    device = torch.device("cuda")
+    lengths = [3000, 1, 700, 1900, 64]
+    inputs = pack(Ragged.from_list([torch.randint(0, 31, (n,)) for n in lengths]), None, device=device)
+    decoder, setup = decoder_of(kind, "device"), Setup(torch.bfloat16.itemsize)
+    for mode in ("none", "ops", "full"):
+        found = []
+        for layers in (2, 5):
+            policy = policy_of(kind, "device", layers, torch.bfloat16, mode).to(device)
+            before = torch.cuda.memory_allocated()
+            out = policy(inputs, frozenset({"log_probs"}))
+            found.append(torch.cuda.memory_allocated() - before)
+            del out
+        each = (found[1] - found[0]) / 3 / inputs.packing.tokens
+        assert kept_bytes(decoder, setup, mode) == pytest.approx(each, rel=0.15), mode
+
+
+def test_saved_tensors_are_what_is_kept():
+    """The two measures agree: what autograd is handed, and what memory is there."""
+    policy, inputs = policy_of("qwen2", "wide", 3, torch.float32, "none"), inputs_of(LENGTHS["long"])
+    storages = {}
+
+    def run(layer, forward, *args, **kwargs):
+        shared = [*layer.parameters(), *kwargs["packing"].tensors, *kwargs["position_embeddings"]]
+        outside = {tensor.untyped_storage().data_ptr() for tensor in (*shared, kwargs["position_ids"])}
+
+        def keep(tensor):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in outside:
+                storages[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            return forward(*args, **kwargs)
+
+    layer = policy.decoder.layers[1]
+    layer.forward = partial(run, layer, layer.forward)
+    out = policy(inputs, frozenset({"log_probs"}))
+    found = sum(storages.values()) / inputs.packing.tokens
+    assert out and kept_bytes(
+        decoder_of("qwen2", "wide"), setup_of(inputs, torch.float32), "none"
+    ) == pytest.approx(found, rel=0.02)
+
+
+QWEN = Decoder(28, 1536, 8960, 12, 2, 128)
+"""Qwen2.5-1.5B."""
+
+
+def test_figures_of_a_known_model():
+    """By hand, in bf16: two norms of 8 bytes a feature and 4 more, attention's 2·(2·1536 + 2·256) + 4·12, and
+    four times 2·8960."""
+    setup = Setup(itemsize=2)
+    assert kept_bytes(QWEN, setup, "none") == 2 * (8 * 1536 + 4) + 7168 + 48 + 71680
+    assert kept_bytes(QWEN, setup, "full") == 3072
+    outputs = 2 * (1536 + 2 * 256 + 1536 + 2 * 8960 + 1536)
+    assert kept_bytes(QWEN, setup, "ops") == 3072 + outputs + 3072 + 48
+    fused = kept_bytes(QWEN, Setup(itemsize=2, fused=True), "none")
+    assert fused == 2 * (4 * 1536 + 4) + 7168 + 48 + 3 * 17920
+
+
+def test_what_ranks_share():
+    """Two ranks that split layers halve heads and MLP; four that share tokens repeat two key heads."""
+    halves = Decoder(28, 1536, 4480, 6, 1, 128)
+    for mode in ("none", "ops", "full"):
+        assert kept_bytes(QWEN, Setup(2, tensor=2), mode) == kept_bytes(halves, Setup(2), mode)
+    alone, shared = (kept_bytes(QWEN, Setup(2, sequence=ranks), "none") for ranks in (1, 4))
+    assert shared - alone == 2 * 1536 + 2 * 2 * (4 - 2) * 128
+
+
+def test_layers_micro_batches_and_offload_multiply():
+    setup, tokens = Setup(2, tiles=0), 1000
+    one, two = (
+        activation_bytes(Decoder(layers, 1536, 8960, 12, 2, 128), setup, "none", tokens) for layers in (1, 2)
+    )
+    each = kept_bytes(QWEN, setup, "none") * tokens
+    assert two - one == pytest.approx(each, abs=2)
+    assert activation_bytes(QWEN, setup, "none", tokens) - one == pytest.approx(27 * each, abs=2)
+    held = activation_bytes(QWEN, Setup(2, tiles=0, held=3), "none", tokens)
+    assert held - one == pytest.approx((3 * 28 - 1) * each, abs=2)
+    assert activation_bytes(QWEN, Setup(2, tiles=0, offloaded=True), "none", tokens) == two
+    # Where all layers run again, what one of them keeps is there once, and 28 times its input.
+    full = activation_bytes(QWEN, setup, "full", tokens)
+    assert full - one == pytest.approx(28 * 3072 * tokens, abs=2)
+
+
+def test_the_state_of_an_update():
+    assert state_bytes(100, 100, 30, compute=2, master=4) == 200 + 400 + 240
+    assert state_bytes(100, 3, 30, compute=2, master=4) == 200 + 12 + 24
+
+
+def test_the_fastest_that_fits():
+    needed = {"none": 30, "ops": 20, "full": 10}
+    assert [fastest_that_fits(needed, free) for free in (30, 29, 20, 19, 9, -1)] == [
+        *("none", "ops", "ops", "full", "full", "full")
+    ]
+    assert fastest_that_fits({"none": 30, "full": 10}, 25) == "full"
