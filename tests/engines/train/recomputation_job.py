@@ -1,5 +1,5 @@
 """Run on two ranks: FOLDER of a model, RESULTS to write. What each chooses where one of them has less memory,
-and where its micro-batches are larger."""
+and where its micro-batches are larger; and what layers keep that ranks share."""
 
 import sys
 from pathlib import Path
@@ -9,7 +9,34 @@ import torch
 import torch.distributed as dist
 
 from tandem.engines.train import recomputation
+from tandem.engines.train.base import MicroBatching
+from tandem.memory.activations import kept_bytes
 from tandem.models.parallel import leave_distributed
+
+WIDE = {"hidden_size": 96, "intermediate_size": 256, "num_attention_heads": 6, "num_key_value_heads": 2}
+SHARED = {
+    "tensor": {"fsdp": {"tensor_parallel_size": 2}},
+    "sequence": {"sequence_parallel": 2},
+    "both in halves": {},
+}
+
+
+def kept(folder, **options):
+    """Bytes per token and layer, counted and estimated."""
+    model = {"enable_gradient_checkpointing": False, "enable_activation_offload": True}
+    engine = synthetic.make_engine(folder, precision="fp32", model=model, **options)
+    engine._offload._min_bytes = 0
+    batch, loss = synthetic.make_batch(torch.float32), synthetic.SyntheticLoss()
+    mine = batch if options else batch[:5] if dist.get_rank() == 0 else batch[5:]
+    _, metrics = synthetic.gradients(engine, mine, loss, MicroBatching())
+    parts = list(engine._micro_batches(mine, loss.columns, MicroBatching()))
+    own, tokens = engine._recomputation, sum(len(part.inputs.input_ids) for part in parts)
+    layers = synthetic.SHAPE["num_hidden_layers"] - 1  # all but the last count
+    counted = metrics["activation_offload_bytes"] / layers
+    if not options:  # over both ranks
+        tokens = torch.tensor(tokens)
+        dist.all_reduce(tokens)
+    return counted / int(tokens), kept_bytes(own._decoder(), own._setup(parts), "none")
 
 
 def main():
@@ -23,7 +50,12 @@ def main():
         mine = batch[:7] if rank == 0 else batch[7:]
         synthetic.gradients(engine, mine, synthetic.SyntheticLoss(), synthetic.CUTS["three"])
         modes.append(engine._recomputation._switch.mode)
-    found = {"heard": heard, "modes": modes, "tokens": engine._recomputation._tokens}
+    wide = [None]
+    if rank == 0:
+        wide = [str(synthetic.save_model(results / "wide", **WIDE))]
+    dist.broadcast_object_list(wide)
+    shared = {name: kept(Path(wide[0]), **options) for name, options in SHARED.items()}
+    found = {"kept": shared, "heard": heard, "modes": modes, "tokens": engine._recomputation._tokens}
     torch.save(found, results / f"{rank}.pt")
     leave_distributed(together=True)
 

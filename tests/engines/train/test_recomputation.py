@@ -182,7 +182,7 @@ def test_other_errors_pass_and_one_within_a_schedule_is_found(folder, free):
 
 
 @pytest.mark.slow
-def test_ranks_agree_on_the_most_careful_choice(folder, tmp_path):
+def test_ranks_agree_on_the_most_careful_choice_and_what_they_share_is_counted(folder, tmp_path):
     job = synthetic.__file__.replace("synthetic", "recomputation_job")
     run_ranks(job, folder, tmp_path)
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in (0, 1))
@@ -190,6 +190,11 @@ def test_ranks_agree_on_the_most_careful_choice(folder, tmp_path):
     assert "another rank has less memory" not in second["heard"][1]
     assert "another rank has less memory" in first["heard"][1]
     assert first["tokens"] == second["tokens"]
+    for found in (first["kept"], second["kept"]):
+        for name, (counted, estimated) in found.items():
+            assert estimated == pytest.approx(counted, rel=0.15), name
+    alone, halves = first["kept"]["both in halves"][0], first["kept"]["tensor"][0]
+    assert halves < 0.8 * alone
 
 
 def test_steps_and_a_resume_do_not_depend_on_the_choice(folder, free, tmp_path):
