@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from tandem.demo.model import build_tokenizer
+from tandem.memory.activations import FASTEST_FIRST, Decoder, Setup, activation_bytes, state_bytes
 
 _QWEN = {"vocab_size": 151936, "tie_word_embeddings": True}
 SIZES: dict[str, dict[str, Any]] = {
@@ -116,29 +117,26 @@ def decode_seconds(size: str, batch: int, context: float, copy: float, product: 
     return max(read / copy, batch * (2 * matrices(size) + attended) / product)
 
 
-def state_bytes(size: str) -> dict[str, int]:
-    """Bytes of training with AdamW on one device: fp32 weights that are updated, their gradients and two
-    moments, and the bf16 weights that compute."""
-    count = parameters(size)
-    return {"weights": 4 * count, "gradients": 4 * count, "moments": 8 * count, "computing": 2 * count}
-
-
-def activation_bytes(size: str, tokens: int, recomputed: str) -> int:
-    """Bytes that the layers keep for the backward pass of a micro-batch, by formula for transformers' own
-    operators in bf16. A norm keeps its input in bf16 and fp32, the normalised values in fp32 and bf16: 12
-    bytes a feature; a gated layer four products of its width; attention its queries, keys, values and output.
+def training_bytes(size: str, tokens: int, *, fused: bool) -> dict[str, int]:
+    """Bytes of training with AdamW on one device, as Tandem reckons them: the "state", which is fp32 weights,
+    their two moments and what an update adds to them; and with the activations of a micro-batch of so many
+    tokens, by what is computed again.
 
     Args:
-        recomputed: none; ops: products and attention outputs are kept; full: each layer's input alone.
+        fused: whether norms and gated layers are fused kernels.
     """
-    shape = SIZES[size]
-    hidden, inner, layers = shape["hidden_size"], shape["intermediate_size"], shape["num_hidden_layers"]
-    kept = hidden * shape["num_key_value_heads"] // shape["num_attention_heads"]
-    products = 2 * (3 * hidden + 2 * kept + 2 * inner)  # of q, k, v, o, gate, up, down
-    per_token = {
-        "none": 2 * 12 * hidden + 2 * (2 * hidden + 2 * kept) + 2 * 4 * inner + 2 * 2 * hidden,
-        "ops": products + 2 * hidden + 2 * hidden,  # the layer's input and attention's output
-        "full": 2 * hidden,
-    }[recomputed]
-    again = 0 if recomputed == "none" else activation_bytes(size, tokens, "none") // layers  # of one layer
-    return tokens * per_token * layers + again
+    shape, count = SIZES[size], parameters(size)
+    heads = shape["num_attention_heads"]
+    decoder = Decoder(
+        layers=shape["num_hidden_layers"],
+        hidden=shape["hidden_size"],
+        intermediate=shape["intermediate_size"],
+        heads=heads,
+        key_heads=shape["num_key_value_heads"],
+        head_width=shape["hidden_size"] // heads,
+    )
+    largest = shape["hidden_size"] * shape["vocab_size"]
+    state = 12 * count + state_bytes(count, count, largest, compute=2, master=4)
+    setup = Setup(itemsize=2, fused=fused)
+    kept = {mode: state + activation_bytes(decoder, setup, mode, tokens) for mode in FASTEST_FIRST}
+    return {"state": state, **kept}

@@ -111,8 +111,9 @@ def more(row: dict[str, Any]) -> str:
     ):
         if "value" in row and row.get(name) is not None:
             parts.append(text.format(row[name]))
+    parts += [sentence.partition(" (")[0] for sentence in row.get("said", ())]
     if "formula_gib" in row:
-        parts.append("formula " + ", ".join(f"{name} {gib:.1f}" for name, gib in row["formula_gib"].items()))
+        parts.append("reckoned " + ", ".join(f"{name} {gib:.1f}" for name, gib in row["formula_gib"].items()))
     return "; ".join(parts)
 
 

@@ -2,7 +2,8 @@
 
 All sequences of a row are equally long and go through micro-batches of `BUDGET` tokens. A row's bound counts
 the operations of the matrices and of attention, three times a forward pass for an update, and not those that
-recomputation adds. Peak memory is reported beside what the formulas of `shapes` give.
+recomputation adds. Peak memory is reported beside what Tandem reckons, by which it chooses what is computed
+again, and the choice it tells.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 
 from benchmarks.device.rates import Rates, clock
 from benchmarks.device.report import Row, Setting, Skipped, free_memory
-from benchmarks.device.shapes import SIZES, activation_bytes, forward_operations, model_folder, state_bytes
+from benchmarks.device.shapes import SIZES, forward_operations, model_folder, parameters, training_bytes
 from tandem.config.actor import ActorConfig
 from tandem.config.fsdp import FSDPConfig
 from tandem.config.model import FusedKernelOptions, ModelConfig
@@ -63,18 +64,19 @@ class Bench:
         self.size = size
         self._variant = ""
         self._engine: FSDPEngine | None = None
+        self.said: list[str] = []
 
     def engine(self, variant: str, setting: Setting) -> FSDPEngine:
         if self._engine is None or variant != self._variant:
             self.drop(setting)
-            self._engine = make_engine(
-                variant, model_folder(self.size, setting.folder, setting.device), setting
-            )
+            folder = model_folder(self.size, setting.folder, setting.device)
+            self._engine = make_engine(variant, folder, setting, say=self.said.append)
             self._variant = variant
         return self._engine
 
     def drop(self, setting: Setting) -> None:
         self._engine = None
+        self.said.clear()
         free_memory(setting.device)
 
     def run(
@@ -93,7 +95,9 @@ class Bench:
             raise
 
 
-def make_engine(variant: str, folder: Path, setting: Setting) -> FSDPEngine:
+def make_engine(
+    variant: str, folder: Path, setting: Setting, say: Callable[[str], None] | None = None
+) -> FSDPEngine:
     return FSDPEngine(
         folder,
         model=ModelConfig(path=str(folder), tokenizer_path=str(folder), **VARIANTS[variant]),
@@ -101,6 +105,7 @@ def make_engine(variant: str, folder: Path, setting: Setting) -> FSDPEngine:
         optim=OptimConfig(lr=1e-6),
         total_steps=1000,
         device=setting.device,
+        say=say,
     )
 
 
@@ -172,16 +177,17 @@ def run_phase(
     told = bench.run(setting, measured, variant)
     told["value"] = told["tokens"] / told["step_s"]
     if phase == "update":
-        told["formula_gib"] = formula(bench.size, min(budget, sequences * length), length)
+        fused = variant != "transformers' layers"
+        told["formula_gib"] = formula(bench.size, min(budget, sequences * length), length, fused=fused)
+        told["said"] = list(bench.said)
     return told
 
 
-def formula(size: str, budget: int, length: int) -> dict[str, float]:
-    """GiB of training's state, and of state and activations for each way to recompute."""
+def formula(size: str, budget: int, length: int, *, fused: bool) -> dict[str, float]:
+    """`training_bytes` of micro-batches of whole sequences, in GiB."""
     tokens = budget // length * length or length
-    state = sum(state_bytes(size).values())
-    kept = {mode: state + activation_bytes(size, tokens, mode) for mode in ("none", "ops", "full")}
-    return {name: round(count / GIB, 2) for name, count in {"state": state, **kept}.items()}
+    counts = training_bytes(size, tokens, fused=fused)
+    return {name: round(count / GIB, 2) for name, count in counts.items()}
 
 
 def timed(step: Callable[[], None], setting: Setting, repeats: int = 3) -> dict[str, Any]:
@@ -211,7 +217,7 @@ def make_batch(sequences: int, length: int, vocabulary: int, tiny: bool = False)
 
 def moved_s(rates: Rates, size: str) -> float:
     """Seconds of AdamW's moments to the host and back, at the rates of pinned copies."""
-    moments = state_bytes(size)["moments"]
+    moments = 8 * parameters(size)
     return moments / rates.to_host + moments / rates.from_host
 
 

@@ -69,14 +69,14 @@ def test_lengths_of_the_load_are_spread() -> None:
     assert 900 < np.median(lengths) < 1150 and lengths.max() == 4096 and lengths.min() < 250
 
 
-def test_state_is_eighteen_bytes_a_parameter_and_less_is_kept_the_more_is_recomputed() -> None:
-    assert sum(shapes.state_bytes("1.5B").values()) == 18 * shapes.parameters("1.5B")
-    none, ops, full = (shapes.activation_bytes("1.5B", 16384, mode) for mode in ("none", "ops", "full"))
-    assert full < ops < none
-    assert full == 16384 * 2 * 1536 * 28 + none // 28
-    formula = training.formula("1.5B", 16384, 14255)
-    assert formula["full"] - formula["state"] == pytest.approx(
-        shapes.activation_bytes("1.5B", 14255, "full") / 2**30, abs=0.02
+def test_state_is_eighteen_bytes_a_parameter_and_the_largest_unit() -> None:
+    told = shapes.training_bytes("1.5B", 16384, fused=False)
+    assert told["state"] == 18 * shapes.parameters("1.5B") + 8 * 1536 * 151936
+    assert told["full"] < told["ops"] < told["none"]
+    assert shapes.training_bytes("1.5B", 16384, fused=True)["none"] < told["none"]
+    formula = training.formula("1.5B", 16384, 14255, fused=True)
+    assert formula["none"] * 2**30 == pytest.approx(
+        shapes.training_bytes("1.5B", 14255, fused=True)["none"], abs=2**24
     )
 
 
