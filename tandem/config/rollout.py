@@ -175,7 +175,7 @@ class EngineConfig(SamplingSection):
         None,
         "share of the device's memory for all that the rollout holds: weights, KV cache, work space; the "
         "native engine takes less where training leaves less; on a CPU, of all memory for the cache; null: "
-        "0.9 for the native engine on CUDA, else 0.5",
+        "0.9 for the native engine on CUDA if free_cache_engine, else 0.5",
         when=_IN_PROCESS,
         gt=0,
         le=1,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from tandem.config.rollout import EngineConfig
+from tandem.config.rollout import EngineConfig, RolloutConfig
 from tandem.engines.rollout.base import RolloutEngine
 from tandem.engines.rollout.draws.stops import decoder
 from tandem.engines.rollout.hf import HFEngine
@@ -21,6 +21,7 @@ from tandem.engines.rollout.vllm.make import make_vllm_engine
 from tandem.errors import ConfigError
 
 _STALL_S = 600.0
+_SHARE_OF_A_CACHE_THAT_STAYS = 0.5
 _ENGINES: dict[str, Callable[..., RolloutEngine]] = {"native": NativeEngine, "hf": HFEngine}
 
 
@@ -97,8 +98,11 @@ def stall_timeout_s(rollout: EngineConfig) -> float:
 
 
 def _native_options(rollout: EngineConfig) -> dict[str, Any]:
+    share = rollout.gpu_memory_utilization
+    if share is None and isinstance(rollout, RolloutConfig) and not rollout.free_cache_engine:
+        share = _SHARE_OF_A_CACHE_THAT_STAYS  # an update needs the rest
     return {
-        "gpu_memory_utilization": rollout.gpu_memory_utilization,
+        "gpu_memory_utilization": share,
         "block_size": rollout.block_size,
         "num_gpu_blocks_override": rollout.num_gpu_blocks_override,
         "enable_prefix_caching": rollout.enable_prefix_caching,

@@ -69,6 +69,16 @@ def test_max_num_seqs_takes_effect(name, tiny, make_requests):
     assert engine.stats()["peak_running"] == 2
 
 
+def test_a_cache_that_stays_beside_training_has_half_of_the_memory():
+    def share(**config):
+        return make_rollout_engine("native", RolloutConfig(**config), **OPTIONS, log=None)._store.room.given
+
+    assert share() is None and share(free_cache_engine=False) == 0.5
+    assert (
+        share(gpu_memory_utilization=0.7) == share(gpu_memory_utilization=0.7, free_cache_engine=False) == 0.7
+    )
+
+
 def test_runner_takes_effect(tiny, make_requests):
     engine = make_rollout_engine("native", RolloutConfig(), **OPTIONS, log=None, say=print)
     assert engine._say is print
