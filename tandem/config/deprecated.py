@@ -70,7 +70,8 @@ _BELOW = {
 _TILES = {
     "entropy_from_logits_with_chunking": "the head works through the vocabulary in tiles and never holds all "
     "logits at once",
-    "entropy_checkpointing": "the backward pass makes the logits again, tile by tile, and keeps none of them",
+    "entropy_checkpointing": "the backward pass makes the logits again, tile by tile, but where all of them "
+    "are few",
 }
 
 DEPRECATED: dict[str, Deprecated | Settled] = {

@@ -92,11 +92,11 @@ def _adapter_folder(own: Any, name: str) -> Iterator[ConfigError]:
 
 
 def _fused(own: Any, name: str) -> Iterator[Finding]:
-    """The fused head's kernels run where the models are, and are others than those without it."""
-    asked, on_cpu = own.fused_kernel_options.impl_backend, root(own).trainer.device == "cpu"
-    if not getattr(own, name):
+    """The fused head's kernels run where the models are."""
+    asked = own.fused_kernel_options.impl_backend
+    if not getattr(own, name) or root(own).trainer.device != "cpu":
         return
-    if on_cpu and asked in ("triton", "liger"):
+    if asked in ("triton", "liger"):
         backend = path(own, "fused_kernel_options.impl_backend")
         yield ConfigError(
             "these kernels run on CUDA devices alone",
@@ -105,10 +105,8 @@ def _fused(own: Any, name: str) -> Iterator[Finding]:
             expected="auto or torch",
             remedy=f"set {backend}=auto, or trainer.device=cuda",
         )
-    elif asked == "torch" or on_cpu:
-        yield (
-            f"{path(own, name)}=true: no effect; the head is PyTorch's, fused tile by tile, without it too."
-        )
+    else:
+        yield f"{path(own, name)}=true: no effect; on a CPU the head is PyTorch's without it too."
 
 
 def stored_config(folder: str | Path) -> dict[str, Any]:
@@ -177,10 +175,10 @@ class BackboneConfig(Section):
         "flash_attention_3 or 4 where installed for the GPU, else torch",
         needs=_attention_here,
     )
-    use_liger: bool = key(
-        False,
-        "Liger's kernels for norms, rotary embeddings and gated layers; a CUDA device and liger-kernel "
-        "are needed",
+    use_liger: bool | None = key(
+        None,
+        "kernels of norms, gated layers and rotary embeddings on CUDA devices; true: Liger's, which must be "
+        "installed; null: Liger's where installed; false: transformers' operators",
         needs=cuda_device,
     )
 
@@ -220,7 +218,7 @@ class BackboneConfig(Section):
     @property
     def head(self) -> str:
         """Which implementation makes log-probs and entropies, of `tandem.models.heads`."""
-        return "torch"
+        return "auto"
 
 
 LEARNING = (
@@ -255,10 +253,11 @@ class ModelConfig(BackboneConfig):
         meaning="folder of the tokenizer", inherits=".path", needs=model_folder("tokenizer_config.json")
     )
     custom_chat_template: str | None = key(None, "Jinja chat template; null: the tokenizer's own")
-    use_fused_kernels: bool = key(
-        False,
-        "log-probs and entropies by the kernels of fused_kernel_options; false: by PyTorch's operators, "
-        "tile by tile, which does not hold all logits at once either",
+    use_fused_kernels: bool | None = key(
+        None,
+        "log-probs and entropies by the kernels of fused_kernel_options; null: by Triton's on a CUDA device "
+        "where Triton is installed, else by PyTorch's operators; false: by these everywhere. All go through "
+        "the vocabulary tile by tile",
         needs=_fused,
     )
     fused_kernel_options: FusedKernelOptions = section(
@@ -267,4 +266,6 @@ class ModelConfig(BackboneConfig):
 
     @property
     def head(self) -> str:
+        if self.use_fused_kernels is None:
+            return "auto"
         return self.fused_kernel_options.impl_backend if self.use_fused_kernels else "torch"

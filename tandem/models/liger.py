@@ -41,6 +41,12 @@ def use_liger(model: PreTrainedModel, device: torch.device) -> None:
     patch(model)
 
 
+def knows(model: PreTrainedModel) -> bool:
+    """Whether Liger, which is installed, has kernels for this kind of model."""
+    liger: Any = import_module("liger_kernel.transformers.monkey_patch")
+    return model.config.model_type in liger.MODEL_TYPE_TO_APPLY_LIGER_FN
+
+
 def patch(model: PreTrainedModel) -> None:
     """`use_liger` without its checks of the device and the package."""
     liger: Any = import_module("liger_kernel.transformers.monkey_patch")

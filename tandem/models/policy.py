@@ -5,15 +5,18 @@ Shapes: N input tokens, K predicted tokens, T entries of the micro-batch's token
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tandem.errors import ConfigError, EngineError
 from tandem.models.heads import Head, token_log_probs
 from tandem.models.heads.exact import kl_divergence, sum_pi_squared
+from tandem.models.heads.tiled import Tiles, tiles_for
+from tandem.models.kernels import Kernels
 from tandem.models.lora import plain_name
 from tandem.models.packing import PackedInputs
 from tandem.models.tensor_group import TensorGroup, local
@@ -29,8 +32,10 @@ class PolicyModel(nn.Module):
         model: the transformers model, loaded with `attention=PACKED`.
         temperature: divides the logits of every output; that of the rollout.
         head: makes the outputs from the hidden states.
+        tiles: gives, for states of a type, the work on a part of the vocabulary, where ranks share it out.
 
     Attributes:
+        kernels: what computes layers and outputs.
         tensor_group: the ranks that share the layers, and the vocabulary; None: this one has all.
         reference_head: (V, D), the whole output embedding of the reference policy, in compute dtype, for
             `ref_kl`; None until it is given.
@@ -40,12 +45,18 @@ class PolicyModel(nn.Module):
     """
 
     whole_sequences = False
+    kernels = Kernels()
     starts_at_zero: frozenset[str] = frozenset()
     tensor_group: TensorGroup | None = None
     reference_head: Tensor | None = None
 
     def __init__(
-        self, model: PreTrainedModel, *, temperature: float = 1.0, head: Head = token_log_probs
+        self,
+        model: PreTrainedModel,
+        *,
+        temperature: float = 1.0,
+        head: Head = token_log_probs,
+        tiles: Callable[[torch.dtype], Tiles] = tiles_for,
     ) -> None:
         super().__init__()
         if temperature <= 0:
@@ -54,7 +65,7 @@ class PolicyModel(nn.Module):
             )
         self.model: Any = model
         self.temperature = temperature
-        self.head = head
+        self.head, self.tiles = head, tiles
 
     @property
     def decoder(self) -> Any:
@@ -81,7 +92,7 @@ class PolicyModel(nn.Module):
             log_probs_K, entropy_K = self.head(hidden_KD, weight, inputs.targets, **options)
         else:
             log_probs_K, entropy_K = split_token_log_probs(
-                hidden_KD, weight, inputs.targets, self.tensor_group, **options
+                hidden_KD, weight, inputs.targets, self.tensor_group, self.tiles(hidden_KD.dtype), **options
             )
         found = {"log_probs": log_probs_K, "entropy": entropy_K, "hidden": hidden_KD}
         if "sum_pi_squared" in outputs:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from tandem.models.kernels import Kernels
 from tandem.models.lora import plain_name
 from tandem.models.packing import PackedInputs
 from tandem.models.policy import at_places, check_outputs
@@ -26,6 +27,7 @@ class ScoreModel(nn.Module):
     """
 
     whole_sequences = True
+    kernels = Kernels()
     starts_at_zero: frozenset[str] = frozenset()
 
     def __init__(self, model: PreTrainedModel) -> None:

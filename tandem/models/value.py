@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from tandem.models.kernels import Kernels
 from tandem.models.lora import plain_name
 from tandem.models.packing import PackedInputs
 from tandem.models.policy import at_places, check_outputs, decode
@@ -28,6 +29,7 @@ class ValueModel(nn.Module):
     """
 
     whole_sequences = False
+    kernels = Kernels()
     starts_at_zero: frozenset[str] = frozenset({"value_head.weight", "value_head.bias"})
     """Parameters that are no part of a folder."""
 

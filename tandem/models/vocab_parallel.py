@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tandem.models.heads.tiled import TorchTiles, logit_gradient, merged, output_type, tiled_gradients
+from tandem.models.heads.tiled import Tiles, logit_gradient, merged, output_type, tiled_gradients
 from tandem.models.tensor_group import TensorGroup
 
 
@@ -34,6 +34,7 @@ def split_token_log_probs(
     weight_VD: DTensor,
     targets_M: Tensor,
     group: TensorGroup,
+    tiles: Tiles,
     *,
     temperature: float,
     with_entropy: bool,
@@ -47,6 +48,7 @@ def split_token_log_probs(
         hidden_MD: the same on all ranks.
         weight_VD: the output embedding, its rows shared out over the group.
         targets_M: int64 token ids.
+        tiles: the work on this rank's entries.
         temperature: divides the logits; > 0.
 
     Returns:
@@ -57,7 +59,9 @@ def split_token_log_probs(
     weight_SD = weight_VD.to_local()
     places_M = targets_M - first_entry(weight_VD.shape[0], group)
     apply: Any = _SplitLogProbs.apply
-    log_probs, entropy = apply(group.copied(hidden_MD), weight_SD, places_M, temperature, with_entropy, group)
+    log_probs, entropy = apply(
+        group.copied(hidden_MD), weight_SD, places_M, temperature, with_entropy, group, tiles
+    )
     return log_probs, (entropy if with_entropy else None)
 
 
@@ -74,14 +78,15 @@ class _SplitLogProbs(torch.autograd.Function):
         temperature: float,
         with_entropy: bool,
         group: TensorGroup,
+        tiles: Tiles,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.temperature = temperature
+        ctx.temperature, ctx.tiles = temperature, tiles
         if len(hidden_MD) == 0:  # on all ranks
             none_M = hidden_MD.new_empty(0, dtype=output_type(hidden_MD))
             ctx.save_for_backward(hidden_MD, weight_SD, places_M, none_M, none_M, none_M)
             return none_M, none_M.clone()
-        sums = TorchTiles().sums(hidden_MD, weight_SD, places_M, temperature, with_entropy)
+        sums = tiles.sums(hidden_MD, weight_SD, places_M, temperature, with_entropy, keep=False)
         own_peak_M, own_total_M, own_entropy_M = merged(sums)  # the total's logarithm
         peak_M = group.all_reduce(own_peak_M.clone(), dist.ReduceOp.MAX)
         log_total_M = group.all_reduce((own_peak_M - peak_M + own_total_M).exp()).log()
@@ -99,8 +104,8 @@ class _SplitLogProbs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden_MD, weight_SD, places_M, peak_M, log_total_M, entropy_M = ctx.saved_tensors
         if len(hidden_MD) == 0:
-            return torch.empty_like(hidden_MD), torch.zeros_like(weight_SD), None, None, None, None
+            return torch.empty_like(hidden_MD), torch.zeros_like(weight_SD), *[None] * 5
         wanted = logit_gradient(grads, ctx.temperature, peak_M, log_total_M, entropy_M)
         inputs = (hidden_MD, weight_SD, places_M)
-        found = tiled_gradients(TorchTiles(), *inputs, ctx.temperature, wanted, *ctx.needs_input_grad[:2])
-        return *found, None, None, None, None
+        found = tiled_gradients(ctx.tiles, *inputs, ctx.temperature, wanted, *ctx.needs_input_grad[:2])
+        return *found, *[None] * 5

@@ -175,8 +175,10 @@ class EngineWorker(TimedWorker):
     def hold(self, role: str, engine: AnyEngine) -> AnyEngine:
         """Takes a new engine in: its collectives are reported under `role`, and batches for it are divided
         over the mesh of that name; it starts offloaded. Where not all of its parameters are trained, the user
-        hears how many are."""
+        hears how many are; on a CUDA device, on which kernels it runs."""
         self.engines[role] = engine
+        if self.device.type == "cuda":
+            self.say(f"{role}: {engine.kernels}.")
         info = engine.state_info()
         if 0 < info["trainable_parameters"] < info["parameters"]:
             self.say(

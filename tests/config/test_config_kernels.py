@@ -19,7 +19,14 @@ def test_head_for_cuda_on_a_cpu(load, errors, backend):
     for device in ("cuda", "auto"):
         config = load(*asked, f"trainer.device={device}").config
         assert config.actor_rollout_ref.model.head == backend
-    assert load(asked[1], "trainer.device=cpu").config.actor_rollout_ref.model.head == "torch"
+    assert load(asked[1], "trainer.device=cpu").config.actor_rollout_ref.model.head == "auto"
+
+
+@pytest.mark.parametrize("asked", ["null", "false", "true"])
+def test_head_by_default(load, asked):
+    config = load(f"{MODEL}.use_fused_kernels={asked}", f"{MODEL}.{BACKEND}=auto").config
+    assert config.actor_rollout_ref.model.head == ("torch" if asked == "false" else "auto")
+    assert config.critic.model.head == "auto"
 
 
 @pytest.mark.parametrize("at", [MODEL, "critic.model", "reward_model.model"])

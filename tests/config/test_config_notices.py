@@ -81,19 +81,13 @@ NOTICES = {
     ),
     "fused head on a CPU": (
         [f"{MODEL}.use_fused_kernels=true", "trainer.device=cpu"],
-        [
-            f"{MODEL}.use_fused_kernels=true: no effect; the head is PyTorch's, fused tile by tile, without "
-            "it too."
-        ],
-    ),
-    "fused head that is there anyway": (
-        [f"{MODEL}.use_fused_kernels=true", f"{MODEL}.fused_kernel_options.impl_backend=torch"],
-        [
-            f"{MODEL}.use_fused_kernels=true: no effect; the head is PyTorch's, fused tile by tile, without "
-            "it too."
-        ],
+        [f"{MODEL}.use_fused_kernels=true: no effect; on a CPU the head is PyTorch's without it too."],
     ),
     "fused head where it may count": ([f"{MODEL}.use_fused_kernels=true"], []),
+    "PyTorch's head where Triton's may be": (
+        [f"{MODEL}.use_fused_kernels=true", f"{MODEL}.fused_kernel_options.impl_backend=torch"],
+        [],
+    ),
     "entropy in chunks": (
         ["actor_rollout_ref.ref.entropy_from_logits_with_chunking=True"],
         [
@@ -105,7 +99,7 @@ NOTICES = {
         [f"{A}.entropy_checkpointing=false"],
         [
             f"{A}.entropy_checkpointing=false: always true here: the backward pass makes the logits again, "
-            "tile by tile, and keeps none of them."
+            "tile by tile, but where all of them are few."
         ],
     ),
     "seed of no order": (

@@ -38,9 +38,8 @@ def head(group, vocabulary, tile_bytes, temperature, dtype, asked):
     part = weight.chunk(group.size)[group.rank].clone()
     split = DTensor.from_local(part, group.mesh, [Shard(0)], shape=weight.shape, stride=weight.stride())
     hidden, split = hidden.requires_grad_(), nn.Parameter(split)
-    found = split_token_log_probs(
-        hidden, split, targets, group, temperature=temperature, with_entropy=bool(asked[1])
-    )
+    options = {"temperature": temperature, "with_entropy": bool(asked[1])}
+    found = split_token_log_probs(hidden, split, targets, group, tiled.TorchTiles(), **options)
     sum((value * m).sum() for value, m, use in zip(found, mix, asked, strict=True) if use).backward()
     return [value.detach() for value in found if value is not None], hidden.grad, split.grad.full_tensor()
 

@@ -8,6 +8,7 @@ from tandem.config.model import BackboneConfig, FusedKernelOptions, ModelConfig
 from tandem.engines.train.fsdp import FSDPEngine
 from tandem.errors import ConfigError
 from tandem.models.heads import make_head, tiled, token_log_probs
+from tandem.models.linear import wide_product
 from tests.support.heads import Largest, check_head, cut, make_case, reference
 
 CPU = torch.device("cpu")
@@ -24,16 +25,18 @@ def width(request, monkeypatch):
     vocabulary=st.integers(1, 70),
     features=st.integers(1, 20),
     tile=st.integers(1, 80),
+    kept=st.sampled_from([0, 1 << 20]),
     temperature=st.floats(0.05, 20.0),
     scale=st.sampled_from([0.0, 1.0, 30.0, 1e4]),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_any_shape_in_float64(rows, vocabulary, features, tile, temperature, scale, seed):
+def test_any_shape_in_float64(rows, vocabulary, features, tile, kept, temperature, scale, seed):
     hidden, weight, targets = make_case(
         rows, vocabulary, features, torch.float64, scale=scale * temperature, seed=seed
     )
     with pytest.MonkeyPatch.context() as patch:
         cut(patch, tile)
+        patch.setattr(tiled, "_KEPT_BYTES", kept)
         largest = (hidden @ weight.T).abs().max().item() / temperature if rows else 0.0
         check_head(token_log_probs, hidden, weight, targets, temperature, 1e-14 * (100 + largest))
 
@@ -119,6 +122,68 @@ def test_nothing_is_larger_than_a_tile_or_the_weight():
     assert largest.bytes <= tiled._TILE_BYTES["cpu"] < 2048 * 16384 * 2 / 10
 
 
+class Products:
+    """Counts the products that make logits."""
+
+    def __init__(self, monkeypatch):
+        self.number = 0
+        monkeypatch.setattr(tiled, "wide_product", self)
+
+    def __call__(self, left, right):
+        self.number += 1
+        return wide_product(left, right)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("with_entropy", [True, False])
+def test_logits_that_fit_are_made_once_and_change_no_bit(dtype, with_entropy, monkeypatch):
+    cut(monkeypatch, 8)
+    found = []
+    for budget, products in ((37 * 29 * 4, 4), (37 * 29 * 4 - 1, 8)):
+        monkeypatch.setattr(tiled, "_KEPT_BYTES", budget)
+        counted = Products(monkeypatch)
+        hidden, weight, targets = make_case(37, 29, 12, dtype)
+        outputs = token_log_probs(hidden, weight, targets, temperature=0.7, with_entropy=with_entropy)
+        total = sum((value * torch.arange(37)).sum() for value in outputs if value is not None)
+        twice = [torch.autograd.grad(total, (hidden, weight), retain_graph=again) for again in (True, False)]
+        assert all(torch.equal(first, second) for first, second in zip(*twice, strict=True))
+        assert counted.number == products + (4 if products == 8 else 0)  # the second backward pass
+        found.append([*(value for value in outputs if value is not None), *twice[0]])
+    assert all(torch.equal(kept, made_again) for kept, made_again in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_logits_wait_for_a_backward_pass_alone(learns):
+    hidden, weight, targets = make_case(37, 29, 12, torch.float32)
+    asked = []
+
+    class Tiles(tiled.TorchTiles):
+        def sums(self, *args, keep):
+            asked.append(keep)
+            return super().sums(*args, keep=keep)
+
+    with torch.set_grad_enabled(learns):
+        tiled.tiled_log_probs(Tiles(), hidden, weight, targets, 1.0, True)
+    tiled.tiled_log_probs(Tiles(), hidden.detach(), weight.detach(), targets, 1.0, True)
+    assert asked == [learns, False]
+
+
+@pytest.mark.gpu
+def test_bf16_logits_on_a_gpu_are_those_of_fp32_sums():
+    """Rounded to bf16, logits of 30 would be off by 0.06, and log-probs with them."""
+    hidden, weight, targets = make_case(500, 3000, 64, torch.bfloat16, device="cuda")
+    want = reference(hidden, weight, targets, 1.0)
+    outputs = token_log_probs(hidden, weight, targets, temperature=1.0, with_entropy=True)
+    rounded = torch.log_softmax((hidden @ weight.T).float(), -1).gather(1, targets[:, None])[:, 0]
+    errors = [
+        (got - value).abs().max().item()
+        for got, value in zip((*outputs, rounded), (*want, want[0]), strict=True)
+    ]
+    print(f"log-prob {errors[0]:.1e}, entropy {errors[1]:.1e}, of rounded logits {errors[2]:.1e}")
+    assert max(errors[:2]) < 1e-4 < 1e-2 < errors[2]
+    check_head(token_log_probs, hidden, weight, targets, 1.0, 1e-2)
+
+
 @pytest.mark.parametrize("name", ["torch", "auto"])
 def test_a_cpu_has_the_torch_head(name):
     assert make_head(name, CPU) is token_log_probs
@@ -143,7 +208,8 @@ def test_the_engine_takes_the_head_that_the_config_names(qwen2_folder):
     with pytest.raises(ConfigError, match="CUDA"):
         engine(qwen2_folder, fused)
     switched_off = fused.model_copy(update={"use_fused_kernels": False})
-    for model in (switched_off, BackboneConfig(path=str(qwen2_folder))):
+    by_default = fused.model_copy(update={"use_fused_kernels": None})
+    for model in (switched_off, by_default, BackboneConfig(path=str(qwen2_folder))):
         assert engine(qwen2_folder, model).module.head is token_log_probs
 
 

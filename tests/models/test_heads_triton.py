@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.models.heads import make_head, tiled, triton
+from tandem.models.heads.triton import Blocks
 from tests.support.heads import check_head, make_case
 
 pytestmark = pytest.mark.triton
@@ -33,15 +34,18 @@ def cut(monkeypatch, span, tile):
     tile=st.sampled_from([32, 100, 512]),
     temperature=st.sampled_from([0.25, 1.0, 4.0]),
     scale=st.sampled_from([0.0, 1.0, 300.0]),
+    blocks=st.sampled_from([None, Blocks(16, 32, 16, warps=4, together=2)]),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_any_shape(rows, vocabulary, features, span, tile, temperature, scale, seed):
+def test_any_shape(rows, vocabulary, features, span, tile, temperature, scale, blocks, seed):
     hidden, weight, targets = make_case(
         rows, vocabulary, features, torch.float64, scale=scale, seed=seed, device=DEVICE
     )
     whole = [leaf.detach().round().float().requires_grad_() for leaf in (hidden, weight)]  # exact logits
     with pytest.MonkeyPatch.context() as patch:
         cut(patch, span, tile)
+        if blocks is not None:
+            patch.setattr(Blocks, "of", lambda dtype, device: blocks)
         check_head(triton.token_log_probs, *whole, targets, temperature, 1e-6)
 
 
@@ -58,6 +62,15 @@ def test_any_shape(rows, vocabulary, features, span, tile, temperature, scale, s
 def test_types(dtype, tolerance, monkeypatch):
     cut(monkeypatch, 128, 256)
     check_head(triton.token_log_probs, *make_case(130, 700, 72, dtype, device=DEVICE), 0.6, tolerance)
+
+
+@pytest.mark.parametrize("major", [8, 9])
+def test_blocks_of_a_capability(major, monkeypatch):
+    cut(monkeypatch, 128, 512)
+    blocks = Blocks.for_capability(torch.float16, major)
+    assert blocks.columns == (256 if major == 9 else 128)
+    monkeypatch.setattr(Blocks, "of", lambda dtype, device: blocks)
+    check_head(triton.token_log_probs, *make_case(130, 700, 72, torch.float16, device=DEVICE), 0.6, 2e-3)
 
 
 @pytest.mark.parametrize("which", [0, 1])

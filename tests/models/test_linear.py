@@ -3,9 +3,11 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tandem.models import linear as linear_module
-from tandem.models.linear import linear, product, speed_up_linears
+from tandem.models.linear import linear, product, speed_up_linears, wide_product
 
 
 @pytest.fixture(params=[True, False], ids=["onednn", "plain"], autouse=True)
@@ -13,6 +15,8 @@ def onednn(request, monkeypatch):
     if request.param and not linear_module._ONEDNN:
         pytest.skip("this build has no oneDNN")
     monkeypatch.setattr(linear_module, "_ONEDNN", request.param)
+    monkeypatch.setattr(linear_module, "_INTEL", False)
+    return request.param
 
 
 @pytest.mark.parametrize(
@@ -47,6 +51,45 @@ def test_only_needed_gradients():
 def test_product_takes_transposed_views(dtype):
     left, right = torch.randn(12, 30, dtype=dtype), torch.randn(12, 20, dtype=dtype)
     assert torch.allclose(product(left.T, right.T), left.T @ right, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_wide_product(dtype):
+    left, right = torch.randn(12, 30).to(dtype), torch.randn(20, 30).to(dtype)
+    got, want = wide_product(left, right), left.double() @ right.double().T
+    assert got.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert (got - want).norm() <= (5e-3 if dtype == torch.bfloat16 else 1e-6) * want.norm()
+
+
+class Called(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_wide_product_on_cuda_rounds_nothing_to_half_precision(dtype):
+    """What is called there, without a device."""
+    with FakeTensorMode(), Called() as called:
+        left, right = (torch.empty(rows, 30, dtype=dtype, device="cuda") for rows in (12, 20))
+        out = wide_product(left, right)
+    wide = dtype.itemsize >= 4
+    assert (out.dtype, tuple(out.shape)) == (dtype if wide else torch.float32, (12, 20))
+    assert [name for name in called.names if "mm" in name] == ["aten.mm.default" if wide else "aten.mm.dtype"]
+    assert not any("to_copy" in name for name in called.names)
+
+
+@pytest.mark.parametrize("intel", [True, False])
+def test_the_library_is_that_of_the_processor(intel, monkeypatch, onednn):
+    monkeypatch.setattr(linear_module, "_INTEL", intel)
+    with Called() as called:
+        product(torch.randn(64, 32), torch.randn(16, 32))
+    through = [name for name in called.names if "_linear_pointwise" in name]
+    assert bool(through) == (onednn and not intel)
 
 
 def test_only_plain_linears_are_changed():

@@ -106,6 +106,7 @@ def test_parameters_have_no_memory_until_they_are_sharded(folder):
         "policy",
         folder,
         BackboneConfig(path=str(folder)),
+        FSDPConfig(),
         torch.float32,
         torch.device("cpu"),
         temperature=1.0,

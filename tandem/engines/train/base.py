@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tandem.engines.weight_sync import Digest
+from tandem.models.kernels import Kernels
 from tandem.models.parallel import Share
 from tandem.observability.metrics import Metrics
 from tandem.protocol import DataProto
@@ -101,6 +102,8 @@ class TrainEngine(Protocol):
     unshards: bool
     """Whether `unsharded` gives the module; not where ranks split its layers, or have some of them, nor with
     adapters."""
+    kernels: Kernels
+    """What computes its layers and log-probs."""
 
     @property
     def compute_dtype(self) -> torch.dtype:

@@ -105,12 +105,14 @@ class FSDPEngine:
             kind,
             model_path,
             model,
+            fsdp,
             self._master,
             device,
             temperature=temperature,
             trains=optim is not None,
             base_dtype=self._compute,
         )
+        self.kernels = self.module.kernels
         units = wrapped(self.module, fsdp.wrap_policy)
         stages = None if division.pipeline is None else Stages(division.pipeline, self.module)
         if division.tensor is not None:

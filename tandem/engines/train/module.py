@@ -18,8 +18,8 @@ from tandem.engines.train.optimizers import require_optimizer
 from tandem.models.architectures import require_packable
 from tandem.models.attention import attention_name
 from tandem.models.compiled import require_compiler
-from tandem.models.heads import make_head
-from tandem.models.liger import use_liger
+from tandem.models.heads import head_name, make_head, make_tiles
+from tandem.models.kernels import Kernels, choose_kernels
 from tandem.models.loading import load_config, load_policy, load_scorer
 from tandem.models.lora import add_adapters, require_peft, train_adapters_alone
 from tandem.models.policy import PolicyModel
@@ -50,6 +50,7 @@ def unsharded_module(
     kind: Kind,
     path: str | Path,
     model: BackboneConfig,
+    fsdp: FSDPConfig,
     dtype: torch.dtype,
     device: torch.device,
     *,
@@ -62,7 +63,7 @@ def unsharded_module(
     pytorch_model.bin, other names, a tied weight stored twice.
 
     Args:
-        kind, path, model, temperature: see `FSDPEngine`.
+        kind, path, model, fsdp, temperature: see `FSDPEngine`.
         dtype: of the parameters.
         device: where it will run.
         trains: whether the parameters take gradients; of a model with adapters these, and a head of ours.
@@ -83,19 +84,20 @@ def unsharded_module(
 
     def made(*, weights: bool) -> Model:
         backbone = load(path, dtype=dtype, trust_remote_code=remote, attention=attention, weights=weights)
-        if model.use_liger:
-            use_liger(backbone, device)
+        layers = choose_kernels(backbone, model.use_liger, device, fsdp)
         if model.lora_rank:
             add_adapters(backbone, model, kind, dtype)
         module: Model
         if kind == "policy":
-            module = PolicyModel(backbone, temperature=temperature, head=make_head(model.head, device))
+            head, tiles = make_head(model.head, device), make_tiles(model.head, device)
+            module = PolicyModel(backbone, temperature=temperature, head=head, tiles=tiles)
         else:
             module = (ValueModel if kind == "value" else ScoreModel)(backbone)
+        module.kernels = Kernels(layers, head_name(model.head, device) if kind == "policy" else None)
         module.requires_grad_(trains).train(trains)
         if model.lora_rank and trains:
-            head = None if isinstance(module, PolicyModel) else module.head
-            train_adapters_alone(module, head, base_dtype or dtype)
+            trained = None if isinstance(module, PolicyModel) else module.head
+            train_adapters_alone(module, trained, base_dtype or dtype)
         return module
 
     files = WeightFiles.find(path)

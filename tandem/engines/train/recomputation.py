@@ -200,7 +200,7 @@ class Recomputation:
             tensor=work["tp"].size(),
             sequence=work["sequence"].size(),
             lora_rank=self._model.lora_rank,
-            fused=self._model.use_liger,
+            fused=self._module.kernels.fused,
             held=held,
             **self._kernels(packings),
         )

@@ -1,11 +1,12 @@
 """Log-probabilities and entropies from hidden states: the protocol, and the choice of an implementation.
 
-None holds the logits of all positions and the whole vocabulary at once; all compute them a second time in the
-backward pass.
+None holds the logits of all positions and the whole vocabulary at once, but where they are few (see `tiled`);
+else all compute them a second time in the backward pass.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Protocol
@@ -14,9 +15,9 @@ import torch
 from torch import Tensor
 
 from tandem.errors import ConfigError
-from tandem.models.heads.tiled import token_log_probs
+from tandem.models.heads.tiled import Tiles, tiles_for, token_log_probs
 
-__all__ = ["HEADS", "Head", "make_head", "token_log_probs"]
+__all__ = ["HEADS", "Head", "head_name", "make_head", "make_tiles", "token_log_probs"]
 
 _FIELD = "model.fused_kernel_options.impl_backend"
 
@@ -60,19 +61,36 @@ _INSTALL = {
 }
 
 
+def head_name(asked: str, device: torch.device) -> str:
+    """The name of the head that is meant for tensors on a device: "auto" is Triton's where it can run, else
+    PyTorch's."""
+    if asked != "auto":
+        return asked
+    return "triton" if device.type == "cuda" and find_spec("triton") else "torch"
+
+
 def make_head(name: str, device: torch.device) -> Head:
-    """The head of that name for tensors on a device; "auto" is Triton's where it can run, else PyTorch's.
+    """The head of that name for tensors on a device; see `head_name`.
 
     Raises:
         ConfigError: a head that cannot run there, or whose package is not installed.
     """
-    if name == "auto":
-        name = "triton" if device.type == "cuda" and find_spec("triton") else "torch"
+    name = head_name(name, device)
     if name in _INSTALL:
         _check(name, device)
     module, attribute = HEADS[name].split(":")
     head: Head = getattr(import_module(f"{__name__}.{module}"), attribute)
     return head
+
+
+def make_tiles(name: str, device: torch.device) -> Callable[[torch.dtype], Tiles]:
+    """What gives the tiles, for states of a type, of the head of that name; PyTorch's for one without.
+    Ranks that share out the vocabulary evaluate their parts with them. See `make_head`."""
+    if head_name(name, device) != "triton":
+        return tiles_for
+    _check("triton", device)
+    made: Callable[[torch.dtype], Tiles] = import_module(f"{__name__}.triton").tiles_for
+    return made
 
 
 def _check(name: str, device: torch.device) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -24,10 +24,11 @@ def token_log_probs(
 def _tiles() -> TorchTiles:
     reduced: Any = torch.compile(_reduced, dynamic=True)
     graded: Any = torch.compile(_graded, dynamic=True)
-    return TorchTiles(
-        lambda z_MT, *rest: (reduced if len(z_MT) >= _MIN_ROWS else reduced_tile)(z_MT, *rest),
-        lambda z_MT, *rest: (graded if len(z_MT) >= _MIN_ROWS else graded_tile)(z_MT, *rest),
-    )
+
+    def take(compiled: Any, plain: Any, z_MT: Tensor, *rest: Any, keep: bool) -> Any:
+        return compiled(z_MT, *rest) if len(z_MT) >= _MIN_ROWS else plain(z_MT, *rest, keep=keep)
+
+    return TorchTiles(partial(take, reduced, reduced_tile), partial(take, graded, graded_tile))
 
 
 def _reduced(z_MT: Tensor, with_moment: bool) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tandem.models.heads.tiled import output_type, tile_width, tiles_of
-from tandem.models.linear import product
+from tandem.models.linear import product, wide_product
 from tandem.models.tensor_group import TensorGroup
 
 
@@ -200,13 +200,9 @@ def _log_probs(
 
 def _logits(hidden_MD: Tensor, weight_TD: Tensor, temperature: float) -> Tensor:
     """(M, T) in the output's precision."""
-    out_type = output_type(hidden_MD)
-    if hidden_MD.dtype == out_type:
-        logits_MT = product(hidden_MD, weight_TD)
-    elif hidden_MD.is_cuda:
-        logits_MT = torch.mm(hidden_MD, weight_TD.T, out_dtype=out_type)
-    else:
-        logits_MT = product(hidden_MD.to(out_type), weight_TD.to(out_type))
+    if not hidden_MD.is_cuda:  # where `wide_product` would round
+        hidden_MD, weight_TD = (values.to(output_type(hidden_MD)) for values in (hidden_MD, weight_TD))
+    logits_MT = wide_product(hidden_MD, weight_TD)
     return logits_MT if temperature == 1 else logits_MT.div_(temperature)
 
 

@@ -3,28 +3,32 @@
 A tile's logits, of all positions, are made, used and dropped. The forward pass keeps three numbers per
 position and tile, which together give the normaliser and the entropy. The backward pass makes the tile again:
 its part of the weight's gradient is final at once, in the weight's own type, and only the states' gradient,
-which is small, is summed over tiles, in fp32.
+which is small, is summed over tiles, in fp32. Where all tiles together are small, `TorchTiles` keeps them for
+the backward pass: no bit of a number depends on it.
 
 Operations, multiply and add counted apart: 2 M D V forward, as much again to make the logits a second time,
-4 M D V for the two gradients. Memory beside the gradients: a few tiles, whatever V.
+4 M D V for the two gradients. Memory beside the gradients: a few tiles, whatever V, or the kept logits.
 
 Shapes: M positions, D hidden features, V vocabulary entries, T entries of a tile, S tiles.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from tandem.models.linear import product
+from tandem.models.linear import product, wide_product
 
-# Bytes of one tile of logits in the output's precision, by kind of device, where T is not the least.
+# Bytes of one tile, by kind of device, where T is not the least.
 _TILE_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 _LEAST_TILE = 256
+# The most bytes of logits that wait for the backward pass. Fixed: what is free differs between ranks and
+# steps, and a peak of memory must be known from sizes alone.
+_KEPT_BYTES = 256 << 20
 
 
 def token_log_probs(
@@ -32,6 +36,11 @@ def token_log_probs(
 ) -> tuple[Tensor, Tensor | None]:
     """See `Head`; in PyTorch's own operators, for every device and floating type."""
     return tiled_log_probs(TorchTiles(), hidden_MD, weight_VD, targets_M, temperature, with_entropy)
+
+
+def tiles_for(dtype: torch.dtype) -> Tiles:
+    """The tiles for states of a type: PyTorch's."""
+    return TorchTiles()
 
 
 def tiled_log_probs(
@@ -45,8 +54,11 @@ def tiled_log_probs(
     """See `Head`; `tiles` does the work within a tile."""
     assert hidden_MD.ndim == 2 and targets_M.shape == hidden_MD.shape[:1]
     assert weight_VD.shape[1] == hidden_MD.shape[1] and temperature > 0
+    size = len(hidden_MD) * len(weight_VD) * output_type(hidden_MD).itemsize
+    learns = torch.is_grad_enabled() and (hidden_MD.requires_grad or weight_VD.requires_grad)
+    keep = learns and size <= _KEPT_BYTES
     apply: Any = _TiledLogProbs.apply
-    log_probs, entropy = apply(hidden_MD, weight_VD, targets_M, temperature, with_entropy, tiles)
+    log_probs, entropy = apply(hidden_MD, weight_VD, targets_M, temperature, with_entropy, tiles, keep)
     return log_probs, (entropy if with_entropy else None)
 
 
@@ -59,12 +71,14 @@ class Sums:
         total_SM: Σ exp(z - peak).
         moment_SM: Σ exp(z - peak) (z - peak); None where no entropy is asked for.
         target_M: the target's z.
+        kept: the tiles' z, (M, T) each; none where they are not kept.
     """
 
     peak_SM: Tensor
     total_SM: Tensor
     moment_SM: Tensor | None
     target_M: Tensor
+    kept: Sequence[Tensor] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +110,18 @@ class Tiles(Protocol):
         targets_M: Tensor,
         temperature: float,
         with_moment: bool,
+        *,
+        keep: bool,
     ) -> Sums:
-        """The sums of all tiles; at least one position and one entry."""
+        """The sums of all tiles; at least one position and one entry.
+
+        Args:
+            keep: whether the logits may be kept for `gradient`.
+        """
+        ...
+
+    def width(self, hidden_MD: Tensor) -> int:
+        """T of `gradient`, but for the last tile."""
         ...
 
     def gradient(
@@ -107,11 +131,13 @@ class Tiles(Protocol):
         targets_M: Tensor,
         temperature: float,
         wanted: LogitGradient,
+        kept_MT: Tensor | None,
     ) -> Tensor:
         """(M, T) in the type of `hidden_MD`: one tile's gradient in its undivided logits.
 
         Args:
             targets_M: ids as counted from the tile's first entry; those outside the tile are of no concern.
+            kept_MT: the tile's logits, of `Sums`, which are left as they are; None: they are made again.
         """
         ...
 
@@ -136,23 +162,31 @@ class TorchTiles:
         targets_M: Tensor,
         temperature: float,
         with_moment: bool,
+        *,
+        keep: bool,
     ) -> Sums:
         peaks, totals = [], []
         moments: list[Tensor] = []
+        kept: list[Tensor] = []
         target_M: Tensor | None = None
-        for start, weight_TD in tiles_of(weight_VD, tile_width(hidden_MD)):
+        for start, weight_TD in tiles_of(weight_VD, self.width(hidden_MD)):
             z_MT = _logits(hidden_MD, weight_TD, temperature)
             here_M, index_M1 = _places(targets_M - start, len(weight_TD))
             found_M = z_MT.gather(1, index_M1).squeeze(1)
             target_M = found_M if target_M is None else torch.where(here_M, found_M, target_M)
-            peak_M, total_M, moment_M = self._reduced(z_MT, with_moment)
+            peak_M, total_M, moment_M = self._reduced(z_MT, with_moment, keep=keep)
             peaks.append(peak_M)
             totals.append(total_M)
             if moment_M is not None:
                 moments.append(moment_M)
+            if keep:
+                kept.append(z_MT)
         assert target_M is not None
         moment_SM = torch.stack(moments) if with_moment else None
-        return Sums(torch.stack(peaks), torch.stack(totals), moment_SM, target_M)
+        return Sums(torch.stack(peaks), torch.stack(totals), moment_SM, target_M, kept)
+
+    def width(self, hidden_MD: Tensor) -> int:
+        return tile_width(hidden_MD)
 
     def gradient(
         self,
@@ -161,29 +195,39 @@ class TorchTiles:
         targets_M: Tensor,
         temperature: float,
         wanted: LogitGradient,
+        kept_MT: Tensor | None,
     ) -> Tensor:
-        z_MT = _logits(hidden_MD, weight_TD, temperature)
-        grad_MT = self._graded(z_MT, wanted.peak_M, wanted.log_total_M, wanted.constant_M, wanted.slope_M)
+        z_MT = _logits(hidden_MD, weight_TD, temperature) if kept_MT is None else kept_MT
+        factors = (wanted.peak_M, wanted.log_total_M, wanted.constant_M, wanted.slope_M)
+        grad_MT = self._graded(z_MT, *factors, keep=kept_MT is not None)
         here_M, index_M1 = _places(targets_M, len(weight_TD))
         grad_MT.scatter_add_(1, index_M1, (wanted.target_M * here_M).unsqueeze(1))
         return grad_MT.to(hidden_MD.dtype)
 
 
-def reduced_tile(z_MT: Tensor, with_moment: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """A tile's part of `Sums`: peak, total and moment, each (M). The logits are used up."""
+def reduced_tile(z_MT: Tensor, with_moment: bool, *, keep: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """A tile's part of `Sums`: peak, total and moment, each (M). The logits are used up, or kept."""
     peak_M = z_MT.amax(1)
-    z_MT.sub_(peak_M.unsqueeze(1))
-    weights_MT = z_MT.exp() if with_moment else z_MT.exp_()
-    moment_M = torch.linalg.vecdot(weights_MT, z_MT) if with_moment else None
+    shifted_MT = torch.sub(z_MT, peak_M.unsqueeze(1), out=None if keep else z_MT)
+    weights_MT = shifted_MT.exp() if with_moment else shifted_MT.exp_()
+    moment_M = torch.linalg.vecdot(weights_MT, shifted_MT) if with_moment else None
     return peak_M, weights_MT.sum(1), moment_M
 
 
 def graded_tile(
-    z_MT: Tensor, peak_M: Tensor, log_total_M: Tensor, constant_M: Tensor, slope_M: Tensor | None
+    z_MT: Tensor,
+    peak_M: Tensor,
+    log_total_M: Tensor,
+    constant_M: Tensor,
+    slope_M: Tensor | None,
+    *,
+    keep: bool,
 ) -> Tensor:
-    """(M, T): what `LogitGradient` says of a tile's logits, but at the targets. The logits are used up."""
+    """(M, T): what `LogitGradient` says of a tile's logits, but at the targets. The logits are used up, or
+    kept."""
     # Two subtractions: their sum, rounded, would be off by 5e-4 for logits of 1e4.
-    log_p_MT = z_MT.sub_(peak_M.unsqueeze(1)).sub_(log_total_M.unsqueeze(1))
+    shifted_MT = torch.sub(z_MT, peak_M.unsqueeze(1), out=None if keep else z_MT)
+    log_p_MT = shifted_MT.sub_(log_total_M.unsqueeze(1))
     grad_MT = log_p_MT.exp()
     if slope_M is None:
         return grad_MT.mul_(constant_M.unsqueeze(1))
@@ -200,27 +244,30 @@ class _TiledLogProbs(torch.autograd.Function):
         temperature: float,
         with_entropy: bool,
         tiles: Tiles,
+        keep: bool,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         if len(hidden_MD) == 0:
             none_M = hidden_MD.new_empty(0, dtype=output_type(hidden_MD))
             ctx.save_for_backward(hidden_MD, weight_VD, targets_M, none_M, none_M, none_M)
             return none_M, none_M.clone()
-        sums = tiles.sums(hidden_MD, weight_VD, targets_M, temperature, with_entropy)
+        sums = tiles.sums(hidden_MD, weight_VD, targets_M, temperature, with_entropy, keep=keep)
         peak_M, log_total_M, entropy_M = merged(sums)
-        ctx.save_for_backward(hidden_MD, weight_VD, targets_M, peak_M, log_total_M, entropy_M)
+        ctx.save_for_backward(hidden_MD, weight_VD, targets_M, peak_M, log_total_M, entropy_M, *sums.kept)
         ctx.temperature, ctx.tiles = temperature, tiles
         return sums.target_M - peak_M - log_total_M, entropy_M
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden_MD, weight_VD, targets_M, peak_M, log_total_M, entropy_M = ctx.saved_tensors
+        hidden_MD, weight_VD, targets_M, peak_M, log_total_M, entropy_M, *kept = ctx.saved_tensors
         if len(hidden_MD) == 0:
-            return torch.empty_like(hidden_MD), torch.zeros_like(weight_VD), None, None, None, None
+            return torch.empty_like(hidden_MD), torch.zeros_like(weight_VD), *[None] * 5
         wanted = logit_gradient(grads, ctx.temperature, peak_M, log_total_M, entropy_M)
         inputs = (hidden_MD, weight_VD, targets_M)
-        found = tiled_gradients(ctx.tiles, *inputs, ctx.temperature, wanted, *ctx.needs_input_grad[:2])
-        return *found, None, None, None, None
+        found = tiled_gradients(
+            ctx.tiles, *inputs, ctx.temperature, wanted, *ctx.needs_input_grad[:2], kept=kept
+        )
+        return *found, *[None] * 5
 
 
 def tiled_gradients(
@@ -232,16 +279,20 @@ def tiled_gradients(
     wanted: LogitGradient,
     need_hidden: bool,
     need_weight: bool,
+    *,
+    kept: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor | None]:
     """The gradients of the states and of the weight, tile by tile.
 
     Args:
         targets_M: ids as counted from the weight's first entry; some may lie outside.
+        kept: see `Sums`.
     """
     grad_hidden_MD = torch.zeros_like(hidden_MD, dtype=wanted.peak_M.dtype)
     grad_weight_VD = torch.empty_like(weight_VD) if need_weight else None
-    for start, weight_TD in tiles_of(weight_VD, tile_width(hidden_MD)):
-        grad_MT = tiles.gradient(hidden_MD, weight_TD, targets_M - start, temperature, wanted)
+    for index, (start, weight_TD) in enumerate(tiles_of(weight_VD, tiles.width(hidden_MD))):
+        kept_MT = kept[index] if kept else None
+        grad_MT = tiles.gradient(hidden_MD, weight_TD, targets_M - start, temperature, wanted, kept_MT)
         if need_hidden:
             grad_hidden_MD += product(grad_MT, weight_TD.T)
         if grad_weight_VD is not None:
@@ -282,10 +333,14 @@ def output_type(hidden_MD: Tensor) -> torch.dtype:
     return torch.promote_types(hidden_MD.dtype, torch.float32)
 
 
-def tile_width(hidden_MD: Tensor) -> int:
-    """T, but for the last tile."""
+def tile_width(hidden_MD: Tensor, dtype: torch.dtype | None = None) -> int:
+    """T, but for the last tile.
+
+    Args:
+        dtype: of a tile's entries; None: the output's.
+    """
     budget = _TILE_BYTES.get(hidden_MD.device.type, _TILE_BYTES["cpu"])
-    width = budget // (len(hidden_MD) * output_type(hidden_MD).itemsize)
+    width = budget // (len(hidden_MD) * (dtype or output_type(hidden_MD)).itemsize)
     return max(_LEAST_TILE, width // _LEAST_TILE * _LEAST_TILE)
 
 
@@ -301,5 +356,5 @@ def _places(targets_M: Tensor, width: int) -> tuple[Tensor, Tensor]:
 
 
 def _logits(hidden_MD: Tensor, weight_TD: Tensor, temperature: float) -> Tensor:
-    logits_MT = product(hidden_MD, weight_TD).to(output_type(hidden_MD))
+    logits_MT = wide_product(hidden_MD, weight_TD)
     return logits_MT if temperature == 1 else logits_MT.div_(temperature)

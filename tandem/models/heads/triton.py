@@ -13,19 +13,25 @@ import torch
 import triton
 from torch import Tensor
 
-from tandem.models.heads.tiled import LogitGradient, Sums, TorchTiles, tiled_log_probs
+from tandem.models.heads.tiled import LogitGradient, Sums, Tiles, TorchTiles, tile_width, tiled_log_probs
 from tandem.models.heads.triton_kernels import gradient_kernel, sums_kernel
 
-# Vocabulary entries per program of the forward pass: a thousand positions of 152k entries are 304 programs.
-_SPAN = 4096
+# Vocabulary entries per program of the forward pass, or one block: a thousand positions of 152k entries are
+# 600 programs.
+_SPAN = 2048
 
 
 def token_log_probs(
     hidden_MD: Tensor, weight_VD: Tensor, targets_M: Tensor, *, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """See `Head`. Float64 takes PyTorch's way."""
-    tiles = TorchTiles() if hidden_MD.dtype == torch.float64 else TritonTiles()
+    """See `Head`."""
+    tiles = tiles_for(hidden_MD.dtype)
     return tiled_log_probs(tiles, hidden_MD, weight_VD, targets_M, temperature, with_entropy)
+
+
+def tiles_for(dtype: torch.dtype) -> Tiles:
+    """The tiles for states of a type: Triton's, but for float64, which it has no fast product of."""
+    return TorchTiles() if dtype == torch.float64 else TritonTiles()
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +43,41 @@ class Blocks:
     features: int
     warps: int
     stages: int = 3
+    together: int = 16
 
     @classmethod
-    def of(cls, dtype: torch.dtype) -> Blocks:
-        """The sizes for states of a type: two bytes go through tensor cores, four, in IEEE products, do
-        not."""
-        return cls(64, 64, 32, warps=8) if dtype == torch.float32 else cls(128, 128, 64, warps=8)
+    def of(cls, dtype: torch.dtype, device: torch.device) -> Blocks:
+        """The sizes for states of a type and a device: see `for_capability`."""
+        major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
+        return cls.for_capability(dtype, major)
+
+    @classmethod
+    def for_capability(cls, dtype: torch.dtype, major: int) -> Blocks:
+        """The sizes for states of a type, and devices of a major compute capability.
+
+        Two bytes go through tensor cores; four, in IEEE products, do not. Hopper (9) multiplies 64 rows by
+        up to 256 columns per instruction of four warps: with eight, a block of 256 columns is 128 sums in the
+        registers of each thread, and reads a quarter less per operation than one of 128. It takes 192 KiB of
+        shared memory, which smaller devices do not have."""
+        if dtype == torch.float32:
+            return cls(64, 64, 32, warps=8)
+        return cls(128, 256, 64, warps=8, stages=4) if major == 9 else cls(128, 128, 64, warps=8)
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """What a kernel is compiled for."""
+        return {
+            "ROWS": self.rows,
+            "COLUMNS": self.columns,
+            "FEATURES": self.features,
+            "TOGETHER": self.together,
+            "num_warps": self.warps,
+            "num_stages": self.stages,
+        }
 
 
 class TritonTiles:
-    """`Tiles` in Triton, for bfloat16, float16 and float32."""
+    """`Tiles` in Triton, for bfloat16, float16 and float32. No logits are ever kept."""
 
     def sums(
         self,
@@ -55,13 +86,17 @@ class TritonTiles:
         targets_M: Tensor,
         temperature: float,
         with_moment: bool,
+        *,
+        keep: bool,
     ) -> Sums:
         hidden_MD, weight_VD = _rows_contiguous(hidden_MD), _rows_contiguous(weight_VD)
         rows, vocabulary = len(hidden_MD), len(weight_VD)
-        spans, blocks = triton.cdiv(vocabulary, _SPAN), Blocks.of(hidden_MD.dtype)
+        blocks = Blocks.of(hidden_MD.dtype, hidden_MD.device)
+        span = max(_SPAN, blocks.columns)
+        spans = triton.cdiv(vocabulary, span)
         sums_SM = hidden_MD.new_empty(3 if with_moment else 2, spans, rows, dtype=torch.float32)
         target_M = hidden_MD.new_empty(rows, dtype=torch.float32)
-        sums_kernel[(triton.cdiv(rows, blocks.rows), spans)](
+        sums_kernel[(triton.cdiv(rows, blocks.rows) * spans,)](
             sums_SM[0],
             sums_SM[1],
             sums_SM[-1],
@@ -73,17 +108,16 @@ class TritonTiles:
             vocabulary,
             hidden_MD.stride(0),
             weight_VD.stride(0),
-            float(temperature),
+            1 / temperature,
             MOMENT=with_moment,
-            SPAN=_SPAN,
+            SPAN=span,
             WIDTH=hidden_MD.shape[1],
-            ROWS=blocks.rows,
-            COLUMNS=blocks.columns,
-            FEATURES=blocks.features,
-            num_warps=blocks.warps,
-            num_stages=blocks.stages,
+            **blocks.constants,
         )
         return Sums(sums_SM[0], sums_SM[1], sums_SM[2] if with_moment else None, target_M)
+
+    def width(self, hidden_MD: Tensor) -> int:
+        return tile_width(hidden_MD, hidden_MD.dtype)
 
     def gradient(
         self,
@@ -92,12 +126,13 @@ class TritonTiles:
         targets_M: Tensor,
         temperature: float,
         wanted: LogitGradient,
+        kept_MT: Tensor | None,
     ) -> Tensor:
         hidden_MD, weight_TD = _rows_contiguous(hidden_MD), _rows_contiguous(weight_TD)
         (rows, width), columns = hidden_MD.shape, len(weight_TD)
-        blocks = Blocks.of(hidden_MD.dtype)
+        blocks = Blocks.of(hidden_MD.dtype, hidden_MD.device)
         grad_MT = hidden_MD.new_empty(rows, columns)
-        gradient_kernel[(triton.cdiv(rows, blocks.rows), triton.cdiv(columns, blocks.columns))](
+        gradient_kernel[(triton.cdiv(rows, blocks.rows) * triton.cdiv(columns, blocks.columns),)](
             grad_MT,
             hidden_MD,
             weight_TD,
@@ -112,14 +147,10 @@ class TritonTiles:
             hidden_MD.stride(0),
             weight_TD.stride(0),
             grad_MT.stride(0),
-            float(temperature),
+            1 / temperature,
             SLOPE=wanted.slope_M is not None,
             WIDTH=width,
-            ROWS=blocks.rows,
-            COLUMNS=blocks.columns,
-            FEATURES=blocks.features,
-            num_warps=blocks.warps,
-            num_stages=blocks.stages,
+            **blocks.constants,
         )
         return grad_MT
 

@@ -6,6 +6,10 @@ A pointer's name is that of the tensor; capital letters are compile-time numbers
     COLUMNS   vocabulary entries of a block
     FEATURES  hidden features of one step of the product, of WIDTH in all
     SPAN      vocabulary entries that one program goes through, in blocks
+    TOGETHER  blocks of rows that programs take in turn before they go on in the vocabulary
+
+Programs that run at once read the same states and the same weights, as many as the cache between memory and
+multiprocessors holds: in the order of the rows alone each step would fetch the states of all positions anew.
 """
 
 from __future__ import annotations
@@ -14,38 +18,52 @@ import triton
 import triton.language as tl
 
 # fmt: off
-# A kernel has many parameters: several stand on a line.
+# A kernel has many parameters: several stand on a line. The number of rows is another in every micro-batch,
+# and no reason to compile anew.
+
+
+@triton.jit
+def _place(program: int, row_blocks: int, others: int, TOGETHER: tl.constexpr) -> tuple[int, int]:
+    """The block of rows of a program, and which of the `others`, parts of the vocabulary, it takes."""
+    each = TOGETHER * others
+    first = program // each * TOGETHER
+    together = min(row_blocks - first, TOGETHER)
+    return first + program % each % together, program % each // together
 
 
 @triton.jit
 def _logits(
     hidden: tl.tensor, weight: tl.tensor, row: tl.tensor, column: tl.tensor, rows: int, vocabulary: int,
-    hidden_stride: int, weight_stride: int, temperature: float, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    hidden_stride: int, weight_stride: int, scale: float, WIDTH: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, FEATURES: tl.constexpr,
 ) -> tl.tensor:
-    """(ROWS, COLUMNS) fp32: hidden weightᵀ / temperature; zero beyond the last row and the last column."""
+    """(ROWS, COLUMNS) fp32: hidden weightᵀ scale; zero beyond the last row and the last column."""
     feature = tl.arange(0, FEATURES)
     hidden += row.to(tl.int64)[:, None] * hidden_stride + feature[None, :]
     weight += column.to(tl.int64)[None, :] * weight_stride + feature[:, None]
     logits = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(0, WIDTH, FEATURES):
-        inside = feature < WIDTH - start
-        states = tl.load(hidden + start, mask=(row < rows)[:, None] & inside[None, :], other=0.0)
-        weights = tl.load(weight + start, mask=(column < vocabulary)[None, :] & inside[:, None], other=0.0)
+        states_mask = (row < rows)[:, None]
+        weights_mask = (column < vocabulary)[None, :]
+        if WIDTH % FEATURES:
+            states_mask &= (feature < WIDTH - start)[None, :]
+            weights_mask &= (feature < WIDTH - start)[:, None]
+        states = tl.load(hidden + start, mask=states_mask, other=0.0)
+        weights = tl.load(weight + start, mask=weights_mask, other=0.0)
         logits = tl.dot(states, weights, logits, input_precision="ieee")
-    return logits / temperature
+    return logits * scale
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "peaks", "totals", "moments"])
 def sums_kernel(
     peaks: tl.tensor, totals: tl.tensor, moments: tl.tensor, target_logits: tl.tensor, hidden: tl.tensor,
     weight: tl.tensor, targets: tl.tensor, rows: int, vocabulary: int, hidden_stride: int,
-    weight_stride: int, temperature: float, MOMENT: tl.constexpr, SPAN: tl.constexpr, WIDTH: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, FEATURES: tl.constexpr,
+    weight_stride: int, scale: float, MOMENT: tl.constexpr, SPAN: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, FEATURES: tl.constexpr, TOGETHER: tl.constexpr,
 ) -> None:
     """Program (block of rows, span): the span's entries of `Sums`, online (Milakov, Gimelshein 2018)."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    span = tl.program_id(1)
+    block, span = _place(tl.program_id(0), tl.cdiv(rows, ROWS), tl.cdiv(vocabulary, SPAN), TOGETHER)
+    row = block * ROWS + tl.arange(0, ROWS)
     target = tl.load(targets + row, mask=row < rows, other=-1)
     peak = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
@@ -54,15 +72,15 @@ def sums_kernel(
     for start in range(0, SPAN, COLUMNS):
         column = span * SPAN + start + tl.arange(0, COLUMNS)
         logits = _logits(
-            hidden, weight, row, column, rows, vocabulary, hidden_stride, weight_stride, temperature, WIDTH,
+            hidden, weight, row, column, rows, vocabulary, hidden_stride, weight_stride, scale, WIDTH,
             ROWS, COLUMNS, FEATURES,
         )
         found += tl.sum(tl.where(column[None, :] == target[:, None], logits, 0.0), 1)
-        real = (column < vocabulary)[None, :]
-        block_peak = tl.max(tl.where(real, logits, float("-inf")), 1)
-        new_peak = tl.maximum(peak, block_peak)
-        shifted = tl.where(real, logits - new_peak[:, None], 0.0)
-        weights = tl.where(real, tl.exp(shifted), 0.0)
+        # Beyond the vocabulary no weight, and no moment: minus infinity times zero would be none either.
+        logits = tl.where((column < vocabulary)[None, :], logits, -1e30)
+        new_peak = tl.maximum(peak, tl.max(logits, 1))
+        shifted = logits - new_peak[:, None]
+        weights = tl.exp(shifted)
         shift = tl.where(total > 0, peak - new_peak, 0.0)  # no peak before the first block
         decay = tl.exp(shift)
         if MOMENT:
@@ -78,19 +96,20 @@ def sums_kernel(
     tl.store(target_logits + row, found, mask=mine)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def gradient_kernel(
     gradient: tl.tensor, hidden: tl.tensor, weight: tl.tensor, targets: tl.tensor, peaks: tl.tensor,
     log_totals: tl.tensor, constants: tl.tensor, slopes: tl.tensor, target_gradients: tl.tensor, rows: int,
-    vocabulary: int, hidden_stride: int, weight_stride: int, gradient_stride: int, temperature: float,
+    vocabulary: int, hidden_stride: int, weight_stride: int, gradient_stride: int, scale: float,
     SLOPE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    FEATURES: tl.constexpr,
+    FEATURES: tl.constexpr, TOGETHER: tl.constexpr,
 ) -> None:
     """Program (block of rows, block of columns): its part of `Tiles.gradient`; see `LogitGradient`."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    block, part = _place(tl.program_id(0), tl.cdiv(rows, ROWS), tl.cdiv(vocabulary, COLUMNS), TOGETHER)
+    row = block * ROWS + tl.arange(0, ROWS)
+    column = part * COLUMNS + tl.arange(0, COLUMNS)
     logits = _logits(
-        hidden, weight, row, column, rows, vocabulary, hidden_stride, weight_stride, temperature, WIDTH,
+        hidden, weight, row, column, rows, vocabulary, hidden_stride, weight_stride, scale, WIDTH,
         ROWS, COLUMNS, FEATURES,
     )
     real = row < rows

@@ -11,6 +11,7 @@ from synthetic import CUTS, SyntheticLoss, make_engine
 from transformers import AutoModelForCausalLM
 
 from tandem.checkpoint.weights import read_weights
+from tandem.config.fsdp import FSDPConfig
 from tandem.config.model import BackboneConfig
 from tandem.engines.train import fsdp
 from tandem.engines.train.fsdp import FSDPEngine
@@ -267,6 +268,7 @@ def test_parameters_have_no_memory_until_they_are_sharded(folder):
         "policy",
         folder,
         model,
+        FSDPConfig(),
         torch.float32,
         torch.device("cpu"),
         temperature=1.0,
