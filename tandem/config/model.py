@@ -178,7 +178,8 @@ class BackboneConfig(Section):
     use_liger: bool | None = key(
         None,
         "kernels of norms, gated layers and rotary embeddings on CUDA devices; true: Liger's, which must be "
-        "installed; null: Liger's where installed; false: transformers' operators",
+        "installed; null: Liger's where installed, else Tandem's own of norms and gates, in Triton; false: "
+        "transformers' operators",
         needs=cuda_device,
     )
 

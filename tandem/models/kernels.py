@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -13,6 +15,7 @@ from tandem.models.liger import knows, patch, use_liger
 
 _WORDS = {
     "liger": "norms, gates and rotary embeddings by Liger's kernels",
+    "triton": "norms and gates by fused Triton kernels",
     "transformers": "layers by transformers",
     "compiled": "layers by torch.compile",
 }
@@ -34,7 +37,7 @@ class Kernels:
     @property
     def fused(self) -> bool:
         """Whether norms and gated layers are one kernel each, and keep no more than its inputs."""
-        return self.layers == "liger"
+        return self.layers in ("liger", "triton")
 
     def __str__(self) -> str:
         layers = _WORDS[self.layers]
@@ -45,13 +48,14 @@ def choose_kernels(model: PreTrainedModel, asked: bool | None, device: torch.dev
     """Puts fused kernels into a model that runs on a CUDA device. In place, before anything else changes it.
 
     Args:
-        asked: True: Liger's; False: none; None: Liger's where it is installed and knows this kind of model.
+        asked: True: Liger's; False: none; None: Liger's where it is installed and knows this kind of model,
+            else those of `fused` where they know a layer.
         device: where the model will run.
         fsdp: says whether the layers go through torch.compile, which fuses the same operations, and whether
             every run gives the same bits, which Liger's kernels do not promise.
 
     Returns:
-        "liger", "compiled" or "transformers".
+        "liger", "triton", "compiled" or "transformers".
 
     Raises:
         ConfigError: see `use_liger`.
@@ -66,4 +70,7 @@ def choose_kernels(model: PreTrainedModel, asked: bool | None, device: torch.dev
     if find_spec("liger_kernel") and knows(model) and not fsdp.full_determinism:
         patch(model)
         return "liger"
+    if find_spec("triton"):
+        fused: Any = import_module("tandem.models.fused")
+        return "triton" if fused.fuse(model) else "transformers"
     return "transformers"

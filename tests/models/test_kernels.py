@@ -1,5 +1,8 @@
 """Which kernels a model gets; what they compute is tested beside them."""
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -20,6 +23,8 @@ def patched(monkeypatch):
     monkeypatch.setattr(kernels, "use_liger", lambda model, device: done.append("use_liger"))
     monkeypatch.setattr(kernels, "patch", lambda model: done.append("patch"))
     monkeypatch.setattr(kernels, "knows", lambda model: model == "known")
+    fused = SimpleNamespace(fuse=lambda model: done.append("fuse") or (model != "strange"))
+    monkeypatch.setitem(sys.modules, "tandem.models.fused", fused)
     return done
 
 
@@ -31,11 +36,12 @@ def install(monkeypatch, *packages):
 @pytest.mark.parametrize(
     ("packages", "model", "options", "found", "done"),
     [
-        (("triton",), "known", {}, "transformers", []),
+        (("triton",), "known", {}, "triton", ["fuse"]),
+        (("triton",), "strange", {}, "transformers", ["fuse"]),
         ((), "known", {}, "transformers", []),
         (("triton", "liger_kernel"), "known", {}, "liger", ["patch"]),
-        (("triton", "liger_kernel"), "other", {}, "transformers", []),
-        (("triton", "liger_kernel"), "known", {"full_determinism": True}, "transformers", []),
+        (("triton", "liger_kernel"), "other", {}, "triton", ["fuse"]),
+        (("triton", "liger_kernel"), "known", {"full_determinism": True}, "triton", ["fuse"]),
         (("triton", "liger_kernel"), "known", {"use_torch_compile": True}, "compiled", []),
     ],
 )
@@ -71,7 +77,7 @@ def test_the_head_that_auto_means(monkeypatch):
 
 
 def test_words():
-    words = "log-probs by Triton's kernels, layers by torch.compile"
-    assert str(Kernels("compiled", "triton")) == words
+    words = "log-probs by Triton's kernels, norms and gates by fused Triton kernels"
+    assert str(Kernels("triton", "triton")) == words
     assert str(Kernels()) == "layers by transformers"
-    assert [Kernels(name).fused for name in ("liger", "compiled")] == [True, False]
+    assert [Kernels(name).fused for name in ("liger", "triton", "compiled")] == [True, True, False]

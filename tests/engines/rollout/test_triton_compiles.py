@@ -32,6 +32,8 @@ from tandem.engines.rollout.native.ops import triton as ops_triton
 from tandem.engines.rollout.native.attention import triton_kernels
 from tandem.engines.rollout.native.attention.triton import Tiles, _shape
 from tandem.engines.rollout.native.paged import LayerShape
+from tandem.models import fused_kernels as layer_kernels
+from tandem.models.fused import _TILE, _sizes, _warps
 from tandem.models.heads import triton_kernels as head_kernels
 from tandem.models.heads.triton import _SPAN, Blocks
 
@@ -143,6 +145,27 @@ def head(width, dtype, kind, with_entropy):
         check(kernel, mine, constants | sizes, blocks.warps, blocks.stages, spills=160)
 
 
+def layer(features, kind):
+    sizes = _sizes(features)
+    kinds = {
+        **pointers(kind, "out", "x", "weights", "x_gradient", "gradient", "gates", "ups"),
+        **pointers(kind, "gate_gradient", "up_gradient"),
+        **pointers("fp32", "factors", "weight_gradients"),
+    }
+    for kernel, constants, warps in (
+        (layer_kernels.norm_kernel, sizes, _warps(sizes)),
+        (layer_kernels.norm_gradient_kernel, dict(WEIGHT=True, **sizes), _warps(sizes)),
+        (layer_kernels.gate_kernel, dict(TILE=_TILE), 4),
+        (layer_kernels.gate_gradient_kernel, dict(TILE=_TILE), 4),
+    ):
+        mine = {name: kind for name, kind in kinds.items() if name in kernel.arg_names}
+        check(kernel, mine, constants, warps)
+
+
+layer(1536, "bf16")
+layer(128, "bf16")
+layer(8192, "bf16")
+layer(896, "fp32")
 head(896, torch.bfloat16, "bf16", True)
 head(3584, torch.bfloat16, "bf16", False)
 head(900, torch.float16, "fp16", True)
