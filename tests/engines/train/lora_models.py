@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 KEYS = {"lora_rank": 3, "lora_alpha": 6}
 STEPS = 3
 SEED = 3  # of the adapters
+AGAIN = {"enable_gradient_checkpointing": True, "gradient_checkpointing_mode": "full"}
 # kind, tensor parallel, FSDP size, sequence parallel, further keys of the model
 DIVISIONS = {
     "sharded": ("policy", 1, -1, 1, {}),
@@ -20,9 +21,9 @@ DIVISIONS = {
         1,
         -1,
         1,
-        {"enable_gradient_checkpointing": True, "enable_activation_offload": True},
+        {**AGAIN, "enable_activation_offload": True},
     ),
-    "recomputed tensor": ("policy", 2, -1, 1, {"enable_gradient_checkpointing": True}),
+    "recomputed tensor": ("policy", 2, -1, 1, AGAIN),
     "some layers": ("policy", 2, -1, 1, {"target_modules": ("q_proj", "o_proj")}),
     "value": ("value", 1, -1, 1, {}),
     "value tensor": ("value", 2, -1, 1, {}),

@@ -171,7 +171,7 @@ def main():
         "trained": {case: trained(folder, case) for case in divisions(dist.get_world_size(), sys.argv[4])},
         "exchanged": exchanged(folder),
         "scored": scored(folder),
-        "recomputed": one_step(folder, model={"enable_gradient_checkpointing": True}),
+        "recomputed": one_step(folder, model={"gradient_checkpointing_mode": "full"}),
         "offloaded": one_step(folder, moved=True, model={"enable_activation_offload": True}),
         "mixed": one_step(folder, mixed=True),
         "resumed": resumed(folder, saved, results, ["split"] if sys.argv[4] == "core" else DIVIDED),

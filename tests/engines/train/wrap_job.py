@@ -32,7 +32,7 @@ POLICIES = {
     "linear maps": ({NAMES: ("Linear",)}, 7 * LAYERS),
     "the decoder": ({NAMES: ("Qwen2Model", "Qwen2DecoderLayer")}, LAYERS + 1),
 }
-KEPT = {"again": {}, "kept": {"enable_gradient_checkpointing": False}}
+KEPT = {"again": {"gradient_checkpointing_mode": "full"}, "kept": {"enable_gradient_checkpointing": False}}
 CORE = set(zip(POLICIES, itertools.cycle(KEPT), strict=False))
 STEPS = 2
 
