@@ -175,11 +175,10 @@ def run_phase(
         return timed(step, setting) | {"tokens": sequences * length, "budget": budget}
 
     told = bench.run(setting, measured, variant)
-    told["value"] = told["tokens"] / told["step_s"]
+    told |= {"value": told["tokens"] / told["step_s"], "said": list(bench.said)}
     if phase == "update":
         fused = variant != "transformers' layers"
         told["formula_gib"] = formula(bench.size, min(budget, sequences * length), length, fused=fused)
-        told["said"] = list(bench.said)
     return told
 
 
