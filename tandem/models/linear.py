@@ -5,7 +5,7 @@ on one core of an EPYC (Zen 5), 101 GFLOP/s against 230 by oneDNN, both IEEE fp3
 latter only as an operator without a gradient; here is the gradient. bf16 goes to oneDNN anyway.
 
 On Intel's processors MKL is the faster one, above all for gradients, whose transposed factors oneDNN copies:
-an update of 3.2M parameters in fp32 took 1.15 times as long with oneDNN on one core of a Xeon (Cascade Lake).
+an update of 3.2M parameters in fp32 took 1.13 times as long with oneDNN on one core of a Xeon (Cascade Lake).
 """
 
 from __future__ import annotations
