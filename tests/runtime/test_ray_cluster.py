@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 
 import pytest
-import ray
 
 from tandem.errors import WorkerFailure
-from tandem.runtime.ray_backend import cluster
+
+ray = pytest.importorskip("ray")
+cluster = pytest.importorskip("tandem.runtime.ray_backend.cluster")
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
