@@ -20,6 +20,7 @@ from tandem.engines.rollout.own_weights import OwnWeights
 from tandem.engines.rollout.vllm.make import make_vllm_engine
 from tandem.errors import ConfigError
 
+_NAME = "actor_rollout_ref.rollout.name"
 _STALL_S = 600.0
 _SHARE_OF_A_CACHE_THAT_STAYS = 0.5
 _ENGINES: dict[str, Callable[..., RolloutEngine]] = {"native": NativeEngine, "hf": HFEngine}
@@ -68,12 +69,8 @@ def make_rollout_engine(
         made: dict[str, Any] = {"model_path": model_path, "dtype": dtype, "log_file": log_file}
         return make_vllm_engine(rollout, decode=decode, device=device, share=share, **made, **common)
     if name not in _ENGINES:
-        raise ConfigError(
-            "unknown rollout engine",
-            field="actor_rollout_ref.rollout.name",
-            got=name,
-            expected=" or ".join((*_ENGINES, "vllm", *HTTP_ENGINES)),
-        )
+        known = " or ".join((*_ENGINES, "vllm", *HTTP_ENGINES))
+        raise ConfigError("unknown rollout engine", field=_NAME, got=name, expected=known)
     options = _native_options(rollout) | {"split": split, "say": say} if name == "native" else {}
     own = None if model_path is None else OwnWeights(model_path, device, trust_remote_code=trust_remote_code)
     return _ENGINES[name](

@@ -109,14 +109,8 @@ class NativeEngine:
             chunked=enable_chunked_prefill,
             caching=enable_prefix_caching,
         )
-        self._steps = Steps(
-            runner,
-            max_length,
-            split,
-            graphs=graphs,
-            max_num_seqs=max_num_seqs,
-            max_blocks=self._scheduler.tables.shape[1],
-        )
+        sizes = {"max_num_seqs": max_num_seqs, "max_blocks": self._scheduler.tables.shape[1]}
+        self._steps = Steps(runner, max_length, split, graphs=graphs, **sizes)
         self._say = say
         self._finished: list[Sample] = []
         self._known: dict[tuple[str, int], int] = {}  # blocks that each pending request can fill
