@@ -115,7 +115,7 @@ def test_the_share_of_memory_bounds_the_sequences_that_run_at_once(
     """A sequence fits in one block of the cache, which takes 4 KiB of this model: 2 layers, 2 heads of keys
     and values, 8 fp32 each, 16 tokens."""
     assert base.rows[0]["rollout/peak_running"] == SAMPLES
-    monkeypatch.setattr(memory, "_host_total", lambda: 32 * 1024)
+    monkeypatch.setattr(memory, "host_total", lambda: 32 * 1024)
     for share, rows in ((1.0, 8), (0.5, 4)):
         run = shop.run(f"share_{share}", f"{ROLLOUT}.gpu_memory_utilization={share}")
         assert run.rows[0]["rollout/peak_running"] == rows

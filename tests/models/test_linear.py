@@ -15,6 +15,7 @@ def onednn(request, monkeypatch):
     if request.param and not linear_module._ONEDNN:
         pytest.skip("this build has no oneDNN")
     monkeypatch.setattr(linear_module, "_ONEDNN", request.param)
+    monkeypatch.setattr(linear_module, "_INTEL", False)
     return request.param
 
 
@@ -82,10 +83,21 @@ def test_wide_product_on_cuda_rounds_nothing_to_half_precision(dtype):
     assert not any("to_copy" in name for name in called.names)
 
 
-def test_products_of_many_rows_go_to_onednn(onednn):
+@pytest.mark.parametrize("intel", [True, False])
+def test_the_library_is_that_of_the_processor(intel, monkeypatch, onednn):
+    monkeypatch.setattr(linear_module, "_INTEL", intel)
     with Called() as called:
         product(torch.randn(64, 32), torch.randn(16, 32))
-    assert any("_linear_pointwise" in name for name in called.names) == onednn
+    through = [name for name in called.names if "_linear_pointwise" in name]
+    assert bool(through) == (onednn and not intel)
+
+
+@pytest.mark.parametrize("rows", [5, 16])
+def test_bits_do_not_depend_on_who_takes_a_gradient(rows, onednn):
+    """The last positions of a batch, as a head takes them."""
+    last, weight = torch.randn(rows, 35, 32)[:, -1:], torch.randn(97, 32)
+    with torch.no_grad():
+        assert torch.equal(linear(last, weight), linear(last, torch.nn.Parameter(weight)))
 
 
 def test_only_plain_linears_are_changed():

@@ -12,8 +12,7 @@ from tandem.engines.rollout.native.lasting import lasting_bytes
 from tandem.engines.rollout.native.paged import PagedCache
 from tandem.engines.rollout.native.split import WHOLE, LayerSplit
 from tandem.errors import EngineError
-from tandem.memory.host import host_free as _host_free
-from tandem.memory.host import host_total as _host_total
+from tandem.memory.host import host_free, host_total
 
 _SHARE_OF_CUDA, _SHARE_OF_HOST = 0.9, 0.5
 
@@ -177,7 +176,7 @@ def cache_budget(device: torch.device, utilization: float, weights: int) -> int:
     """
     if device.type == "cuda":
         return device_memory(device, weights).cache(utilization)
-    return int(utilization * _host_total())
+    return int(utilization * host_total())
 
 
 def device_memory(device: torch.device, weights: int) -> DeviceMemory:
@@ -202,7 +201,7 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free: int = torch.cuda.mem_get_info(device)[0]
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return _host_free()
+    return host_free()
 
 
 def _mib(count: int) -> str:

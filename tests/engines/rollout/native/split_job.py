@@ -26,7 +26,7 @@ def short_of_memory(split):
     engine = NativeEngine(device=torch.device("cpu"), max_length=128, split=split)
     engine.update_weights(SharedModule(Qwen2ForCausalLM(config).eval()), 0)
     if split.rank == split.size - 1:
-        memory._host_free = lambda: 0
+        memory.host_free = lambda: 0
     try:
         generate(engine, [Request("a", 0, np.arange(10), SamplingParams(max_tokens=5))])
     except EngineError as error:

@@ -286,7 +286,7 @@ def test_a_cache_that_cannot_grow_beside_itself(tiny, monkeypatch, prompt, block
     monkeypatch.setattr(memory, "cache_budget", lambda device, share, weights: 16 * block)
     engine = make(tiny(), max_length=256, run_ahead=run_ahead)
     monkeypatch.setattr(
-        memory, "_host_free", lambda: 16 * block - (engine._store.cache.bytes if engine._store.cache else 0)
+        memory, "host_free", lambda: 16 * block - (engine._store.cache.bytes if engine._store.cache else 0)
     )
     engine.submit([first])
     for _ in range(5):

@@ -145,29 +145,29 @@ def test_nothing_is_captured_again_through_sleep_and_new_weights(
     assert captures.replays > 3 * 20
 
 
-def test_weights_updated_in_place_keep_their_graphs(tiny, make_requests, captures, regions, monkeypatch):
-    """Without copies, the module's own: norms per head are side by side in memory of the runner's."""
-    monkeypatch.setattr(fused, "_COPY_UP_TO_BYTES", 0)
-    module, requests, engine = tiny("qwen3", torch.float64), make_requests(12, 2), make(copies=False)
+def keeps_graphs_as_weights_change(engine, module, requests, captures):
     for version in range(3):
         shown(engine, changed(module, version), version)
         assert tokens(generate(engine, requests)) == alone(module, requests)
         if version == 0:
             sizes = list(captures.sizes)
     assert captures.sizes == sizes
+    return sizes
+
+
+def test_weights_updated_in_place_keep_their_graphs(tiny, make_requests, captures, regions, monkeypatch):
+    """Without copies, the module's own: norms per head are side by side in memory of the runner's."""
+    monkeypatch.setattr(fused, "_COPY_UP_TO_BYTES", 0)
+    module, requests, engine = tiny("qwen3", torch.float64), make_requests(12, 2), make(copies=False)
+    keeps_graphs_as_weights_change(engine, module, requests, captures)
 
 
 def test_the_module_runner_keeps_graphs_too(tiny, make_requests, captures, regions):
     module, requests, engine = tiny("qwen2", torch.float64), make_requests(12, 2), make(runner="module")
-    for version in range(2):
-        shown(engine, changed(module, version), version)
-        assert tokens(generate(engine, requests)) == alone(module, requests)
-        if version == 0:
-            sizes = list(captures.sizes)
-    assert captures.sizes == sizes
+    sizes = keeps_graphs_as_weights_change(engine, module, requests, captures)
     for parameter in module.parameters():  # as when FSDP gathers them anew
         parameter.data = parameter.data.clone()
-    shown(engine, module, 2)
+    shown(engine, module, 3)
     assert tokens(generate(engine, requests)) == alone(module, requests)
     assert len(captures.sizes) == 2 * len(sizes)
 
