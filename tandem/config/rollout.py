@@ -187,13 +187,29 @@ class EngineConfig(SamplingSection):
     num_gpu_blocks_override: int | None = key(
         None, "blocks of the KV cache, whatever memory there is; null: by memory and need", when=_NATIVE, ge=1
     )
-    tensor_model_parallel_size: int = key(1, "devices that split each layer of the native engine", ge=1)
+    tensor_model_parallel_size: int = key(
+        1,
+        "devices that split each layer of the native or vllm engine; further ones take further samples",
+        ge=1,
+    )
     disable_log_stats: bool = key(True, "keep the engine's progress lines out of the log")
     runner: Literal["auto", "fused", "module"] = key(
         "auto",
         "forward of the native engine: fused decoder, or transformers' module; auto: fused where it can",
         when=_NATIVE,
     )
+
+    @property
+    def on_named_servers(self) -> bool:
+        """Tells whether responses come from servers that somebody else has started."""
+        return self.name in tables.SERVER_ENGINES or (
+            self.name == "vllm" and self.mode == "server" and bool(self.server.urls)
+        )
+
+    @property
+    def split(self) -> int:
+        """Devices of this run that split each layer of an engine."""
+        return 1 if self.on_named_servers else self.tensor_model_parallel_size
 
 
 class RolloutConfig(EngineConfig, LogProbSection):

@@ -140,7 +140,7 @@ def plan_run(config: TrainConfig, spec: AdvantageSpec, steps_per_epoch: int) -> 
         masks_truncated=algorithm.mask_truncated_completions,
         reset_interval=ref.reset_interval,
         reset_optimizer=ref.reset_optimizer,
-        rollout_split=rollout.tensor_model_parallel_size,
+        rollout_split=rollout.split,
     )
 
 

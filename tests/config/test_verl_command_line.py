@@ -128,5 +128,4 @@ def test_what_this_build_cannot_do_is_refused_all_at_once(errors, train_file, mo
         "actor_rollout_ref.actor.ulysses_sequence_parallel_size",
         "actor_rollout_ref.rollout.server.urls",
         "actor_rollout_ref.rollout.server.weights_folder",
-        "actor_rollout_ref.rollout.tensor_model_parallel_size",
     }

@@ -10,7 +10,8 @@ from tandem.config.cluster import CLASS_ROLES, HELPER_POOLS, PLACED_ROLES, ROLES
 from tandem.config.model import stored_config
 from tandem.config.needs import code_file
 from tandem.config.root import TrainConfig
-from tandem.config.section import nearest_remedy
+from tandem.config.rules.rollout import splitting
+from tandem.config.section import Finding, nearest_remedy
 from tandem.config.supervised import SupervisedConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.config.view import changed
@@ -68,26 +69,31 @@ def devices(config: TrainConfig) -> Iterator[ConfigError]:
         )
 
 
-def rollout_split(config: TrainConfig) -> Iterator[ConfigError]:
-    """The devices that split the rollout engine's layers against the engine and its pool."""
-    rollout, field = config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout.tensor_model_parallel_size"
+def rollout_split(config: TrainConfig) -> Iterator[Finding]:
+    """The devices that split the rollout engine's layers against the engine, its model and its pool."""
+    policy, field = config.actor_rollout_ref, "actor_rollout_ref.rollout.tensor_model_parallel_size"
     if config.trainer.placed("rollout") not in config.trainer.pools:  # `placement` says so
         return
-    size, devices = rollout.tensor_model_parallel_size, config.trainer.devices_of("rollout")
-    if size > 1 and rollout.name != "native":
-        yield ConfigError(
-            f"this build keeps each layer of rollout.name={rollout.name} on one device",
-            field=field,
-            expected="1; further devices take further samples",
-            remedy=f"set {field}=1, or actor_rollout_ref.rollout.name=native",
-        )
-    elif devices % size:
+    rollout, devices = policy.rollout, config.trainer.devices_of("rollout")
+    size = rollout.tensor_model_parallel_size
+    refused = list(splitting(rollout, "actor_rollout_ref.rollout", engines=("native", "vllm")))
+    uneven = _uneven(policy.model.path, size, copies_heads=rollout.name == "vllm")
+    yield from refused
+    if not refused and devices % size:
         yield ConfigError(
             "the rollout's devices cannot be shared out in groups of this size",
             field=field,
             got=f"{size}, of {devices} devices",
             expected=f"a divisor of {devices}",
             remedy=f"set {field}=1, or change the number of devices",
+        )
+    elif not refused and uneven:
+        yield ConfigError(
+            "the model's layers cannot be split evenly",
+            field=field,
+            got=f"{size} devices, {uneven} in {policy.model.path}",
+            expected="a divisor of each",
+            remedy=f"set {field}=1; further devices take further samples",
         )
 
 
@@ -140,18 +146,18 @@ def _model_split(at: str, section: Any, path: str, devices: int) -> Iterator[Con
     field = f"{at}fsdp_config.fsdp_size"
     yield from _divides(field, parts if copies == -1 else copies, parts, remedy=f"set {field}=-1")
     heads = "num_attention_heads"
-    sizes = {name: _number(path, name) for name in (heads, "num_key_value_heads", "intermediate_size")}
-    uneven = {name: count for name, count in sizes.items() if count is not None and count % tensor}
+    uneven = _uneven(path, tensor)
     if uneven and not wrong:
         yield ConfigError(
             "the model's layers cannot be split evenly",
             field=by_layer,
-            got=f"{tensor} devices, {', '.join(f'{name} {n}' for name, n in uneven.items())} in {path}",
+            got=f"{tensor} devices, {uneven} in {path}",
             expected="a divisor of each",
             remedy=f"set {by_layer}=1; FSDP shards over all devices",
         )
-    each = (sizes[heads] or 0) // tensor
-    if heads not in uneven and each % sequence:
+    count = _number(path, heads) or 0
+    each = count // tensor
+    if not count % tensor and each % sequence:
         yield ConfigError(
             "the model's attention heads cannot be shared out",
             field=by_token,
@@ -159,6 +165,19 @@ def _model_split(at: str, section: Any, path: str, devices: int) -> Iterator[Con
             + (f" for each of {tensor}" if tensor > 1 else ""),
             expected=f"a divisor of {each}",
         )
+
+
+def _uneven(path: str, parts: int, *, copies_heads: bool = False) -> str:
+    """The counts in a model's config that so many devices cannot share, in words; empty if there are none.
+
+    Args:
+        copies_heads: whether several devices may hold the same head of keys and values.
+    """
+    names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+    sizes = {name: count for name in names if (count := _number(path, name)) is not None}
+    if copies_heads and not parts % sizes.get("num_key_value_heads", 1):
+        sizes.pop("num_key_value_heads", None)
+    return ", ".join(f"{name} {count}" for name, count in sizes.items() if count % parts)
 
 
 def _stages(field: str, stages: int, path: str, devices: int) -> Iterator[ConfigError]:

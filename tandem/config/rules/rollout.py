@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from tandem.config.generate import EvalConfig, GenerateConfig
 from tandem.config.rollout import EngineConfig
 from tandem.config.root import TrainConfig
+from tandem.config.section import Finding
 from tandem.config.tables import FIXED_WEIGHTS, SERVER_ENGINES
 from tandem.errors import ConfigError
 
@@ -62,15 +63,37 @@ def servers(rollout: EngineConfig, at: str, *, training: bool) -> Iterator[Confi
         )
 
 
-def one_device(config: GenerateConfig | EvalConfig) -> Iterator[ConfigError]:
-    """A key that would split the rollout engine's layers over devices."""
-    size, field = config.rollout.tensor_model_parallel_size, "rollout.tensor_model_parallel_size"
-    if size > 1:
+def one_device(config: GenerateConfig | EvalConfig) -> Iterator[Finding]:
+    """`splitting` of a command that has one device."""
+    return splitting(config.rollout, "rollout", engines=())
+
+
+def splitting(rollout: EngineConfig, at: str, *, engines: Sequence[str]) -> Iterator[Finding]:
+    """Layers of the rollout engine are split over devices where it can do so.
+
+    Args:
+        at: path of the rollout section.
+        engines: those that can.
+    """
+    size, field = rollout.tensor_model_parallel_size, f"{at}.tensor_model_parallel_size"
+    if size == 1:
+        return
+    if rollout.on_named_servers:
+        yield f"{field}={size}: no effect; a server has the devices that it was started with."
+    elif rollout.name not in engines:
         yield ConfigError(
-            "this build keeps each layer of the rollout engine on one device",
+            f"this build keeps each layer of rollout.name={rollout.name} on one device",
+            field=field,
+            expected="1; further devices take further samples" if engines else "1",
+            remedy=f"set {field}=1" + (f", or {at}.name=native" if engines else ""),
+        )
+    elif rollout.name == "vllm" and rollout.mode == "server":
+        yield ConfigError(
+            "a vLLM server that a worker starts keeps each layer on one device",
             field=field,
             expected="1; further devices take further samples",
-            remedy=f"set {field}=1",
+            remedy=f"set {at}.mode=colocate, where the workers split the layers among them, or name servers "
+            f"with {at}.server.urls",
         )
 
 

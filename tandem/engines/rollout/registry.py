@@ -51,7 +51,7 @@ def make_rollout_engine(
         log: receives the engine's statistics unless `rollout.disable_log_stats`.
         say: receives what the user should know of its memory (native).
         share: (number, count) of the workers that divide the servers of `rollout.server` among themselves.
-        split: this worker's share of each layer (native).
+        split: this worker's share of each layer (native, vllm).
         model_path: the model's folder, for an engine with weights of its own: vllm; a stream to native or hf.
         trust_remote_code: whether native and hf run the model class that the folder brings along.
         dtype: of the weights it will be given (vllm).
@@ -67,7 +67,8 @@ def make_rollout_engine(
     if name == "vllm":
         assert model_path is not None and dtype is not None
         made: dict[str, Any] = {"model_path": model_path, "dtype": dtype, "log_file": log_file}
-        return make_vllm_engine(rollout, decode=decode, device=device, share=share, **made, **common)
+        made |= {"share": share, "tensor_parallel_size": split.size}
+        return make_vllm_engine(rollout, decode=decode, device=device, **made, **common)
     if name not in _ENGINES:
         known = " or ".join((*_ENGINES, "vllm", *HTTP_ENGINES))
         raise ConfigError("unknown rollout engine", field=_NAME, got=name, expected=known)

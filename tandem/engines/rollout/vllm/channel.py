@@ -1,6 +1,7 @@
 """Weights on their way to vLLM's workers in buckets: through memory that both see, or over the network.
 
-Over the network trainer and worker are a process group of two, apart from all others of both processes.
+Over the network the trainer and the server's workers are a process group, apart from all others of their
+processes.
 """
 
 from __future__ import annotations
@@ -125,35 +126,40 @@ class _Memory:
 
 
 class Group:
-    """A process group of trainer (0) and worker (1).
+    """A process group of the trainer (0) and a server's workers (from 1).
 
     Args:
-        store: a TCPStore that both are connected to.
+        store: a TCPStore that all are connected to.
+        rank, size: of this process, and of all.
         address: of this machine, for the other side to connect to.
     """
 
-    def __init__(self, store: Any, rank: int, backend: Backend, address: str) -> None:
+    def __init__(self, store: Any, rank: int, size: int, backend: Backend, address: str) -> None:
         self._store = store  # it lives as long as the group
         named, limit = _DIST.PrefixStore(_NAME, store), timedelta(seconds=_LIMIT_S)
         if backend == "nccl":
             options = _DIST.ProcessGroupNCCL.Options()
             options._timeout = limit
-            self._group: Any = _DIST.ProcessGroupNCCL(named, rank, 2, options)
+            self._group: Any = _DIST.ProcessGroupNCCL(named, rank, size, options)
         else:
             options = _DIST.ProcessGroupGloo._Options()
             options._timeout = limit
             options._devices = [_DIST.ProcessGroupGloo.create_device(hostname=address)]
-            self._group = _DIST.ProcessGroupGloo(named, rank, 2, options)
+            self._group = _DIST.ProcessGroupGloo(named, rank, size, options)
 
     @classmethod
-    def joined(cls, address: str, port: int, backend: Backend) -> Group:
-        """The worker's side."""
+    def joined(cls, address: str, port: int, backend: Backend, worker: int = 0, workers: int = 1) -> Group:
+        """A worker's side.
+
+        Args:
+            worker, workers: which one of how many.
+        """
         limit = timedelta(seconds=_LIMIT_S)
-        store = _DIST.TCPStore(address, port, 2, is_master=False, timeout=limit)
-        return cls(store, 1, backend, own_address(address, port))
+        store = _DIST.TCPStore(address, port, 1 + workers, is_master=False, timeout=limit)
+        return cls(store, 1 + worker, 1 + workers, backend, own_address(address, port))
 
     def broadcast(self, bucket: Tensor) -> Work:
-        """From the trainer to the worker; not done yet when this returns."""
+        """From the trainer to the workers; not done yet when this returns."""
         work: Work = self._group.broadcast(bucket, 0)
         return work
 
@@ -175,7 +181,7 @@ class NetworkChannel:
 
     Args:
         url: the server's.
-        begin: begins a call of a method of its one worker, with arguments.
+        begin: begins a call of a method of its workers, with arguments, which gives the answer of each.
         device: where the weights are.
         backend: None: nccl between GPUs, else gloo.
     """
@@ -194,38 +200,32 @@ class NetworkChannel:
 
     @contextmanager
     def opened(self) -> Iterator[Bucket]:
-        """Joins the server's worker, if that is still to be done, for the weights of one version.
+        """Joins the server's workers, if that is still to be done, for the weights of one version.
 
         Raises:
             ServerLost: the server cannot be reached, or is gone.
-            EngineError: its model is split.
         """
         try:
             if self._group is None:
                 self._group = self._join()
             yield _Network(self._group, self._url, self._begin, self._device, self._abandoned)
-        except BaseException:  # the two may not be at the same bucket
+        except BaseException:  # they may not be at the same bucket
             self._group = None
             raise
 
     def _join(self) -> Group:
         self._abandoned = [(group, work) for group, work in self._abandoned if not work.is_completed()]
         kinds = self._begin("tandem_device").result()
-        if len(kinds) != 1:
-            raise EngineError(
-                "the server splits its model over several workers",
-                got=f"{self._url}: {len(kinds)} workers",
-                expected="one",
-                remedy="start more servers instead, each on one device",
-            )
-        backend = self._backend or ("nccl" if kinds[0] == self._device.type == "cuda" else "gloo")
+        on_gpus = {*kinds, self._device.type} == {"cuda"}
+        backend = self._backend or ("nccl" if on_gpus else "gloo")
+        size = 1 + len(kinds)
         host = urlsplit(self._url).hostname or ""
         try:
             address = own_address(host, urlsplit(self._url).port or 80)
             limit = timedelta(seconds=_LIMIT_S)
-            store = _DIST.TCPStore(address, 0, 2, is_master=True, timeout=limit, wait_for_workers=False)
+            store = _DIST.TCPStore(address, 0, size, is_master=True, timeout=limit, wait_for_workers=False)
             answer = self._begin("tandem_join", address, store.port, backend)
-            group = Group(store, 0, backend, address)
+            group = Group(store, 0, size, backend, address)
             answer.result(_LIMIT_S)
         except EngineError:
             raise

@@ -1,4 +1,5 @@
-"""vLLM as a rollout engine in this process; each rank has one of its own, on its device.
+"""vLLM as a rollout engine in this process: each rank has one of its own, on its device, or several split the
+layers of one.
 
 vLLM draws its tokens from random numbers of its own, one generator a sequence, seeded from (seed, uid,
 sample, position): a sample is repeatable, but not the one that the other engines draw. Stop strings are
@@ -10,10 +11,12 @@ machine without a GPU; written against 0.32.
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Literal
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -39,11 +42,15 @@ from tandem.engines.rollout.vllm.process import (
     host_cache_bytes,
     process_state_kept,
 )
-from tandem.engines.rollout.vllm.worker import hugging_face_weights, load_weights, weights_digest
+from tandem.engines.rollout.vllm.ranks import agreed, among_ranks
+from tandem.engines.rollout.vllm.shards import held_weights, weights_digest
+from tandem.engines.rollout.vllm.worker import load_weights
 from tandem.engines.weight_sync import Digest
 from tandem.errors import EngineError
 from tandem.protocol import Request, Sample
 from tandem.protocol.rollout import LogprobsMode
+
+_STEPS_ALONE = 16  # that ranks which share an engine take before they ask each other for the time
 
 
 class VLLMEngine:
@@ -66,6 +73,8 @@ class VLLMEngine:
         load_format: "dummy": the weights come with the first `update_weights`; "auto": from the folder.
         enforce_eager: no CUDA graphs and no compilation; there is none on a CPU in any case.
         enable_prefix_caching: keep the keys and values of prompts for those that begin alike.
+        tensor_parallel_size: ranks of the process group, neighbours, that split the layers of one engine; all
+            of them make it, and get the same calls in the same order.
         logprobs_mode: see `LogprobsMode`.
         decode: token ids to text, for stop strings.
         log: receives a line about every two seconds of work; None for none.
@@ -90,11 +99,15 @@ class VLLMEngine:
         load_format: Literal["dummy", "auto"] = "dummy",
         enforce_eager: bool = False,
         enable_prefix_caching: bool = True,
+        tensor_parallel_size: int = 1,
         logprobs_mode: LogprobsMode = "processed_logprobs",
         decode: Decode | None = None,
         log: Callable[[str], None] | None = None,
     ) -> None:
         self._max_length = max_length
+        self._max_num_seqs = max_num_seqs
+        self._shared = tensor_parallel_size > 1
+        self._tokens_sum = 0
         self._decode = decode
         self._counters = Counters(log)
         self._load = _Load(self._counters)
@@ -104,7 +117,9 @@ class VLLMEngine:
         self._processed = logprobs_mode == "processed_logprobs"
         self._asleep: set[SleepTag] = set()
         on_host = device.type == "cpu"
-        cache_bytes = host_cache_bytes(config, dtype, max_length, max_num_seqs, gpu_memory_utilization)
+        cache_bytes = host_cache_bytes(
+            config, dtype, max_length, max_num_seqs, gpu_memory_utilization, ranks=tensor_parallel_size
+        )
         arguments = EngineArgs(
             model=model_path,
             skip_tokenizer_init=True,
@@ -121,7 +136,7 @@ class VLLMEngine:
             enable_sleep_mode=not on_host,
             logprobs_mode=logprobs_mode,
             async_scheduling=False,  # else a step in flight would be counted to the next weights
-            distributed_executor_backend="external_launcher" if _ranks() > 1 else None,
+            **among_ranks(tensor_parallel_size),
         )
         self._owns_group = not dist.is_initialized()
         with process_state_kept():
@@ -148,12 +163,23 @@ class VLLMEngine:
     def poll(self, timeout_s: float) -> list[Sample]:
         """Returns as soon as at least one sequence has finished."""
         deadline = time.monotonic() + timeout_s
-        while self._writing and not self._finished:
-            self._step()
-            if time.monotonic() >= deadline:
+        for step in itertools.count(1):
+            if self._finished or not self._writing:
                 break
+            self._step()
+            if timeout_s <= 0 or self._over(step, deadline):
+                break
+        if self._shared and self._finished and not self._writing:
+            agreed(self._tokens_sum)
         finished, self._finished = self._finished, []
         return finished
+
+    def _over(self, step: int, deadline: float) -> bool:
+        """Whether to stop after this step of a poll. Ranks that share the engine ask each other."""
+        over = time.monotonic() >= deadline
+        if self._shared:
+            return step % _STEPS_ALONE == 0 and agreed(self._tokens_sum, over)
+        return over
 
     def _step(self) -> None:
         if self._version is None:
@@ -198,17 +224,28 @@ class VLLMEngine:
             reason = "stop"
         self._counters.wrote(len(writing.token_ids) - position)
         if reason is not None:
-            self._finished.append(writing.sample(reason, processed=self._processed))
+            sample = writing.sample(reason, processed=self._processed)
+            self._tokens_sum = crc32(sample.token_ids.tobytes(), self._tokens_sum)
+            self._finished.append(sample)
             del self._writing[name]
 
     def abort(self, ids: Sequence[tuple[str, int]], *, keep_partial: bool = False) -> list[Sample]:
         wanted = set(ids)
         names = [name for name, writing in self._writing.items() if writing.request.id in wanted]
-        self._engine.abort_request(names)
+        self._abort(names)
         popped = [self._writing.pop(name) for name in names]
         partial = [writing.sample("abort", processed=self._processed) for writing in popped]
         self._finished = [sample for sample in self._finished if sample.id not in wanted]
         return partial if keep_partial else []
+
+    def _abort(self, names: Sequence[str]) -> None:
+        """vLLM takes several names in an order of its own, which is another on each rank, and with it that in
+        which the cache is used again: those that may run go one by one. They are among the oldest."""
+        may_run = set(itertools.islice(self._writing, self._max_num_seqs))
+        for name in names:
+            if name in may_run:
+                self._engine.abort_request([name])
+        self._engine.abort_request([name for name in names if name not in may_run])
 
     def update_weights(self, source: WeightSource, version: int) -> Digest:
         """Copies the weights into vLLM's, one after the other.
@@ -222,7 +259,7 @@ class VLLMEngine:
             )
         self._version = None
         self.wake({"weights"})
-        missing = {name for name, _ in hugging_face_weights(self._model)}
+        missing = {held.name for held in held_weights(self._model)}
 
         def ticked() -> Iterator[tuple[str, Tensor]]:
             for name, tensor in source.tensors:
@@ -295,10 +332,6 @@ def vllm_params(request: Request) -> VLLMSamplingParams:
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
     )
-
-
-def _ranks() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def _name(id: tuple[str, int]) -> str:

@@ -36,6 +36,7 @@ def make_vllm_engine(
     log: Callable[[str], None] | None,
     log_file: Path | None,
     share: tuple[int, int] = (0, 1),
+    tensor_parallel_size: int = 1,
 ) -> RolloutEngine:
     """The engine of `rollout.mode`, without weights. Where no servers are named, one is started for it, and
     ends with it.
@@ -45,6 +46,7 @@ def make_vllm_engine(
         dtype: of the weights that it will be given.
         log_file: takes what a server prints; None: a temporary one does.
         share: see `make_http_engine`.
+        tensor_parallel_size: see `VLLMEngine`, of an engine in this process.
 
     Raises:
         ConfigError: vLLM is not installed, or has not what is asked for; see also `make_http_engine`.
@@ -74,6 +76,7 @@ def make_vllm_engine(
     if rollout.mode == "server":
         return _on_server(rollout, model_path, options, decode, log, log_file)
     options |= {"logprobs_mode": rollout.logprobs_mode, "decode": decode, "log": log}
+    options["tensor_parallel_size"] = tensor_parallel_size
     return _class()(model_path=model_path, config=AutoConfig.from_pretrained(model_path), **options)
 
 

@@ -144,12 +144,23 @@ def absent() -> ConfigError:
 
 
 def host_cache_bytes(
-    config: PreTrainedConfig, dtype: torch.dtype, max_length: int, max_num_seqs: int, utilization: float
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    max_length: int,
+    max_num_seqs: int,
+    utilization: float,
+    *,
+    ranks: int = 1,
 ) -> int:
     """The cache on a CPU: what `max_num_seqs` of the longest sequences fill, within that share of the memory.
-    vLLM's own default takes the whole share."""
+    vLLM's own default takes the whole share.
+
+    Args:
+        ranks: that share the heads of keys and values; the bytes are one rank's.
+    """
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    heads = max(1, heads // ranks)
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     tokens = max_num_seqs * (max_length + _BLOCK) + _BLOCK
     wanted = 2 * tokens * heads * width * text.num_hidden_layers * dtype.itemsize

@@ -2,8 +2,9 @@
 
 Requests and answers are token ids (`/inference/v1/generate`), so the server needs no tokenizer; stop strings
 are looked for here. New weights go through shared memory to a server that was started here, and over the
-network to one elsewhere. A server elsewhere has its model on one device, can import `tandem`, has the
-environment variable VLLM_SERVER_DEV_MODE=1 and these options, as `process.serve` gives them to its own:
+network to one elsewhere. A server elsewhere, on one device or with its layers split over several
+(`--tensor-parallel-size`), can import `tandem`, has the environment variable VLLM_SERVER_DEV_MODE=1 and these
+options, as `process.serve` gives them to its own:
 
     --skip-tokenizer-init --enable-scale-out --logprobs-mode processed_logprobs
     --worker-extension-cls tandem.engines.rollout.vllm.worker.WorkerExtension
@@ -245,7 +246,7 @@ class VLLMServerEngine(HTTPEngine):
         }
 
     def _digest(self) -> Digest:
-        [digest] = self._rpc("tandem_digest")
+        digest = self._rpc("tandem_digest")[0]  # each of its workers tells that of all
         return {name: int(value) for name, value in digest.items()}
 
     def _rpc(self, method: str, *arguments: Any) -> Any:

@@ -11,11 +11,12 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.model_executor.layers import utils as vllm_layers
 
 from tandem.engines.rollout.vllm.channel import Backend, Group, Layout, unpacked
-from tandem.engines.weight_sync import Digest, digest
+from tandem.engines.rollout.vllm.shards import weights_digest
 from tandem.errors import EngineError, TandemError
 
 _pack = vllm_layers.dispatch_cpu_unquantized_gemm
@@ -51,12 +52,13 @@ class WorkerExtension:
         return self.device.type
 
     def tandem_join(self, address: str, port: int, backend: Backend) -> None:
-        """Makes a process group with the trainer, in the place of an earlier one.
+        """Makes a process group with the trainer and the other workers, in the place of an earlier one.
 
         Args:
             address, port: of the trainer's store.
         """
-        self.tandem_group = Group.joined(address, port, backend)
+        ranks = get_tp_group()
+        self.tandem_group = Group.joined(address, port, backend, ranks.rank_in_group, ranks.world_size)
 
     def tandem_receive(self, size: int, layout: Layout) -> None:
         """Takes over the weights in a bucket that the trainer sends, of that many bytes."""
@@ -65,7 +67,8 @@ class WorkerExtension:
         load_weights(self.model_runner.model, unpacked(bucket, layout))
 
     def tandem_digest(self) -> dict[str, str]:
-        """The digest of the weights held, as text, for not every reader of JSON takes 64 bits."""
+        """The digest of the weights that all workers hold together, as text: few readers of JSON take 64
+        bits."""
         return {name: str(value) for name, value in weights_digest(self.model_runner.model).items()}
 
 
@@ -104,27 +107,3 @@ def load_weights(model: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
             expected=type(model).__name__,
             remedy="give actor and rollout the same actor_rollout_ref.model.path",
         ) from error
-
-
-def weights_digest(model: nn.Module) -> Digest:
-    """Digests of the weights as vLLM holds them, by Hugging Face name."""
-    return digest(hugging_face_weights(model))
-
-
-def hugging_face_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """vLLM's weights under the names and in the shapes of the checkpoint: layers that vLLM has joined
-    (`qkv_proj`, `gate_up_proj`) cut into their parts, rows that pad the vocabulary left out, tied weights
-    once."""
-    joined: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
-    layers: dict[str, Any] = dict(model.named_modules())
-    for name, parameter in model.named_parameters():
-        path, _, leaf = name.rpartition(".")
-        parent, _, last = path.rpartition(".")
-        layer = layers[path]
-        if last in joined:
-            parts = parameter.split(list(layer.output_sizes))
-            yield from (
-                (f"{parent}.{part}.{leaf}", rows) for part, rows in zip(joined[last], parts, strict=True)
-            )
-        else:
-            yield name, parameter[: getattr(layer, "org_vocab_size", len(parameter))]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -20,16 +22,18 @@ class FakeVLLM(FakeServer):
     held: its weights by name, as the checkpoint has them.
     files: what the paths that weights came through really are.
     calls: methods called on its workers.
-    results: how many workers it seems to have.
+    workers: how many it has; all hold the same.
+    received: of each bucket from the network, how many of them have got the same bytes.
     asleep: what gave its memory back; a server that sleeps does not fall asleep again.
     """
 
-    results = 1
+    workers = 1
     generates = "/inference/v1/generate"
 
     def __init__(self, held: dict[str, Tensor], **options: Any) -> None:
         self.held = held
         self.files: list[str] = []
+        self.received: list[int] = []
         self.calls: list[str] = []
         self.asleep: set[str] = set()
         super().__init__(**options)
@@ -39,7 +43,7 @@ class FakeVLLM(FakeServer):
         asked = parse_qs(parts.query)
         if parts.path == "/collective_rpc":
             self.calls.append(body["method"])
-            return Reply({"results": [getattr(self, f"_{body['method']}")(*body["args"])] * self.results})
+            return Reply({"results": [getattr(self, f"_{body['method']}")(*body["args"])] * self.workers})
         if parts.path == "/sleep" and not self.asleep:
             self.asleep = {"weights", "kv_cache"}
         if parts.path == "/wake_up":
@@ -60,12 +64,18 @@ class FakeVLLM(FakeServer):
         return "cpu"
 
     def _tandem_join(self, address: str, port: int, backend: Any) -> None:
-        self.group = Group.joined(address, port, backend)
+        self.groups = self._of_each(lambda worker: Group.joined(address, port, backend, worker, self.workers))
 
     def _tandem_receive(self, size: int, layout: Any) -> None:
-        bucket = torch.empty(size, dtype=torch.uint8)
-        self.group.broadcast(bucket).wait()
-        self._take(bucket, layout)
+        buckets = [torch.empty(size, dtype=torch.uint8) for _ in range(self.workers)]
+        self._of_each(lambda worker: self.groups[worker].broadcast(buckets[worker]).wait())
+        self.received.append(sum(torch.equal(bucket, buckets[0]) for bucket in buckets))
+        self._take(buckets[-1], layout)
+
+    def _of_each(self, call: Callable[[int], Any]) -> list[Any]:
+        """What a call gives to each worker, at the same time."""
+        with ThreadPoolExecutor(self.workers) as pool:
+            return list(pool.map(call, range(self.workers)))
 
     def _tandem_digest(self) -> dict[str, str]:
         return {name: str(value) for name, value in digest(self.held.items()).items()}

@@ -27,23 +27,29 @@ _SHAPE = {
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
     "max_position_embeddings": 256,
     "initializer_range": 0.2,
 }
 
 
-def build(name: str = "qwen2", seed: int = 0, vocab_size: int = VOCABULARY) -> PreTrainedModel:
-    """A float32 model with random biases and norms; qwen2 has tied embeddings, qwen3 has not."""
+def build(
+    name: str = "qwen2", seed: int = 0, vocab_size: int = VOCABULARY, heads: tuple[int, int] = (2, 1)
+) -> PreTrainedModel:
+    """A float32 model with random biases and norms; qwen2 has tied embeddings, qwen3 has not.
+
+    Args:
+        heads: of queries; of keys and values.
+    """
     torch.manual_seed(seed)
+    shape = _SHAPE | {"num_attention_heads": heads[0], "num_key_value_heads": heads[1]}
     if name == "qwen2":
+        shape["hidden_size"] = 32 * heads[0]
         model: PreTrainedModel = Qwen2ForCausalLM(
-            Qwen2Config(**_SHAPE, vocab_size=vocab_size, tie_word_embeddings=True)
+            Qwen2Config(**shape, vocab_size=vocab_size, tie_word_embeddings=True)
         )
     else:
         model = Qwen3ForCausalLM(
-            Qwen3Config(**_SHAPE, vocab_size=vocab_size, head_dim=32, tie_word_embeddings=False)
+            Qwen3Config(**shape, vocab_size=vocab_size, head_dim=32, tie_word_embeddings=False)
         )
     with torch.no_grad():
         for parameter in model.parameters():

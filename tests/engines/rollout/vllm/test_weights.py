@@ -94,12 +94,14 @@ def test_a_server_that_does_not_come_to_the_group_is_named(server, monkeypatch):
     engine.close()
 
 
-def test_a_model_on_several_devices_is_refused(server, monkeypatch):
-    monkeypatch.setattr(server, "results", 2)
-    engine = engine_on(server, network=Network(torch.device("cpu")))
-    with pytest.raises(EngineError, match="splits its model") as caught:
-        engine.update_weights(stream(build()), 1)
-    assert caught.value.got == f"{server.url}: 2 workers"
+def test_a_model_on_several_devices_gets_each_bucket_on_all(server):
+    server.workers = 3
+    engine = engine_on(server, bucket_bytes=20_000, network=Network(torch.device("cpu")))
+    for version in (1, 2):
+        model = build(seed=version)
+        assert engine.update_weights(stream(model), version) == digest(model.named_parameters())
+        assert server.received == [3] * len(server.received) and len(server.received) > 3
+    assert server.calls.count("tandem_join") == 1
     engine.close()
 
 

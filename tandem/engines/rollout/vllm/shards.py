@@ -1,0 +1,109 @@
+"""The weights that a process of vLLM holds, under the names of the checkpoint, and their digest: of all ranks
+together, where several split the layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+from tandem.engines.rollout.vllm.ranks import gathered
+from tandem.engines.weight_sync import Digest, checksum
+
+_SPLIT = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A tensor of the checkpoint as far as this rank holds it.
+
+    Attributes:
+        name: the Hugging Face name.
+        tensor: the whole of it, or consecutive rows, or consecutive columns.
+        shard: which part this is; ranks with the same part hold the same.
+        first_row, first_column: where the part begins in the whole.
+        columns: of the whole; None: as many as the part.
+    """
+
+    name: str
+    tensor: Tensor
+    shard: int = 0
+    first_row: int = 0
+    first_column: int = 0
+    columns: int | None = None
+
+
+def held_weights(model: Any) -> Iterator[Held]:
+    """This rank's weights of a model of vLLM, in the same order on all ranks: layers that vLLM has joined
+    (`qkv_proj`, `gate_up_proj`) cut into their parts, rows that pad the vocabulary left out, tied weights
+    once."""
+    joined: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+    layers: dict[str, Any] = dict(model.named_modules())
+    for name, parameter in model.named_parameters():
+        path, _, leaf = name.rpartition(".")
+        parent, _, last = path.rpartition(".")
+        if last in joined:
+            yield from _parts(f"{parent}.{{}}.{leaf}", joined[last], layers[path], parameter)
+        else:
+            yield _held(name, layers[path], parameter)
+
+
+def _parts(name: str, names: list[str], layer: Any, parameter: Tensor) -> Iterator[Held]:
+    """
+    Args:
+        name: of a part, with {} in the place of the part's own.
+    """
+    rank, size = _place(layer)
+    sizes = [rows // size for rows in layer.output_sizes]
+    for number, (part, rows) in enumerate(zip(names, torch.split(parameter, sizes), strict=True)):
+        # Of keys and values there may be fewer heads than ranks.
+        shard = rank // (getattr(layer, "num_kv_head_replicas", 1) if number else 1)
+        yield Held(name.format(part), rows, shard, first_row=shard * len(rows))
+
+
+def _held(name: str, layer: Any, parameter: Tensor) -> Held:
+    rank, size = _place(layer)
+    if isinstance(layer, VocabParallelEmbedding):
+        first, end = layer.shard_indices.org_vocab_start_index, layer.shard_indices.org_vocab_end_index
+        return Held(name, parameter[: end - first], rank, first_row=first)
+    if isinstance(layer, ColumnParallelLinear):
+        return Held(name, parameter, rank, first_row=rank * len(parameter))
+    if isinstance(layer, RowParallelLinear) and parameter.dim() > 1:  # its bias is whole on each rank
+        width = parameter.shape[-1]
+        return Held(name, parameter, rank, first_column=rank * width, columns=size * width)
+    return Held(name, parameter)
+
+
+def _place(layer: Any) -> tuple[int, int]:
+    """The rank among those that split the layer, and their number."""
+    return (layer.tp_rank, layer.tp_size) if isinstance(layer, _SPLIT) else (0, 1)
+
+
+def weights_digest(model: Any) -> Digest:
+    """Digests of the weights as vLLM's ranks hold them, by Hugging Face name; the same on all ranks, which
+    call this together. A part of which one rank holds something else than another changes the digest."""
+    held = list(held_weights(model))
+    sums_T = torch.stack(
+        [
+            checksum(part.tensor, part.first_row, first_column=part.first_column, columns=part.columns)
+            for part in held
+        ]
+    )
+    shards_T = torch.tensor([part.shard for part in held])
+    total_T = _of_all_ranks(*gathered(torch.stack((sums_T.cpu(), shards_T))).unbind(1))
+    return {part.name: total for part, total in zip(held, total_T.tolist(), strict=True)}
+
+
+def _of_all_ranks(sums_RT: Tensor, shards_RT: Tensor) -> Tensor:
+    """The sum over all shards, each once, plus all by which another rank's copy of one differs."""
+    total_T = torch.zeros_like(sums_RT[0])
+    for rank, (sums_T, shards_T) in enumerate(zip(sums_RT, shards_RT, strict=True)):
+        first_T = (shards_RT == shards_T).int().argmax(0)
+        of_first_T = sums_RT.gather(0, first_T[None])[0]
+        total_T += torch.where(first_T == rank, sums_T, sums_T - of_first_T)
+    return total_T

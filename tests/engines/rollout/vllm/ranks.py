@@ -1,0 +1,181 @@
+"""One vLLM engine over several processes, each a rank, driven by the process of the test."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Collection, Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed import TCPStore
+from transformers import AutoConfig, PreTrainedTokenizerFast
+
+from tandem.engines.rollout.base import SLEEP_TAGS, SleepTag, WeightSource, WeightStream
+from tandem.engines.weight_sync import Digest
+from tandem.models.parallel import init_distributed
+from tandem.protocol import Request, Sample
+
+vllm_engine = pytest.importorskip("tandem.engines.rollout.vllm.engine", exc_type=ImportError)
+
+_LIMIT_S = 240.0
+CPU = torch.device("cpu")
+
+
+class Ranks:
+    """Processes that make the same engines and give them the same calls; it checks that all answer alike."""
+
+    def __init__(self, size: int = 2) -> None:
+        self.size = size
+        self.engines = 0
+        self._store = TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
+        spawning = multiprocessing.get_context("spawn")
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(size):
+            here, there = spawning.Pipe()
+            process = spawning.Process(target=_rank, args=(rank, size, self._store.port, there), daemon=True)
+            process.start()
+            there.close()
+            self._pipes.append(here)
+            self._processes.append(process)
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+    def run(self, call: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """What a function gave on each rank: of the rank's engines by number, the rank and the arguments.
+
+        Raises:
+            Exception: what it raised on the first rank, if it raised on all.
+        """
+        for pipe in self._pipes:
+            pipe.send((call, arguments))
+        answers = []
+        for rank, pipe in enumerate(self._pipes):
+            if not wait([pipe], _LIMIT_S):
+                self.close()
+                raise AssertionError(f"rank {rank} did not answer in {_LIMIT_S:g} s")
+            answers.append(pipe.recv())
+        raised = [error for error, _ in answers]
+        if any(raised):
+            assert all(raised), raised
+            assert len({(type(error), str(error)) for error in raised}) == 1, raised
+            raise raised[0]
+        return [value for _, value in answers]
+
+    def engine(self, folder: Path | str, **options: Any) -> SplitEngine:
+        """An engine whose layers all ranks split."""
+        self.engines += 1
+        self.run(_make, self.engines, str(folder), {"tensor_parallel_size": self.size} | options)
+        return SplitEngine(self, self.engines)
+
+
+class SplitEngine:
+    """A `RolloutEngine` whose calls go to its ranks."""
+
+    takes = frozenset({WeightStream})
+
+    def __init__(self, ranks: Ranks, number: int) -> None:
+        self.ranks, self.number = ranks, number
+
+    def _call(self, method: str, *arguments: Any, **options: Any) -> Any:
+        first, *others = self.ranks.run(_called, self.number, method, arguments, options)
+        for other in others:
+            assert _plain(other) == _plain(first), method
+        return first
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self._call("submit", list(requests))
+
+    def poll(self, timeout_s: float) -> list[Sample]:
+        return self._call("poll", timeout_s)
+
+    def pending(self) -> int:
+        return self._call("pending")
+
+    def abort(self, ids: Sequence[tuple[str, int]], *, keep_partial: bool = False) -> list[Sample]:
+        return self._call("abort", list(ids), keep_partial=keep_partial)
+
+    def update_weights(self, source: WeightSource, version: int) -> Digest:
+        assert isinstance(source, WeightStream)
+        tensors = [(name, tensor.detach().clone().numpy()) for name, tensor in source.tensors]
+        first, *others = self.ranks.run(_loaded, self.number, tensors, version)
+        assert all(other == first for other in others)
+        return first
+
+    def sleep(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
+        self._call("sleep", tuple(tags))
+
+    def wake(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
+        self._call("wake", tuple(tags))
+
+    def close(self) -> None:
+        self._call("close")
+
+    def progress(self) -> int:
+        return self._call("progress")
+
+    def stats(self) -> dict[str, float]:
+        return self._call("stats")
+
+
+def _plain(value: Any) -> Any:
+    """Samples as what their ranks must agree on, to the bit."""
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, Sample):
+        columns = (value.token_ids, value.log_probs, value.versions)
+        return value.id, value.finish_reason, [column.tobytes() for column in columns]
+    return value
+
+
+# In the processes of the ranks.
+
+
+def _rank(rank: int, size: int, port: int, pipe: Connection) -> None:
+    if size > 1:
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        init_distributed(CPU, timeout_s=120)
+    torch.set_num_threads(1)
+    engines: dict[int, Any] = {}
+    while True:
+        call, arguments = pipe.recv()
+        try:
+            pipe.send((None, call(engines, rank, *arguments)))
+        except Exception as error:
+            pipe.send((error, None))
+
+
+def _make(engines: dict[int, Any], rank: int, number: int, folder: str, options: dict[str, Any]) -> None:
+    if options.pop("decodes", False):
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+        options["decode"] = lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True))
+    config = AutoConfig.from_pretrained(folder)
+    engines[number] = vllm_engine.VLLMEngine(model_path=folder, config=config, device=CPU, **options)
+
+
+def _called(
+    engines: dict[int, Any], rank: int, number: int, method: str, arguments: Any, options: dict[str, Any]
+) -> Any:
+    return getattr(engines[number], method)(*arguments, **options)
+
+
+def _loaded(
+    engines: dict[int, Any], rank: int, number: int, arrays: list[tuple[str, np.ndarray]], version: int
+) -> Digest:
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, array in arrays:
+            tensor = torch.from_numpy(array.copy())
+            yield name, tensor
+            tensor.fill_(torch.nan)
+
+    return engines[number].update_weights(WeightStream(tensors()), version)

@@ -1,0 +1,189 @@
+"""The vLLM engine with its layers split over two ranks, on a real vLLM; see `make test-vllm`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tandem.engines.rollout.base import generate
+from tandem.engines.weight_sync import digest
+from tandem.errors import EngineError
+from tandem.protocol import Request, SamplingParams
+from tests.engines.rollout.vllm.models import VOCABULARY, build, log_probs, make_requests, save, stream
+from tests.engines.rollout.vllm.ranks import Ranks, SplitEngine, vllm_engine
+
+pytest.register_assert_rewrite("tests.contract.rollout")
+from tests.contract.rollout import RolloutContract  # noqa: E402
+from tests.contract.world import EngineKind  # noqa: E402
+
+pytestmark = pytest.mark.vllm
+shards = pytest.importorskip("tandem.engines.rollout.vllm.shards", exc_type=ImportError)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    made = Ranks()
+    yield made
+    made.close()
+
+
+class TestSplitVLLM(RolloutContract):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def kind(cls, ranks: Ranks) -> EngineKind:
+        def make(world: Any, **options: Any) -> Any:
+            return ranks.engine(world.folder, decodes=True, **options)
+
+        return EngineKind("vllm-2", make, stream, keyed=False, untruncated=False, modes=("raw_logprobs",))
+
+
+MODELS = {"qwen2": (2, 1), "qwen3": (4, 2)}  # heads of keys and values: one on both ranks, one on each
+
+
+@pytest.fixture(scope="module")
+def engines(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, SplitEngine]:
+    made = {}
+    for name, heads in MODELS.items():
+        folder = save(build(name, seed=9, heads=heads), tmp_path_factory.mktemp(name))
+        made[name] = ranks.engine(folder, max_length=256, max_num_seqs=8)
+    return made
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_two_ranks_write_what_one_writes(engines, name, tmp_path):
+    model = build(name, heads=MODELS[name])
+    requests = make_requests(6, 2, temperature=0.9) + make_requests(1, 20, temperature=0.0)[12:]
+    alone = Ranks(1)
+    written = []
+    for engine in (alone.engine(save(model, tmp_path), max_length=256, max_num_seqs=8), engines[name]):
+        assert engine.update_weights(stream(model), 0) == digest(model.named_parameters())
+        written.append(generate(engine, requests))
+    alone.close()
+    for request, one, two in zip(requests, *written, strict=True):
+        assert one.token_ids.tolist() == two.token_ids.tolist()
+        np.testing.assert_allclose(one.log_probs, two.log_probs, atol=1e-5, rtol=0)
+        if not request.params.greedy:
+            np.testing.assert_allclose(two.log_probs, log_probs(model, request, two), atol=1e-4, rtol=0)
+
+
+def spoil(engines: dict[int, Any], rank: int, number: int, name: str) -> None:
+    """Changes one number in the last rank's part of a weight, or its copy, after the next load."""
+    load = vllm_engine.load_weights
+
+    def spoilt(model: Any, tensors: Any) -> None:
+        load(model, tensors)
+        vllm_engine.load_weights = load
+        if rank:
+            with torch.no_grad():
+                parameter = model.get_parameter(name)
+                parameter.view(-1)[3] = torch.nextafter(parameter.view(-1)[3], torch.tensor(9.0))
+
+    vllm_engine.load_weights = spoilt
+
+
+@pytest.mark.parametrize(
+    ("name", "parameter", "weight"),
+    [
+        ("qwen2", "model.norm.weight", "model.norm.weight"),
+        ("qwen2", "model.embed_tokens.weight", "model.embed_tokens.weight"),
+        ("qwen2", "model.layers.1.mlp.down_proj.weight", "model.layers.1.mlp.down_proj.weight"),
+        ("qwen2", "model.layers.0.self_attn.qkv_proj.bias", "model.layers.0.self_attn.q_proj.bias"),
+        ("qwen3", "model.layers.0.mlp.gate_up_proj.weight", "model.layers.0.mlp.gate_proj.weight"),
+        ("qwen3", "lm_head.weight", "lm_head.weight"),
+    ],
+)
+def test_a_weight_that_one_rank_holds_wrongly_is_named(engines, ranks, name, parameter, weight):
+    engine, model = engines[name], build(name, seed=3, heads=MODELS[name])
+    sent = digest(model.named_parameters())
+    assert engine.update_weights(stream(model), 1) == sent
+    ranks.run(spoil, engine.number, parameter)
+    held = engine.update_weights(stream(model), 2)
+    assert {at for at in sent if held[at] != sent[at]} == {weight}
+    assert held.keys() == sent.keys()
+    assert engine.update_weights(stream(model), 3) == sent
+
+
+def wrong_copy(engines: dict[int, Any], rank: int, number: int) -> list[str]:
+    """The weights whose digest changes with the last rank's copy of the one head of keys and values."""
+    model = engines[number]._model
+    before = shards.weights_digest(model)
+    [keys] = [
+        held.tensor for held in shards.held_weights(model) if held.name.endswith("1.self_attn.k_proj.weight")
+    ]
+    with torch.no_grad():
+        keys[5, 5] += rank
+    after = shards.weights_digest(model)
+    return [name for name in before if before[name] != after[name]]
+
+
+def test_a_head_that_both_ranks_hold_is_compared(engines, ranks):
+    engine = engines["qwen2"]
+    engine.update_weights(stream(build()), 0)
+    changed = ranks.run(wrong_copy, engine.number)
+    assert changed == [["model.layers.1.self_attn.k_proj.weight"]] * 2
+
+
+def held(engines: dict[int, Any], rank: int, number: int) -> tuple[int, int]:
+    """Bytes of weights and of cache."""
+    engine = engines[number]
+    return sum(p.untyped_storage().nbytes() for p in engine._model.parameters()), engine._cache_bytes()
+
+
+def test_each_rank_holds_its_part_and_gives_it_back(engines, ranks):
+    engine, model = engines["qwen3"], build("qwen3", heads=MODELS["qwen3"])
+    engine.update_weights(stream(model), 0)
+    whole = sum(p.nbytes for p in model.parameters())
+    before = ranks.run(held, engine.number)
+    assert all(0.5 * whole < weights < 0.65 * whole and cache > 0 for weights, cache in before)
+    engine.sleep()
+    assert ranks.run(held, engine.number) == [(0, 0)] * 2
+    engine.update_weights(stream(model), 1)
+    [sample] = generate(engine, make_requests(1))
+    assert ranks.run(held, engine.number) == before
+    assert sample.versions.tolist() == [1] * 12
+
+
+def test_prefixes_are_found_alike_after_many_were_aborted(engines):
+    """The order in which aborted sequences free their blocks decides which of them are written over."""
+    engine = engines["qwen2"]
+    engine.update_weights(stream(build()), 0)
+    engine.stats()
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(0, VOCABULARY, size=140) for _ in range(12)]
+    for turn in range(6):
+        order = rng.permutation(len(prompts))
+        requests = [
+            Request(f"{turn} {i}", 0, prompts[i], SamplingParams(max_tokens=int(rng.integers(2, 9))))
+            for i in order
+        ]
+        engine.submit(requests)
+        for _ in range(int(rng.integers(1, 4))):
+            engine.poll(0.0)
+        engine.abort([request.id for request in requests[::2]], keep_partial=True)
+        while engine.pending():
+            engine.poll(0.5)
+    assert engine.stats()["cached_prefix_tokens"] > 0  # the same on both: `SplitEngine` compares them
+
+
+def other_tokens(engines: dict[int, Any], rank: int, number: int) -> None:
+    if rank:
+        seed_of = vllm_engine.seed_of
+        vllm_engine.seed_of = lambda request: seed_of(request) + 1
+
+
+def test_ranks_that_write_different_tokens_are_told_so(ranks, tmp_path):
+    engine = ranks.engine(save(build(), tmp_path), max_length=96, max_num_seqs=4)
+    engine.update_weights(stream(build()), 0)
+    ranks.run(other_tokens, engine.number)
+    with pytest.raises(EngineError, match="have written different tokens"):
+        generate(engine, make_requests(3))
+
+
+def test_heads_that_cannot_be_shared_are_refused(ranks, tmp_path: Path):
+    with pytest.raises(EngineError, match="vLLM cannot run the model"):
+        ranks.engine(save(build(heads=(3, 1)), tmp_path), max_length=96)

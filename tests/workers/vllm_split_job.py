@@ -1,0 +1,107 @@
+"""Run on two ranks: FOLDER of models, RESULTS to write. A policy that FSDP shards over both and that samples
+with one vLLM engine over both: two updates, faults of its weights, a rollout apart from the actor."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tandem.engines.rollout.vllm import engine as vllm_engine
+from tandem.engines.weight_sync import WeightSyncError
+from tandem.models.parallel import leave_distributed
+from tests.workers import roles
+from tests.workers.streamed import FAULTS
+
+
+class Ranks:
+    """The worker of this rank. Both ranks sample the whole batch together; each trains on half of it."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        rollout = "actor_rollout_ref.rollout"
+        self.config = roles.make_config(
+            folder,
+            f"{rollout}.name=vllm",
+            f"{rollout}.tensor_model_parallel_size=2",
+            f"{rollout}.max_num_seqs=4",
+            "actor_rollout_ref.actor.fsdp_config.model_dtype=fp32",
+            "actor_rollout_ref.ref.fsdp_config.model_dtype=fp32",
+            "trainer.n_gpus_per_node=2",
+        )
+        self.rank = rank
+        self.worker = roles.make_actor(self.config, "actor", "rollout", rank=rank, world=2)
+
+    def generate(self, worker: Any = None) -> Any:
+        return (worker or self.worker).generate_sequences(roles.make_prompts(5), 2, roles.PARAMS)
+
+    def step(self) -> dict[str, Any]:
+        batch = self.generate()
+        share = roles.with_targets(batch.chunk(2)[self.rank])
+        old = self.worker.compute_log_prob(share)
+        columns = (share.ragged("rollout_log_probs"), old.ragged("old_log_probs"))
+        sampled, trained = (column.values[share.ragged("response_mask").values] for column in columns)
+        self.worker.update_actor(share.union(old, old.rename("old_log_probs", "ref_log_probs")))
+        return {
+            "tokens": batch.ragged("tokens").values.tolist(),
+            "log probs": batch.ragged("rollout_log_probs").values.tolist(),
+            "versions": set(batch.ragged("policy_version").values.tolist()),
+            "gap": float((sampled - trained).abs().max()),
+        }
+
+    def streamed(self) -> bool:
+        """Whether a stream gives the batch's rows after another was left at its first part."""
+        prompts, whole = roles.make_prompts(5), self.generate()
+        left = self.worker.stream_sequences(prompts, 2, roles.PARAMS)
+        next(left)
+        left.close()
+        parts = list(self.worker.stream_sequences(prompts, 2, roles.PARAMS))
+        rows = {
+            row: tokens
+            for part in parts
+            for row, tokens in zip(part.rows, part.batch.ragged("tokens"), strict=True)
+        }
+        wanted = list(whole.ragged("tokens"))
+        return len(parts) > 1 and all(torch.equal(rows[row], wanted[row]) for row in range(len(wanted)))
+
+    def fault(self, name: str) -> str:
+        """What is said of weights that went wrong on their way to the second rank alone."""
+        load, (spoil, _) = vllm_engine.load_weights, FAULTS[name]
+        if self.rank == 1:
+            vllm_engine.load_weights = lambda model, stream: load(model, spoil(iter(stream)))
+        try:
+            self.generate()
+        except WeightSyncError as error:
+            return str(error.got)
+        finally:
+            vllm_engine.load_weights = load
+        return "nothing"
+
+    def apart(self) -> bool:
+        """Whether a rollout that got the actor's weights in buckets writes what the actor's own does."""
+        other = roles.make_actor(self.config, "rollout", rank=self.rank, world=2)
+        for number in range(self.worker.weight_buckets()):
+            bucket = [self.worker.export_weights(number)]
+            dist.broadcast_object_list(bucket)
+            other.load_weights(bucket[0])
+        return bool(self.generate(other).ragged("tokens").equal(self.generate().ragged("tokens")))
+
+
+def main() -> None:
+    folder, results = Path(sys.argv[1]), Path(sys.argv[2])
+    ranks = Ranks(folder, int(os.environ["RANK"]))
+    place = ranks.worker.meshes()["rollout"]
+    record = {"place": (place.dp_rank, place.dp_size, place.collects)}
+    record |= {"steps": [ranks.step(), ranks.step()]}
+    record |= {"faults": {name: ranks.fault(name) for name in ("damaged", "swapped")}}
+    record |= {"after": ranks.step(), "streamed": ranks.streamed(), "apart": ranks.apart()}
+    record["counted"] = ranks.worker.take_observed().to_floats()
+    torch.save(record, results / f"rank_{ranks.rank}.pt")
+    leave_distributed(together=True)
+
+
+if __name__ == "__main__":
+    main()
