@@ -1,5 +1,5 @@
-"""Writes docs/algorithms/, which git ignores: a page for each algorithm and an index, from docstrings and
-signatures.
+"""Writes docs/algorithms/ and docs/verl/, which git ignores: a page for each algorithm and an index, from
+docstrings and signatures, and what verl's keys are here.
 
     make docs            (python -m docs.generate)
 
@@ -18,7 +18,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from docs import equations
+from docs import equations, verl_keys
 from docs.docstring import parse
 from docs.entries import FOLDER, ROOT, Entry, entries
 from docs.kinds import NEEDS, Kind
@@ -215,4 +215,5 @@ def write(folder: Path = FOLDER) -> None:
 
 if __name__ == "__main__":
     write()
-    print(f"wrote {FOLDER.relative_to(ROOT)}")
+    verl_keys.write()
+    print(f"wrote {FOLDER.relative_to(ROOT)} and docs/verl")

@@ -21,10 +21,6 @@ Strategy = Annotated[
     OneOf(
         ("fsdp2",),
         {"fsdp": "fsdp2"},
-        {
-            "megatron": "this build trains with FSDP2, which splits layers and stages too: set "
-            "strategy=fsdp2, fsdp_config.tensor_parallel_size and fsdp_config.pipeline_parallel_size"
-        },
     ),
 ]
 Aggregation = Annotated[str, OneOf(tables.AGGREGATIONS)]

@@ -26,7 +26,12 @@ class Findings:
 
 
 def check(
-    config: Section, changed: frozenset[str], bad: frozenset[str], rules: Iterable[Rule[Any]]
+    config: Section,
+    changed: frozenset[str],
+    bad: frozenset[str],
+    rules: Iterable[Rule[Any]],
+    *,
+    lenient: bool = False,
 ) -> Findings:
     """What the declarations of the config's keys, and these rules, find.
 
@@ -34,8 +39,10 @@ def check(
         config: the filled-in config.
         changed: the keys that differ from what they would be had nobody set them.
         bad: the keys whose value is a stand-in for a wrong one.
+        lenient: whether a key that does nothing is worth a sentence alone, as in a command line that was
+            written for another program.
     """
-    run = _Check(config, changed, bad)
+    run = _Check(config, changed, bad, lenient)
     found = [item for rule in rules for item in _until_wrong(rule(run.view))]
     found += run.needs()
     return Findings(
@@ -55,8 +62,9 @@ def _until_wrong(found: Iterator[Finding]) -> Iterator[Finding]:
 class _Check:
     """The declarations of one config's keys."""
 
-    def __init__(self, config: Section, changed: frozenset[str], bad: frozenset[str]) -> None:
+    def __init__(self, config: Section, changed: frozenset[str], bad: frozenset[str], lenient: bool) -> None:
         self._config, self._root, self._changed, self._bad = config, type(config), changed, bad
+        self._lenient = lenient
         self.view = view_of(config, changed, bad)
 
     def needs(self) -> list[Finding]:
@@ -105,7 +113,8 @@ class _Check:
         """The changed keys that do nothing, in alphabetical order, each with its outermost reason."""
         known = keys(self._root)
         for name in sorted(self._changed - self._bad):
-            reasons = (item for item in known[name].conditions if item.when.notice == notice)
+            conditions = known[name].conditions
+            reasons = (item for item in conditions if (item.when.notice or self._lenient) == notice)
             value = value_at(self.view, name)
             failed = (
                 item for item in reasons if value not in item.when.neutral and self._holds(item) is False

@@ -113,6 +113,9 @@ class ClusterConfig(Section):
         "folder of Ray's sockets and logs, where Ray is started here; null: Ray's own choice",
         when=_OURS,
     )
+    ray_init: dict[str, Any] = key(
+        {}, "further arguments of ray.init, such as {num_cpus: 8, runtime_env: {env_vars: {A: b}}}"
+    )
 
 
 def place(role: str, pools: Mapping[str, Any], placement: Mapping[str, str]) -> str | None:

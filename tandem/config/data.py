@@ -10,6 +10,7 @@ from tandem.config.section import Paths, Section, When, beside, key
 from tandem.config.view import root
 
 _VALIDATES = When(lambda own: bool(own.val_files), "with {val_files}", notice=True)
+_OF_TEXT = "a row that has any is refused, as models of text alone are trained"
 Truncation = Literal["error", "left", "right", "middle"]
 
 
@@ -35,6 +36,9 @@ class DataConfig(Section):
     max_prompt_length: int = key(512, "longest prompt, tokens", ge=1)
     max_response_length: int = key(512, "longest response, tokens", ge=1)
     prompt_key: str = key("prompt", "column that holds the conversation")
+    image_key: str = key("images", f"column of images; {_OF_TEXT}")
+    video_key: str = key("videos", f"column of videos; {_OF_TEXT}")
+    audio_key: str = key("audios", f"column of sounds; {_OF_TEXT}")
     reward_fn_key: str = key("data_source", "column that names the reward function of a row")
     shuffle: bool = key(
         True,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from tandem.config.deprecated import DEPRECATED, Deprecated
 from tandem.config.generate import EvalConfig, GenerateConfig
 from tandem.config.readers import readers
 from tandem.config.root import TrainConfig
 from tandem.config.schema import Key, keys, sections, shown, unknown_key
 from tandem.config.section import Section
 from tandem.config.supervised import RMConfig, SFTConfig
+from tandem.config.verl.table import rule_of
 
 COMMANDS: Mapping[str, type[Section]] = {
     "tandem train": TrainConfig,
@@ -30,10 +30,8 @@ def explain(name: str) -> str:
     parts = [
         f"{name} ({command})\n{text}" for command, root in COMMANDS.items() if (text := _explain(root, name))
     ]
-    if name in DEPRECATED:
-        rule = DEPRECATED[name]
-        kind = "deprecated: " if isinstance(rule, Deprecated) else ""
-        parts.append(f"{name} (tandem train)\n  {kind}{rule}")
+    if name not in keys(TrainConfig) and (rule := rule_of(name)) is not None:
+        parts.append(f"{name} (tandem train)\n  {rule.verdict}: {rule}")
     if not parts:
         raise unknown_key(name, [known for root in COMMANDS.values() for known in keys(root)])
     return "\n\n".join(parts)

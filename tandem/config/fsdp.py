@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Any
 
 from tandem.config.section import NOT_TRAINED, Names, OneOf, Section, When, key
+from tandem.config.view import path
 
 COMPILE = "actor_rollout_ref.actor.fsdp_config.use_torch_compile"
 OPTIMIZER_HAS_STATE_HERE = When(
@@ -20,6 +22,15 @@ FORWARD_ALONE = {"pipeline_schedule": replace(NOT_TRAINED, notice=True)}
 """Of the keys of a model that only computes."""
 
 SPELLINGS = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64"}
+
+
+def _loses_small_updates(own: Any, name: str) -> Iterator[str]:
+    at = path(own, name)
+    if getattr(own, name) == "bf16" and not at.startswith(("actor_rollout_ref.ref.", "reward_model.")):
+        yield (
+            f"{at}=bf16: an update below 1/256 of a weight changes nothing; at the usual learning rates of "
+            "reinforcement learning most are (fp32 keeps them)."
+        )
 
 
 class WrapPolicyConfig(Section):
@@ -69,8 +80,8 @@ class FSDPConfig(Section):
         ),
     )
     forward_prefetch: bool = key(False, "gather the next layer's parameters during a layer's forward")
-    model_dtype: Annotated[str, OneOf(("fp32", "fp64"), {"float32": "fp32", "float64": "fp64"})] = key(
-        "fp32", "precision of the parameters that the optimizer updates"
+    model_dtype: Annotated[str, OneOf(("fp32", "bf16", "fp64"), SPELLINGS)] = key(
+        "fp32", "precision of the parameters that the optimizer updates", needs=_loses_small_updates
     )
     dtype: Annotated[str, OneOf(("auto", "fp32", "bf16", "fp64"), SPELLINGS)] = key(
         "auto", "precision of forward and backward; auto: bf16 on CUDA, model_dtype on CPU"

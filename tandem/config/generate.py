@@ -6,18 +6,18 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from tandem.config.data import Truncation
-from tandem.config.deprecated import Deprecated
 from tandem.config.needs import countable, files, model_folder
 from tandem.config.rewards import CustomRewardConfig
 from tandem.config.rollout import EngineConfig
 from tandem.config.section import AsTuple, Finding, LocalPath, Need, Paths, Section, When, key, section
+from tandem.config.verl.table import Rule
 from tandem.config.view import path, root
 from tandem.errors import ConfigError
 
 OTHER_NAMES = {
-    "data.n_samples": Deprecated("rollout.n"),
-    "rollout.prompt_length": Deprecated("data.max_prompt_length"),
-    "rollout.response_length": Deprecated("data.max_response_length"),
+    "data.n_samples": Rule("data.n_samples", now=("rollout.n",)),
+    "rollout.prompt_length": Rule("rollout.prompt_length", now=("data.max_prompt_length",)),
+    "rollout.response_length": Rule("rollout.response_length", now=("data.max_response_length",)),
 }
 """What verl's `main_generation` calls these keys."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -13,7 +13,6 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from tandem.config.check import check
-from tandem.config.deprecated import DEPRECATED, Deprecated, Settled, modernise
 from tandem.config.generate import OTHER_NAMES, EvalConfig, GenerateConfig
 from tandem.config.root import TrainConfig
 from tandem.config.rules import RULES
@@ -22,6 +21,9 @@ from tandem.config.section import Section, nearest_remedy
 from tandem.config.sources import read_sources
 from tandem.config.supervised import RMConfig, SFTConfig
 from tandem.config.trainer import TrainerConfig
+from tandem.config.verl.defaults import DEFAULTS, differing
+from tandem.config.verl.table import rule_of
+from tandem.config.verl.translate import Reading, Rules, translate
 from tandem.errors import ConfigError, ConfigErrors
 
 C = TypeVar("C", bound=Section)
@@ -33,11 +35,15 @@ class Loaded(Generic[C]):
 
     Attributes:
         config: every key has its value; nothing is left to fill in.
-        notices: one sentence each, for deprecated, superseded and unused keys.
+        notices: one sentence each, for keys of other command lines, superseded and unused keys.
+        readings: how each key of another command line was read.
+        other_defaults: of a command line with keys of verl: the defaults that are others there.
     """
 
     config: C
     notices: tuple[str, ...]
+    readings: tuple[Reading, ...] = ()
+    other_defaults: str | None = None
 
 
 def load_train_config(path: str | None = None, overrides: Sequence[str] = ()) -> Loaded[TrainConfig]:
@@ -50,27 +56,27 @@ def load_train_config(path: str | None = None, overrides: Sequence[str] = ()) ->
     Raises:
         ConfigErrors: everything that is wrong.
     """
-    return _load(TrainConfig, DEPRECATED, path, overrides)
+    return _load(TrainConfig, rule_of, path, overrides)
 
 
 def load_sft_config(path: str | None = None, overrides: Sequence[str] = ()) -> Loaded[SFTConfig]:
     """The config of `tandem sft`; as `load_train_config`."""
-    return _load(SFTConfig, {}, path, overrides)
+    return _load(SFTConfig, _no_rule, path, overrides)
 
 
 def load_rm_config(path: str | None = None, overrides: Sequence[str] = ()) -> Loaded[RMConfig]:
     """The config of `tandem rm`; as `load_train_config`."""
-    return _load(RMConfig, {}, path, overrides)
+    return _load(RMConfig, _no_rule, path, overrides)
 
 
 def load_generate_config(path: str | None = None, overrides: Sequence[str] = ()) -> Loaded[GenerateConfig]:
     """The config of `tandem generate`; as `load_train_config`."""
-    return _load(GenerateConfig, OTHER_NAMES, path, overrides)
+    return _load(GenerateConfig, OTHER_NAMES.get, path, overrides)
 
 
 def load_eval_config(path: str | None = None, overrides: Sequence[str] = ()) -> Loaded[EvalConfig]:
     """The config of `tandem eval`; as `load_train_config`."""
-    return _load(EvalConfig, OTHER_NAMES, path, overrides)
+    return _load(EvalConfig, OTHER_NAMES.get, path, overrides)
 
 
 def to_dict(config: Section) -> dict[str, Any]:
@@ -78,28 +84,30 @@ def to_dict(config: Section) -> dict[str, Any]:
     return config.model_dump(mode="json")
 
 
-def _load(
-    root: type[C],
-    deprecated: Mapping[str, Deprecated | Settled],
-    path: str | None,
-    overrides: Sequence[str],
-) -> Loaded[C]:
+def _no_rule(name: str) -> None:
+    """Only `tandem train`, `generate` and `eval` are called with other programs' keys."""
+
+
+def _load(root: type[C], rules: Rules, path: str | None, overrides: Sequence[str]) -> Loaded[C]:
     tree, errors, notices = read_sources(path, overrides)
-    flat, unknown = _flatten(root, deprecated, tree)
-    given, old_errors, old_notices = modernise(flat, deprecated, _trainer(flat).devices_of)
-    config, wrong = _build(root, given)
-    bad = _with_heirs(root, given, frozenset(str(error.field) for error in wrong))
-    changed = frozenset(name for name in given if value_at(config, name) != _unset(root, config, name))
-    findings = check(config, changed, bad, RULES[root])
+    flat, unknown = _flatten(root, rules, tree)
+    found = translate(flat, keys(root), rules, _trainer(flat).devices_of)
+    asked_of_verl = found.given.get("trainer.defaults") == "verl"
+    config, wrong = _build(root, {**(DEFAULTS if asked_of_verl else {}), **found.given})
+    bad = _with_heirs(root, found.given, frozenset(str(error.field) for error in wrong))
+    changed = frozenset(name for name in found.given if value_at(config, name) != _unset(root, config, name))
+    findings = check(config, changed, bad, RULES[root], lenient=asked_of_verl or bool(found.readings))
     order = {name: place for place, name in enumerate(keys(root))}
     late = sorted(wrong + findings.errors, key=lambda error: order.get(str(error.field), len(order)))
-    if problems := errors + unknown + old_errors + late:
+    if problems := errors + unknown + found.errors + late:
         raise ConfigErrors(problems)
-    return Loaded(config, tuple(notices + old_notices + findings.notices))
+    asks = bool(found.readings) and root is TrainConfig and not asked_of_verl
+    other = differing(found.given) if asks else None
+    return Loaded(config, tuple(notices + found.notices + findings.notices), tuple(found.readings), other)
 
 
 def _flatten(
-    root: type[Section], deprecated: Iterable[str], tree: Mapping[str, Any]
+    root: type[Section], rules: Rules, tree: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[ConfigError]]:
     """Given values by dotted path, and an error for each path that is no key. An inherited key given
     as null, and an empty section, count as not given."""
@@ -108,16 +116,18 @@ def _flatten(
     errors: list[ConfigError] = []
 
     def visit(name: str, value: Any) -> None:
-        if name in deprecated:
-            flat[name] = value
-        elif name in known:
+        rule = None if name in known else rules(name)
+        whole = rule is not None and rule.now != () and set(rule.now) <= known.keys()
+        if name in known:
             if value is not None or known[name].inherits is None:
                 flat[name] = value
-        elif isinstance(value, Mapping) and value:
+        elif isinstance(value, Mapping) and value and not whole:
             for child, inner in value.items():
                 visit(f"{name}.{child}", inner)
+        elif rule is not None:
+            flat[name] = value
         elif name not in parents:
-            errors.append(unknown_key(name, [*known, *deprecated]))
+            errors.append(unknown_key(name, known))
         elif value is not None and value != {}:
             remedy = f"set the keys below it: {name}.<key>=…"
             errors.append(ConfigError("a section, not a key", field=name, got=shown(value), remedy=remedy))

@@ -11,6 +11,8 @@ from tandem.config.section import Need
 from tandem.config.view import path, root
 from tandem.errors import ConfigError
 
+_SPLIT = "ulysses_sequence_parallel_size"
+
 MOST_SAMPLES = 10_000_000
 """Responses asked for at once, above which a number is a slip: one process has some hundred bytes of each."""
 
@@ -72,15 +74,19 @@ def within_response(own: Any, name: str) -> Iterator[ConfigError]:
 
 
 def holds_longest(own: Any, name: str) -> Iterator[ConfigError]:
-    """A token budget holds one sequence of the greatest length."""
+    """A token budget holds one sequence of the greatest length, or a device's part of it."""
     data, field = root(own).data, path(own, name)
     longest = sum(getattr(data, length) for length in data.lengths)
     names = " + ".join(path(data, length) for length in data.lengths)
-    if getattr(own, name) < longest:
+    section = own if hasattr(own, _SPLIT) else root(own).actor_rollout_ref.actor
+    least = -(-longest // getattr(section, _SPLIT))
+    if least < longest:
+        names = f"({names}) / {path(section, _SPLIT)}"
+    if getattr(own, name) < least:
         yield ConfigError(
             "holds less than one sequence of the greatest length",
-            expected=f"at least {longest} tokens ({names})",
-            remedy=f"set {field}={longest}, or shorten the sequences",
+            expected=f"at least {least} tokens ({names})",
+            remedy=f"set {field}={least}, or shorten the sequences",
         )
 
 

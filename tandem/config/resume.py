@@ -11,9 +11,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from tandem.config.deprecated import DEPRECATED, Deprecated
 from tandem.config.schema import keys, shown
 from tandem.config.section import Section
+from tandem.config.verl.table import former_names
 from tandem.errors import ConfigError
 
 _FREE = (
@@ -150,8 +150,8 @@ def _matches(name: str, patterns: tuple[str, ...]) -> bool:
 
 def _old_value(tree: Mapping[str, Any], name: str) -> Any:
     value = _at(tree, name)
-    for old, rule in DEPRECATED.items():
-        if value is _ABSENT and isinstance(rule, Deprecated) and rule.now == name and rule.shared_by is None:
+    for old in former_names(name) if value is _ABSENT else ():
+        if value is _ABSENT:
             value = _at(tree, old)
     return value
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from tandem.config import tables
 from tandem.config.batching import LogProbSection
+from tandem.config.data import DataConfig
 from tandem.config.dynamic_sampling import BySteps
 from tandem.config.needs import countable, within_response
 from tandem.config.section import Finding, LocalPath, Names, OneOf, Section, When, beside, key, section
@@ -46,6 +47,17 @@ def _apart(own: Any) -> bool:
     trainer = root(own).trainer
     own_workers = not {"actor", "rollout"}.isdisjoint(trainer.worker_classes)
     return trainer.placed("rollout") != trainer.placed("actor") or own_workers
+
+
+def _beyond_prompts(own: Any, name: str) -> Iterator[ConfigError]:
+    """The longest prompt leaves room for a response."""
+    length, prompt = getattr(own, name), root(own).data.max_prompt_length
+    if length is not None and length <= prompt:
+        yield ConfigError(
+            "leaves the longest prompt no response",
+            expected=f"more than data.max_prompt_length, {prompt}",
+            remedy=f"raise it, or lower data.max_prompt_length below {length}",
+        )
 
 
 def _possible(own: Any, name: str) -> Iterator[ConfigError]:
@@ -221,6 +233,13 @@ class RolloutConfig(EngineConfig, LogProbSection):
         "responses per training prompt from a training step on, {step: n, …}; before the first step, n",
         needs=_of_steps,
     )
+    max_model_len: int | None = key(
+        None,
+        "longest prompt and response together, tokens; a response ends there; null: "
+        "data.max_prompt_length + data.max_response_length",
+        needs=_beyond_prompts,
+        ge=2,
+    )
     free_cache_engine: bool = key(True, "give the engine's KV cache and weights back after each generation")
     update_weights_bucket_megabytes: int = key(
         2048,
@@ -242,6 +261,11 @@ class RolloutConfig(EngineConfig, LogProbSection):
             "min_tokens": ends_early(),
         },
     )
+
+    def longest(self, data: DataConfig) -> int:
+        """Tokens of a prompt and its response together, at most."""
+        both = data.max_prompt_length + data.max_response_length
+        return min(both, self.max_model_len or both)
 
     @property
     def group_sizes(self) -> dict[int, int]:

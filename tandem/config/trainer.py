@@ -156,6 +156,11 @@ class RunConfig(Section):
 class TrainerConfig(RunConfig):
     """A reinforcement learning run."""
 
+    defaults: Literal["tandem", "verl"] = key(
+        "tandem",
+        "whose defaults stand in where nobody sets a key; verl: verl's, where they decide what is learnt or "
+        "where files lie",
+    )
     resource_pools: Annotated[dict[str, Counts], ByName] = key(
         {},
         "pools of processes, each with a device unless only reward functions are there: {name: [processes on "
@@ -181,6 +186,9 @@ class TrainerConfig(RunConfig):
     val_before_train: bool = key(True, "validate before the first step")
     samples_freq: int = key(
         1, "keep the samples of every so many steps in the run folder; -1: of none", ge=-1
+    )
+    log_val_generations: int = key(
+        0, "responses that the loggers get as text from each validation", needs=validation_files, ge=0
     )
     val_only: bool = key(False, "validate and stop", needs=validation_files)
 

@@ -26,6 +26,7 @@ class PromptDataset:
         tokenizer: a Hugging Face tokenizer.
         prompt_key: the column of prompts; see `PromptRows`.
         reward_fn_key: the column of data sources.
+        media_keys: columns that must be empty, where they are there: of images, videos, sounds.
         limits: max_prompt_length, truncation, filter_overlong_prompts, max_samples, chat_template_kwargs:
             see `PromptRows`.
 
@@ -45,6 +46,7 @@ class PromptDataset:
         *,
         prompt_key: str = "prompt",
         reward_fn_key: str = "data_source",
+        media_keys: Sequence[str] = (),
         **limits: Any,
     ) -> None:
         rows = PromptRows(
@@ -52,8 +54,8 @@ class PromptDataset:
             tokenizer,
             prompt_key=prompt_key,
             needs=(reward_fn_key, "reward_model"),
-            optional=("extra_info",),
-            check=lambda row: reward_problem(row, reward_fn_key),
+            optional=("extra_info", *media_keys),
+            check=lambda row: _media_problem(row, media_keys) or reward_problem(row, reward_fn_key),
             expected=f"{reward_fn_key}: a name; reward_model: {{style, ground_truth}}; "
             "extra_info: a mapping, if any",
             column_keys=("data.prompt_key", "data.reward_fn_key"),
@@ -110,6 +112,11 @@ class PromptDataset:
     def records(self, rows: Sequence[int]) -> list[dict[str, Any]]:
         """The named prompts as the files hold them: the columns that were read."""
         return self._files.take(self._kept[np.asarray(rows, dtype=np.int64)])
+
+
+def _media_problem(row: Mapping[str, Any], media_keys: Sequence[str]) -> str | None:
+    held = [key for key in media_keys if row.get(key)]
+    return f"{held[0]}: not empty; models of text alone are trained" if held else None
 
 
 def _messages(prompt: Any) -> list[dict[str, Any]]:

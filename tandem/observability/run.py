@@ -24,6 +24,7 @@ from torch import Tensor
 
 from tandem.errors import DataError
 from tandem.observability.files import append_line, replace_file, whole_lines
+from tandem.observability.sinks.base import Generation
 from tandem.protocol import Ragged
 
 SampleColumn = Ragged | Tensor | np.ndarray | Sequence[Any]
@@ -95,6 +96,16 @@ class RunFolder:
         pq.write_table(pa.table({name: _arrow(column) for name, column in table.items()}), partial)
         partial.replace(path)
         return path
+
+    def generations(self, step: int, count: int) -> list[Generation]:
+        """The first responses of the validation after a step, as it wrote them here; at most `count`."""
+        found: list[Generation] = []
+        for path in sorted(self.samples.glob(f"step_{step:06d}_val*.parquet")):
+            if len(found) < count:
+                columns = ["messages", "response_text", "scores"]
+                rows = next(pq.ParquetFile(path).iter_batches(count - len(found), columns=columns))
+                found += [_generation(row) for row in rows.to_pylist()]
+        return found
 
     def log(self, message: str) -> None:
         """Appends what the run says, with the time, to log/run.log."""
@@ -172,6 +183,11 @@ def read_samples(path: str | Path) -> dict[str, list[Any]]:
     """The columns of one samples file, as Python values."""
     columns: dict[str, list[Any]] = pq.read_table(path).to_pydict()
     return columns
+
+
+def _generation(row: Mapping[str, Any]) -> Generation:
+    prompt = "\n".join(f"{message['role']}: {message['content']}" for message in row["messages"])
+    return Generation(prompt, row["response_text"], row["scores"])
 
 
 def _has_entries(folder: Path) -> bool:

@@ -218,8 +218,9 @@ def _rhythm(run: TrainerConfig, steps: int) -> Rhythm:
 def _evaluator(config: TrainConfig, batches: int, stops: tuple[int, ...]) -> Evaluator | None:
     """Validation over so many batches; None where there are none."""
     params = sampling(config, stops, validation=True)
-    n, writes = config.actor_rollout_ref.rollout.val_kwargs.n, config.trainer.samples_freq > 0
-    return Evaluator(batches, n, params, writes) if batches else None
+    n, run = config.actor_rollout_ref.rollout.val_kwargs.n, config.trainer
+    shown = run.log_val_generations
+    return Evaluator(batches, n, params, run.samples_freq > 0 or shown > 0, shown) if batches else None
 
 
 def _entropy_controller(config: ActorConfig) -> AdaptiveEntropyController | None:

@@ -231,6 +231,7 @@ class Evaluator:
         n: samples per prompt.
         params: how to sample.
         writes_samples: whether the samples go into the run folder.
+        shown: how many of them the loggers get as text.
         dealer: says which problems are better answered by the same rank.
     """
 
@@ -238,6 +239,7 @@ class Evaluator:
     n: int
     params: SamplingParams
     writes_samples: bool
+    shown: int = 0
     dealer: Dealer = field(default_factory=Dealer)
 
     def run(self, step: int, roles: Roles) -> dict[str, float]:

@@ -46,6 +46,7 @@ def make_backend(trainer: RunConfig, run: RunFolder, say: Callable[[str], None])
         master_port=cluster.master_port,
         object_store_gb=cluster.object_store_gb,
         temp_dir=cluster.temp_dir,
+        ray_init=cluster.ray_init,
         start_s=timeouts.start,
         call_s=timeouts.call,
         answer_s=timeouts.answer,

@@ -160,7 +160,9 @@ class PPOTrainer(Loop[Gathered]):
     def validate(self, step: int) -> dict[str, float]:
         assert self.evaluator is not None
         self._update_rollout()
-        return self.evaluator.run(step, self.roles)
+        metrics = self.evaluator.run(step, self.roles)
+        self.session.show_generations(step, self.evaluator.shown)
+        return metrics
 
     def _update_rollout(self) -> None:
         if not self._rollout_is_current:

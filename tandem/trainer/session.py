@@ -282,3 +282,8 @@ class Session:
         if self._sinks is None:
             raise AssertionError("restore comes before the first log")
         self._sinks.log(step, metrics)
+
+    def show_generations(self, step: int, count: int) -> None:
+        """Sends the loggers so many responses of the validation after a step."""
+        if count and self._sinks is not None:
+            self._sinks.log_generations(step, self.folder.generations(step, count))

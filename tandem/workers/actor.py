@@ -149,7 +149,7 @@ class ActorWorker(EngineWorker):
             rollout,
             tokenizer=tokenizer,
             device=self.device,
-            max_length=data.max_prompt_length + data.max_response_length,
+            max_length=rollout.longest(data),
             share=(self.rank, self.world_size),
             split=split,
             model_path=self._config.actor_rollout_ref.model.path,

@@ -190,6 +190,7 @@ def prompt_dataset(
         tokenizer,
         prompt_key=config.prompt_key,
         reward_fn_key=config.reward_fn_key,
+        media_keys=(config.image_key, config.video_key, config.audio_key),
         max_prompt_length=config.max_prompt_length,
         truncation=config.truncation,
         filter_overlong_prompts=config.filter_overlong_prompts,

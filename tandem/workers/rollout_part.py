@@ -47,6 +47,7 @@ class RolloutPart:
         self.engine = engine
         self._follows = follows
         self._rollout = config.actor_rollout_ref.rollout
+        self._longest = self._rollout.longest(config.data)
         self._sent: dict[str, Sent] = {}  # by receiver, what it was sent last
         self._arrival = Arrival()
 
@@ -60,7 +61,7 @@ class RolloutPart:
         sampling parameters reshape the distribution; NaN where the engine does not give them),
         `policy_version`, `token_fingerprint`, `sample`, `finish_reason`.
         """
-        requests = requests_of(prompts, n, params)
+        requests = requests_of(prompts, n, params, self._longest)
         done = {sample.id: sample for part in self._written(worker, requests, phase) for sample in part}
         samples = [done[request.id] for request in requests]
         return self.batch(prompts.repeat(n), requests, samples, params)
@@ -71,7 +72,7 @@ class RolloutPart:
     ) -> Iterator[Part]:
         """The rows of `generate_sequences`, in parts of about a quarter of this worker's share, as they
         are finished. An empty share has no parts."""
-        requests = requests_of(prompts, n, params)
+        requests = requests_of(prompts, n, params, self._longest)
         place = {request.id: row for row, request in enumerate(requests)}
         table = prompts.repeat(n)
         with closing(self._written(worker, requests, phase)) as parts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,23 @@ from tandem.protocol import DataProto, Ragged, Request, Sample, SamplingParams
 from tandem.workers.probes import FINGERPRINT, SAMPLED, UNTRUNCATED, fingerprint
 
 
-def requests_of(prompts: DataProto, n: int, params: SamplingParams) -> list[Request]:
+def requests_of(prompts: DataProto, n: int, params: SamplingParams, longest: int) -> list[Request]:
+    """n requests for each prompt.
+
+    Args:
+        longest: tokens of a prompt and its response together, at most.
+    """
     return [
-        Request(uid, sample, row.numpy(), params)
+        Request(uid, sample, row.numpy(), _within(params, longest - len(row)))
         for uid, row in zip(prompts.non_tensor_batch["uid"], prompts.ragged("prompts"), strict=True)
         for sample in range(n)
     ]
+
+
+def _within(params: SamplingParams, tokens: int) -> SamplingParams:
+    if tokens >= params.max_tokens:
+        return params
+    return replace(params, max_tokens=tokens, min_tokens=min(params.min_tokens, tokens))
 
 
 def rollout_batch(

@@ -187,4 +187,4 @@ def test_verls_names_work(shop: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["generate", *(w for w in given if not w.startswith(("rollout.n=", "data.max_resp")))]) == 0
     shown, said = capsys.readouterr()
     assert "n: 2" in shown and "max_response_length: 9" in shown
-    assert "data.n_samples is deprecated: use rollout.n=2." in said
+    assert "data.n_samples is rollout.n=2 here." in said

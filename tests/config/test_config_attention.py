@@ -34,7 +34,7 @@ def test_names_of_others(load):
     other = "actor_rollout_ref.model.override_config.attn_implementation"
     loaded = load(f"{other}=flash_attention_2", "trainer.device=cuda")
     assert loaded.config.actor_rollout_ref.model.attn_implementation == "flash_attention_2"
-    assert loaded.notices == (f"{other} is deprecated: use {AT[0]}=flash_attention_2.",)
+    assert loaded.notices == (f"{other} is {AT[0]}=flash_attention_2 here.",)
 
 
 def test_a_run_goes_on_with_other_kernels():

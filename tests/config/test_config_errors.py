@@ -155,12 +155,11 @@ WRONG = {
         "did you mean native?",
     ),
     "absent training engine": (
-        [f"{A}.strategy=megatron"],
+        [f"{A}.strategy=torchtitan"],
         f"{A}.strategy",
         "unknown value",
         "one of fsdp2, fsdp",
-        "this build trains with FSDP2, which splits layers and stages too: set strategy=fsdp2, "
-        "fsdp_config.tensor_parallel_size and fsdp_config.pipeline_parallel_size",
+        None,
     ),
     "interpolation of no key": (
         ["trainer.seed=${data.sead}"],

@@ -49,8 +49,3 @@ def test_supervised_runs_are_asked_the_same(train_file, model):
             None, [f"data.train_files={train_file}", f"model.path={model}", *asked, "trainer.device=cpu"]
         )
     assert {error.field for error in caught.value.errors} == {"model.use_liger", f"model.{BACKEND}"}
-
-
-def test_entropy_switch_of_a_wrong_type(errors):
-    name = "actor_rollout_ref.actor.entropy_checkpointing"
-    assert errors(f"{name}=often")[name].expected == "true or false"

@@ -132,7 +132,7 @@ def test_deprecated_micro_batch_size_is_per_device(load, old, new):
     for part in new.split("."):
         node = node[part]
     assert node == 8
-    assert loaded.notices == (f"{old} is deprecated: use {new}=8 (8 over 1 data-parallel device).",)
+    assert loaded.notices == (f"{old} is {new}=8 (8 over 1 data-parallel device) here.",)
 
 
 POOLS = ("trainer.resource_pools={a: [2, 2], b: [3]}", "trainer.placement={actor_rollout: a, critic: b}")
@@ -153,7 +153,7 @@ def test_deprecated_micro_batch_size_is_divided_by_the_devices_of_its_role(
     loaded = load(f"{old}=24", *overrides)
     assert value_at(loaded.config, f"{old}_per_gpu") == 24 // devices
     assert loaded.notices == (
-        f"{old} is deprecated: use {old}_per_gpu={24 // devices} (24 over {devices} data-parallel devices).",
+        f"{old} is {old}_per_gpu={24 // devices} (24 over {devices} data-parallel devices) here.",
     )
     (error,) = errors(f"{old}=25", *overrides).values()
     assert (error.field, error.got, error.expected) == (old, 25, f"a multiple of the {devices} devices")
@@ -175,7 +175,7 @@ def test_deprecated_micro_batch_size_beside_a_wrong_number_of_devices(errors):
 def test_deprecated_name(load, old, new):
     loaded = load(f"{old}=8", "trainer.n_gpus_per_node=2", *REWARD_MODEL)
     assert value_at(loaded.config, new) == 8
-    assert loaded.notices == (f"{old} is deprecated: use {new}=8.",)
+    assert loaded.notices == (f"{old} is {new}=8 here.",)
 
 
 def test_deprecated_key_beside_its_replacement_is_an_error(errors):
@@ -191,7 +191,7 @@ def test_deprecated_grad_clip(load, role):
     loaded = load(f"{role}.grad_clip=0.5")
     policy = loaded.config.actor_rollout_ref.actor
     assert (policy if role == A else loaded.config.critic).optim.clip_grad == 0.5
-    assert loaded.notices == (f"{role}.grad_clip is deprecated: use {role}.optim.clip_grad=0.5.",)
+    assert loaded.notices == (f"{role}.grad_clip is {role}.optim.clip_grad=0.5 here.",)
 
 
 def test_deprecated_key_given_as_null_is_silent(load):

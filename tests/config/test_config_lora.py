@@ -37,7 +37,7 @@ def test_the_other_spelling_works_with_a_sentence(load):
     loaded = load(f"{M}.lora.rank=8", f"{M}.lora.alpha=4", f"{M}.lora.target_modules=[q_proj]")
     model = loaded.config.actor_rollout_ref.model
     assert (model.lora_rank, model.lora_alpha, model.target_modules) == (8, 4, ("q_proj",))
-    assert loaded.notices[0] == f"{M}.lora.rank is deprecated: use {RANK}=8."
+    assert loaded.notices[0] == f"{M}.lora.rank is {RANK}=8 here."
     assert len(loaded.notices) == 3
 
 
@@ -90,4 +90,4 @@ def test_fine_tuning_has_the_same_keys(train_file, model):
 
 
 def test_explained():
-    assert f"deprecated: {RANK}" in explain(f"{M}.lora.rank")
+    assert f"renamed: {RANK}" in explain(f"{M}.lora.rank")

@@ -70,7 +70,7 @@ NOTICES = {
     ),
     "schedule by its old name": (
         [f"{A}.optim.warmup_style=cosine"],
-        [f"{A}.optim.warmup_style is deprecated: use {A}.optim.lr_scheduler_type=cosine."],
+        [f"{A}.optim.warmup_style is {A}.optim.lr_scheduler_type=cosine here."],
     ),
     "head's kernels unused": (
         [f"{MODEL}.fused_kernel_options.impl_backend=triton"],
@@ -91,14 +91,14 @@ NOTICES = {
     "entropy in chunks": (
         ["actor_rollout_ref.ref.entropy_from_logits_with_chunking=True"],
         [
-            "actor_rollout_ref.ref.entropy_from_logits_with_chunking=true: always true here: the head works "
+            "actor_rollout_ref.ref.entropy_from_logits_with_chunking: nothing to act on here: the head works "
             "through the vocabulary in tiles and never holds all logits at once."
         ],
     ),
     "entropy not computed again": (
         [f"{A}.entropy_checkpointing=false"],
         [
-            f"{A}.entropy_checkpointing=false: always true here: the backward pass makes the logits again, "
+            f"{A}.entropy_checkpointing: nothing to act on here: the backward pass makes the logits again, "
             "tile by tile, but where all of them are few."
         ],
     ),

@@ -196,7 +196,7 @@ def test_defaults_of_limits_and_addresses(load):
     }  # fmt: skip
     assert trainer.cluster.model_dump() == {
         "address": None, "namespace": None, "interface": None, "master_port": 0,
-        "object_store_gb": None, "temp_dir": None,
+        "object_store_gb": None, "temp_dir": None, "ray_init": {},
     }  # fmt: skip
     assert (trainer.balance_batch, trainer.max_restarts, trainer.worker_classes) == (True, 0, {})
 

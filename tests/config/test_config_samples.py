@@ -118,4 +118,4 @@ def test_the_punishment_by_its_other_name_is_understood(load):
     loaded = load(f"{name}.enable=true", f"{name}.len=100", f"{name}.penalty_factor=1.0")
     buffer = loaded.config.reward_model.overlong_buffer
     assert (buffer.enable, buffer.len, buffer.penalty_factor) == (True, 100, 1.0)
-    assert all(f"use {OVERLONG}." in notice for notice in loaded.notices)
+    assert all(f" is {OVERLONG}." in notice for notice in loaded.notices)

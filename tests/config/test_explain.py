@@ -53,7 +53,7 @@ def test_section_lists_its_keys():
 
 def test_deprecated_key_names_its_successor():
     assert explain("critic.grad_clip") == (
-        "critic.grad_clip (tandem train)\n  deprecated: critic.optim.clip_grad"
+        "critic.grad_clip (tandem train)\n  renamed: critic.optim.clip_grad"
     )
 
 
@@ -97,5 +97,5 @@ def test_check_command(capsys, required, train_file, model):
 def test_switch_that_is_always_on_says_why():
     text = explain("actor_rollout_ref.actor.entropy_checkpointing")
     assert text.startswith(
-        "actor_rollout_ref.actor.entropy_checkpointing (tandem train)\n  always true here: the backward pass"
+        "actor_rollout_ref.actor.entropy_checkpointing (tandem train)\n  nothing to act on: the backward pass"
     )

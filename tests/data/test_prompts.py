@@ -317,3 +317,14 @@ def test_many_rows_are_stored_flat(files: Any, tokenizer: Any, prompt_row: Row) 
     dataset = PromptDataset(files.parquet(rows), tokenizer)
     assert dataset.tokens.dtype == torch.int32
     assert np.array_equal(dataset.tokens.lengths.numpy(), 1 + np.arange(5000) % 7)
+
+
+def test_rows_that_hold_images_are_refused_and_empty_ones_are_not(
+    files: Any, tokenizer: Any, prompt_row: Row
+) -> None:
+    rows = [prompt_row("1+1=", "2") | {"images": images} for images in ([], None, ["cat.png"])]
+    keys = ("images", "videos")
+    assert len(PromptDataset(files.parquet(rows[:2]), tokenizer, media_keys=keys)) == 2
+    assert len(PromptDataset(files.parquet(rows), tokenizer)) == 3
+    error = raised(files.parquet(rows), tokenizer, media_keys=keys)
+    assert "row 2: images: not empty; models of text alone are trained" in error

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -32,3 +34,27 @@ def test_a_ray_that_does_not_start_in_time_is_a_failure_that_a_restart_may_mend(
         cluster._start(None, None, {})
     assert raised.value.restartable
     assert ended == [True]
+
+
+STARTS = """
+import os, ray
+from tandem.errors import ConfigError
+from tandem.runtime.ray_backend.cluster import connect
+
+try:
+    connect(None, ray_init={"num_cpu": 3})
+except ConfigError as error:
+    print("refused", "num_cpu" in str(error), error.field)
+connect(None, ray_init={"num_cpus": 3, "runtime_env": {"env_vars": {"A_VARIABLE": "5"}}})
+seen = ray.remote(lambda: os.environ["A_VARIABLE"])
+print(ray.cluster_resources()["CPU"], ray.get(seen.remote(), timeout=60))
+"""
+
+
+@pytest.mark.slow
+def test_further_arguments_reach_ray() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", STARTS], check=False, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-2:] == ["refused True trainer.cluster.ray_init", "3.0 5"]

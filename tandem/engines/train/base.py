@@ -43,11 +43,15 @@ class MicroBatching:
 
     Attributes:
         max_samples: sequences per micro-batch.
-        max_tokens: tokens per micro-batch (dynamic batching, balanced).
+        max_tokens: tokens per micro-batch and rank (dynamic batching, balanced).
     """
 
     max_samples: int | None = None
     max_tokens: int | None = None
+
+    def over(self, ranks: int) -> MicroBatching:
+        """The rule for micro-batches whose tokens so many ranks share."""
+        return self if self.max_tokens is None else MicroBatching(max_tokens=self.max_tokens * ranks)
 
 
 class LossFn(Protocol):

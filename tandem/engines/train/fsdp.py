@@ -190,8 +190,8 @@ class FSDPEngine:
         batch = batch.select(sorted({"tokens", *kept, *columns}), ())
         lengths = batch.ragged("tokens").lengths.tolist()
         block_tokens = CPU_BLOCK_TOKENS if self.device.type == "cpu" else None
-        stages, fill = self._division.stages, 0
-        parts = cut_alike(lengths, micro, self._meter, block_tokens=block_tokens, least=stages)
+        stages, ranks, fill = self._division.stages, self.grid.work["sequence"].size(), 0
+        parts = cut_alike(lengths, micro.over(ranks), self._meter, block_tokens=block_tokens, least=stages)
         laid = {"pad_to_longest": self._pad_to_longest, "whole": self.module.whole_sequences}
         if stages > 1:
             fill = most_tokens(batch, parts, **laid)

@@ -142,7 +142,7 @@ class Recomputation:
         """Tokens of the largest micro-batch, or that the budget allows, on the rank that has most."""
         tokens = max(len(part.inputs.input_ids) for part in parts)
         if budget is not None:
-            tokens = max(tokens, -(-budget // self._division.grid.work["sequence"].size()))
+            tokens = max(tokens, budget)
         return _largest(tokens)
 
     def _choose(self, parts: Sequence[MicroBatch]) -> None:

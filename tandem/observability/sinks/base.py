@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,10 +28,33 @@ class RunInfo:
     config: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A response, as people read it.
+
+    Attributes:
+        prompt: the messages, each after its role; empty for a prompt that is no conversation.
+        response: the text.
+        score: what it was worth.
+    """
+
+    prompt: str
+    response: str
+    score: float
+
+
+GENERATIONS = "val/generations"
+"""The name under which trackers file a validation's responses."""
+
+
 class Sink(Protocol):
     """Takes one step's metrics at a time, in the order of the steps."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def log_generations(self, step: int, generations: Sequence[Generation]) -> None:
+        """Shows responses of the validation after a step, whose metrics come later."""
+        ...
 
     def close(self) -> None:
         """Sends what is still buffered."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from clearml import Task
 
-from tandem.observability.sinks.base import RunInfo
+from tandem.observability.sinks.base import GENERATIONS, Generation, RunInfo
 
 
 class ClearMLSink:
@@ -29,6 +29,12 @@ class ClearMLSink:
             title, _, series = name.partition("/")
             if math.isfinite(value):  # ClearML would record a NaN as 0
                 logger.report_scalar(title, series or title, value, iteration=step)
+
+    def log_generations(self, step: int, generations: Sequence[Generation]) -> None:
+        rows = [[each.prompt, each.response, each.score] for each in generations]
+        title, _, series = GENERATIONS.partition("/")
+        table = [["prompt", "response", "score"], *rows]
+        self._task.get_logger().report_table(title, series, iteration=step, table_plot=table)
 
     def close(self) -> None:
         self._task.close()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from textwrap import indent
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from tandem.observability.sinks.base import RunInfo
+from tandem.observability.sinks.base import Generation, RunInfo
 from tandem.observability.terminal import plain_console, printable
 
 # What a step's line shows where the step has it: metric, format.
@@ -56,6 +58,15 @@ class ConsoleSink:
         self._console.print("  ".join(parts), soft_wrap=True)
         if at_end:
             self._console.print(_table(metrics))
+
+    def log_generations(self, step: int, generations: Sequence[Generation]) -> None:
+        for number, generation in enumerate(generations, 1):
+            self._console.print(
+                f"validation after step {step}, response {number} of {len(generations)}, "
+                f"score {generation.score:g}"
+            )
+            for text in (generation.prompt, generation.response):
+                self._console.print(Text(indent(printable(text), "  | ", lambda line: True)), soft_wrap=True)
 
     def close(self) -> None:
         self._console.file.flush()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from mlflow.entities import Metric, Param
 from mlflow.tracking import MlflowClient
 
-from tandem.observability.sinks.base import RunInfo
+from tandem.observability.sinks.base import GENERATIONS, Generation, RunInfo
 
 _BATCH = 100  # parameters that one request may carry
 _VALUE_LENGTH = 500  # characters of a parameter's value that every version of the server takes
@@ -35,6 +36,10 @@ class MLflowSink:
         now = round(time.time() * 1000)
         rows = [Metric(name, value, now, step) for name, value in metrics.items()]
         self._client.log_batch(self._run_id, metrics=rows)
+
+    def log_generations(self, step: int, generations: Sequence[Generation]) -> None:
+        rows = [asdict(each) for each in generations]
+        self._client.log_dict(self._run_id, {"rows": rows}, f"{GENERATIONS}/step_{step:06d}.json")
 
     def close(self) -> None:
         self._client.set_terminated(self._run_id)

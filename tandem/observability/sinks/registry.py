@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 
 from tandem.errors import ConfigError
-from tandem.observability.sinks.base import RunInfo, Sink
+from tandem.observability.sinks.base import Generation, RunInfo, Sink
 
 # name: ("module:attribute", what to install where the module's library is missing)
 SINKS = {
@@ -40,9 +40,15 @@ class Sinks:
         self._sinks = {name: cls(info) for name, cls in classes.items()}
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._each(step, lambda sink: sink.log(step, metrics))
+
+    def log_generations(self, step: int, generations: Sequence[Generation]) -> None:
+        self._each(step, lambda sink: sink.log_generations(step, generations))
+
+    def _each(self, step: int, call: Callable[[Sink], None]) -> None:
         for name, sink in list(self._sinks.items()):
             try:
-                sink.log(step, metrics)
+                call(sink)
             except Exception as error:  # whatever a tracker's client raises
                 del self._sinks[name]
                 self._report(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import swanlab
 
-from tandem.observability.sinks.base import RunInfo
+from tandem.observability.sinks.base import GENERATIONS, Generation, RunInfo
 
 
 class SwanLabSink:
@@ -22,6 +22,13 @@ class SwanLabSink:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
+
+    def log_generations(self, step: int, generations: Sequence[Generation]) -> None:
+        texts = [
+            swanlab.Text(f"{each.prompt}\n\n{each.response}", caption=f"score {each.score:g}")
+            for each in generations
+        ]
+        self._run.log({GENERATIONS: texts}, step=step)
 
     def close(self) -> None:
         self._run.finish()

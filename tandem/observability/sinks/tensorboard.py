@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from textwrap import indent
 
 from torch.utils.tensorboard import SummaryWriter
 
-from tandem.observability.sinks.base import RunInfo
+from tandem.observability.sinks.base import GENERATIONS, Generation, RunInfo
 
 
 class TensorBoardSink:
@@ -15,12 +16,24 @@ class TensorBoardSink:
         self._writer: SummaryWriter | None = None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        writer = self._opened(step)
+        for name, value in metrics.items():
+            writer.add_scalar(name, value, step)
+        writer.flush()
+
+    def log_generations(self, step: int, generations: Sequence[Generation]) -> None:
+        for number, each in enumerate(generations):
+            # Indented text is shown as it is; TensorBoard takes all else for Markdown.
+            text = indent(
+                f"{each.prompt}\n\n{each.response}\n\nscore {each.score:g}", "    ", lambda line: True
+            )
+            self._opened(step).add_text(f"{GENERATIONS}/{number}", text, step)
+
+    def _opened(self, step: int) -> SummaryWriter:
         if self._writer is None:
             # Hides what an earlier process wrote from this step on, when the run is a resumed one.
             self._writer = SummaryWriter(self._folder, purge_step=step)
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+        return self._writer
 
     def close(self) -> None:
         if self._writer is not None:

@@ -6,13 +6,13 @@ Its environment names the account: VOLC_ACCESS_KEY_ID, VOLC_SECRET_ACCESS_KEY, M
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import volcengine_ml_platform
 from volcengine_ml_platform import wandb
 
 from tandem.errors import ConfigError
-from tandem.observability.sinks.base import RunInfo
+from tandem.observability.sinks.base import GENERATIONS, Generation, RunInfo
 
 _ENVIRONMENT = ("VOLC_ACCESS_KEY_ID", "VOLC_SECRET_ACCESS_KEY", "MLP_TRACKING_REGION")
 
@@ -33,6 +33,11 @@ class VemlpWandbSink:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
+
+    def log_generations(self, step: int, generations: Sequence[Generation]) -> None:
+        rows = [[each.prompt, each.response, each.score] for each in generations]
+        table = wandb.Table(columns=["prompt", "response", "score"], data=rows)
+        self._run.log({GENERATIONS: table}, step=step)
 
     def close(self) -> None:
         self._run.finish()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import wandb
 
-from tandem.observability.sinks.base import RunInfo
+from tandem.observability.sinks.base import GENERATIONS, Generation, RunInfo
 
 
 class WandbSink:
@@ -17,6 +17,11 @@ class WandbSink:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
+
+    def log_generations(self, step: int, generations: Sequence[Generation]) -> None:
+        rows = [[each.prompt, each.response, each.score] for each in generations]
+        table = wandb.Table(columns=["prompt", "response", "score"], data=rows)
+        self._run.log({GENERATIONS: table}, step=step)
 
     def close(self) -> None:
         self._run.finish()

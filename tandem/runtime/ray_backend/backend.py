@@ -8,7 +8,7 @@ import os
 import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -69,6 +69,7 @@ class RayBackend:
             port further for each further such pool; 0 takes free ports.
         object_store_gb: of a Ray that is started here, GiB; None leaves it to Ray.
         temp_dir: of a Ray that is started here.
+        ray_init: further arguments of `ray.init`.
         start_s: limit for all processes of the pools to be up and know of each other.
         call_s: limit of one method's own run.
         answer_s: limit of a process's answer to a question.
@@ -93,6 +94,7 @@ class RayBackend:
         master_port: int = 0,
         object_store_gb: float | None = None,
         temp_dir: str | None = None,
+        ray_init: Mapping[str, Any] | None = None,
         start_s: float = 300.0,
         call_s: float = 7200.0,
         answer_s: float = 30.0,
@@ -101,7 +103,9 @@ class RayBackend:
         stop_s: float = 10.0,
         say: Callable[[str], None] = print,
     ) -> None:
-        self._started_ray = connect(address, temp_dir=temp_dir, object_store_gb=object_store_gb)
+        self._started_ray = connect(
+            address, temp_dir=temp_dir, object_store_gb=object_store_gb, ray_init=ray_init
+        )
         self._gpus = device == "cuda" or (device == "auto" and has_gpus())
         self._name = name
         self._id = f"{name}-{uuid.uuid4().hex[:8]}"

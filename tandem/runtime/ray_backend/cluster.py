@@ -24,19 +24,28 @@ PROCESS = "tandem_process"
 """What each process takes of a Ray that was started for this run alone. Its cores are not counted: more
 processes than cores is a choice of whoever asks for them."""
 
+_QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
 
-def connect(address: str | None, *, temp_dir: str | None, object_store_gb: float | None) -> bool:
+
+def connect(
+    address: str | None,
+    *,
+    temp_dir: str | None = None,
+    object_store_gb: float | None = None,
+    ray_init: Mapping[str, Any] | None = None,
+) -> bool:
     """Joins a cluster, or starts Ray on this machine.
 
     Args:
         address: of the cluster; "auto" finds the one on this machine; None starts one, which ends with
             this process.
+        ray_init: further arguments of `ray.init`.
 
     Returns:
         Whether it was started here. A Ray that this process is in already is used as it is.
 
     Raises:
-        ConfigError: no cluster there.
+        ConfigError: no cluster there, or arguments that Ray does not take.
         WorkerFailure: Ray did not start here in the time that it gives itself.
     """
     if ray.is_initialized():
@@ -47,7 +56,7 @@ def connect(address: str | None, *, temp_dir: str | None, object_store_gb: float
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     hook = os.environ.get("PYTHONBREAKPOINT")
     try:
-        return _join(address, temp_dir, object_store_gb)
+        return _join(address, temp_dir, object_store_gb, dict(ray_init or {}))
     finally:
         # Ray names its own debugger there, and the controller's `breakpoint()` is the user's.
         if hook is None:
@@ -56,8 +65,10 @@ def connect(address: str | None, *, temp_dir: str | None, object_store_gb: float
             os.environ["PYTHONBREAKPOINT"] = hook
 
 
-def _join(address: str | None, temp_dir: str | None, object_store_gb: float | None) -> bool:
-    shared: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
+def _join(
+    address: str | None, temp_dir: str | None, object_store_gb: float | None, ray_init: dict[str, Any]
+) -> bool:
+    shared = _QUIET | ray_init
     if address is None:
         _start(temp_dir, object_store_gb, shared)
         return True
@@ -78,14 +89,23 @@ def _start(temp_dir: str | None, object_store_gb: float | None, shared: Mapping[
     store = None if object_store_gb is None else int(object_store_gb * 2**30)
     try:
         ray.init(
-            address="local",  # or Ray would look for one to join
-            resources={PROCESS: 10**6},
-            include_dashboard=False,
-            object_store_memory=store,
-            _temp_dir=temp_dir,
-            _system_config={"prestart_worker_first_driver": False},
-            **shared,
+            **{
+                "address": "local",  # or Ray would look for one to join
+                "resources": {PROCESS: 10**6},
+                "include_dashboard": False,
+                "object_store_memory": store,
+                "_temp_dir": temp_dir,
+                "_system_config": {"prestart_worker_first_driver": False},
+                **shared,
+            }
         )
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"Ray does not take these: {str(error).splitlines()[0]}",
+            field="trainer.cluster.ray_init",
+            got=str({name: shared[name] for name in shared if name not in _QUIET}),
+            expected="arguments of ray.init",
+        ) from error
     except Exception as error:
         if type(error) is not Exception:
             raise
@@ -107,7 +127,7 @@ def stacks(processes: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     Raises:
         ConfigError: their cluster cannot be reached.
     """
-    connect(processes["address"], temp_dir=None, object_store_gb=None)
+    connect(processes["address"])
     try:
         for process in processes["processes"]:
             name = f"{process['name']} (node {process['node']}, pid {process['pid']})"

@@ -1,0 +1,192 @@
+"""What keys of other command lines are here: other names, nothing to act on, or a refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from tandem.config.verl.table import Rule
+from tandem.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How one given key of another command line was read.
+
+    Attributes:
+        name: the key as it was given.
+        value: what was given.
+        verdict: renamed: it is another key here; ignored: nothing here depends on it.
+        sentence: the other key and value, or the reason.
+    """
+
+    name: str
+    value: Any
+    verdict: Literal["renamed", "ignored"]
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True)
+class Translation:
+    """Given values under the keys that they have here.
+
+    Attributes:
+        given: values by dotted path.
+        errors: one for each key that is refused or cannot be translated.
+        readings: one for each key that was translated.
+    """
+
+    given: dict[str, Any] = field(default_factory=dict)
+    errors: list[ConfigError] = field(default_factory=list)
+    readings: list[Reading] = field(default_factory=list)
+
+    @property
+    def notices(self) -> list[str]:
+        """One sentence for each key that is another here, and for each reason why keys count for nothing."""
+        reasons: dict[str, list[str]] = {}
+        renamed = []
+        for reading in self.readings:
+            if reading.verdict == "renamed":
+                renamed.append(f"{reading.name} is {reading.sentence} here.")
+            else:
+                reasons.setdefault(reading.sentence, []).append(reading.name)
+        return renamed + [
+            f"{', '.join(names)}: nothing to act on here: {why}." for why, names in reasons.items()
+        ]
+
+
+Rules = Callable[[str], Rule | None]
+"""The rule of a key; None where there is none."""
+
+
+def translate(
+    given: Mapping[str, Any], known: Collection[str], rules: Rules, devices_of: Callable[[str], int]
+) -> Translation:
+    """Values under the keys that they have here.
+
+    Args:
+        given: values by dotted path, of keys that are known here or have a rule.
+        known: the keys of here.
+        rules: of other keys, and of values of known ones.
+        devices_of: the data-parallel size of a role.
+    """
+    into = _Translator(given, known, rules, devices_of)
+    for name in sorted(given, key=lambda name: name not in known):
+        into.take(name, name, given[name])
+    return into.found
+
+
+class _Translator:
+    def __init__(
+        self,
+        given: Mapping[str, Any],
+        known: Collection[str],
+        rules: Rules,
+        devices_of: Callable[[str], int],
+    ) -> None:
+        self._given, self._known, self._rules, self._devices_of = given, known, rules, devices_of
+        self._from: dict[str, str] = {}
+        self.found = Translation()
+
+    def take(self, origin: str, name: str, value: Any, shared: str = "") -> None:
+        """Follows `name`, which stands for the given `origin`, to where it counts."""
+        rule = self._rules(name)
+        if name in self._known:
+            named = rule.values.get(value, value) if rule and _hashable(value) else value
+            self._set(origin, name, named, shared)
+        elif rule is None:
+            self.found.errors.append(_unknown(origin, name, value))
+        elif value is None:
+            return
+        elif rule.gate is not None and self._closed(rule, name):
+            self._ignore(origin, value, f"{rule.gate} is not on")
+        elif rule.nothing is not None:
+            self._nothing(origin, value, rule)
+        elif _in(value, rule.neutral) or value in ("", [], {}):
+            self._ignore(origin, value, f"{rule.refused or 'off, it asks for nothing'}")
+        elif rule.now:
+            self._rename(origin, value, rule)
+        else:
+            self._refuse(origin, value, rule)
+
+    def _set(self, origin: str, name: str, value: Any, shared: str) -> None:
+        known = self.found.given
+        before = self._from.get(name)
+        if before is not None and known[name] != value:
+            error = ConfigError(
+                f"given together with {before}", field=origin, got=value, remedy=f"remove {origin}"
+            )
+            self.found.errors.append(error)
+            return
+        known[name], self._from[name] = value, origin
+        if origin != name or value != self._given[origin]:
+            self.found.readings.append(
+                Reading(origin, self._given[origin], "renamed", f"{name}={value}{shared}")
+            )
+
+    def _ignore(self, origin: str, value: Any, why: str) -> None:
+        self.found.readings.append(Reading(origin, value, "ignored", why))
+
+    def _closed(self, rule: Rule, name: str) -> bool:
+        """Whether the key belongs to a feature that is off; one that is on is refused once, at its switch."""
+        if name == rule.gate:
+            return False
+        return rule.refused is not None or not self._given.get(str(rule.gate))
+
+    def _nothing(self, origin: str, value: Any, rule: Rule) -> None:
+        if rule.only is None or _in(value, rule.only) or _interpolated(value):
+            self._ignore(origin, value, str(rule.nothing))
+        else:
+            self._refuse(origin, value, rule, expected=rule.only)
+
+    def _rename(self, origin: str, value: Any, rule: Rule) -> None:
+        shared = ""
+        if rule.shared is not None:
+            devices = self._devices_of(rule.shared)
+            if type(value) is not int or value < 1 or value % devices:
+                self.found.errors.append(_unshared(origin, value, rule.now[0], devices))
+                return
+            shared = f" ({value} over {devices} data-parallel device{'s' * (devices > 1)})"
+            value //= devices
+        for name in rule.now:
+            self.take(origin, name, rule.values.get(value, value) if _hashable(value) else value, shared)
+
+    def _refuse(self, origin: str, value: Any, rule: Rule, expected: tuple[Any, ...] = ()) -> None:
+        if _interpolated(value):
+            self._ignore(origin, value, str(rule.refused))
+            return
+        words = " or ".join(str(item).lower() for item in expected or rule.neutral)
+        error = ConfigError(
+            str(rule.refused or rule.nothing),
+            field=origin,
+            got=value,
+            expected=words or None,
+            remedy=rule.instead or f"remove {origin}",
+        )
+        self.found.errors.append(error)
+
+
+def _hashable(value: Any) -> bool:
+    return isinstance(value, (str, int, float, bool))
+
+
+def _in(value: Any, values: tuple[Any, ...]) -> bool:
+    """True and 1, and False and 0, are different answers."""
+    return any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in values)
+
+
+def _interpolated(value: Any) -> bool:
+    """Whether it stands for another key's value, as whole files of verl's have it."""
+    return isinstance(value, str) and value.startswith("${")
+
+
+def _unknown(origin: str, name: str, value: Any) -> ConfigError:
+    return ConfigError(
+        f"stands for {name}, which is no key here", field=origin, got=value, remedy=f"remove {origin}"
+    )
+
+
+def _unshared(name: str, got: Any, now: str, devices: int) -> ConfigError:
+    expected = "integer >= 1" if devices == 1 else f"a multiple of the {devices} devices"
+    return ConfigError("cannot be shared out", field=name, got=got, expected=expected, remedy=f"use {now}")

@@ -1,0 +1,256 @@
+"""Every key of verl's `ppo_trainer` has a verdict, and what the verdict says is so."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from docs.verl_keys import VERL, page, verdict
+from tandem.config.load import load_train_config
+from tandem.config.root import TrainConfig
+from tandem.config.schema import keys, value_at
+from tandem.config.verl.defaults import DEFAULTS, KEPT, differing
+from tandem.config.verl.table import former_names, rule_of
+from tandem.errors import ConfigErrors
+
+PEER = Path(__file__).parents[2] / ".peers" / "verl"
+A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+
+
+def given(name, value):
+    return f"{name}={json.dumps(value)}"
+
+
+def test_every_key_has_a_verdict():
+    assert len(VERL) == 829
+    assert [name for name in VERL if verdict(name)[0] == "no verdict"] == []
+
+
+def test_the_page_has_every_key():
+    text = page()
+    assert all(f"| `{name}` |" in text for name in VERL)
+    assert text.count("| no verdict |") == 0
+
+
+def test_renamed_keys_lead_to_keys():
+    for name in VERL:
+        rule = rule_of(name)
+        for target in rule.now if rule is not None and name not in keys(TrainConfig) else ():
+            assert target in keys(TrainConfig) or rule_of(target) is not None, (name, target)
+
+
+def test_refusals_and_reasons_are_sentences():
+    for name in VERL:
+        rule = rule_of(name)
+        if name not in keys(TrainConfig) and rule is not None and not rule.now:
+            assert str(rule) and not str(rule).endswith("."), name
+
+
+def test_all_of_verls_defaults_are_understood(load):
+    """As in a file that holds everything: a default of a feature that is not offered asks for nothing."""
+    ours = {"trainer.n_gpus_per_node", "trainer.logger", "trainer.device"}
+    words = [
+        given(name, value)
+        for name, value in VERL.items()
+        if name not in keys(TrainConfig) and name not in ours and "${" not in str(value) and value != "???"
+    ]
+    config, plain = load(*words).config, load().config
+    assert {name for name in keys(TrainConfig) if value_at(config, name) != value_at(plain, name)} == {
+        "actor_rollout_ref.actor.fsdp_config.use_torch_compile",
+        "actor_rollout_ref.ref.fsdp_config.use_torch_compile",
+        "critic.fsdp_config.use_torch_compile",
+        "critic.fsdp_config.dtype",
+        "trainer.cluster.ray_init",
+        "trainer.timeouts.collective",
+    }
+
+
+OTHER = {True: False, False: True}
+
+
+def test_results_do_not_depend_on_keys_with_nothing_to_act_on(load):
+    """Such a key is dropped before anything reads the config, whatever its value."""
+    plain = load().config
+    checked = 0
+    for name, default in VERL.items():
+        rule = rule_of(name)
+        if verdict(name)[0] != "nothing to act on" or rule.gate is not None:
+            continue
+        for value in rule.only or (default, OTHER.get(default, 7) if isinstance(default, bool) else 7):
+            loaded = load(given(name, value))
+            assert loaded.config == plain, name
+            if value is not None:
+                assert [reading.verdict for reading in loaded.readings] == ["ignored"], name
+            checked += 1
+    assert checked > 400
+
+
+@pytest.mark.parametrize(
+    ("words", "field"),
+    [
+        (["distillation.enabled=true", "distillation.distillation_loss.topk=64"], "distillation.enabled"),
+        ([f"{R}.multi_turn.enable=True", f"{R}.multi_turn.format=hermes"], f"{R}.multi_turn.enable"),
+        (
+            ["reward.sandbox_fusion.url=http://here", "reward.sandbox_fusion.max_concurrent=8"],
+            "reward.sandbox_fusion.url",
+        ),
+        (["trainer.v1.trainer_mode=separate_async"], "trainer.v1.trainer_mode"),
+        (["data.custom_cls.path=a.py", "data.image_patch_size=14"], "data.custom_cls.path"),
+        (
+            ["actor_rollout_ref.model.override_config.attention_dropout=0.1"],
+            "actor_rollout_ref.model.override_config.attention_dropout",
+        ),
+    ],
+)
+def test_a_feature_that_is_not_offered_is_refused_once_at_its_switch(load, words, field):
+    with pytest.raises(ConfigErrors) as caught:
+        load(*words)
+    (error,) = caught.value.errors
+    assert error.field == field and error.remedy
+
+
+def test_a_feature_that_is_off_asks_for_nothing(load):
+    loaded = load(
+        "distillation.enabled=false", "distillation.distillation_loss.topk=64", f"{R}.multi_turn.format=x"
+    )
+    assert loaded.config == load().config
+    assert {reading.verdict for reading in loaded.readings} == {"ignored"}
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["critic.model.fsdp_config.param_offload=true"], {"critic.fsdp_config.param_offload": True}),
+        (["critic.fsdp.optimizer_offload=true"], {"critic.fsdp_config.optimizer_offload": True}),
+        (["critic.fsdp.ulysses_sequence_parallel_size=1"], {"critic.ulysses_sequence_parallel_size": 1}),
+        ([f"{A}.fsdp_config.mixed_precision.param_dtype=bf16"], {f"{A}.fsdp_config.dtype": "bf16"}),
+        (
+            [f"{A}.fsdp_config.offload_policy=True"],
+            {f"{A}.fsdp_config.param_offload": True, f"{A}.fsdp_config.optimizer_offload": True},
+        ),
+        (
+            [f"{A}.fsdp_config.offload_policy=False", f"{A}.fsdp_config.param_offload=True"],
+            {f"{A}.fsdp_config.param_offload": True},
+        ),
+        (
+            [f"{R}.checkpoint_engine.update_weights_bucket_megabytes=64"],
+            {f"{R}.update_weights_bucket_megabytes": 64},
+        ),
+        (["reward.custom_reward_function.name=score"], {"custom_reward_function.name": "score"}),
+        (
+            ["trainer.max_actor_ckpt_to_keep=3", "trainer.max_critic_ckpt_to_keep=3"],
+            {"trainer.max_ckpt_to_keep": 3},
+        ),
+        ([f"{R}.mode=async"], {f"{R}.mode": "colocate"}),
+        ([f"{A}.strategy=megatron", "model_engine=megatron"], {f"{A}.strategy": "fsdp2"}),
+        (
+            ["+ray_kwargs.ray_init.runtime_env.env_vars.A='1'", "ray_kwargs.ray_init.num_cpus=4"],
+            {"trainer.cluster.ray_init": {"runtime_env": {"env_vars": {"A": "1"}}, "num_cpus": 4}},
+        ),
+        (
+            [
+                f"{A}.megatron.param_offload=True",
+                f"{A}.megatron.override_transformer_config.recompute_granularity=selective",
+            ],
+            {f"{A}.fsdp_config.param_offload": True},
+        ),
+        ([f"{R}.prompt_length=512", "data.max_prompt_length=512"], {"data.max_prompt_length": 512}),
+        (["actor_rollout_ref.nccl_timeout=77"], {"trainer.timeouts.collective": 77}),
+        ([f"{A}.fsdp_config.model_dtype=bfloat16"], {f"{A}.fsdp_config.model_dtype": "bf16"}),
+    ],
+)
+def test_other_names_and_values(load, words, expected):
+    config = load(*words).config
+    assert {name: value_at(config, name) for name in expected} == expected
+
+
+def test_a_key_of_megatrons_is_the_engines(load, errors):
+    sizes = [f"{A}.megatron.tensor_model_parallel_size=2", f"{A}.megatron.pipeline_model_parallel_size=1"]
+    config = load(*sizes, "trainer.n_gpus_per_node=2").config
+    assert config.actor_rollout_ref.actor.fsdp_config.tensor_parallel_size == 2
+    name = f"{A}.megatron.override_transformer_config.moe_aux_loss_coeff"
+    assert errors(f"{name}=0.01").keys() == {name}
+    assert load(f"{name}=0.0").config == load().config
+
+
+def test_two_names_of_one_key_agree_or_are_an_error(load, errors):
+    same = ["reward.reward_model.enable=false", "reward_model.enable=false"]
+    assert load(*same).config == load().config
+    found = errors("trainer.max_actor_ckpt_to_keep=3", "trainer.max_critic_ckpt_to_keep=2")
+    (error,) = found.values()
+    assert error.field == "trainer.max_critic_ckpt_to_keep"
+    assert "given together with trainer.max_actor_ckpt_to_keep" in str(error)
+
+
+def test_what_does_nothing_is_worth_a_sentence_in_a_command_line_of_verls(load, errors):
+    word = f"{A}.kl_loss_type=mse"
+    assert errors(word).keys() == {f"{A}.kl_loss_type"}
+    for of_verl in ("data.return_raw_chat=True", "trainer.defaults=verl"):
+        loaded = load(word, of_verl, "trainer.n_gpus_per_node=1", "trainer.logger=console")
+        assert any(f"{A}.kl_loss_type: no effect" in notice for notice in loaded.notices)
+
+
+def test_defaults_of_verl(load):
+    config = load("trainer.defaults=verl", "trainer.experiment_name=mine").config
+    trainer = config.trainer
+    assert config.actor_rollout_ref.actor.optim.no_weight_decay == ()
+    assert (trainer.logger, trainer.n_gpus_per_node) == (("console", "wandb"), 8)
+    assert trainer.default_local_dir == "checkpoints/verl_examples/mine"
+    assert load("trainer.defaults=verl", "trainer.n_gpus_per_node=2").config.trainer.n_gpus_per_node == 2
+
+
+def test_other_defaults_are_said_where_keys_of_verl_are_given(load):
+    assert load("trainer.seed=3").other_defaults is None
+    said = load("data.return_raw_chat=True", "trainer.logger=console").other_defaults
+    assert said == differing({"trainer.logger"})
+    assert "trainer.n_gpus_per_node=1 (verl: 8)" in said and "trainer.logger" not in said
+    assert load("data.return_raw_chat=True", "trainer.defaults=verl").other_defaults is None
+
+
+def test_former_names_are_found_in_old_configs():
+    assert "critic.grad_clip" in former_names("critic.optim.clip_grad")
+    assert former_names("trainer.seed") == []
+
+
+def _plain(value):
+    if isinstance(value, tuple):
+        return list(value)
+    return (
+        {"AdamW": "adamw", "fsdp": "fsdp2", "all-linear": ["all-linear"]}.get(value, value)
+        if isinstance(value, str)
+        else value
+    )
+
+
+def test_defaults_that_are_others_in_verl_are_listed():
+    """Each key of both has one default, inherits what verl interpolates, or is in the list."""
+    listed = {*DEFAULTS, *KEPT}
+    for name, value in VERL.items():
+        if name not in keys(TrainConfig) or "${" in str(value) or name in listed:
+            continue
+        key = keys(TrainConfig)[name]
+        if key.inherits is None and _plain(value) != _plain(key.default):
+            assert (value, _plain(key.default)) in [(None, []), (None, False), (None, ""), (2.0, "2.0")], name
+
+
+@pytest.mark.verl
+def test_the_stored_keys_are_those_of_the_installed_version():
+    (path,) = PEER.glob("lib/python3*/site-packages/verl/trainer/config/_generated_ppo_trainer.yaml")
+    assert _flat(yaml.safe_load(path.read_text()), "") == VERL
+
+
+def _flat(value, name):
+    if not isinstance(value, dict) or not value:
+        return {} if name.endswith("_target_") else {name: value}
+    rows = (_flat(inner, f"{name}.{child}" if name else child) for child, inner in value.items())
+    return {key: each for row in rows for key, each in row.items()}
+
+
+def test_a_file_is_read_as_words_are(tmp_path, required):
+    path = tmp_path / "verl.yaml"
+    path.write_text("critic:\n  fsdp:\n    param_offload: true\n    wrap_policy: {min_num_params: 5}\n")
+    fsdp = load_train_config(str(path), required).config.critic.fsdp_config
+    assert fsdp.param_offload and fsdp.wrap_policy.min_num_params == 5
