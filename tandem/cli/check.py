@@ -6,6 +6,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+from tandem.cli import from_verl
 from tandem.cli.here import lacking, refuse
 from tandem.config.load import Loaded, load_rm_config, load_sft_config, load_train_config
 from tandem.config.root import TrainConfig
@@ -14,7 +15,8 @@ from tandem.config.sources import split_arguments
 from tandem.errors import ConfigError
 from tandem.observability.terminal import say
 
-USAGE = """usage: tandem check [CONFIG.yaml] key=value … [--sft | --rm | --run | --here]
+USAGE = f"""usage: tandem check [CONFIG.yaml] key=value … [--sft | --rm | --run | --here]
+       tandem check --from-verl SCRIPT.sh [key=value …] [-- ARGUMENTS…]
        tandem check --model DIR
 
 Says everything that is wrong with a config, and what its run would lack here.
@@ -25,7 +27,8 @@ Says everything that is wrong with a config, and what its run would lack here.
   --run   then builds the run and takes two steps with learning rate 0, in a temporary folder: rollout and
           training must agree within rounding, and the weights must stay. Exit status 1 where they do not.
   --model DIR   tries a model folder on the CPU: do sequences packed into one row get the log-probs that each
-          gets alone, and those of transformers' own attention? Exit status 1 where they do not."""
+          gets alone, and those of transformers' own attention? Exit status 1 where they do not.
+{from_verl.USAGE}"""
 OPTIONS = ("--sft", "--rm", "--run", "--here")
 LOADERS: dict[str, Callable[..., Loaded[Any]]] = {
     "--train": load_train_config,
@@ -47,22 +50,33 @@ def check(arguments: list[str]) -> int:
             got=" ".join(given),
             remedy="leave one out",
         )
-    path, overrides = split_arguments([word for word in arguments if word not in OPTIONS])
-    command = next((option for option in ("--sft", "--rm") if option in arguments), "--train")
-    loaded = LOADERS[command](path, overrides)
-    for notice in loaded.notices:
-        say(f"note: {notice}")
+    words = [word for word in arguments if word not in OPTIONS]
+    request = from_verl.requested(words)
+    if request is None:
+        command = next((option for option in ("--sft", "--rm") if option in given), "--train")
+        loaded = LOADERS[command](*split_arguments(words))
+        for notice in loaded.notices:
+            say(f"note: {notice}")
+        return _said(loaded, command, given)
+    if {"--sft", "--rm"} & set(given):
+        raise ConfigError("--from-verl is of `tandem train`", got=" ".join(given), remedy="leave one out")
+    with from_verl.at_the_call(request, dry=True) as (_, asked):
+        return _said(from_verl.load_with_table(from_verl.words_of(request, asked)), "--train", given)
+
+
+def _said(loaded: Loaded[Any], command: str, given: list[str]) -> int:
+    """Says that a config is sound, its sizes, and what it lacks here; runs its control, if asked to."""
     for name, value in (derived(loaded.config) if command == "--train" else {}).items():
         print(f"{name}: {value}")
     print("the config is sound")
     missing = lacking(loaded.config)
-    if "--here" in arguments:
+    if "--here" in given:
         refuse(missing)
     elif missing:
         say(f"to run it here, `tandem {command.removeprefix('--')}` would need more:")
         for error in missing:
             say(str(error))
-    return _control(loaded) if "--run" in arguments else 0
+    return _control(loaded) if "--run" in given else 0
 
 
 def _model(folders: list[str]) -> int:

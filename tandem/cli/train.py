@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from importlib import import_module
 
+from tandem.cli import from_verl
 from tandem.cli.here import lacking, refuse, train_rows
-from tandem.config.load import load_train_config, to_dict
+from tandem.config.load import Loaded, load_train_config, to_dict
+from tandem.config.root import TrainConfig
 from tandem.config.sizes import derived
 from tandem.config.sources import split_arguments, to_yaml
 from tandem.observability.terminal import say, warn
 
-USAGE = """usage: tandem train [CONFIG.yaml] key=value … [--dry-run]
+USAGE = f"""usage: tandem train [CONFIG.yaml] key=value … [--dry-run]
+       tandem train --from-verl SCRIPT.sh [key=value …] [-- ARGUMENTS…]
 
-Trains a policy by reinforcement. Keys are those of `tandem config show`; values are YAML.
+Trains a policy by reinforcement. Keys are those of `tandem config show`; values are YAML. What follows
+`-m verl.trainer.main_ppo` on a command line may stand here as it is, --config-path and --config-name too.
   --dry-run   print the resolved config and the sizes that follow from it, and stop
+{from_verl.USAGE}
 Ctrl-C or SIGTERM ends it after the step at hand, saved, with exit status 130; a second one at once."""
 
 
@@ -21,11 +26,23 @@ def train(arguments: list[str]) -> int:
     if {"-h", "--help"} & set(arguments):
         print(USAGE)
         return 0
-    path, overrides = split_arguments([word for word in arguments if word != "--dry-run"])
-    loaded = load_train_config(path, overrides)
-    for notice in loaded.notices:
-        warn(f"note: {notice}")
-    if "--dry-run" in arguments:
+    dry = "--dry-run" in arguments
+    words = [word for word in arguments if word != "--dry-run"]
+    request = from_verl.requested(words)
+    if request is None:
+        loaded = load_train_config(*split_arguments(words))
+        for notice in loaded.notices:
+            warn(f"note: {notice}")
+        return _train(loaded, dry=dry)
+    with from_verl.at_the_call(request, dry=dry) as (script, asked):
+        status = _train(from_verl.load_with_table(from_verl.words_of(request, asked)), dry=dry)
+        if status != 130:
+            script.finish(status)
+    return status
+
+
+def _train(loaded: Loaded[TrainConfig], *, dry: bool) -> int:
+    if dry:
         print(to_yaml(to_dict(loaded.config)))
         for name, value in derived(loaded.config, train_rows=train_rows(loaded.config)).items():
             print(f"# {name}: {value}")

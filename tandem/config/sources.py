@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
+from omegaconf import OmegaConf
 
+from tandem.config.flow import read_flow
+from tandem.config.hydra import UNREADABLE, compose, merged, take_options
 from tandem.errors import ConfigError
-
-UNREADABLE = (OmegaConfBaseException, YAMLError)
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
-    """A command's positional arguments, `[CONFIG.yaml] key=value …`, as path and overrides.
+    """A command's positional arguments, `[CONFIG.yaml] key=value …`, as path and overrides. Hydra's
+    `--config-path` and `--config-name` name the file too, or a set of verl's own.
 
     Raises:
-        ConfigError: a second path, or an option.
+        ConfigError: a second path, another option, or no file of the name.
     """
-    for text in arguments:
+    named, words = take_options(arguments)
+    for text in words:
         if text.startswith("-"):
             raise ConfigError("unknown option", got=text, remedy="settings are written key=value")
-    paths = [text for text in arguments if "=" not in text]
+    words = [*named, *words]
+    paths = [text for text in words if not _is_override(text)]
     if len(paths) > 1:
         raise ConfigError(
             "not an override and not the first config file",
@@ -33,38 +34,48 @@ def split_arguments(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
             expected="[CONFIG.yaml] key=value …",
             remedy="write overrides as key=value, without spaces around the equals sign",
         )
-    return (paths[0] if paths else None), [text for text in arguments if "=" in text]
+    return (paths[0] if paths else None), [text for text in words if _is_override(text)]
+
+
+def _is_override(text: str) -> bool:
+    return "=" in text or (text.startswith("~") and "/" not in text)
 
 
 def read_sources(
     path: str | None, overrides: Sequence[str]
 ) -> tuple[dict[str, Any], list[ConfigError], list[str]]:
-    """The tree of what was given (interpolations still unresolved), errors, and notices.
+    """The tree of what was given, errors, and notices. Interpolations of keys that were not given are still
+    unresolved.
 
     Args:
-        path: a YAML file, if any.
-        overrides: `key=value` each, the value in YAML; later ones win, over the file too.
+        path: a YAML file, if any; one of Hydra's form is put together with the files of its `defaults:`.
+        overrides: `key=value` each, the value in YAML, lists and mappings also as Hydra writes them;
+            later ones win, over the file too. `~key` takes a key back.
     """
     tree: Any = {}
     errors: list[ConfigError] = []
-    notices: list[str] = []
-    seen: set[str] = set()
+    read = _Overrides(errors)
+    groups: set[str] = set()
     if path is not None:
         try:
-            tree = _read_file(path)
+            composed = compose(path, _choices(overrides))
+            groups = composed.groups
+            read.hydras += ["the file's section hydra"] if composed.hydras else []
+            for text in composed.overrides:
+                tree = read.merge(tree, text)
+            tree = merged(tree, composed.tree)
         except ConfigError as error:
             errors.append(error)
     for text in overrides:
-        try:
-            name = _name(text, notices)
-            tree = _merged(tree, _read_override(text.lstrip("+")))
-        except ConfigError as error:
-            errors.append(error)
-            continue
-        if name in seen:
-            notices.append(f"{name} is given more than once on the command line; the last one counts.")
-        seen.add(name)
-    return {str(name): value for name, value in tree.items()}, errors, notices
+        if text.partition("=")[0].lstrip("+") not in groups:
+            tree = read.merge(tree, text)
+    tree = {str(name): value for name, value in tree.items()}
+    return _with_references(tree), errors, read.notices()
+
+
+def _choices(overrides: Sequence[str]) -> dict[str, str]:
+    pairs = (text.lstrip("+").partition("=") for text in overrides)
+    return {name: value for name, _, value in pairs if "@" in name or "." not in name}
 
 
 def to_yaml(tree: Mapping[str, Any]) -> str:
@@ -87,54 +98,118 @@ class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[mi
 _Dumper.add_representer(str, _Dumper.text)
 
 
-def _merged(old: Any, new: Any) -> Any:
-    """Mappings are merged, and anything else is replaced. (OmegaConf's own takes a millisecond for each
-    override, of a whole tree.)"""
-    if not (isinstance(old, dict) and isinstance(new, dict)):
+@dataclass
+class _Overrides:
+    """Reads overrides one by one, and remembers what is to be said of them."""
+
+    errors: list[ConfigError]
+    hydras: list[str] = field(default_factory=list)
+    prefixed: dict[str, list[str]] = field(default_factory=dict)
+    twice: list[str] = field(default_factory=list)
+    seen: dict[str, str] = field(default_factory=dict)
+
+    def merge(self, tree: Any, text: str) -> Any:
+        """The tree with an override; without it, where it is wrong."""
+        try:
+            if text.startswith("~"):
+                return self._without(tree, text[1:].partition("=")[0])
+            name, _, value = text.partition("=")
+            plain = name.lstrip("+")
+            if plain.startswith(("hydra.", "hydra/")):
+                self.hydras.append(plain)
+                return tree
+            if not plain or "=" not in text:
+                raise ConfigError("not an override", got=text, expected="key=value")
+            new = merged(tree, _read_override(plain, value))
+        except ConfigError as error:
+            self.errors.append(error)
+            return tree
+        if plain != name:
+            self.prefixed.setdefault(name[: -len(plain)], []).append(plain)
+        if self.seen.get(plain, value) != value:
+            self.twice.append(plain)
+        self.seen[plain] = value
         return new
-    return old | {name: _merged(old.get(name), value) for name, value in new.items()}
+
+    def notices(self) -> list[str]:
+        said = [
+            f"{prefix}{names[0]}: the prefix {prefix} is not needed here; read as {names[0]}."
+            if len(names) == 1
+            else f"the prefix {prefix} is not needed here; {len(names)} keys are read without it."
+            for prefix, names in self.prefixed.items()
+        ]
+        if self.hydras:
+            said.append(
+                f"nothing to act on here, as no Hydra runs: {', '.join(self.hydras)}. A run writes into "
+                "trainer.default_local_dir."
+            )
+        return said + [
+            f"{name} is given more than once on the command line; the last one counts." for name in self.twice
+        ]
+
+    def _without(self, tree: Any, name: str) -> Any:
+        """The tree without a key, as if nobody had given it."""
+        if not name:
+            raise ConfigError("not an override", got="~", expected="~key")
+        first, _, below = name.partition(".")
+        if not isinstance(tree, dict) or first not in tree:
+            return tree
+        if below:
+            return tree | {first: self._without(tree[first], below)}
+        return {other: value for other, value in tree.items() if other != first}
 
 
-def _read_file(path: str) -> Any:
-    if not Path(path).is_file():
-        raise ConfigError(
-            "no such config file", got=path, remedy="give an existing YAML file, or only key=value overrides"
-        )
+def _read_override(name: str, value: str) -> Any:
     try:
-        tree = OmegaConf.load(path)
-    except (UnicodeDecodeError, OSError, *UNREADABLE) as error:
-        raise ConfigError("cannot be read as YAML", field=path, got=str(error)) from error
-    if not isinstance(tree, DictConfig):
-        raise ConfigError(
-            "not a mapping", field=path, expected="sections such as data: and trainer: at the top level"
-        )
-    return OmegaConf.to_container(tree, resolve=False)
-
-
-def _name(text: str, notices: list[str]) -> str:
-    """The key of an override; Hydra's prefixes for adding are accepted, with a notice."""
-    name, equals, _ = text.partition("=")
-    plain = name.lstrip("+")
-    if not equals or not plain or plain.startswith("~"):
-        raise ConfigError(
-            "not an override",
-            got=text,
-            expected="key=value",
-            remedy="to return to a key's default leave the key out" if plain.startswith("~") else None,
-        )
-    if plain != name:
-        notices.append(f"{name}: the prefix {name[: -len(plain)]} is not needed here; read as {plain}.")
-    return plain
-
-
-def _read_override(text: str) -> Any:
-    try:
-        return OmegaConf.to_container(OmegaConf.from_dotlist([text]), resolve=False)
+        tree = OmegaConf.to_container(OmegaConf.from_dotlist([f"{name}={value}"]), resolve=False)
     except UNREADABLE as error:
-        name, _, value = text.partition("=")
+        if (tree := _read_flow(name, value)) is not None:
+            return tree
         raise ConfigError(
             f"the value cannot be read as YAML: {str(error).splitlines()[0]}",
             field=name,
             got=value,
             remedy=f"quote a text with special characters twice: '{name}=\"…\"'",
         ) from error
+    if ":" in value and "None" in repr(tree):  # in YAML {a:1} is a key, `a:1`, without a value
+        return _read_flow(name, value) or tree
+    return tree
+
+
+def _read_flow(name: str, value: str) -> Any:
+    """The tree of a list or mapping as Hydra writes it; None where it is none."""
+    try:
+        tree = read_flow(value)
+    except ValueError:
+        return None
+    for part in reversed(name.split(".")):
+        tree = {part: tree}
+    return tree
+
+
+def _with_references(tree: dict[str, Any]) -> dict[str, Any]:
+    """The tree with those interpolations filled in that only name keys of it, or the environment."""
+    if "${" not in repr(tree):
+        return tree
+    try:
+        whole = OmegaConf.create(tree)
+    except UNREADABLE:
+        return tree
+
+    def visit(value: Any, node: Any, name: Any) -> Any:
+        if isinstance(value, dict):
+            return {
+                inner: visit(below, node[name] if name is not None else node, inner)
+                for inner, below in value.items()
+            }
+        if isinstance(value, str) and "${" in value and "oc.select" not in value:
+            try:
+                found = node[name]
+                return OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
+            except UNREADABLE:
+                return value  # names a key that was not given, or is refused later
+        return value
+
+    filled = visit(tree, whole, None)
+    assert isinstance(filled, dict)
+    return filled

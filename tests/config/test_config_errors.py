@@ -183,13 +183,6 @@ WRONG = {
         "quote a text with special characters twice: 'trainer.logger=\"…\"'",
     ),
     "no value": (["trainer.logger"], "None", "not an override", "key=value", None),
-    "Hydra's deletion": (
-        ["~trainer.logger="],
-        "None",
-        "not an override",
-        "key=value",
-        "to return to a key's default leave the key out",
-    ),
     "mini-batch above the batch": (
         ["data.train_batch_size=64"],
         f"{A}.ppo_mini_batch_size",

@@ -1,0 +1,168 @@
+"""`--from-verl SCRIPT.sh`: the shell script that called verl, with Tandem in verl's place."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from tandem.cli.typed import UsageError
+from tandem.config.hydra import VERLS_DEFAULTS
+from tandem.config.load import Loaded, load_train_config
+from tandem.config.root import TrainConfig
+from tandem.config.sources import split_arguments
+from tandem.errors import ConfigError, ConfigErrors
+from tandem.migrate import environment
+from tandem.migrate.script import Call, Script
+from tandem.migrate.table import Row, print_table
+from tandem.migrate.verl_call import VerlCall, understood
+from tandem.observability.terminal import warn
+
+OPTION, CALL, LIMIT = "--from-verl", "--call", "--script-limit"
+USAGE = f"""  {OPTION} SCRIPT.sh [-- ARGUMENTS…]
+              takes the settings from a shell script that calls verl: bash runs it with verl's trainer
+              replaced, what it would have been told is shown as a table, and key=value given here win.
+              ARGUMENTS are the script's own, "$@". `tandem train` runs everything else that is in the
+              script too, waits with it at the call, and lets it go on after the training; `tandem check`
+              runs nothing but programs that print (redirections still write), and lists the rest
+  {CALL} N    the script's N-th call of verl, where it has several
+  {LIMIT} SECONDS   how long the script may take up to the call, and after it"""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a command line asks of `--from-verl`.
+
+    Attributes:
+        script: the shell script.
+        arguments: the script's own.
+        call: which of its calls, from 1.
+        limit_s: how long it may take; None takes the usual.
+        words: all else that the command was given.
+    """
+
+    script: str
+    arguments: tuple[str, ...]
+    call: int
+    limit_s: float | None
+    words: tuple[str, ...]
+
+
+def requested(arguments: Sequence[str]) -> Request | None:
+    """The request in a command line; None where it has none.
+
+    Raises:
+        UsageError: an option without its value, or a value that is no number.
+    """
+    own = list(arguments)
+    if not any(word.split("=", 1)[0] == OPTION for word in own):
+        return None
+    at = own.index("--") if "--" in own else len(own)
+    own, script_arguments = own[:at], own[at + 1 :]
+    given: dict[str, str] = {}
+    words: list[str] = []
+    while own:
+        name, equals, value = own.pop(0).partition("=")
+        if name not in (OPTION, CALL, LIMIT):
+            words.append(name + equals + value)
+        elif equals or own:
+            given[name] = value if equals else own.pop(0)
+        else:
+            raise UsageError("an option without its value", got=name, remedy="tandem train --help")
+    call, limit_s = _number(given, CALL), _number(given, LIMIT)
+    if call is not None and call != int(call):
+        raise UsageError("not a whole number", field=CALL, got=given[CALL])
+    return Request(given[OPTION], tuple(script_arguments), int(call or 1), limit_s, tuple(words))
+
+
+def _number(given: dict[str, str], name: str) -> float | None:
+    try:
+        number = float(given[name]) if name in given else None
+    except ValueError:
+        number = 0.0
+    if number is not None and not number > 0:
+        raise UsageError("not a number above 0", field=name, got=given[name])
+    return number
+
+
+@contextmanager
+def at_the_call(request: Request, *, dry: bool) -> Iterator[tuple[Script, VerlCall]]:
+    """The script at its call, in whose folder and environment this process then is.
+
+    Args:
+        request: which script, and which call.
+        dry: only reads the script.
+
+    Raises:
+        ConfigError: no such call, or not of the trainer of policies.
+    """
+    with Script(
+        request.script, request.arguments, call=request.call, dry=dry, limit_s=request.limit_s
+    ) as script:
+        call = script.reach()
+        _tell(script, call)
+        asked = understood(call)
+        print_table("environment of the call", _variables(asked))
+        for sentence in asked.around:
+            warn(f"note: {sentence}")
+        os.environ.update(asked.variables)
+        if asked.folder != os.getcwd():
+            warn(f"note: as in the script, paths are relative to {asked.folder}")
+            os.chdir(asked.folder)
+        yield script, asked
+
+
+def words_of(request: Request, asked: VerlCall) -> list[str]:
+    """The words of `tandem train` that stand for a call of verl."""
+    return [*VERLS_DEFAULTS, *asked.arguments, *request.words]
+
+
+def _tell(script: Script, call: Call) -> None:
+    for command in script.others:
+        warn(f"not run: {command}")
+    calls = script.calls
+    if len(calls) > 1:
+        for other in calls:
+            taken = "taken" if other.number == call.number else f"{CALL} {other.number} takes it"
+            warn(f"call {other.number} ({taken}): {' '.join(other.words)}")
+
+
+def _variables(asked: VerlCall) -> Iterator[Row]:
+    for name, value, acts, sentence in environment.rows(asked.variables):
+        yield Row(name, value, "acts" if acts else "ignored", sentence)
+
+
+def load_with_table(words: Sequence[str]) -> Loaded[TrainConfig]:
+    """The config that a call of verl stands for; prints how each of its settings was read.
+
+    Args:
+        words: as `tandem train` takes them.
+
+    Raises:
+        ConfigError: settings are refused, which the table names.
+    """
+    path, overrides = split_arguments(words)
+    try:
+        loaded = load_train_config(path, overrides)
+    except ConfigErrors as errors:
+        print_table("settings", [_refused(error) for error in errors.errors])
+        raise ConfigError(
+            f"{len(errors.errors)} of the script's settings cannot be taken over; the table names them",
+            remedy="change them in the script, or give key=value behind it, which wins, or ~key, which takes "
+            "a key back",
+        ) from errors
+    print_table("settings", [])
+    for notice in loaded.notices:
+        warn(f"note: {notice}")
+    return loaded
+
+
+def _refused(error: ConfigError) -> Row:
+    parts = [error.message]
+    if error.expected is not None:
+        parts.append(f"expected {error.expected}")
+    if error.remedy is not None:
+        parts.append(error.remedy)
+    name, value = (error.field, error.got) if error.field else (error.got, "")
+    return Row(str(name), "" if value is None else value, "refused", "; ".join(parts))

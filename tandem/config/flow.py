@@ -1,0 +1,118 @@
+"""Lists and mappings as Hydra writes them on a command line, `[a,b]` and `{a:1,b:[x,y]}`: almost YAML."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+_PRIMITIVE = re.compile(r"(?:\\.|\$\{[^{}]*\}|[^\s\\,:=()\[\]{}'\"]|[:/=](?!\s)|[ \t]+(?=[^\s,\]}]))+")
+_KEY = re.compile(r"[\w.$%*@?|/+-]+")
+_INTEGER = re.compile(r"[+-]?(0|[1-9](_?\d)*)")
+_FLOAT = re.compile(
+    r"[+-]?(\d(_?\d)*\.(\d(_?\d)*)?|\.\d(_?\d)*|\d(_?\d)*)([eE][+-]?\d+)?|[+-]?(inf|nan)", re.I
+)
+_WORDS = {"null": None, "true": True, "false": False}
+
+
+def read_flow(text: str) -> Any:
+    """The list or mapping that a text holds.
+
+    Raises:
+        ValueError: it is neither, or not in this form.
+    """
+    reader = _Reader(text)
+    value = reader.value() if text[:1] in ("[", "{") else reader.fail()
+    reader.blanks()
+    if reader.at != len(text):
+        reader.fail()
+    return value
+
+
+class _Reader:
+    """A text, and how far it is read."""
+
+    def __init__(self, text: str) -> None:
+        self.text, self.at = text, 0
+
+    def fail(self) -> Any:
+        raise ValueError(f"not a value at character {self.at}")
+
+    def blanks(self) -> None:
+        while self.text[self.at : self.at + 1].isspace():
+            self.at += 1
+
+    def took(self, mark: str) -> bool:
+        self.blanks()
+        found = self.text.startswith(mark, self.at)
+        self.at += len(mark) * found
+        return found
+
+    def expect(self, mark: str) -> None:
+        if not self.took(mark):
+            self.fail()
+
+    def value(self) -> Any:
+        if self.took("["):
+            return self.items()
+        if self.took("{"):
+            return self.pairs()
+        for quote in ("'", '"'):
+            if self.took(quote):
+                return self.quoted(quote)
+        found = _PRIMITIVE.match(self.text, self.at)
+        if found is None:
+            return self.fail()
+        self.at = found.end()
+        return _typed(found.group().rstrip())
+
+    def items(self) -> list[Any]:
+        found: list[Any] = []
+        if self.took("]"):
+            return found
+        while True:
+            found.append(self.value())
+            if self.took("]"):
+                return found
+            self.expect(",")
+
+    def pairs(self) -> dict[Any, Any]:
+        found: dict[Any, Any] = {}
+        if self.took("}"):
+            return found
+        while True:
+            name = self.key()
+            self.expect(":")
+            found[name] = self.value()
+            if self.took("}"):
+                return found
+            self.expect(",")
+
+    def key(self) -> Any:
+        for quote in ("'", '"'):
+            if self.took(quote):
+                return self.quoted(quote)
+        found = _KEY.match(self.text, self.at)
+        if found is None:
+            return self.fail()
+        self.at = found.end()
+        return _typed(found.group())
+
+    def quoted(self, quote: str) -> str:
+        """A text up to its closing quote; a backslash stands for itself but before the quote."""
+        end = self.at
+        while self.text[end : end + 1] != quote:
+            if end >= len(self.text):
+                return str(self.fail())
+            end += 2 if self.text[end : end + 2] == f"\\{quote}" else 1
+        inner, self.at = self.text[self.at : end], end + 1
+        return inner.replace(f"\\{quote}", quote)
+
+
+def _typed(text: str) -> Any:
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    if _INTEGER.fullmatch(text):
+        return int(text)
+    if _FLOAT.fullmatch(text):
+        return float(text)
+    return re.sub(r"\\(.)", r"\1", text)

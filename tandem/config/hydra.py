@@ -1,0 +1,265 @@
+"""Hydra's command-line options and config files, read without Hydra: `--config-path`, `--config-name`, and
+YAML with a `defaults:` list of other files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from tandem.errors import ConfigError
+
+UNREADABLE = (OmegaConfBaseException, YAMLError)
+
+VERLS_OWN: dict[str, tuple[str, ...]] = {
+    "ppo_trainer": (),
+    "ppo_megatron_trainer": ("model_engine=megatron",),
+}
+"""verl's own main config files, and the overrides that each stands for beside verl's defaults."""
+
+VERLS_GROUPS = frozenset(
+    {
+        *("actor", "algorithm", "critic", "data", "distillation", "engine", "legacy_reward_impl", "model"),
+        *("model_engine", "npu_profile", "optim", "profiler", "ref", "reward", "rollout", "transfer_queue"),
+    }
+)
+"""Folders and files beside verl's main config files, from which these are put together."""
+
+VERLS_DEFAULTS: tuple[str, ...] = ()
+"""The overrides that say that what is not given has verl's default."""
+
+_WITH_VALUE = {
+    **{"--config-path": "path", "-cp": "path", "--config-name": "name", "-cn": "name"},
+    **{"--config-dir": "folder", "-cd": "folder"},
+}
+_REFUSED = {
+    "--multirun": "runs one after another are a loop of the shell",
+    "--cfg": "`tandem config show` prints the resolved config",
+    "--info": "`tandem check` says what is wrong with a config",
+}
+_PACKAGE = re.compile(r"#\s*@package\s+(\S+)")
+_ENTRY = re.compile(r"(?:(override|optional)\s+)?([^@\s]*)(?:@(\S+))?")
+
+
+def take_options(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """A command line without Hydra's options.
+
+    Returns:
+        the config file that they name, first if any, or the overrides that verl's own stands for; then the
+        other words.
+
+    Raises:
+        ConfigError: an option without its value or without a counterpart; no such file.
+    """
+    given: dict[str, str] = {}
+    rest: list[str] = []
+    left = list(words)
+    while left:
+        word = left.pop(0)
+        name, equals, value = word.partition("=")
+        if name in _REFUSED:
+            raise ConfigError("an option of Hydra's that is not offered", got=word, remedy=_REFUSED[name])
+        if name not in _WITH_VALUE:
+            rest.append(word)
+        elif equals or left:
+            given[_WITH_VALUE[name]] = value if equals else left.pop(0)
+        else:
+            raise ConfigError("an option without its value", got=word)
+    return (_named(given) if given else []), rest
+
+
+def _named(given: Mapping[str, str]) -> list[str]:
+    name = given.get("name", "ppo_trainer").removesuffix(".yaml")
+    folders = [Path(given[kind]) for kind in ("folder", "path") if kind in given] or [Path()]
+    found = [folder / f"{name}.yaml" for folder in folders]
+    for file in found:
+        if file.is_file() and not _is_verls(file):
+            return [str(file)]
+    if name in VERLS_OWN:
+        return [*VERLS_DEFAULTS, *VERLS_OWN[name]]
+    raise ConfigError(
+        "no such config file",
+        field="--config-name",
+        got=name,
+        expected=f"{' or '.join(map(str, found))}, or verl's own: {', '.join(VERLS_OWN)}",
+    )
+
+
+def _is_verls(file: Path) -> bool:
+    return "verl/trainer/config" in file.resolve().as_posix()
+
+
+def merged(old: Any, new: Any) -> Any:
+    """Mappings are merged, and anything else is replaced. (OmegaConf's own takes a millisecond for each
+    override, of a whole tree.)"""
+    if not (isinstance(old, dict) and isinstance(new, dict)):
+        return new
+    return old | {name: merged(old.get(name), value) for name, value in new.items()}
+
+
+def read_file(path: str) -> Any:
+    """The tree of a YAML file, its interpolations unresolved.
+
+    Raises:
+        ConfigError: no such file, or not a mapping in YAML.
+    """
+    if not Path(path).is_file():
+        raise ConfigError(
+            "no such config file", got=path, remedy="give an existing YAML file, or only key=value overrides"
+        )
+    try:
+        tree = OmegaConf.load(path)
+    except (UnicodeDecodeError, OSError, *UNREADABLE) as error:
+        raise ConfigError("cannot be read as YAML", field=path, got=str(error)) from error
+    if not isinstance(tree, DictConfig):
+        raise ConfigError(
+            "not a mapping", field=path, expected="sections such as data: and trainer: at the top level"
+        )
+    return OmegaConf.to_container(tree, resolve=False)
+
+
+@dataclass
+class Composed:
+    """A config file of Hydra's form, put together from the files that its `defaults:` name.
+
+    Attributes:
+        tree: all values; interpolations are unresolved.
+        overrides: what verl's own files among the defaults stand for.
+        groups: the groups among the defaults, whose files a command line may choose.
+        hydras: whether a file had a section for Hydra itself.
+    """
+
+    tree: dict[str, Any] = field(default_factory=dict)
+    overrides: list[str] = field(default_factory=list)
+    groups: set[str] = field(default_factory=set)
+    hydras: bool = False
+
+
+def compose(path: str, choices: Mapping[str, str]) -> Composed:
+    """The tree of a config file, of Hydra's form or plain.
+
+    Args:
+        path: the file.
+        choices: by name, what a command line gives; those of groups choose a file.
+
+    Raises:
+        ConfigError: no such file, not a mapping in YAML, or a default that is nowhere.
+    """
+    composed = Composed()
+    tree = read_file(path)
+    search = [Path(path).parent, *_searched(tree)]
+    _Composer(composed, search, dict(choices)).add(Path(path), tree, group="", package="")
+    return composed
+
+
+def _searched(tree: Mapping[str, Any]) -> Iterator[Path]:
+    own = tree.get("hydra")
+    for place in (own.get("searchpath") or []) if isinstance(own, dict) else []:
+        yield Path(str(place).removeprefix("file://"))
+
+
+@dataclass
+class _Composer:
+    composed: Composed
+    search: list[Path]
+    choices: dict[str, str]
+    stack: list[Path] = field(default_factory=list)
+
+    def add(self, file: Path, tree: dict[str, Any], *, group: str, package: str) -> None:
+        """Merges a file's defaults, and the file at its own place among them, into the tree."""
+        if file in self.stack:
+            raise ConfigError("a file among its own defaults", field=str(file))
+        self.stack.append(file)
+        entries = tree.pop("defaults", None) if isinstance(tree.get("defaults"), list) else None
+        self.composed.hydras |= "hydra" in tree and group == ""
+        if group == "":
+            tree.pop("hydra", None)
+        parsed = [part for entry in entries or [] for part in self._entries(file, entry)]
+        for kind, name, value, at in parsed:
+            if kind == "override":
+                self.choices.setdefault(name.strip("/") + (f"@{at}" if at else ""), value)
+        if not any(name == "_self_" for _, name, _, _ in parsed):
+            parsed.append(("", "_self_", "", None))
+        for kind, name, value, at in parsed:
+            if name == "_self_":
+                self._merge(tree, package)
+            elif kind != "override":
+                self._add_default(file, (kind, name, value, at), group=group, package=package)
+            elif name.strip("/") == "model_engine" and value:
+                self.composed.overrides.append(f"model_engine={value}")
+        self.stack.pop()
+
+    def _entries(self, file: Path, entry: Any) -> Iterator[tuple[str, str, str, str | None]]:
+        """A line of a `defaults:` list: its kind, group (or file, without a value), file and package."""
+        pairs = list(entry.items()) if isinstance(entry, dict) else [(entry, "")]
+        for name, value in pairs:
+            found = _ENTRY.fullmatch(str(name))
+            if found is None or isinstance(value, dict):
+                raise ConfigError("not a line of a defaults list", field=str(file), got=str(entry))
+            for one in value if isinstance(value, list) else [value]:
+                if one is not None:
+                    yield found[1] or "", found[2], str(one), found[3]
+
+    def _add_default(
+        self, file: Path, entry: tuple[str, str, str, str | None], *, group: str, package: str
+    ) -> None:
+        kind, name, value, at = entry
+        inner = name.strip("/") if name.startswith("/") or not group else f"{group}/{name}"
+        place = inner
+        if value:
+            which = inner if at is None else f"{inner}@{at}"
+            self.composed.groups.add(which)
+            place = f"{inner}/{self._chosen(which, value)}"
+        else:
+            inner = inner.rpartition("/")[0]
+        found = self._find(place)
+        if found is None:
+            if place.split("/")[0] in VERLS_GROUPS or place in VERLS_OWN:
+                self._verls(place)
+            elif kind != "optional":
+                looked = ", ".join(f"{folder}/{place}.yaml" for folder in self.search)
+                raise ConfigError("a default that is nowhere", field=str(file), got=place, expected=looked)
+            return
+        header = _PACKAGE.search(found.read_text(encoding="utf-8"))
+        inside = _joined(package, inner[len(group) :].strip("/").replace("/", ".") if value else "")
+        if at is not None:
+            inside = "" if at == "_global_" else package if at == "_here_" else _joined(package, at)
+            inside = at.removeprefix("_global_.") if at.startswith("_global_.") else inside
+        elif header is not None and header[1] not in ("_group_",):
+            inside = "" if header[1] == "_global_" else header[1]
+        self.add(found, read_file(str(found)), group=inner, package=inside)
+
+    def _chosen(self, group: str, value: str) -> str:
+        """The file of a group, `${other_group}` in its name filled in."""
+        value = self.choices.get(group, value)
+        self.choices.setdefault(group, value)
+        return re.sub(r"\$\{(\w+)\}", lambda other: self.choices.get(other[1], other[0]), value)
+
+    def _find(self, place: str) -> Path | None:
+        for folder in self.search:
+            file = folder / f"{place.removesuffix('.yaml')}.yaml"
+            if file.is_file():
+                return None if _is_verls(file) else file
+        return None
+
+    def _verls(self, place: str) -> None:
+        stands_for = [*VERLS_DEFAULTS, *VERLS_OWN.get(place, ())]
+        engine = place.removeprefix("model_engine/")
+        if engine != place and engine != "dp":
+            stands_for.append(f"model_engine={engine}")
+        self.composed.overrides += [text for text in stands_for if text not in self.composed.overrides]
+
+    def _merge(self, tree: dict[str, Any], package: str) -> None:
+        for part in reversed(package.split(".") if package else []):
+            tree = {part: tree}
+        self.composed.tree = merged(self.composed.tree, tree)
+
+
+def _joined(package: str, below: str) -> str:
+    return ".".join(part for part in (package, below) if part)

@@ -1,0 +1,40 @@
+# What every bash of a user's script reads first. Before each command the folder of shims is put first on PATH again,
+# and a Python given by its path that would start verl's trainer gives way to the shim.
+exec {BASH_XTRACEFD}>/dev/null
+set -o functrace
+
+# Whether the command is to be skipped. After a `!`, so that `set -e` takes no notice.
+tandem_skips() {
+  shopt -s extdebug # at a shell's start it would ask for a debugger
+  if [[ -e $tandem_root/dry ]]; then
+    PATH=$tandem_root/shims
+  elif [[ $PATH != "$tandem_root/shims:"* ]]; then
+    PATH=$tandem_root/shims:$PATH
+  fi
+  local rest=$1 first program
+  while [[ $rest =~ ^[A-Za-z_][A-Za-z_0-9]*=[^[:space:]\"\'\$]*[[:space:]]+(.*) ]]; do
+    rest=${BASH_REMATCH[1]}
+  done
+  [[ ! $rest =~ ^[A-Za-z_][A-Za-z_0-9]*(\[[^]]*\])?\+?= ]] || return 1
+  first=${rest%%[[:space:]]*}
+  [[ $first == *[\$/]* && $first != *['`(;&|<>']* ]] || return 1
+  local -a words=()
+  eval "words=( $first )" 2>/dev/null || return 1
+  program=${words[0]-}
+  [[ $program == */* && $program != "$tandem_root/"* ]] || return 1
+  case ${program##*/}:$1 in
+    python*:*verl.trainer.* | python*:*recipe.*)
+      eval "${1/"$first"/"'$tandem_root/shims/python3'"}"
+      return 0
+      ;;
+  esac
+  [[ -e $tandem_root/dry ]] || return 1
+  "$tandem_root/shims/.other" "$rest"
+}
+
+if [[ -e $tandem_root/dry ]]; then
+  command_not_found_handle() {
+    "$tandem_root/shims/.other" "$@"
+  }
+fi
+trap '! tandem_skips "$BASH_COMMAND"' DEBUG

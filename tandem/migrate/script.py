@@ -1,0 +1,259 @@
+"""A shell script, run by bash with verl's trainer taken out of it: its calls of the trainer are kept."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from types import TracebackType
+
+from tandem.errors import ConfigError, TandemError
+
+REPLACED = (
+    *("python", "python3", *(f"python3.{minor}" for minor in range(8, 16)), "uv", "torchrun", "accelerate"),
+    *("deepspeed", "srun", "mpirun", "ray"),
+)
+"""Programs through which scripts start verl."""
+
+HARMLESS = (
+    *("awk", "basename", "bash", "cat", "cut", "date", "dirname", "env", "expr", "getconf", "grep", "head"),
+    *(
+        "hostname",
+        "id",
+        "ls",
+        "nohup",
+        "nproc",
+        "numactl",
+        "nvidia-smi",
+        "paste",
+        "readlink",
+        "realpath",
+        "rev",
+    ),
+    *(
+        "sed",
+        "seq",
+        "setsid",
+        "sort",
+        "stdbuf",
+        "tac",
+        "tail",
+        "timeout",
+        "tr",
+        "uname",
+        "uniq",
+        "wc",
+        "which",
+    ),
+    *("whoami",),
+)
+"""Programs that run even where a script is only read: they print, or start another program."""
+
+DRY_LIMIT_S = 60.0
+RUN_LIMIT_S = 1800.0
+_POLL_S = 0.02
+_OWN = frozenset({"BASH_ENV", "OLDPWD", "PATH", "PWD", "SHLVL", "_"})
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of verl's trainer that a script made.
+
+    Attributes:
+        number: its place among the script's calls, from 1.
+        words: the program and its arguments, as the program would have got them.
+        folder: where it was called.
+        variables: the environment variables of the call that differ from this process's own.
+    """
+
+    number: int
+    words: tuple[str, ...]
+    folder: str
+    variables: Mapping[str, str]
+
+
+class Script:
+    """A user's shell script on its way to a call of verl's trainer, and beyond.
+
+    Args:
+        path: the script.
+        arguments: its own, `"$@"`.
+        call: which of its calls is taken, from 1.
+        dry: reads the script only: programs other than those that print are not run, but listed.
+        limit_s: seconds that it may take up to the call, and as many after it.
+
+    Used as a context; a script that still runs at its end is ended with all that it started.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        arguments: Sequence[str] = (),
+        *,
+        call: int = 1,
+        dry: bool,
+        limit_s: float | None = None,
+    ) -> None:
+        self.path, self.arguments, self.chosen, self.dry = path, tuple(arguments), call, dry
+        self.limit_s = limit_s if limit_s is not None else (DRY_LIMIT_S if dry else RUN_LIMIT_S)
+
+    def __enter__(self) -> Script:
+        if not Path(self.path).is_file():
+            raise ConfigError("no such script", field="--from-verl", got=self.path)
+        if (bash := shutil.which("bash")) is None:
+            raise ConfigError("bash is not installed, which runs the script", field="--from-verl")
+        self._temporary = tempfile.TemporaryDirectory(prefix="tandem-script-")
+        self._root = Path(self._temporary.name).resolve()
+        environment = self._lay_out(bash)
+        self._process = subprocess.Popen(
+            [bash, self.path, *self.arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=sys.stderr.fileno() if _has_descriptor() else subprocess.DEVNULL,
+            stderr=None if _has_descriptor() else subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,
+        )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._process.poll() is None:  # what it left behind on purpose, as by nohup, lives on
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        self._temporary.cleanup()
+
+    def reach(self) -> Call:
+        """Runs the script up to the chosen call, a script that is only read up to its end.
+
+        Returns:
+            the call.
+
+        Raises:
+            ConfigError: the script ends without it.
+            TandemError: it takes longer than the limit.
+        """
+        self._wait_for(self._root / "calls" / f"{self.chosen}.whole")
+        calls = self.calls
+        if len(calls) < self.chosen:
+            raise self._without(len(calls))
+        return calls[self.chosen - 1]
+
+    def finish(self, status: int) -> None:
+        """Lets the script go on after the call.
+
+        Args:
+            status: the exit status of the training that stood in for the call.
+
+        Raises:
+            TandemError: it takes longer than the limit.
+        """
+        written = self._root / "status.part"
+        written.write_text(str(status))
+        written.rename(self._root / "status")
+        self._wait_for(None)
+
+    @property
+    def calls(self) -> list[Call]:
+        """The calls so far, in order."""
+        folder = self._root / "calls"
+        numbers = sorted(int(path.stem) for path in folder.glob("*.whole"))
+        return [_read(folder / str(number), number) for number in numbers]
+
+    @property
+    def others(self) -> list[str]:
+        """The commands so far that were not run, in order."""
+        folder = self._root / "others"
+        numbers = sorted(int(path.name) for path in folder.iterdir())
+        return [(folder / str(number)).read_text(errors="replace").strip() for number in numbers]
+
+    def _lay_out(self, bash: str) -> dict[str, str]:
+        """Makes the folder of shims; returns the script's environment."""
+        for name in ("calls", "others", "shims"):
+            (self._root / name).mkdir()
+        (self._root / "chosen").write_text("0\n" if self.dry else f"{self.chosen}\n")
+        (self._root / "parent").write_text(f"{os.getpid()}\n")
+        os.mkfifo(self._root / "pipe")
+        if self.dry:
+            (self._root / "dry").touch()
+        here = files("tandem.migrate")
+        shims = self._root / "shims"
+        shim = shims / ".other"
+        shim.write_text(f"#!{bash} -p\n{here.joinpath('shim.sh').read_text(encoding='utf-8')}")
+        shim.chmod(0o700)
+        for name in (*REPLACED, *(("sh", "sleep", "tee") if self.dry else ())):
+            (shims / name).symlink_to(".other")
+        for name in HARMLESS if self.dry else ():
+            if program := shutil.which(name):
+                (shims / name).symlink_to(program)
+        own = os.environ.get("BASH_ENV")
+        before = self._root / "before.sh"
+        before.write_text(
+            f"tandem_root='{self._root}'\n"
+            + (f". '{own}'\n" if own and not self.dry else "")
+            + here.joinpath("before.sh").read_text(encoding="utf-8")
+        )
+        path = str(shims) if self.dry else f"{shims}:{os.environ.get('PATH', os.defpath)}"
+        return {**os.environ, "PATH": path, "BASH_ENV": str(before)}
+
+    def _wait_for(self, file: Path | None) -> None:
+        """Waits until the script ends, or has written a file."""
+        end = time.monotonic() + self.limit_s
+        while self._process.poll() is None and (self.dry or file is None or not file.exists()):
+            if time.monotonic() > end:
+                raise TandemError(
+                    f"the script has neither ended nor called verl within {self.limit_s:g} s"
+                    if file is not None
+                    else f"the script has not ended within {self.limit_s:g} s after its call of verl",
+                    field=self.path,
+                    remedy="look for a loop in it that waits for a program which is not run here, such as "
+                    "`ray status`; or give what follows `-m verl.trainer.main_ppo` to tandem itself",
+                )
+            time.sleep(_POLL_S)
+
+    def _without(self, found: int) -> ConfigError:
+        status = self._process.poll()
+        if found:
+            return ConfigError(
+                "the script has fewer calls of verl",
+                field="--call",
+                got=self.chosen,
+                expected=f"1 to {found}",
+            )
+        return ConfigError(
+            "the script ended without a call of verl's trainer",
+            field=self.path,
+            got=f"exit status {status}",
+            expected="a command with `-m verl.trainer.main_ppo` that bash comes to",
+            remedy="give the arguments that the script asks for after `--`; a program that calls verl on its "
+            "own, in a container or on another machine, is not seen",
+        )
+
+
+def _read(path: Path, number: int) -> Call:
+    parts = os.fsdecode(path.read_bytes()).split("\0")[:-1]
+    end = 2 + int(parts[1])
+    variables = dict(part.split("=", 1) for part in parts[end:])
+    changed = {
+        name: value for name, value in variables.items() if name not in _OWN and os.environ.get(name) != value
+    }
+    return Call(number, tuple(parts[2:end]), parts[0], changed)
+
+
+def _has_descriptor() -> bool:
+    """Whether standard error is a file of the system, as it is not under every notebook or test."""
+    try:
+        sys.stderr.fileno()
+    except (OSError, ValueError, AttributeError):
+        return False
+    return True

@@ -1,0 +1,81 @@
+# Stands on PATH under the name of a program while a user's script runs, and keeps the calls of verl's trainer from
+# the program itself. Nothing but builtins of bash, so that it works whatever the script does to PATH.
+name=${0##*/}
+shims=${0%/*}
+root=${shims%/*}
+
+is_verl() {
+  local word previous=
+  for word; do
+    case $previous:$word in
+      -m:verl.trainer.* | -m:verl.experimental.* | -m:recipe.*) return 0 ;;
+    esac
+    case $word in
+      -mverl.trainer.* | verl/trainer/*.py | */verl/trainer/*.py | recipe/*/main_*.py | */recipe/*/main_*.py) return 0 ;;
+    esac
+    previous=$word
+  done
+  return 1
+}
+
+# Takes the first free number of a folder: calls beside each other get one each.
+number_in() {
+  number=1
+  until (set -C && : >"$1/$number") 2>/dev/null; do
+    number=$((number + 1))
+    ((number < 10000)) || exit 1
+  done
+}
+
+keep_call() {
+  number_in "$root/calls"
+  {
+    printf '%s\0' "$PWD" "$#" "$@"
+    local variable
+    while read -r variable; do
+      printf '%s=%s\0' "$variable" "${!variable}"
+    done < <(compgen -e)
+  } >"$root/calls/$number"
+  : >"$root/calls/$number.whole"
+}
+
+# The chosen call lasts as long as the training that stands in for it, and ends with its status.
+wait_for_training() {
+  local chosen parent
+  read -r chosen <"$root/chosen"
+  read -r parent <"$root/parent"
+  [[ $number == "$chosen" ]] || exit 0
+  until [[ -e $root/status ]]; do
+    kill -0 "$parent" 2>/dev/null || exit 1
+    read -r -t 0.2 <>"$root/pipe"
+  done
+  exit "$(<"$root/status")"
+}
+
+keep_other() {
+  number_in "$root/others"
+  printf '%s ' "$@" >"$root/others/$number"
+}
+
+if [[ $name == .other ]]; then
+  keep_other "$@"
+elif is_verl "$@"; then
+  keep_call "$name" "$@"
+  wait_for_training
+elif [[ $name == ray ]]; then
+  keep_other "$name" "$@"
+elif [[ -e $root/dry ]]; then
+  case $name in
+    tee) exec cat ;;
+    sh) exec bash "$@" ;;
+    *) keep_other "$name" "$@" ;;
+  esac
+else
+  PATH=${PATH//"$shims:"/}
+  program=$(type -P -- "$name") || {
+    printf '%s: command not found\n' "$name" >&2
+    exit 127
+  }
+  PATH=$shims:$PATH
+  exec "$program" "$@"
+fi

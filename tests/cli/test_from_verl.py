@@ -1,0 +1,114 @@
+"""`--from-verl`: shell scripts that call verl, given to `tandem check` and `tandem train`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from tandem.cli.from_verl import Request, requested
+from tandem.cli.main import main
+from tandem.errors import TandemError
+
+MAIN = "python3 -m verl.trainer.main_ppo"
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A script that trains a model of its folder, in whose environment the process may be left."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("NCCL_DEBUG", "VERL_LOGGING_LEVEL", "WANDB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "work" / "model").mkdir(parents=True)
+    parquet.write_table(pyarrow.table({"prompt": ["a"] * 2000}), tmp_path / "work" / "train.parquet")
+    for name in ("config.json", "tokenizer_config.json"):
+        (tmp_path / "work" / "model" / name).write_text("{}")
+    path = tmp_path / "run.sh"
+    path.write_text(
+        "set -eux\nexport NCCL_DEBUG=INFO VERL_LOGGING_LEVEL=DEBUG WANDB_API_KEY=hidden\n"
+        "pip install verl\ncd work\nDATA=$PWD/train.parquet\n"
+        f"{MAIN} data.train_files=\"['$DATA']\" +trainer.seed=4 \\\n"
+        '    actor_rollout_ref.model.path=model trainer.logger=\'["console"]\' "$@" 2>&1 | tee log\n'
+    )
+    yield path
+    for name in ("NCCL_DEBUG", "VERL_LOGGING_LEVEL", "WANDB_API_KEY"):
+        os.environ.pop(name, None)
+
+
+def test_the_words_of_a_request() -> None:
+    assert requested(["a=b", "-x"]) is None
+    words = ["a=b", "--from-verl", "run.sh", "--call=2", "--script-limit", "9", "c=d", "--", "e=f", "--call"]
+    assert requested(words) == Request("run.sh", ("e=f", "--call"), 2, 9.0, ("a=b", "c=d"))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--from-verl"],
+        ["--from-verl=x", "--call", "1.5"],
+        ["--from-verl=x", "--call=0"],
+        ["--from-verl=x", "--call"],
+    ],
+)
+def test_requests_that_are_not_understood(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", *words]) == 2
+    assert capsys.readouterr().err.startswith("tandem train: ")
+
+
+def test_check_shows_the_translation(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--from-verl", str(script), "--", "trainer.total_epochs=2"]) == 0
+    shown = capsys.readouterr()
+    assert "the config is sound" in shown.out
+    assert "not run: pip install verl" in shown.err
+    assert f"paths are relative to {script.parent / 'work'}" in shown.err
+    assert "hidden" not in shown.err
+    lines = [line.split() for line in shown.err.splitlines()]
+    assert ["NCCL_DEBUG", "INFO", "acts"] in [line[:3] for line in lines]
+    assert ["VERL_LOGGING_LEVEL", "DEBUG", "ignored"] in [line[:3] for line in lines]
+    assert os.environ["NCCL_DEBUG"] == "INFO"
+
+
+def test_what_is_refused_stands_in_the_table(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["check", "--from-verl", str(script), "trainer.nnodes=0"]
+    assert main([*words, "--", "trainer.no_such_key=1"]) == 1
+    error = capsys.readouterr().err
+    lines = [line.split() for line in error.splitlines()]
+    assert ["trainer.no_such_key", "refused", "unknown"] in [line[:3] for line in lines]
+    assert ["trainer.nnodes", "0", "refused"] in [line[:3] for line in lines]
+    assert "2 of the script's settings cannot be taken over" in error
+
+
+def test_a_dry_run_prints_the_config(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--from-verl", str(script), "--dry-run", "trainer.seed=8"]) == 0
+    assert "  seed: 8\n" in capsys.readouterr().out
+
+
+def test_training_stands_in_for_the_call(
+    script: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    seen = []
+
+    def run_ppo(config, say):
+        seen.append((config.trainer.seed, os.getcwd(), os.environ["NCCL_DEBUG"]))
+        return False
+
+    monkeypatch.setattr("tandem.trainer.run.run_ppo", run_ppo)
+    monkeypatch.setattr("tandem.cli.train.lacking", lambda config: [])
+    script.write_text(script.read_text().replace("pip install verl", "") + "echo went on >&2\n")
+    assert main(["train", "--from-verl", str(script)]) == 0
+    assert seen == [(4, str(script.parent / "work"), "INFO")]
+    assert "went on" in capfd.readouterr().err
+
+
+def test_a_failed_run_ends_the_script(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_ppo(config, say):
+        raise TandemError("no")
+
+    monkeypatch.setattr("tandem.trainer.run.run_ppo", run_ppo)
+    monkeypatch.setattr("tandem.cli.train.lacking", lambda config: [])
+    script.write_text(script.read_text().replace("pip install verl", "") + "touch after\n")
+    assert main(["train", "--from-verl", str(script)]) == 1
+    assert not (script.parent / "work" / "after").exists()

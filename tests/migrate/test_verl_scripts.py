@@ -1,0 +1,225 @@
+"""Shell scripts that call verl, run by the real bash: the words of their calls are taken one by one."""
+
+from __future__ import annotations
+
+import os
+import random
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tandem.errors import ConfigError, TandemError
+from tandem.migrate.script import Call, Script
+from tandem.migrate.verl_call import understood
+
+Write = Callable[[str], str]
+MAIN = "python3 -m verl.trainer.main_ppo"
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Writes a script; returns its path."""
+
+    def run(text: str) -> str:
+        path = tmp_path / "run.sh"
+        path.write_text(f"#!/usr/bin/env bash\n{text}\n")
+        return str(path)
+
+    return run
+
+
+def called(path: str, *arguments: str, call: int = 1) -> Call:
+    with Script(path, arguments, call=call, dry=True, limit_s=30) as script:
+        return script.reach()
+
+
+def command(draw: random.Random) -> list[str]:
+    """The words of a call, with what shells trip over."""
+    hard = "aZ9'\"\\$`*?[]{},:=#!&|;<>()~%@ü中\t\n "
+    texts = ["".join(draw.choices(hard, k=draw.randrange(12))) for _ in range(draw.randrange(1, 60))]
+    return [f"{draw.choice(('', '+', '++'))}data.key_{place}={text}" for place, text in enumerate(texts)]
+
+
+STYLES = ("continued", "array", "variables", "arguments", "function", "appended", "heredoc")
+
+
+def script_of(words: list[str], style: str) -> tuple[str, list[str]]:
+    """A script that calls verl with these words, and the script's own arguments."""
+    quoted = [shlex.quote(word) for word in words]
+    if style == "continued":
+        return f"set -xeuo pipefail\n{MAIN} \\\n    " + " \\\n    ".join(quoted) + ' "$@"', []
+    if style == "array":
+        return "ARGS=(\n" + "\n".join(
+            f"  {word}  # why" for word in quoted
+        ) + f'\n)\n{MAIN} "${{ARGS[@]}}"', []
+    if style == "variables":
+        lines = [f"v{place}={word}" for place, word in enumerate(quoted)]
+        return "\n".join(lines) + f"\nset -u\n{MAIN} " + " ".join(f'"$v{i}"' for i in range(len(words))), []
+    if style == "arguments":
+        return f'half={quoted[0]}\n{MAIN} "$half" "$@"', words[1:]
+    if style == "function":
+        return f'go() {{\n  local -a all=("$@")\n  {MAIN} "${{all[@]}}" | tee log.txt\n}}\ngo ' + " ".join(
+            quoted
+        ), []
+    if style == "appended":
+        return "A=()\n" + "\n".join(f"A+=({word})" for word in quoted) + f'\nexec {MAIN} "${{A[@]}}"', []
+    return f"bash -s -- {' '.join(quoted)} <<'END'\n{MAIN} \"$@\"\nEND", []
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_every_word_of_a_call_is_taken(write: Write, style: str, monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    draw = random.Random()
+    for _ in range(3):
+        words = command(draw)
+        text, arguments = script_of(words, style)
+        call = called(write(text), *arguments)
+        assert call.words == ("python3", "-m", "verl.trainer.main_ppo", *words)
+        assert understood(call).arguments == tuple(words)
+    assert os.listdir(tmp_path) == ["run.sh"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "python3 -u -m verl.trainer.main_ppo a=b",
+        "python3.11 -X faulthandler -mverl.trainer.main_ppo a=b",
+        f"{sys.executable} -m verl.trainer.main_ppo a=b",
+        f"X=1 {sys.executable} -u -m verl.trainer.main_ppo a=b > /dev/null",
+        "P=$(which python3)\n$P -m verl.trainer.main_ppo a=b",
+        'P=$(command -v python)\n"$P" -m verl.trainer.main_ppo a=b',
+        "PATH=/usr/bin:/bin\npython3 -m verl.trainer.main_ppo a=b",
+        "python verl/trainer/main_ppo.py a=b",
+        "uv -v run --extra vllm python -m verl.trainer.main_ppo a=b",
+        "uv run -m verl.trainer.main_ppo a=b",
+        "nohup env X=1 python3 -m verl.trainer.main_ppo a=b 2>&1 | tee log &\nwait",
+        "CMD='python3 -m verl.trainer.main_ppo a=b'\n$CMD",
+        "CMD='python3 -m verl.trainer.main_ppo a=b'\neval \"$CMD\"",
+        "bash -c 'python3 -m verl.trainer.main_ppo a=b'",
+        "ray job submit --no-wait -- python3 -m verl.trainer.main_ppo a=b",
+        'ray job submit --address http://x:1 --runtime-env-json \'{"pip": ["x"]}\' -- '
+        "python3 -m verl.trainer.main_ppo a=b",
+        "torchrun --nproc 1 -m verl.trainer.main_ppo a=b",
+        "srun --nodes=1 python3 -m verl.trainer.main_ppo a=b",
+        "if true; then for i in 1; do (cd /; python3 -m verl.trainer.main_ppo a=b); done; fi",
+    ],
+)
+def test_ways_to_start_verl(write: Write, line: str) -> None:
+    assert understood(called(write(line))).arguments == ("a=b",)
+
+
+def test_the_folder_and_the_environment_are_those_of_the_call(
+    write: Write, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setenv("TANDEM_TEST_KEPT", "as before")
+    (tmp_path / "below").mkdir()
+    path = write(
+        f"export NCCL_DEBUG=INFO MULTI=$'a\\nb=c'\nlocal_only=1\ncd {tmp_path}/below\nexport -n HOME\n"
+        f"WANDB_MODE=offline {MAIN} a=b"
+    )
+    call = called(path)
+    assert call.folder == str(tmp_path / "below")
+    assert call.variables == {"NCCL_DEBUG": "INFO", "MULTI": "a\nb=c", "WANDB_MODE": "offline"}
+
+
+def test_what_ray_was_given_counts(write: Write, tmp_path: Path) -> None:
+    (tmp_path / "work").mkdir()
+    (tmp_path / "env.yaml").write_text("working_dir: ./\nenv_vars: {NCCL_DEBUG: WARN, N: 3}\npip: [x]\n")
+    asked = understood(
+        called(
+            write(
+                f"cd {tmp_path}\nray start --head\nray job submit --runtime-env=env.yaml --working-dir work "
+                f"--submission-id x --no-wait -- {MAIN} a=b"
+            )
+        )
+    )
+    assert (asked.arguments, asked.folder) == (("a=b",), str(tmp_path / "work"))
+    assert asked.variables == {"NCCL_DEBUG": "WARN", "N": "3"}
+    assert [sentence.split(":")[0] for sentence in asked.around] == [
+        "ray job submit --working-dir",
+        "ray job submit --submission-id",
+        "ray job submit --no-wait",
+        "ray job submit, pip of the runtime environment",
+    ]
+
+
+def test_reading_a_script_runs_nothing_of_it(write: Write, tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    path = write(
+        f'set -e\ncd {tmp_path}\nmkdir {mark}\n/bin/mkdir {mark}\n{sys.executable} -c \'open("mark", "w")\'\n'
+        f'python3 -c \'open("mark", "w")\'\nPATH=/bin:/usr/bin\ntouch {mark}\nsudo rm -rf {mark}\nray stop\n'
+        f"sleep 100\npip install x\n[ $(nproc) -gt 0 ]\necho words | sort | tee {mark}\n"
+        f"{MAIN} n=$(seq 3 | tail -1)\ncp a b"
+    )
+    with Script(path, dry=True, limit_s=30) as script:
+        assert script.reach().words[-1] == "n=3"
+        listed = [command.split()[0] for command in script.others]
+    assert not mark.exists()
+    kept = ["mkdir", "/bin/mkdir", sys.executable, "python3", "touch", "sudo", "ray", "sleep", "pip", "cp"]
+    assert listed == kept
+
+
+def test_a_script_that_is_run_waits_at_its_call_and_goes_on(write: Write, tmp_path: Path) -> None:
+    path = write(
+        f'cd {tmp_path}\npython3 -c \'open("before", "w")\'\n'
+        f"{MAIN} a=b\necho $? > status\n{MAIN} c=d\ntouch after"
+    )
+    with Script(path, dry=False, limit_s=60) as script:
+        call = script.reach()
+        assert (tmp_path / "before").exists()
+        assert not (tmp_path / "status").exists()
+        assert call.words[-1] == "a=b"
+        script.finish(3)
+        assert (tmp_path / "status").read_text() == "3\n"
+        assert (tmp_path / "after").exists()
+        assert [other.words[-1] for other in script.calls] == ["a=b", "c=d"]
+
+
+def test_a_later_call_is_taken(write: Write, tmp_path: Path) -> None:
+    path = write(f"{MAIN} first=1\n{MAIN} second=2")
+    assert called(path, call=2).words[-1] == "second=2"
+    with Script(path, call=2, dry=False, limit_s=60) as script:
+        assert script.reach().words[-1] == "second=2"
+    with pytest.raises(ConfigError, match="fewer calls") as caught:
+        called(path, call=3)
+    assert caught.value.expected == "1 to 2"
+
+
+def test_a_script_without_a_call(write: Write) -> None:
+    with pytest.raises(ConfigError, match="without a call of verl") as caught:
+        called(write('[ -n "$1" ] || exit 7\n' + MAIN))
+    assert caught.value.got == "exit status 7"
+    with pytest.raises(ConfigError, match="no such script"):
+        called("nowhere.sh")
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "remedy"),
+    [
+        ("python3 -m recipe.dapo.main_dapo a=b", "recipe.dapo.main_dapo", "give its overrides"),
+        ("python3 recipe/prime/main_prime.py a=b", "recipe.prime.main_prime", "give its overrides"),
+        ("torchrun -m verl.trainer.fsdp_sft_trainer a=b", "verl.trainer.fsdp_sft_trainer", "`tandem sft`"),
+        ("python3 -m verl.trainer.main_eval a=b", "verl.trainer.main_eval", "`tandem eval`"),
+    ],
+)
+def test_other_programs_of_verl_are_refused_by_name(write: Write, line: str, name: str, remedy: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        understood(called(write(line)))
+    assert caught.value.got == name
+    assert remedy in str(caught.value.remedy)
+
+
+@pytest.mark.parametrize("dry", [True, False])
+def test_a_script_that_waits_for_ever_is_ended(write: Write, tmp_path: Path, dry: bool) -> None:
+    path = write(f"echo $$ > {tmp_path}/pid\nwhile ! ray status | grep -q ready; do :; done\n{MAIN}")
+    with (
+        pytest.raises(TandemError, match="neither ended nor called verl within 1 s"),
+        Script(path, dry=dry, limit_s=1.0) as script,
+    ):
+        script.reach()
+    pid = int((tmp_path / "pid").read_text())
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
