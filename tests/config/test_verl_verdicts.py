@@ -97,6 +97,7 @@ def test_results_do_not_depend_on_keys_with_nothing_to_act_on(load):
             ["reward.sandbox_fusion.url=http://here", "reward.sandbox_fusion.max_concurrent=8"],
             "reward.sandbox_fusion.url",
         ),
+        ([f"{R}.multi_turn.tool_config_path=tools.yaml"], f"{R}.multi_turn.tool_config_path"),
         (["trainer.v1.trainer_mode=separate_async"], "trainer.v1.trainer_mode"),
         (["data.custom_cls.path=a.py", "data.image_patch_size=14"], "data.custom_cls.path"),
         (
