@@ -55,7 +55,7 @@ def check(arguments: list[str]) -> int:
     if request is None:
         command = next((option for option in ("--sft", "--rm") if option in given), "--train")
         loaded = LOADERS[command](*split_arguments(words))
-        for notice in loaded.notices:
+        for notice in loaded.said:
             say(f"note: {notice}")
         return _said(loaded, command, given)
     if {"--sft", "--rm"} & set(given):

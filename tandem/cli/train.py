@@ -31,7 +31,7 @@ def train(arguments: list[str]) -> int:
     request = from_verl.requested(words)
     if request is None:
         loaded = load_train_config(*split_arguments(words))
-        for notice in loaded.notices:
+        for notice in loaded.said:
             warn(f"note: {notice}")
         return _train(loaded, dry=dry)
     with from_verl.at_the_call(request, dry=dry) as (script, asked):

@@ -31,7 +31,7 @@ VERLS_GROUPS = frozenset(
 )
 """Folders and files beside verl's main config files, from which these are put together."""
 
-VERLS_DEFAULTS: tuple[str, ...] = ()
+VERLS_DEFAULTS: tuple[str, ...] = ("trainer.defaults=verl",)
 """The overrides that say that what is not given has verl's default."""
 
 _WITH_VALUE = {

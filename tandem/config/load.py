@@ -45,6 +45,11 @@ class Loaded(Generic[C]):
     readings: tuple[Reading, ...] = ()
     other_defaults: str | None = None
 
+    @property
+    def said(self) -> tuple[str, ...]:
+        """The notices, and what there is to say of defaults."""
+        return self.notices + ((self.other_defaults,) if self.other_defaults else ())
+
 
 def load_train_config(path: str | None = None, overrides: Sequence[str] = ()) -> Loaded[TrainConfig]:
     """The config of `tandem train`.
