@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -182,9 +184,13 @@ def test_each_pool_listens_on_a_port_of_its_own(ray_cluster: None, tmp_path: Pat
 
 
 def _free_port() -> int:
-    with socket.create_server(("", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
+    """The first of three that are free in a row, below those that systems give out by themselves."""
+    while True:
+        port = random.randrange(10_000, 30_000)
+        with suppress(OSError), ExitStack() as held:
+            for number in range(port, port + 3):
+                held.enter_context(socket.create_server(("", number)))
+            return port
 
 
 def test_a_watch_that_fails_says_so(ray_cluster: None, tmp_path: Path) -> None:
