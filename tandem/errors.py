@@ -3,6 +3,7 @@ expected and how to mend it; the parts stay readable as attributes after a trip 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -65,10 +66,12 @@ class ConfigErrors(ConfigError):
 
     Args:
         errors: the single errors, in the order of the config's fields.
+        readings: how keys of another command line were read that are not among them.
     """
 
-    def __init__(self, errors: list[ConfigError]) -> None:
+    def __init__(self, errors: list[ConfigError], readings: Sequence[Any] = ()) -> None:
         self.errors = errors
+        self.readings = tuple(readings)
         super().__init__(f"{len(errors)} error(s) in the config")
 
     def __str__(self) -> str:

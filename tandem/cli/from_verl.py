@@ -12,6 +12,7 @@ from tandem.config.hydra import VERLS_DEFAULTS
 from tandem.config.load import Loaded, load_train_config
 from tandem.config.root import TrainConfig
 from tandem.config.sources import split_arguments
+from tandem.config.verl.translate import Reading, Translation
 from tandem.errors import ConfigError, ConfigErrors
 from tandem.migrate import environment
 from tandem.migrate.script import Call, Script
@@ -146,16 +147,22 @@ def load_with_table(words: Sequence[str]) -> Loaded[TrainConfig]:
     try:
         loaded = load_train_config(path, overrides)
     except ConfigErrors as errors:
-        print_table("settings", [_refused(error) for error in errors.errors])
+        print_table("settings", [*map(_refused, errors.errors), *_read(errors.readings)])
         raise ConfigError(
             f"{len(errors.errors)} of the script's settings cannot be taken over; the table names them",
             remedy="change them in the script, or give key=value behind it, which wins, or ~key, which takes "
             "a key back",
         ) from errors
-    print_table("settings", [])
+    print_table("settings", _read(loaded.readings))
+    warn("all other settings act under their own names")
     for notice in loaded.notices:
-        warn(f"note: {notice}")
+        if notice not in Translation(readings=list(loaded.readings)).notices:
+            warn(f"note: {notice}")
     return loaded
+
+
+def _read(readings: Sequence[Reading]) -> list[Row]:
+    return [Row(of.name, of.value, of.verdict, of.sentence) for of in readings]
 
 
 def _refused(error: ConfigError) -> Row:

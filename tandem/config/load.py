@@ -105,7 +105,7 @@ def _load(root: type[C], rules: Rules, path: str | None, overrides: Sequence[str
     order = {name: place for place, name in enumerate(keys(root))}
     late = sorted(wrong + findings.errors, key=lambda error: order.get(str(error.field), len(order)))
     if problems := errors + unknown + found.errors + late:
-        raise ConfigErrors(problems)
+        raise ConfigErrors(problems, found.readings)
     asks = bool(found.readings) and root is TrainConfig and not asked_of_verl
     other = differing(found.given) if asks else None
     return Loaded(config, tuple(notices + found.notices + findings.notices), tuple(found.readings), other)

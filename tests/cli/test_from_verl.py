@@ -59,7 +59,8 @@ def test_requests_that_are_not_understood(words: list[str], capsys: pytest.Captu
 
 
 def test_check_shows_the_translation(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "--from-verl", str(script), "--", "trainer.total_epochs=2"]) == 0
+    words = ["trainer.ray_wait_register_center_timeout=9", "actor_rollout_ref.hybrid_engine=True"]
+    assert main(["check", "--from-verl", str(script), "--", *words]) == 0
     shown = capsys.readouterr()
     assert "the config is sound" in shown.out
     assert "not run: pip install verl" in shown.err
@@ -68,6 +69,9 @@ def test_check_shows_the_translation(script: Path, capsys: pytest.CaptureFixture
     lines = [line.split() for line in shown.err.splitlines()]
     assert ["NCCL_DEBUG", "INFO", "acts"] in [line[:3] for line in lines]
     assert ["VERL_LOGGING_LEVEL", "DEBUG", "ignored"] in [line[:3] for line in lines]
+    assert ["trainer.ray_wait_register_center_timeout", "9", "renamed"] in [line[:3] for line in lines]
+    assert ["actor_rollout_ref.hybrid_engine", "True", "ignored"] in [line[:3] for line in lines]
+    assert shown.err.count("hybrid_engine") == 1
     assert os.environ["NCCL_DEBUG"] == "INFO"
 
 
@@ -83,7 +87,9 @@ def test_what_is_refused_stands_in_the_table(script: Path, capsys: pytest.Captur
 
 def test_a_dry_run_prints_the_config(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--from-verl", str(script), "--dry-run", "trainer.seed=8"]) == 0
-    assert "  seed: 8\n" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "  seed: 8\n" in shown
+    assert "  defaults: verl\n" in shown
 
 
 def test_training_stands_in_for_the_call(
