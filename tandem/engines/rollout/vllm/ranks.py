@@ -8,6 +8,7 @@ on all of them; what they have written is compared.
 from __future__ import annotations
 
 import secrets
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,17 +19,29 @@ from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 from tandem.errors import EngineError
 from tandem.models.parallel import collective_timeout
 
+_SHARED_MEMORY = Path("/dev/shm")
+
 
 class RankExecutor(ExecutorWithExternalLauncher):  # type: ignore[misc]
     """vLLM's executor for ranks that something else has launched, as members of the process group that they
-    have. On a CPU they meet in shared memory, under a name that no other run on the machine has."""
+    have. On a CPU they meet in shared memory, under a name that no other run on the machine has.
+
+    Attributes:
+        meeting: that name, the first part of their files'.
+    """
+
+    def _init_executor(self) -> None:
+        super()._init_executor()
+        for file in _SHARED_MEMORY.glob(f"{self.meeting}-*"):  # all have met: no end of a process leaves it
+            file.unlink(missing_ok=True)
 
     def _distributed_args(self) -> tuple[str, int, int]:
-        """The address, whose last part becomes that name, rank and local rank."""
+        """The address, whose last part becomes the name, rank and local rank."""
         _, rank, local_rank = super()._distributed_args()
         name = [secrets.token_hex(8)]
         dist.broadcast_object_list(name)
-        return f"tandem:{name[0]}", rank, local_rank
+        self.meeting = name[0]
+        return f"tandem:{self.meeting}", rank, local_rank
 
 
 def among_ranks(tensor_parallel_size: int) -> dict[str, Any]:

@@ -148,15 +148,25 @@ def test_each_rank_holds_its_part_and_gives_it_back(engines, ranks):
     assert sample.versions.tolist() == [1] * 12
 
 
+def meetings(engines: dict[int, Any], rank: int) -> list[str]:
+    return [engine._engine.model_executor.meeting for engine in engines.values()]
+
+
+def test_no_end_of_a_rank_leaves_shared_memory(engines, ranks):
+    first, second = ranks.run(meetings)
+    assert first == second and len(set(first)) == len(first) >= len(engines)
+    assert not [file for name in first for file in Path("/dev/shm").glob(f"{name}*")]
+
+
 def test_prefixes_are_found_alike_after_many_were_aborted(engines):
     """The order in which aborted sequences free their blocks decides which of them are written over."""
     engine = engines["qwen2"]
     engine.update_weights(stream(build()), 0)
     engine.stats()
     rng = np.random.default_rng(1)
-    prompts = [rng.integers(0, VOCABULARY, size=140) for _ in range(12)]
+    prompts = [rng.integers(0, VOCABULARY, size=140) for _ in range(40)]  # more than the cache can keep
     for turn in range(6):
-        order = rng.permutation(len(prompts))
+        order = rng.choice(len(prompts), 12, replace=False)
         requests = [
             Request(f"{turn} {i}", 0, prompts[i], SamplingParams(max_tokens=int(rng.integers(2, 9))))
             for i in order
