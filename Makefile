@@ -40,7 +40,7 @@ test-full: lint ## everything that needs neither a GPU nor a peer: what `make te
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "not gpu and not vllm and not verl" $(ARGS)
 
 test-vllm: .peers/vllm/.tandem-installed ## the tests of the vLLM engine, in an environment of its own
-	OMP_NUM_THREADS=2 .peers/vllm/bin/python -m pytest -q -m vllm tests/engines/rollout tests/workers $(ARGS)
+	OMP_NUM_THREADS=2 .peers/vllm/bin/python -m pytest -q -m vllm tests/engines/rollout tests/workers tests/e2e/test_vllm_run.py $(ARGS)
 
 test-verl: $(DEV) .peers/verl/.installed ## the same numbers as verl's functions, which run in an environment of their own
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m verl tests/algorithms $(ARGS)
@@ -97,7 +97,7 @@ $(DEV): $(CORE)
 
 # Tandem on top of vLLM, for the tests of the engine that drives it.
 .peers/vllm/.tandem-installed: .peers/vllm/.installed pyproject.toml
-	.peers/vllm/bin/python $(PIP_INSTALL) -e . hypothesis pytest pytest-timeout pytest-xdist scipy
+	.peers/vllm/bin/python $(PIP_INSTALL) -e '.[ray]' hypothesis pytest pytest-timeout pytest-xdist scipy
 	touch $@
 
 .peers/verl/.installed: | .peers/verl/bin/python
