@@ -18,7 +18,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from docs import equations, verl_keys
+from docs import equations, migrate_pages, verl_keys
 from docs.docstring import parse
 from docs.entries import FOLDER, ROOT, Entry, entries
 from docs.kinds import NEEDS, Kind
@@ -216,4 +216,5 @@ def write(folder: Path = FOLDER) -> None:
 if __name__ == "__main__":
     write()
     verl_keys.write()
-    print(f"wrote {FOLDER.relative_to(ROOT)} and docs/verl")
+    migrate_pages.write()
+    print(f"wrote {FOLDER.relative_to(ROOT)}, docs/verl and docs/from-trl.md")

@@ -1,0 +1,73 @@
+"""Writes docs/from-trl.md and docs/verl/environment.md: what another system's settings are here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from tandem.migrate import environment, trl_table
+from tandem.migrate.peer import Verdict
+
+HERE = Path(__file__).parent
+
+
+def from_trl() -> str:
+    """The page of TRL's settings, in Markdown."""
+    parts = [
+        "# From TRL",
+        "`tandem from-trl FILE.py`, or `tandem from-trl grpo --name value …`, writes a config from the "
+        "settings of TRL 1.16. A file is read and never run. Where TRL's default is another one, the config "
+        "says TRL's. TRL counts completions in its batches, Tandem prompts; a training step here is a "
+        "generation there, with all of its optimizer steps.",
+    ]
+    for name, table in {
+        **trl_table.TABLES,
+        "ModelConfig": trl_table.MODEL,
+        "The script's arguments": trl_table.SCRIPT,
+    }.items():
+        parts += [f"## {name}", _settings(table, trl_table.FIELDS.get(name, {}))]
+    return "\n\n".join(parts) + "\n"
+
+
+def verl_environment() -> str:
+    """The page of the environment variables that verl reads, in Markdown."""
+    rows = (
+        (f"`{name}`", "acts" if known.acts else "nothing to act on", known.sentence)
+        for name, known in sorted(environment.VARIABLES.items())
+    )
+    return (
+        "\n\n".join(
+            [
+                "# Environment variables that verl reads",
+                "`--from-verl` gives a run the variables that the script exported. A variable that is not "
+                "listed acts on whatever reads it.",
+                _table(("variable", "here", "which"), rows),
+            ]
+        )
+        + "\n"
+    )
+
+
+def write(folder: Path = HERE) -> None:
+    (folder / "verl").mkdir(exist_ok=True)
+    (folder / "from-trl.md").write_text(from_trl(), encoding="utf-8")
+    (folder / "verl" / "environment.md").write_text(verl_environment(), encoding="utf-8")
+
+
+_WORDS = {"key": "", "reckoned": "", "nothing": "nothing to act on: ", "absent": "not offered: "}
+
+
+def _settings(table: Mapping[str, Verdict], defaults: Mapping[str, object]) -> str:
+    def rows() -> Iterable[tuple[str, ...]]:
+        for name, verdict in table.items():
+            key = ", ".join(f"`{part}`" for part in verdict.key.split(", ")) if verdict.key else ""
+            said = _WORDS[verdict.kind] + verdict.why
+            here = f"{key}: {said}" if key and said else key or said
+            yield f"`{name}`", f"`{defaults.get(name)}`", here.replace("|", "\\|")
+
+    return _table(("setting", "default", "here"), rows())
+
+
+def _table(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [heads, tuple("---" for _ in heads), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

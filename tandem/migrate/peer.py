@@ -1,0 +1,125 @@
+"""Another system's settings as a config of Tandem: a table says of each what it is here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from tandem.config.schema import keys
+from tandem.config.section import Section
+from tandem.migrate.table import Row
+
+Kind = Literal["key", "reckoned", "nothing", "absent"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one setting of another system is here.
+
+    Attributes:
+        kind: key: one key; reckoned: keys whose values follow from several settings; nothing: nothing here
+            depends on it; absent: there is no counterpart.
+        key: the key, or the keys with commas between.
+        why: the reason, or how values are converted.
+        values: values that have other names here.
+    """
+
+    kind: Kind
+    key: str = ""
+    why: str = ""
+    values: Mapping[Any, Any] = field(default_factory=dict)
+
+
+def to(key: str, values: Mapping[Any, Any] | None = None, *, why: str = "") -> Verdict:
+    """One key, whose values are the same but for those of `values`."""
+    return Verdict("key", key, why, values or {})
+
+
+def reckoned(key: str, why: str) -> Verdict:
+    return Verdict("reckoned", key, why)
+
+
+def nothing(why: str) -> Verdict:
+    return Verdict("nothing", why=why)
+
+
+def absent(why: str) -> Verdict:
+    return Verdict("absent", why=why)
+
+
+@dataclass
+class Peer:
+    """Another system's settings, on their way to a config.
+
+    Attributes:
+        root: the config that they become.
+        table: what each setting is here.
+        defaults: what a setting is that nobody gives.
+        given: what was given.
+        config: Tandem's keys and values so far.
+        rows: what became of the given settings so far.
+    """
+
+    root: type[Section]
+    table: Mapping[str, Verdict]
+    defaults: Mapping[str, Any]
+    given: Mapping[str, Any]
+    config: dict[str, Any] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.given.get(name, self.defaults.get(name))
+
+    def put(self, key: str, value: Any, *, always: bool = False) -> None:
+        """Sets a key whose default is another one; `always`, any."""
+        known = keys(self.root)
+        if key in known and (always or known[key].inherits is not None or known[key].default != value):
+            self.config[key] = value
+
+    def refuse(self, name: str, why: str) -> None:
+        self.rows.append(Row(name, self[name], "refused", why))
+
+    def take(self, place: Callable[[str], str] = str) -> None:
+        """Takes over every setting that is one key, and says of the given ones what became of them.
+
+        Args:
+            place: where a key of `tandem train` lies in this config.
+        """
+        for name in [*self.table, *(name for name in self.given if name not in self.table)]:
+            verdict = self.table.get(name)
+            if verdict is None:
+                self.refuse(name, "not a setting of the version that the table is of")
+            elif verdict.kind == "key":
+                self._key(name, verdict, place(verdict.key))
+            elif name not in self.given:
+                continue
+            elif verdict.kind == "nothing":
+                self.rows.append(Row(name, self[name], "ignored", verdict.why))
+            elif verdict.kind == "reckoned":
+                self.rows.append(Row(name, self[name], "renamed", f"{place(verdict.key)}: {verdict.why}"))
+            elif self[name] not in (None, False, self.defaults.get(name)):
+                self.refuse(name, verdict.why)
+
+    def _key(self, name: str, verdict: Verdict, key: str) -> None:
+        value = self[name]
+        try:
+            new = verdict.values.get(value, value)
+        except TypeError:  # a list has no other name
+            new = value
+        if new is None:
+            return
+        if new is REFUSED:
+            self.refuse(name, verdict.why or "this value is not offered")
+            return
+        if key not in keys(self.root):
+            if name in self.given:
+                self.refuse(name, "there is no such setting for this trainer")
+            return
+        self.put(key, new, always=name in self.given)
+        if name in self.given:
+            self.rows.append(Row(name, value, "renamed", f"{key}={new}"))
+
+
+REFUSED = object()
+"""Stands in a table for a value that is not offered."""

@@ -1,0 +1,33 @@
+"""The pages of other systems' settings hold all of them, and every variable that verl reads has a line."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from docs import migrate_pages
+from tandem.migrate import environment, trl_table
+
+VERL = next((Path(__file__).parents[2] / ".peers" / "verl" / "lib").glob("python3*/site-packages/verl"), None)
+READ = re.compile(r"(?:environ(?:\.get)?[\[(]|getenv\()\s*[\"']([A-Z][A-Z_0-9]+)[\"']")
+
+
+def test_every_setting_has_a_line(tmp_path: Path) -> None:
+    migrate_pages.write(tmp_path)
+    page = (tmp_path / "from-trl.md").read_text()
+    for table in trl_table.TABLES.values():
+        assert all(f"| `{name}` |" in page for name in table)
+    lines = [line for line in page.splitlines() if line.startswith("| `")]
+    assert all(line.count(" | ") == 2 and not line.endswith("|  |") for line in lines)
+    page = (tmp_path / "verl" / "environment.md").read_text()
+    assert all(f"| `{name}` |" in page for name in environment.VARIABLES)
+
+
+@pytest.mark.verl
+@pytest.mark.skipif(VERL is None, reason="verl has an environment of its own: make peers")
+def test_every_variable_that_verl_reads_has_a_line() -> None:
+    assert VERL is not None
+    found = {name for path in VERL.rglob("*.py") for name in READ.findall(path.read_text(errors="replace"))}
+    assert found - environment.VARIABLES.keys() == set()

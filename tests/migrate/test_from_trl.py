@@ -1,0 +1,279 @@
+"""TRL's settings as configs: every field has a verdict, the arithmetic holds, and what is written loads."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.cli.main import main
+from tandem.config.load import load_rm_config, load_sft_config, load_train_config
+from tandem.config.schema import keys, nested
+from tandem.config.sources import to_yaml
+from tandem.errors import ConfigError
+from tandem.migrate.trl import COMMANDS, Migrated, migrate
+from tandem.migrate.trl_source import read_python, read_words
+from tandem.migrate.trl_table import FIELDS, MODEL, SCRIPT, TABLES
+
+LOADERS = {"train": load_train_config, "sft": load_sft_config, "rm": load_rm_config}
+PEER = Path(__file__).parents[2] / ".peers" / "trl" / "bin" / "python"
+A = "actor_rollout_ref.actor"
+
+
+@pytest.fixture
+def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Loads what was made, with files where it looks for them."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("train.parquet", "test.parquet", "reward.py"):
+        (tmp_path / name).touch()
+    (tmp_path / "model").mkdir()
+    for name in ("config.json", "tokenizer_config.json"):
+        (tmp_path / "model" / name).write_text("{}")
+
+    def run(made: Migrated, *overrides: str) -> Any:
+        (tmp_path / "made.yaml").write_text(to_yaml(nested(made.config)))
+        return LOADERS[made.command]("made.yaml", overrides).config
+
+    return run
+
+
+@pytest.mark.parametrize("name", list(TABLES))
+def test_every_field_has_a_verdict_and_every_verdict_a_field(name: str) -> None:
+    assert set(TABLES[name]) == set(FIELDS[name])
+    assert set(MODEL) == set(FIELDS["ModelConfig"])
+    assert set(SCRIPT) == set(FIELDS["ScriptArguments"])
+
+
+@pytest.mark.parametrize("name", list(TABLES))
+def test_verdicts_name_keys_that_exist(name: str) -> None:
+    train = keys(COMMANDS["GRPOConfig"][1])
+    offline = {"data.max_length", "center_rewards_coefficient"}
+    for verdict in [*TABLES[name].values(), *MODEL.values(), *SCRIPT.values()]:
+        if verdict.kind == "key" and verdict.key:
+            assert verdict.key in train or verdict.key in offline, verdict.key
+        if verdict.kind != "key":
+            assert verdict.why
+
+
+@pytest.mark.skipif(not PEER.exists(), reason="TRL has an environment of its own: make peers")
+def test_the_stored_fields_are_trls() -> None:
+    code = (
+        "import dataclasses, json, trl\n"
+        "print(trl.__version__)\n"
+        "print(json.dumps({c: {f.name: f.default for f in dataclasses.fields(getattr(trl, c)) "
+        "if f.default is not dataclasses.MISSING} for c in ('GRPOConfig', 'RLOOConfig', 'SFTConfig', "
+        "'RewardConfig', 'ModelConfig')}, default=str))"
+    )
+    ran = subprocess.run([str(PEER), "-c", code], capture_output=True, text=True, timeout=200, check=True)
+    version, fields = ran.stdout.splitlines()[-2:]
+    assert version.startswith("1.16.")
+    for name, found in json.loads(fields).items():
+        assert {field: FIELDS[name][field] for field in found} == found
+        assert len(FIELDS[name]) - len(found) <= 2  # those whose default is made anew
+
+
+@pytest.mark.parametrize("name", list(TABLES))
+def test_the_defaults_load(name: str, load) -> None:
+    load(migrate(name, {}, devices=1))
+
+
+def test_sizes_count_prompts(load) -> None:
+    draw = random.Random()
+    for _ in range(20):
+        n, devices, groups = draw.choice((2, 4, 8)), draw.choice((1, 2, 4)), draw.randrange(1, 5)
+        rows, accumulated, many = n * groups, draw.randrange(1, 4), draw.randrange(1, 4)
+        iterations = draw.randrange(1, 3)
+        made = migrate(
+            "GRPOConfig",
+            {
+                "num_generations": n,
+                "per_device_train_batch_size": rows,
+                "gradient_accumulation_steps": accumulated,
+                "steps_per_generation": accumulated * many,
+                "num_iterations": iterations,
+                "max_steps": 12 * many * iterations,
+                "save_steps": 3 * many * iterations,
+            },
+            devices=devices,
+        )
+        completions = rows * accumulated * devices  # of one optimizer step
+        assert made.config["data.train_batch_size"] * n == completions * many
+        assert made.config[f"{A}.ppo_mini_batch_size"] * n == completions
+        assert made.config["trainer.total_training_steps"] == 12
+        assert made.config["trainer.save_freq"] == 3
+        made.config.pop("trainer.n_gpus_per_node", None)
+        load(made)
+
+
+def test_groups_in_parts_are_refused() -> None:
+    with pytest.raises(ConfigError, match="no whole groups of 8") as caught:
+        migrate("GRPOConfig", {"per_device_train_batch_size": 4}, devices=1)
+    assert caught.value.expected == "a multiple of num_generations=8"
+    migrate("GRPOConfig", {"per_device_train_batch_size": 4}, devices=2)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (
+            {},
+            {
+                f"{A}.loss_agg_mode": "token-mean",
+                f"{A}.clip_ratio_c": 1e9,
+                f"{A}.policy_loss.loss_mode": "vanilla",
+            },
+        ),
+        ({"loss_type": "grpo"}, {f"{A}.loss_agg_mode": "seq-mean-token-mean"}),
+        ({"loss_type": "dr_grpo", "scale_rewards": False}, {"algorithm.adv_estimator": "dr_grpo"}),
+        (
+            {"loss_type": "cispo", "epsilon_high": 5.0},
+            {f"{A}.policy_loss.loss_mode": "cispo", f"{A}.clip_ratio_low": 1.0, f"{A}.clip_ratio_high": 4.0},
+        ),
+        (
+            {"loss_type": "sapo", "sapo_temperature_neg": 1.5},
+            {f"{A}.policy_loss.loss_mode": "sapo", f"{A}.tau_neg": 1.5},
+        ),
+        (
+            {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+            {f"{A}.policy_loss.loss_mode": "gspo"},
+        ),
+        ({"delta": 4.0, "epsilon_high": 0.28}, {f"{A}.clip_ratio_c": 4.0, f"{A}.clip_ratio_high": 0.28}),
+        (
+            {"beta": 0.04},
+            {f"{A}.use_kl_loss": True, f"{A}.kl_loss_coef": 0.04, f"{A}.kl_loss_type": "low_var_kl"},
+        ),
+        (
+            {"warmup_steps": 0.1},
+            {f"{A}.optim.lr_warmup_steps_ratio": 0.1, f"{A}.optim.lr_scheduler_type": "linear"},
+        ),
+        ({"max_grad_norm": 0.0}, {f"{A}.optim.clip_grad": 1e9}),
+        ({"weight_decay": 0.1, "adam_beta2": 0.95}, {f"{A}.optim.weight_decay": 0.1}),
+        ({"use_peft": True, "lora_r": 8, "lora_dropout": 0.0}, {"actor_rollout_ref.model.lora_rank": 8}),
+        (
+            {"use_vllm": True, "vllm_importance_sampling_mode": "token_truncate"},
+            {
+                "algorithm.rollout_correction.rollout_is": "token",
+                "algorithm.rollout_correction.rollout_is_threshold": "3.0",
+            },
+        ),
+        ({"use_vllm": True}, {"algorithm.rollout_correction.rollout_is": "sequence"}),
+        ({"report_to": ["wandb"], "eval_strategy": "steps", "eval_steps": 4}, {"trainer.test_freq": 4}),
+    ],
+)
+def test_settings_become_keys(given: dict[str, Any], expected: dict[str, Any], load) -> None:
+    config = load(migrate("GRPOConfig", given, devices=1))
+    for name, value in expected.items():
+        found: Any = config
+        for part in name.split("."):
+            found = getattr(found, part)
+        assert found == value, name
+
+
+def test_trls_defaults_that_are_others_here_are_written(load) -> None:
+    config = load(migrate("GRPOConfig", {}, devices=1))
+    assert config.data.max_response_length == 512
+    assert config.actor_rollout_ref.actor.optim.lr == 1e-6
+    assert config.actor_rollout_ref.actor.optim.weight_decay == 0.0
+    assert config.actor_rollout_ref.actor.optim.lr_scheduler_type == "linear"
+    assert config.actor_rollout_ref.rollout.n == 8
+    assert not config.needs_reference
+    assert config.trainer.seed == 42
+    rloo = load(migrate("RLOOConfig", {}, devices=1))
+    assert rloo.algorithm.use_kl_in_reward
+    assert rloo.algorithm.kl_ctrl.kl_coef == 0.05
+    assert rloo.actor_rollout_ref.actor.loss_agg_mode == "seq-mean-token-sum"
+
+
+@pytest.mark.parametrize(
+    ("given", "refused"),
+    [
+        ({"fp16": True}, "fp16"),
+        ({"loss_type": "vespo"}, "loss_type"),
+        ({"scale_rewards": "batch"}, "scale_rewards"),
+        ({"beta": 0.1}, "use_bias_correction_kl"),
+        ({"lr_scheduler_type": "polynomial"}, "lr_scheduler_type"),
+        ({"optim": "sgd"}, "optim"),
+        ({"use_peft": True}, "lora_dropout"),
+        ({"load_in_4bit": True}, "load_in_4bit"),
+        ({"push_to_hub": True}, "push_to_hub"),
+        ({"no_such_field": 1}, "no_such_field"),
+        ({"top_entropy_quantile": 0.2}, "top_entropy_quantile"),
+        ({"beta": 0.1, "sync_ref_model": True}, "sync_ref_model"),
+    ],
+)
+def test_what_has_no_counterpart_is_named(given: dict[str, Any], refused: str) -> None:
+    made = migrate("GRPOConfig", given, devices=1)
+    assert refused in [row.name for row in made.rows if row.verdict == "refused"]
+    assert all(row.sentence for row in made.rows)
+
+
+FILE = """
+import trl
+raise SystemExit("this file is never run")
+N = 4
+args = trl.GRPOConfig(output_dir="out", num_generations=N, beta=0.0, learning_rate=5e-6, seed=f(), **more)
+trainer = trl.GRPOTrainer(model="org/name", reward_funcs=[mine, "org/rm"], args=args, train_dataset=rows)
+peft = LoraConfig(r=4, target_modules=["q_proj"], lora_dropout=0.0, bias=why)
+"""
+
+
+def test_a_python_file_is_read_and_never_run(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(FILE)
+    given = read_python(str(path))
+    assert given.name == "GRPOConfig"
+    assert given.settings == {
+        "output_dir": "out",
+        "num_generations": 4,
+        "beta": 0.0,
+        "learning_rate": 5e-6,
+        "model_name_or_path": "org/name",
+        "reward_funcs": ["mine", "org/rm"],
+        "use_peft": True,
+        "lora_r": 4,
+        "lora_alpha": 8,
+        "lora_target_modules": ["q_proj"],
+        "lora_dropout": 0.0,
+    }
+    assert given.unread == {"seed": "f()", "**": "more", "train_dataset": "rows", "bias": "why"}
+    path.write_text("x = 1")
+    with pytest.raises(ConfigError, match="none of TRL's configs"):
+        read_python(str(path))
+
+
+def test_a_command_line_is_taken_apart(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("learning_rate: 1e-5\nbeta: 0.1\n")
+    words = (
+        f"trl grpo --config {tmp_path}/c.yaml --use_vllm --beta=0.2 --report_to wandb tensorboard --top-k 5"
+    )
+    given = read_words(words.split())
+    assert given.settings == {
+        "learning_rate": 1e-5,
+        "beta": 0.2,
+        "use_vllm": True,
+        "report_to": ["wandb", "tensorboard"],
+        "top_k": 5,
+    }
+    with pytest.raises(ConfigError, match="no trainer of TRL's"):
+        read_words(["dpo"])
+    with pytest.raises(ConfigError, match="belongs to no option"):
+        read_words(["grpo", "astray"])
+
+
+def test_the_command_writes_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str], load) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(FILE)
+    assert main(["from-trl", str(path), "--devices", "1", "-o", str(tmp_path / "made.yaml")]) == 0
+    shown = capsys.readouterr().err
+    assert "completions" in shown
+    lines = [line.split() for line in shown.splitlines()]
+    assert ["seed", "f()", "refused"] in [line[:3] for line in lines]
+    words = ["actor_rollout_ref.model.path=model", "custom_reward_function.path=reward.py"]
+    assert load_train_config(str(tmp_path / "made.yaml"), words).config.actor_rollout_ref.model.lora_rank == 4
+    assert main(["from-trl", "sft", "--max_length", "7"]) == 0
+    assert "max_length: 7" in capsys.readouterr().out
+    assert main(["from-trl", "sft", "--devices", "no"]) == 2
