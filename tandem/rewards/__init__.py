@@ -2,12 +2,13 @@
 
 Importing this package registers the scorers."""
 
-from tandem.rewards import arithmetic, gsm8k, math
+from tandem.rewards import arithmetic, dapo, geometry3k, gsm8k, math, programs, search_qa
 from tandem.rewards.base import (
     Item,
     Reward,
     Scored,
     known_data_sources,
+    refuse_data_sources,
     register_reward,
     reward_for,
     score,
@@ -19,11 +20,16 @@ __all__ = [
     "Reward",
     "Scored",
     "arithmetic",
+    "dapo",
+    "geometry3k",
     "gsm8k",
     "known_data_sources",
     "load_custom",
     "math",
+    "programs",
+    "refuse_data_sources",
     "register_reward",
     "reward_for",
     "score",
+    "search_qa",
 ]

@@ -230,6 +230,7 @@ def _shown(value: Any) -> str:
 
 
 _REWARDS: dict[str, Reward] = {}
+_REFUSED: dict[str, dict[str, str]] = {}
 
 
 def register_reward(
@@ -260,6 +261,17 @@ def register_reward(
     return register
 
 
+def refuse_data_sources(*data_sources: str, missing: str, remedy: str) -> None:
+    """Makes `reward_for` refuse these data sources, whose responses cannot be scored.
+
+    Args:
+        missing: what a reward would need and is not there.
+        remedy: what the user can do instead.
+    """
+    for data_source in data_sources:
+        _REFUSED[data_source] = {"missing": missing, "remedy": remedy}
+
+
 def known_data_sources() -> tuple[str, ...]:
     """Registered names, sorted; a trailing * stands for any ending."""
     return tuple(sorted(_REWARDS))
@@ -269,8 +281,16 @@ def reward_for(data_source: str) -> Reward:
     """The reward registered for exactly this name, else for its longest registered beginning.
 
     Raises:
-        RewardError: there is none.
+        RewardError: there is none; for a refused source it says what is missing.
     """
+    if data_source in _REFUSED:
+        refusal = _REFUSED[data_source]
+        raise RewardError(
+            "responses of this data source cannot be scored",
+            field=f"data_source '{data_source}'",
+            expected=refusal["missing"],
+            remedy=refusal["remedy"],
+        )
     if data_source in _REWARDS:
         return _REWARDS[data_source]
     beginnings = [name for name in _REWARDS if name.endswith("*") and data_source.startswith(name[:-1])]

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from tandem.algorithms.loading import execute_file, import_named
 from tandem.errors import RewardError
@@ -98,3 +98,22 @@ def _check_signature(reward: Reward) -> None:
             remedy="take these arguments by these names, or any with **kwargs; the entries of "
             "custom_reward_function.reward_kwargs are among them",
         ) from error
+    _check_choices(reward)
+
+
+def _check_choices(reward: Reward) -> None:
+    """Refuses a value that is none of those which the function's signature names with Literal."""
+    try:
+        parameters = inspect.signature(reward.function, eval_str=True).parameters
+    except NameError:  # an annotation that only a type checker can read
+        return
+    for name, value in reward.kwargs.items():
+        choices = get_args(parameters[name].annotation) if name in parameters else ()
+        literal = bool(choices) and get_origin(parameters[name].annotation) is Literal
+        if literal and value not in choices:
+            raise RewardError(
+                "no such choice",
+                field=f"custom_reward_function.reward_kwargs.{name}",
+                got=value,
+                expected=f"one of {', '.join(map(str, choices))}",
+            )

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any
 
-# A minus right after a digit, letter or bracket is an operator, not a sign.
-NUMBER = re.compile(r"(?:(?<![\w)\]}])[-+])?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?")
+# A minus right after a digit, letter or bracket is an operator, not a sign; ‘.5’ stands after no digit.
+NUMBER = re.compile(
+    r"(?:(?<![\w)\]}])[-+])?"
+    r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9.])\.[0-9]+)"
+    r"(?:[eE][-+]?[0-9]{1,3}(?![\w.]))?"
+)
 
 
 def numbers_in(text: str) -> Iterator[Decimal]:
@@ -19,8 +24,13 @@ def numbers_in(text: str) -> Iterator[Decimal]:
 
 def last_number(text: str) -> Decimal | None:
     """The last number of a text, if it has one."""
-    numbers = list(numbers_in(text))
-    return numbers[-1] if numbers else None
+    last = last_match(NUMBER, text.replace("−", "-"))
+    return None if last is None else Decimal(last.group().replace(",", ""))
+
+
+def last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+    """The last place where a pattern matches, left to right, if there is one."""
+    return next(iter(deque(pattern.finditer(text), maxlen=1)), None)
 
 
 def number_text(number: Decimal | None) -> str | None:

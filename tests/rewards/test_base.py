@@ -51,7 +51,7 @@ def test_data_sources(source: str, module: str) -> None:
     assert reward_for(source).name == f"tandem.rewards.{module}.compute_score"
 
 
-@pytest.mark.parametrize("source", ["math_dapo", "mathematics", "code", "", "Arithmetic"])
+@pytest.mark.parametrize("source", ["math_dap", "mathematics", "code", "", "Arithmetic"])
 def test_unknown_data_source(source: str) -> None:
     with pytest.raises(RewardError) as caught:
         reward_for(source)

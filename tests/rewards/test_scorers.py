@@ -11,7 +11,8 @@ import pytest
 
 from tandem.errors import RewardError
 from tandem.rewards import Item, arithmetic, gsm8k, math, score
-from tandem.rewards.math import Judge, last_boxed
+from tandem.rewards.boxes import last_boxed
+from tandem.rewards.judge import Judge
 from tandem.rewards.numbers import numbers_in, to_number
 
 
@@ -26,6 +27,8 @@ from tandem.rewards.numbers import numbers_in, to_number
         ("1,23 1,234,567 1,2345", ["1", "23", "1234567", "1", "2345"]),
         ("−4 and 5−4", ["-4", "5", "4"]),
         ("no numbers, ٣", []),
+        (".5 -.25 1.5", ["0.5", "-0.25", "1.5"]),
+        ("1e3 2.5E-1 3em 4e1x", ["1000", "0.25", "3", "4", "1"]),
     ],
 )
 def test_numbers_in(text: str, numbers: list[str]) -> None:
@@ -105,6 +108,12 @@ def test_gsm8k_takes_linear_time() -> None:
         (r"\boxed{ 3 }", "3"),
         (r"\boxed{" + "1" * 2000 + "}", None),
         (r"\boxed{1" + " " * 20_000, None),
+        (r"\boxed 42", "42"),
+        (r"$\boxed 42$ is it", "42"),
+        (r"\boxed {42}", "42"),
+        (r"\fbox{1} then \fbox{42}", "42"),
+        (r"\boxedness{42}", None),
+        (r"\boxed", None),
         ("1/2", None),
         ("", None),
     ],

@@ -1,0 +1,199 @@
+r"""Writes the table of docs/verl-rewards.md: odd ways of writing an answer, and their scores.
+
+    make docs            (python -m docs.odd_formats)
+
+The data stands here; tests/rewards holds both columns against the scorers themselves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+PAGE = Path(__file__).with_name("verl-rewards.md")
+
+FORMS = {
+    "openai/gsm8k": "#### {}",
+    "gsm8k, flexible": "It is {}",
+    "lighteval/MATH": "\\boxed{{{}}}",
+    "math_dapo": "Answer: {}",
+    "numina_cn_k12": "\\boxed{{{}}}",
+}
+"""The scorers compared, and the form in which each wants an answer."""
+
+
+@dataclass(frozen=True)
+class Odd:
+    """An odd way of writing an answer.
+
+    Attributes:
+        written: as it stands after the marker or in the box.
+        truth: the ground truth.
+        tandem, verl: a character for each of FORMS: 1 right, 0 wrong, - where the scorer takes no such truth.
+        why: what is right, and the reason.
+        whole: `written` is the whole response.
+    """
+
+    written: str
+    truth: str
+    tandem: str
+    verl: str
+    why: str
+    whole: bool = False
+
+    def response(self, source: str) -> str:
+        return self.written if self.whole else FORMS[source].format(self.written)
+
+
+ODD = (
+    Odd(
+        "1 234",
+        "1234",
+        "11111",
+        "00111",
+        "Right. Groups of three digits set apart by a blank are one number.",
+    ),
+    Odd(
+        "1 234",
+        "235",
+        "00000",
+        "00000",
+        "Wrong. The blank adds nothing up, as math-verify by itself would have it.",
+    ),
+    Odd("1,234", "1234", "11111", "10011", "Right. The comma sets thousands apart."),
+    Odd(r"1\,234", "1234", "11111", "00000", "Right. A thin space of TeX sets thousands apart."),
+    Odd(".5", "0.5", "11111", "00101", "Right. The zero before the point may be left out."),
+    Odd(".5", "5", "00000", "00000", "Wrong. The point belongs to the number."),
+    Odd("1/2", "0.5", "11111", "00101", "Right. A fraction has the value of its quotient."),
+    Odd("1/2", "1", "00000", "10000", "Wrong. A numerator is not the answer."),
+    Odd("1/2", "2", "00000", "01000", "Wrong. Nor is a denominator."),
+    Odd("1e3", "1000", "11111", "00001", "Right. This is how programs and calculators write 1000."),
+    Odd("1e3", "1", "00000", "10000", "Wrong. The exponent belongs to the number."),
+    Odd(
+        r"\boxed{72}",
+        "72",
+        "01111",
+        "01111",
+        "Right where a box is asked for or any number will do; GSM8K's strict form is `####`.",
+        whole=True,
+    ),
+    Odd(
+        r"#### \boxed{72}",
+        "72",
+        "11111",
+        "01111",
+        "Right. The marker is there, and the box is only an ornament.",
+        whole=True,
+    ),
+    Odd(
+        r"\fbox{72}",
+        "72",
+        "01111",
+        "01001",
+        r"Right, as above: MATH's own solutions box with `\fbox` too.",
+        whole=True,
+    ),
+    Odd(
+        r"$\boxed 42$",
+        "42",
+        "01111",
+        "01101",
+        "Right, as above: MATH's own solutions leave the braces out now and then.",
+        whole=True,
+    ),
+    Odd("**72**", "72", "11111", "01000", "Right. Bold type is no part of a number."),
+    Odd("£5", "5", "11111", "01000", "Right. The truths of these datasets leave currencies out."),
+    Odd(r"\$5", "5", "11111", "01111", "Right, as above."),
+    Odd("£5", r"\$5", "--000", "--000", "Wrong. Both name a currency, and not the same one."),
+    Odd(
+        "5?", "5", "11111", "11000", "Right. A punctuation mark is no part of a number; `5!` is, and is 120."
+    ),
+    Odd("5.", "5", "11111", "00001", "Right. It ends a sentence."),
+    Odd("5!", "5", "11000", "11000", "Wrong in mathematics: a factorial. GSM8K takes the number by itself."),
+    Odd(
+        "4 = 5",
+        "5",
+        "01000",
+        "01111",
+        "Wrong. It is false, so it claims nothing. GSM8K's laxer method takes the last number of any text.",
+    ),
+    Odd("4 = 5", "4", "00000", "10000", "Wrong, as above."),
+    Odd(
+        "2 + 3 = 5",
+        "5",
+        "01111",
+        "01011",
+        "Right. The equation holds and ends in the answer. After `####` GSM8K wants the number itself.",
+    ),
+    Odd("x = 5", "5", "01111", "01111", "Right, as above."),
+    Odd(
+        r"2 \text{ or more}",
+        "2",
+        "11000",
+        "11101",
+        "Wrong. These are other numbers too. GSM8K does not read the words after a number.",
+    ),
+    Odd("2 or more", "2", "11000", "11000", "Wrong, as above."),
+    Odd(r"24 \text{ students}", "24", "11111", "11111", "Right. What is counted may be named."),
+    Odd(
+        "5 m",
+        "5 cm",
+        "--000",
+        "--000",
+        "Wrong. Both name a unit, and not the same one. Units are not converted: `500 cm` is wrong here too.",
+    ),
+    Odd(r"5\text{ m}", r"5\text{ cm}", "--000", "--111", "Wrong, as above."),
+    Odd(r"5\text{ cm}", "5", "11111", "11111", "Right. The truths of these datasets leave units out."),
+    Odd(
+        "5",
+        r"5\text{ cm}",
+        "--111",
+        "--111",
+        "Right. The number is what is asked for, where only one names the unit.",
+    ),
+    Odd(
+        "[5,5]",
+        "5",
+        "01000",
+        "00000",
+        "Wrong. An interval or a pair is not a number. GSM8K's laxer method takes the last number.",
+    ),
+    Odd(
+        "[5,5]",
+        "(5,5)",
+        "--000",
+        "--000",
+        "Wrong. One holds its ends and the other does not; or one is no point.",
+    ),
+    Odd("a", "A", "--000", "--001", "Wrong. Case tells symbols apart: side a and vertex A."),
+    Odd("monday", r"\text{Monday}", "--111", "--001", "Right. Case does not tell words apart."),
+    Odd("5 6", "11", "00000", "00000", "Wrong. Two numbers side by side are not their sum."),
+    Odd("1011_3", "1011_2", "--000", "--001", "Wrong. Both name a base, and not the same one."),
+    Odd("0.3333", r"\frac{1}{3}", "--000", "--000", "Wrong. The decimal is not the fraction."),
+    Odd(
+        r"\frac12",
+        "0.5",
+        "00111",
+        "00101",
+        "Right. Another form of the same value; GSM8K's answers are numbers, not TeX.",
+    ),
+)
+
+MARK = "<!-- The table below is made by python -m docs.odd_formats -->\n"
+
+
+def table() -> str:
+    """The table, in Markdown."""
+    rows = [f"| `{odd.written}` | `{odd.truth}` | {odd.tandem} | {odd.verl} | {odd.why} |" for odd in ODD]
+    head = ["| written | truth | Tandem | verl | what is right, and why |", "|---|---|---|---|---|"]
+    return "\n".join([*head, *rows]) + "\n"
+
+
+def page(text: str) -> str:
+    """The page with its table as it should be."""
+    return text.partition(MARK)[0] + MARK + "\n" + table()
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    print(f"wrote the table of docs/{PAGE.name}")

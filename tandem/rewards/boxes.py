@@ -1,0 +1,42 @@
+r"""The answer that a response boxes: \boxed{…} or \fbox{…}, and TeX's form without braces, \boxed 42."""
+
+from __future__ import annotations
+
+import re
+
+MAX_ANSWER_CHARACTERS = 1000
+"""A longer box counts as none."""
+MAX_TAIL_CHARACTERS = 10_000
+"""How much of a response's end is searched for a box."""
+MAX_BOXES = 50
+"""How many of the last boxes are tried; only text that is meant to take time leaves more of them open."""
+BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+"""A brace, or an escaped character, which is not one."""
+BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])[ \t]*")
+WITHOUT_BRACES = re.compile(r"[^$\n]*")
+"""What a box without braces holds: the rest of the formula, or of the line."""
+
+
+def last_boxed(text: str) -> str | None:
+    r"""What stands in the last complete box of a text, nested braces included; None if there is none."""
+    text = text[-MAX_TAIL_CHARACTERS:]
+    for box in reversed(list(BOX.finditer(text))[-MAX_BOXES:]):
+        content = _braced(text, box.end()) if text.startswith("{", box.end()) else _bare(text, box.end())
+        if content is not None:
+            return content
+    return None
+
+
+def _braced(text: str, brace: int) -> str | None:
+    depth = 0
+    for match in BRACE.finditer(text, brace, brace + 1 + MAX_ANSWER_CHARACTERS):
+        depth += {"{": 1, "}": -1}.get(match.group(), 0)
+        if depth == 0:
+            return text[brace + 1 : match.start()].strip()
+    return None
+
+
+def _bare(text: str, start: int) -> str | None:
+    match = WITHOUT_BRACES.match(text, start, start + MAX_ANSWER_CHARACTERS)
+    assert match is not None
+    return match.group().strip() or None

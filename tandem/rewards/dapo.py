@@ -1,0 +1,46 @@
+r"""Mathematics whose last line is "Answer: …", in the style of DAPO's data: 1 for the right answer, else
+-1.
+
+Yu et al., "DAPO: An Open-Source LLM Reinforcement Learning System at Scale", arXiv 2503.14476.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from tandem.rewards.base import register_reward
+from tandem.rewards.boxes import last_boxed
+from tandem.rewards.expressions import same_as_any
+from tandem.rewards.truths import truths
+
+END_CHARACTERS = 300
+"""How much of a response's end is searched: the prompt asks for the answer in the last line."""
+LINE = re.compile(r"answer[ \t]*[*_]*[ \t]*:\s*([^\n]+)", re.IGNORECASE)
+
+
+def answer(solution_str: str) -> str | None:
+    """What the last "Answer:" of a response's end names, else what its last box holds; None if neither is
+    there."""
+    end = solution_str[-END_CHARACTERS:]
+    lines: list[str] = LINE.findall(end)
+    if not lines:
+        return last_boxed(end)
+    return last_boxed(lines[-1]) or lines[-1].lstrip("}*_ \t").strip()
+
+
+@register_reward("math_dapo", "math_dapo_reasoning", "math", "aime*")
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The score 1 for an answer equal to the ground truth, else -1; "acc" is 1 or 0, "pred" the answer.
+
+    Raises:
+        RewardError: the process that compares expressions cannot be started.
+        ValueError: there is no ground truth.
+    """
+    golds = [last_boxed(text) or text for text in truths(ground_truth)]
+    pred = answer(solution_str)
+    right = same_as_any(golds, pred)
+    return {"score": 1.0 if right else -1.0, "acc": float(right), "pred": pred}

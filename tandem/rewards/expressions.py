@@ -1,0 +1,94 @@
+r"""Whether two mathematical answers are the same, however they are written.
+
+The library math-verify decides on values, in a process of its own (judge.py). It drops words and units, adds
+up numbers that blanks part, reads letters without their case, and takes an equation's right side whatever the
+left side is; so numbers are first written in one way, what stands beside the value is compared apart
+(measures.py), and a few answers are never values.
+"""
+
+from __future__ import annotations
+
+import atexit
+import re
+from collections.abc import Sequence
+
+from tandem.rewards.judge import Judge
+from tandem.rewards.measures import COMMAND, WORD, Measured, measured
+
+_JUDGE = Judge()
+atexit.register(_JUDGE.close)
+
+BLANKS = re.compile("[\u00a0\u2000-\u200a\u202f\u3000\\s]+")
+THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:[ ~]|\\[,;: ]|\{,\}|,\\!|\\!)\d{3})+(?![\d/])")
+"""A number whose groups of three digits are set apart by blanks or TeX's commas."""
+MIXED = re.compile(r"(\d)\s+(\d+)\s*/\s*(\d+)")
+SCIENTIFIC = re.compile(r"(?<![\w.\\])(\d+\.?\d*|\.\d+)[eE]([-+]?\d{1,3})(?![\w.])")
+ROW_OF_NUMBERS = re.compile(r"\d\s+[\d.]")
+SPACED_ARGUMENTS = re.compile(r"\\[A-Za-z]+\s*\d\s+\d")
+"""TeX's arguments without braces, as in \\frac 1 2."""
+PAIR = re.compile(r"(?:\\left\s*)?[(\[].*,.*(?:\\right\s*)?[)\]]", re.DOTALL)
+SET = re.compile(r"[,<>]|\\(?:le|ge|lt|gt|in|cup|cap|infty|text|emptyset|mathbb|pm)")
+"""What shows that an answer is more than one number."""
+MAX_EQUATION_SIDES = 5
+LEFT, RIGHT = " \t\n*_`$", " \t\n*_`$.,:;?"
+
+
+def same_as_any(golds: Sequence[str], answer: str | None) -> bool:
+    """Whether there is an answer and it is one of the right ones; see `same`."""
+    return bool(answer) and any(same(gold, str(answer)) for gold in golds)
+
+
+def same(gold: str, answer: str) -> bool:
+    """Whether an answer is the right one, both LaTeX or plain text; false if that takes too long to find out.
+
+    Raises:
+        RewardError: the process that compares values cannot be started.
+    """
+    one, two = plain(gold), plain(answer)
+    if one == two:
+        return bool(two)
+    truth, given = measured(one), measured(two)
+    return truth.agrees(given) and _same_value(truth, given)
+
+
+def plain(text: str) -> str:
+    """An answer without the marks of a page around it, its numbers written in one way."""
+    text = BLANKS.sub(" ", text.replace("−", "-").replace("°", r"^\circ"))
+    text = text.removeprefix(r"\(").removesuffix(r"\)").lstrip(LEFT)
+    stripped = text.rstrip(RIGHT)
+    text = stripped + text[len(stripped)] if stripped.endswith("\\") and stripped != text else stripped
+    text = THOUSANDS.sub(lambda match: re.sub(r"\D", "", match.group()), text)
+    text = MIXED.sub(r"\1\\frac{\2}{\3}", text)
+    return SCIENTIFIC.sub(r"\1 \\times 10^{\2}", text)
+
+
+def _same_value(truth: Measured, given: Measured) -> bool:
+    gold, answer = truth.value, given.value
+    if not gold or not answer or _is_row(gold) or _is_row(answer) or _case_differs(gold, answer):
+        return False
+    if PAIR.fullmatch(answer) and not SET.search(gold):
+        return False  # an interval from 5 to 5 is not the number 5
+    return gold == answer or (_holds(answer) and _JUDGE.equal(gold, answer))
+
+
+def _is_row(text: str) -> bool:
+    """Whether numbers stand side by side with nothing between them."""
+    return bool(ROW_OF_NUMBERS.search(SPACED_ARGUMENTS.sub("", text)))
+
+
+def _case_differs(gold: str, answer: str) -> bool:
+    """Whether a letter of the answer is in the truth in the other case alone. Words have no case."""
+    one, two = (
+        {letter for run in WORD.findall(COMMAND.sub(" ", text)) if len(run) < 3 for letter in run}
+        for text in (gold, answer)
+    )
+    return any(letter not in one and letter.swapcase() in one for letter in two)
+
+
+def _holds(answer: str) -> bool:
+    """Whether the numbers in an equation are equal, as in 2 + 3 = 5 or x = 5, not in 4 = 5."""
+    *others, last = answer.split("=")
+    if len(others) >= MAX_EQUATION_SIDES:
+        return False
+    numbers = [side for side in others if side.strip() and not WORD.search(COMMAND.sub(" ", side))]
+    return all(_JUDGE.equal(side, last) for side in numbers)

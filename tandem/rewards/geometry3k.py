@@ -1,0 +1,51 @@
+r"""Geometry problems whose answers are boxed after a <think> section: nine tenths of the score are for the
+right answer, one tenth for the form.
+
+Lu et al., "Inter-GPS: Interpretable Geometry Problem Solving", arXiv 2105.04165. Only text is scored here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tandem.rewards.base import register_reward
+from tandem.rewards.boxes import last_boxed
+from tandem.rewards.expressions import same_as_any
+from tandem.rewards.truths import truths
+
+FORM_WEIGHT = 0.1
+FORM = ("<think>", "</think>", "\\boxed{", "}")
+"""What a well-formed response has in this order; it begins with the first."""
+
+
+def well_formed(solution_str: str) -> bool:
+    """Whether a response thinks first, and boxes an answer afterwards."""
+    if not solution_str.startswith(FORM[0]):
+        return False
+    place = 0
+    for part in FORM:
+        place = solution_str.find(part, place)
+        if place < 0:
+            return False
+        place += len(part)
+    return True
+
+
+@register_reward("hiyouga/geometry3k*")
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The score 0.9 for the right answer plus 0.1 for the form; "acc" and "format" are 1 or 0, "pred" is the
+    answer.
+
+    Raises:
+        RewardError: the process that compares expressions cannot be started.
+        ValueError: there is no ground truth.
+    """
+    golds = truths(ground_truth)
+    pred = last_boxed(solution_str)
+    right = same_as_any(golds, pred)
+    form = well_formed(solution_str)
+    score = (1 - FORM_WEIGHT) * right + FORM_WEIGHT * form
+    return {"score": score, "acc": float(right), "format": float(form), "pred": pred}

@@ -1,0 +1,87 @@
+"""The process that compares mathematical expressions.
+
+A model may write an expression that no computer finishes, such as 9^{9^{9^9}}, and neither a Python
+signal handler nor a thread can stop arithmetic on one huge number. Expressions are therefore compared in a
+process of their own (math_judge.py), which the operating system ends when a comparison takes too long.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+from tandem.errors import RewardError
+
+TIME_LIMIT_S = 5.0
+"""The processor's time for one comparison; one that takes longer counts as wrong."""
+
+
+class Judge:
+    """A process that compares expressions; starts with the first comparison, and anew after it was ended.
+
+    Safe to use from several threads: they take turns.
+
+    Args:
+        time_limit_s: seconds of the processor's time for one comparison.
+    """
+
+    def __init__(self, time_limit_s: float = TIME_LIMIT_S) -> None:
+        self._time_limit_s = time_limit_s
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+
+    def equal(self, gold: str, answer: str) -> bool:
+        """Whether two LaTeX expressions are equal; false if that takes too long to find out.
+
+        Raises:
+            RewardError: the process cannot be started.
+        """
+        with self._lock:
+            reply = self._ask(json.dumps([gold, answer]))
+            if reply == "":  # ended by the time limit, or by an expression that took all memory
+                self.close()
+            return reply == "true"
+
+    def _ask(self, question: str) -> str:
+        """The answer's line, or "" if the process ended before it answered."""
+        process = self._process or self._start()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(question + "\n")
+            process.stdin.flush()
+        except BrokenPipeError:
+            return ""
+        return process.stdout.readline().strip()
+
+    def _start(self) -> subprocess.Popen[str]:
+        program = Path(__file__).with_name("math_judge.py")
+        self._process = subprocess.Popen(
+            # -P keeps this folder, whose modules have names of the standard library, off the path.
+            [sys.executable, "-P", str(program), str(self._time_limit_s)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            encoding="utf-8",
+            start_new_session=True,  # Ctrl-C at the terminal is the trainer's to handle
+        )
+        assert self._process.stdout is not None
+        if self._process.stdout.readline() != "ready\n":
+            self.close()
+            raise RewardError(
+                "the process that compares mathematical answers did not start",
+                field="reward of mathematical data",
+                got="its last words stand above",
+                remedy="pip install 'math-verify[antlr4_13_2]'",
+            )
+        return self._process
+
+    def close(self) -> None:
+        """Ends the process, if there is one."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None

@@ -1,0 +1,174 @@
+r"""What stands beside the value of a mathematical answer: its unit, its currency, its base, the words that
+qualify it.
+
+Where two answers both name one of these they must agree; where one leaves it out nothing is held against it,
+for the answers of the datasets leave units out. Words such as "or more" change the value itself: both have
+them, or neither. Units are not converted into each other.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+TEXT = r"\\(?:text|textrm|textbf|textit|mathrm|mathbf|mbox|operatorname)"
+POWER = r"(?:\s*\^\s*\{?\s*(?P<power>\d)\s*\}?)?"
+TAIL = re.compile(rf"(?P<value>.*\S)\s*(?:{TEXT}\s*\{{(?P<words>[^{{}}]*)\}}){POWER}", re.DOTALL)
+"""An answer that ends in words set as text."""
+PLAIN_TAIL = re.compile(rf"(?P<value>.*[\d}})])(?P<words>\s*[A-Za-z][A-Za-z ./]*){POWER}", re.DOTALL)
+"""An answer that ends in words as they are."""
+BASE = re.compile(r"[0-9A-F]_\{?(\d+)\}?$")
+COMMAND = re.compile(r"\\[A-Za-z]+")
+WORD = re.compile(r"[A-Za-z]+")
+SPACING = re.compile(r"(?:\\[,;:! ]|~|\s)+$")
+
+CURRENCIES = {
+    "$": re.compile(r"\\\$|\busd\b|\bdollars?\b", re.IGNORECASE),
+    "£": re.compile(r"£|\\pounds\b"),
+    "€": re.compile(r"€|\\euro\b|\beuros?\b", re.IGNORECASE),
+    "¥": re.compile("¥|\\byen\\b"),
+    "₹": re.compile(r"₹|\brupees?\b", re.IGNORECASE),
+    "¢": re.compile(r"¢|\bcents?\b", re.IGNORECASE),
+}
+QUALIFIERS = frozenset(
+    ("more", "less", "fewer", "least", "most", "greater", "than", "exceeds", "between", "above", "below")
+) | {"over", "under", "not", "no", "except"}
+FUNCTIONS = frozenset(
+    (
+        "sin",
+        "cos",
+        "tan",
+        "cot",
+        "sec",
+        "csc",
+        "log",
+        "exp",
+        "sqrt",
+        "mod",
+        "gcd",
+        "lcm",
+        "max",
+        "min",
+        "choose",
+    )
+)
+SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+"""Number words, as powers of ten."""
+UNITS = {
+    name: names.split()[0]
+    for names in (
+        "mm millimeter millimetre",
+        "cm centimeter centimetre",
+        "m meter metre",
+        "km kilometer kilometre",
+        "in inch inche",
+        "ft foot feet",
+        "yd yard",
+        "mi mile",
+        "mg milligram",
+        "g gram gm",
+        "kg kilogram",
+        "lb lbs pound",
+        "oz ounce",
+        "ton",
+        "s sec second",
+        "min minute",
+        "h hr hour",
+        "day",
+        "week",
+        "month",
+        "year",
+        "ml milliliter millilitre",
+        "l liter litre",
+        "gal gallon",
+        "degree",
+        "rad radian",
+        "am",
+        "pm",
+    )
+    for name in names.split()
+}
+POWERS = {"square": "2", "sq": "2", "squared": "2", "cubic": "3", "cubed": "3"}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A mathematical answer, its value apart from what stands beside it.
+
+    Attributes:
+        value: LaTeX.
+        unit, currency, base: None where the answer names none.
+        qualifiers: the words that change what the value says.
+    """
+
+    value: str
+    unit: str | None
+    currency: str | None
+    base: str | None
+    qualifiers: frozenset[str]
+
+    def agrees(self, other: Measured) -> bool:
+        """Whether nothing beside the two values tells the answers apart."""
+        pairs = ((self.unit, other.unit), (self.currency, other.currency), (self.base, other.base))
+        named = all(one == two for one, two in pairs if one is not None and two is not None)
+        return named and self.qualifiers == other.qualifiers
+
+
+def measured(text: str) -> Measured:
+    """The value of an answer and what stands beside it."""
+    plain_words = frozenset(word.lower() for word in WORD.findall(COMMAND.sub(" ", text)))
+    currency = next((sign for sign, pattern in CURRENCIES.items() if pattern.search(text)), None)
+    value, unit = _parted(_without_currency(text))
+    base = BASE.search(value)
+    return Measured(value, unit, currency, base and base.group(1), plain_words & QUALIFIERS)
+
+
+def _without_currency(text: str) -> str:
+    for pattern in CURRENCIES.values():
+        text = pattern.sub("", text)
+    return re.sub(rf"{TEXT}\{{\s*\}}", "", text).strip()
+
+
+def _parted(text: str) -> tuple[str, str | None]:
+    """The value before the words that an answer ends in, and the unit among these; where they belong to the
+    value, the whole and None."""
+    tail = TAIL.fullmatch(text) or PLAIN_TAIL.fullmatch(text)
+    if tail is None or not re.search(r"\d|\\pi", tail["value"]):
+        return text, None
+    words = tail["words"].replace(".", "").lower().split()
+    scale = SCALES.get(words[0]) if words else None
+    power = tail["power"] or ""
+    unit = unit_named(words, power)
+    if tail.re is PLAIN_TAIL and not _beside(tail["words"], words[0], scale is not None or unit is not None):
+        return text, unit
+    value = SPACING.sub("", tail["value"])
+    return (value if scale is None else rf"{value} \times 10^{{{scale}}}"), unit
+
+
+def _beside(written: str, word: str, known: bool) -> bool:
+    """Whether plain words stand beside the value: a letter right after a number is a factor of it."""
+    if not written[0].isspace():
+        return known and len(word) > 1
+    return known or (len(word) > 2 and word not in FUNCTIONS) or word == "or"
+
+
+def unit_named(words: list[str], power: str = "") -> str | None:
+    """The unit that words name, in one form for all its names; None if they name none.
+
+    Args:
+        words: in lower case, without points; "per" and "/" divide.
+        power: that of the unit, "" for 1.
+    """
+    found = []
+    for part in " ".join(words).replace(" per ", "/").replace("mph", "mi/h").split("/"):
+        names = part.split()
+        unit = next((UNITS[name] for name in (_singular(word) for word in names) if name in UNITS), None)
+        if unit is None:
+            return None
+        exponent = next((POWERS[name] for name in names if name in POWERS), "")
+        found.append(unit + exponent)
+    return "/".join(found) + power
+
+
+def _singular(word: str) -> str:
+    return word if word in UNITS else word.removesuffix("s")

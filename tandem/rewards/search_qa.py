@@ -1,0 +1,67 @@
+"""Questions answered with a search engine, between <answer> tags: 1 for the very words of a right answer.
+
+Jin et al., "Search-R1: Training LLMs to Reason and Leverage Search Engines with Reinforcement Learning",
+arXiv 2503.09516. Answers are compared as in SQuAD (Rajpurkar et al., arXiv 1606.05250): without case,
+punctuation and articles. It is an exact match, not an F1.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Mapping
+from typing import Any
+
+from tandem.rewards.base import register_reward
+from tandem.rewards.truths import truths
+
+OPEN, CLOSE = "<answer>", "</answer>"
+MAX_TAGS = 10
+SHARE_WITH_MORE_TAGS = 0.25
+"""What a right answer is worth in a response with more than MAX_TAGS opening, or closing, tags."""
+ARTICLE = re.compile(r"\b(?:a|an|the)\b")
+WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def answer(solution_str: str) -> str | None:
+    """What the last pair of tags holds; None if there is none."""
+    start = solution_str.rfind(OPEN, 0, max(0, solution_str.rfind(CLOSE)))
+    if start < 0:
+        return None
+    start += len(OPEN)
+    return solution_str[start : solution_str.index(CLOSE, start)].strip()
+
+
+def normalized(text: str) -> str:
+    """A text in lower case, without punctuation and articles, its words one blank apart; a text of nothing
+    else, such as "A" or "!!!", keeps them."""
+    lower = text.lower()
+    words = ARTICLE.sub(" ", lower.translate(WITHOUT_PUNCTUATION)).split()
+    return " ".join(words or lower.split())
+
+
+@register_reward(
+    "searchR1_nq",
+    "searchR1_triviaqa",
+    "searchR1_popqa",
+    "searchR1_hotpotqa",
+    "searchR1_2wikimultihopqa",
+    "searchR1_musique",
+    "searchR1_bamboogle",
+)
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The score 1 for an answer that is one of the right ones, a quarter of it with more than ten tags, else
+    0; "acc" is 1 or 0, "pred" the answer. The ground truth is one answer, a list, or a mapping with either
+    under "target".
+
+    Raises:
+        ValueError: there is no ground truth.
+    """
+    golds = truths(ground_truth.get("target") if isinstance(ground_truth, Mapping) else ground_truth)
+    pred = answer(solution_str)
+    right = bool(pred) and normalized(str(pred)) in map(normalized, golds)
+    crowded = max(solution_str.count(OPEN), solution_str.count(CLOSE)) > MAX_TAGS
+    share = SHARE_WITH_MORE_TAGS if crowded else 1.0
+    return {"score": share * right, "acc": float(right), "pred": pred}
