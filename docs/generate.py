@@ -217,4 +217,4 @@ if __name__ == "__main__":
     write()
     verl_keys.write()
     migrate_pages.write()
-    print(f"wrote {FOLDER.relative_to(ROOT)}, docs/verl and docs/from-trl.md")
+    print(f"wrote {FOLDER.relative_to(ROOT)}, docs/verl, docs/from-trl.md and docs/from-openrlhf.md")

@@ -1,11 +1,11 @@
-"""Writes docs/from-trl.md and docs/verl/environment.md: what another system's settings are here."""
+"""Writes docs/from-trl.md, docs/from-openrlhf.md and docs/verl/environment.md from the tables."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from tandem.migrate import environment, trl_table
+from tandem.migrate import environment, openrlhf, trl_table
 from tandem.migrate.peer import Verdict
 
 HERE = Path(__file__).parent
@@ -26,6 +26,21 @@ def from_trl() -> str:
         "The script's arguments": trl_table.SCRIPT,
     }.items():
         parts += [f"## {name}", _settings(table, trl_table.FIELDS.get(name, {}))]
+    return "\n\n".join(parts) + "\n"
+
+
+def from_openrlhf() -> str:
+    """The page of OpenRLHF's options, in Markdown."""
+    table = {name: verdict for name, (_, verdict) in openrlhf.TABLE.items()}
+    defaults = {name: default for name, (default, _) in openrlhf.TABLE.items()}
+    parts = [
+        "# From OpenRLHF",
+        "`tandem from-openrlhf SCRIPT.sh`, or `tandem from-openrlhf --name value …`, writes a config from "
+        f"the options of `{openrlhf.MODULE}`, read from OpenRLHF's sources of 2025. Where its default is "
+        "another one, the config says OpenRLHF's. `rollout_batch_size` counts prompts in both; "
+        "`train_batch_size` counts samples there.",
+        _settings(table, defaults),
+    ]
     return "\n\n".join(parts) + "\n"
 
 
@@ -51,6 +66,7 @@ def verl_environment() -> str:
 def write(folder: Path = HERE) -> None:
     (folder / "verl").mkdir(exist_ok=True)
     (folder / "from-trl.md").write_text(from_trl(), encoding="utf-8")
+    (folder / "from-openrlhf.md").write_text(from_openrlhf(), encoding="utf-8")
     (folder / "verl" / "environment.md").write_text(verl_environment(), encoding="utf-8")
 
 

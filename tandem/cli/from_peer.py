@@ -9,6 +9,8 @@ from tandem.cli.typed import UsageError
 from tandem.config.schema import nested
 from tandem.config.sources import to_yaml
 from tandem.errors import ConfigError
+from tandem.migrate.openrlhf import MODULE, migrate_openrlhf
+from tandem.migrate.script import Script
 from tandem.migrate.table import Row, print_table
 from tandem.migrate.trl import Migrated, migrate
 from tandem.migrate.trl_source import read_python, read_words
@@ -34,6 +36,26 @@ def from_trl(arguments: list[str]) -> int:
         Row(name, text, "refused", "no literal: set its key") for name, text in given.unread.items()
     ]
     _write(made, own.get("-o"))
+    return 0
+
+
+OPENRLHF_USAGE = """usage: tandem from-openrlhf --name value … [-o CONFIG.yaml]
+       tandem from-openrlhf SCRIPT.sh [ARGUMENTS…] [-o CONFIG.yaml]
+
+Writes the config that the options of OpenRLHF's `openrlhf.cli.train_ppo_ray` become, and says of each given
+one what it is here. A shell script is read by bash with the trainer replaced; only programs that print run.
+  -o FILE       where to; standard output unless given"""
+
+
+def from_openrlhf(arguments: list[str]) -> int:
+    if not arguments or {"-h", "--help"} & set(arguments):
+        print(OPENRLHF_USAGE)
+        return 0 if arguments else 2
+    words, own = _own(arguments)
+    if words and words[0].endswith(".sh"):
+        with Script(words[0], words[1:], dry=True, trainer=MODULE) as script:
+            words = list(script.reach().words)
+    _write(migrate_openrlhf(words), own.get("-o"))
     return 0
 
 

@@ -23,6 +23,7 @@ COMMANDS = {
     "export": ("export:export", "a checkpoint as a Hugging Face model folder"),
     "check": ("check:check", "says everything that is wrong with a config"),
     "from-trl": ("from_peer:from_trl", "a config from TRL's settings"),
+    "from-openrlhf": ("from_peer:from_openrlhf", "a config from OpenRLHF's options"),
     "config": ("config:config", "shows a resolved config; explains a key"),
     "logs": ("logs:logs", "shows or follows the log of one rank"),
     "stacks": ("stacks:stacks", "the Python stacks of all processes of a run"),

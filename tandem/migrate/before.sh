@@ -1,5 +1,5 @@
 # What every bash of a user's script reads first. Before each command the folder of shims is put first on PATH again,
-# and a Python given by its path that would start verl's trainer gives way to the shim.
+# and a Python given by its path that would start a trainer gives way to the shim.
 exec {BASH_XTRACEFD}>/dev/null
 set -o functrace
 
@@ -12,7 +12,7 @@ tandem_skips() {
     PATH=$tandem_root/shims:$PATH
   fi
   local rest=$1 first program
-  while [[ $rest =~ ^[A-Za-z_][A-Za-z_0-9]*=[^[:space:]\"\'\$]*[[:space:]]+(.*) ]]; do
+  while [[ $rest =~ ^[A-Za-z_][A-Za-z_0-9]*=[^[:space:]\"\'\$\(]*[[:space:]]+(.*) ]]; do
     rest=${BASH_REMATCH[1]}
   done
   [[ ! $rest =~ ^[A-Za-z_][A-Za-z_0-9]*(\[[^]]*\])?\+?= ]] || return 1
@@ -23,7 +23,7 @@ tandem_skips() {
   program=${words[0]-}
   [[ $program == */* && $program != "$tandem_root/"* ]] || return 1
   case ${program##*/}:$1 in
-    python*:*verl.trainer.* | python*:*recipe.*)
+    python*:*verl.trainer.* | python*:*recipe.* | python*:*openrlhf.cli.*)
       eval "${1/"$first"/"'$tandem_root/shims/python3'"}"
       return 0
       ;;

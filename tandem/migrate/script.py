@@ -90,6 +90,7 @@ class Script:
         call: which of its calls is taken, from 1.
         dry: reads the script only: programs other than those that print are not run, but listed.
         limit_s: seconds that it may take up to the call, and as many after it.
+        trainer: the module whose call is looked for.
 
     Used as a context; a script that still runs at its end is ended with all that it started.
     """
@@ -102,7 +103,9 @@ class Script:
         call: int = 1,
         dry: bool,
         limit_s: float | None = None,
+        trainer: str = "verl.trainer.main_ppo",
     ) -> None:
+        self.trainer = trainer
         self.path, self.arguments, self.chosen, self.dry = path, tuple(arguments), call, dry
         self.limit_s = limit_s if limit_s is not None else (DRY_LIMIT_S if dry else RUN_LIMIT_S)
 
@@ -231,10 +234,10 @@ class Script:
                 expected=f"1 to {found}",
             )
         return ConfigError(
-            "the script ended without a call of verl's trainer",
+            f"the script ended without a call of {self.trainer.split('.')[0]}'s trainer",
             field=self.path,
             got=f"exit status {status}",
-            expected="a command with `-m verl.trainer.main_ppo` that bash comes to",
+            expected=f"a command with `-m {self.trainer}` that bash comes to",
             remedy="give the arguments that the script asks for after `--`; a program that calls verl on its "
             "own, in a container or on another machine, is not seen",
         )

@@ -1,14 +1,14 @@
-# Stands on PATH under the name of a program while a user's script runs, and keeps the calls of verl's trainer from
-# the program itself. Nothing but builtins of bash, so that it works whatever the script does to PATH.
+# Stands on PATH under the name of a program while a user's script runs, and keeps the calls of verl's and OpenRLHF's
+# trainers from the program itself. Nothing but builtins of bash, so that it works whatever the script does to PATH.
 name=${0##*/}
 shims=${0%/*}
 root=${shims%/*}
 
-is_verl() {
+is_trainer() {
   local word previous=
   for word; do
     case $previous:$word in
-      -m:verl.trainer.* | -m:verl.experimental.* | -m:recipe.*) return 0 ;;
+      -m:verl.trainer.* | -m:verl.experimental.* | -m:recipe.* | -m:openrlhf.cli.*) return 0 ;;
     esac
     case $word in
       -mverl.trainer.* | verl/trainer/*.py | */verl/trainer/*.py | recipe/*/main_*.py | */recipe/*/main_*.py) return 0 ;;
@@ -59,7 +59,7 @@ keep_other() {
 
 if [[ $name == .other ]]; then
   keep_other "$@"
-elif is_verl "$@"; then
+elif is_trainer "$@"; then
   keep_call "$name" "$@"
   wait_for_training
 elif [[ $name == ray ]]; then

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from docs import migrate_pages
-from tandem.migrate import environment, trl_table
+from tandem.migrate import environment, openrlhf, trl_table
 
 VERL = next((Path(__file__).parents[2] / ".peers" / "verl" / "lib").glob("python3*/site-packages/verl"), None)
 READ = re.compile(r"(?:environ(?:\.get)?[\[(]|getenv\()\s*[\"']([A-Z][A-Z_0-9]+)[\"']")
@@ -21,6 +21,8 @@ def test_every_setting_has_a_line(tmp_path: Path) -> None:
         assert all(f"| `{name}` |" in page for name in table)
     lines = [line for line in page.splitlines() if line.startswith("| `")]
     assert all(line.count(" | ") == 2 and not line.endswith("|  |") for line in lines)
+    page = (tmp_path / "from-openrlhf.md").read_text()
+    assert all(f"| `{name}` |" in page for name in openrlhf.TABLE)
     page = (tmp_path / "verl" / "environment.md").read_text()
     assert all(f"| `{name}` |" in page for name in environment.VARIABLES)
 

@@ -39,6 +39,7 @@ def called(path: str, *arguments: str, call: int = 1) -> Call:
 def command(draw: random.Random) -> list[str]:
     """The words of a call, with what shells trip over."""
     hard = "aZ9'\"\\$`*?[]{},:=#!&|;<>()~%@ü中\t\n "
+    hard += "/" * 4
     texts = ["".join(draw.choices(hard, k=draw.randrange(12))) for _ in range(draw.randrange(1, 60))]
     return [f"{draw.choice(('', '+', '++'))}data.key_{place}={text}" for place, text in enumerate(texts)]
 
@@ -104,6 +105,8 @@ def test_every_word_of_a_call_is_taken(write: Write, style: str, monkeypatch, tm
         "python3 -m verl.trainer.main_ppo a=b",
         "torchrun --nproc 1 -m verl.trainer.main_ppo a=b",
         "srun --nodes=1 python3 -m verl.trainer.main_ppo a=b",
+        'A=(a=b \'$HOME/c\' "/d/e")\npython3 -m verl.trainer.main_ppo "${A[0]}"',
+        "A=() B=/usr/bin\nA+=(x '/y z')\nA[0]=/a B=/b\n[ -n \"$B\" ] && python3 -m verl.trainer.main_ppo a=b",
         "if true; then for i in 1; do (cd /; python3 -m verl.trainer.main_ppo a=b); done; fi",
     ],
 )
