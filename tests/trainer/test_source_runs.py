@@ -1,0 +1,44 @@
+"""Runs on the rows of verl's data sources: DAPO's and Search-R1's train as they are, programs are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.errors import RewardError
+from tests.support.runs import Lab, lab
+from tests.support.tiny import problem, write_rows
+
+__all__ = ["lab"]
+
+
+def rows(folder: Path, source: str, truth: Any) -> Path:
+    """A file of sums whose rows carry the data source and the ground truth."""
+    reward_model = {"style": "rule", "ground_truth": truth}
+    made = [problem(1, b) | {"data_source": source, "reward_model": reward_model} for b in range(2, 10)]
+    return write_rows(folder / f"{source}.parquet", made)
+
+
+@pytest.mark.parametrize(
+    ("source", "truth", "wrong"),
+    [("math_dapo", "34", -1), ("searchR1_nq", {"target": ["Paris", "Lutetia"]}, 0)],
+)
+def test_rows_train_as_they_are(lab: Lab, tmp_path: Path, source: str, truth: Any, wrong: float) -> None:
+    data = rows(tmp_path, source, truth)
+    finished = lab.run(source, f"data.train_files={data}", "trainer.total_training_steps=1")
+    lines = (finished.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    means = [line["reward/mean"] for line in map(json.loads, lines) if "reward/mean" in line]
+    assert means == [wrong]  # an untrained model answers in no form
+
+
+@pytest.mark.parametrize("source", ["codecontests", "apps", "codeforces", "taco"])
+def test_programs_are_refused_before_any_step(lab: Lab, tmp_path: Path, source: str) -> None:
+    data = rows(tmp_path, source, '{"inputs": [], "outputs": []}')
+    with pytest.raises(
+        RewardError, match=f"data_source '{source}': responses of this data source cannot be scored"
+    ):
+        lab.trainer(tmp_path / "run", f"data.train_files={data}")
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
