@@ -23,7 +23,7 @@ Strategy = Annotated[
         {"fsdp": "fsdp2"},
     ),
 ]
-Aggregation = Annotated[str, OneOf(tables.AGGREGATIONS)]
+Aggregation = Annotated[str | None, OneOf(tables.AGGREGATIONS)]
 KLKind = Annotated[str, OneOf((*tables.KL_KINDS, tables.FULL_KL), own_code=True)]
 
 
@@ -74,6 +74,16 @@ def _within_bounds(own: Any, name: str) -> Iterator[ConfigError]:
             "begins outside its bounds",
             expected=f"{low} to {high}, the bounds of {at}",
             remedy=f"set {path(own, name)}={low}, or widen the bounds",
+        )
+
+
+def _leaves_a_ratio(own: Any, name: str) -> Iterator[ConfigError]:
+    loss, low = own.policy_loss.loss_mode, own.clip_ratio_low
+    if getattr(own, name) == low > 1 and tables.loss_options(loss) and loss not in tables.LOW_ABOVE_ONE:
+        yield ConfigError(
+            "a ratio never falls below zero",
+            expected=f"0 to 1 with {path(own, 'policy_loss.loss_mode')}={loss}",
+            remedy=f"set {path(own, 'clip_ratio_low')}=1, which bounds as little",
         )
 
 
@@ -143,9 +153,16 @@ class ActorConfig(Section):
         0.2,
         "clip range of the probability ratio, both sides; in nats for geo_mean and dppo_kl",
         when=_LOW,
+        needs=_leaves_a_ratio,
         ge=0,
     )
-    clip_ratio_low: float = key(meaning="clip range below 1", inherits=".clip_ratio", when=_LOW, ge=0, le=1)
+    clip_ratio_low: float = key(
+        meaning="clip range below 1; above 1 no bound below, with cispo",
+        inherits=".clip_ratio",
+        when=_LOW,
+        needs=_leaves_a_ratio,
+        ge=0,
+    )
     clip_ratio_high: float = key(meaning="clip range above 1", inherits=".clip_ratio", when=_HIGH, ge=0)
     clip_ratio_c: float = key(
         3.0, "dual clip: bound of ratio · |advantage| for negative advantages", when=_DUAL, gt=1
@@ -156,7 +173,10 @@ class ActorConfig(Section):
     tau_neg: float = key(1.05, "sapo: the same for other advantages", when=_takes("tau_neg"), gt=0)
     policy_loss: PolicyLossConfig = PolicyLossConfig()
     loss_agg_mode: Aggregation = key(
-        "token-mean", "how token losses become one number, over the global mini-batch"
+        None,
+        "how token losses become one number, over the global mini-batch; null: as the loss was published, "
+        "seq-mean-token-mean for gspo, geo_mean, sapo, seq-mean-token-sum for reinforce, token-mean for "
+        "others",
     )
     loss_scale_factor: float = key(
         512,
@@ -184,6 +204,11 @@ class ActorConfig(Section):
     ulysses_sequence_parallel_size: int = key(1, "devices that share one sequence", ge=1)
     optim: OptimConfig = OptimConfig()
     fsdp_config: FSDPConfig = section(FSDPConfig(), below={"optimizer_offload": OPTIMIZER_HAS_STATE_HERE})
+
+    @property
+    def aggregation(self) -> str:
+        """How token losses become one number: as it is set, or as the policy loss was published."""
+        return self.loss_agg_mode or tables.published_aggregation(self.policy_loss.loss_mode)
 
     @property
     def train_batching(self) -> Batching:

@@ -68,13 +68,18 @@ class CriticConfig(Section):
         0.5, "how far a value may move from its old one before its loss is clipped", gt=0
     )
     loss_agg_mode: Aggregation = key(
-        "token-mean",
-        "how token losses become one number, over the global mini-batch",
+        None,
+        "how token losses become one number, over the global mini-batch; null: token-mean",
         inherits=f"{ACTOR}.loss_agg_mode",
     )
     ulysses_sequence_parallel_size: int = key(1, "devices that share one sequence", ge=1)
     optim: OptimConfig = OptimConfig(lr=1e-5)
     fsdp_config: FSDPConfig = section(FSDPConfig(), below={"optimizer_offload": OPTIMIZER_HAS_STATE_HERE})
+
+    @property
+    def aggregation(self) -> str:
+        """How token losses become one number."""
+        return self.loss_agg_mode or "token-mean"
 
     @property
     def train_batching(self) -> Batching:

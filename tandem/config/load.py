@@ -21,6 +21,7 @@ from tandem.config.section import Section, nearest_remedy
 from tandem.config.sources import read_sources
 from tandem.config.supervised import RMConfig, SFTConfig
 from tandem.config.trainer import TrainerConfig
+from tandem.config.verl.aggregation import averaged_by_verl
 from tandem.config.verl.defaults import DEFAULTS, differing
 from tandem.config.verl.table import rule_of
 from tandem.config.verl.translate import Reading, Rules, translate
@@ -98,6 +99,8 @@ def _load(root: type[C], rules: Rules, path: str | None, overrides: Sequence[str
     flat, unknown = _flatten(root, rules, tree)
     found = translate(flat, keys(root), rules, _trainer(flat).devices_of)
     asked_of_verl = found.given.get("trainer.defaults") == "verl"
+    if asked_of_verl:
+        found = averaged_by_verl(found)
     config, wrong = _build(root, {**(DEFAULTS if asked_of_verl else {}), **found.given})
     bad = _with_heirs(root, found.given, frozenset(str(error.field) for error in wrong))
     changed = frozenset(name for name in found.given if value_at(config, name) != _unset(root, config, name))

@@ -67,6 +67,12 @@ POLICY_LOSSES: dict[str, tuple[str, ...]] = {
 
 POLICY_LOSS_ALIASES = {"gmpo": "geo_mean"}
 
+BY_SEQUENCE = ("geo_mean", "gspo", "sapo")
+"""Losses published with the mean over each sequence's tokens, then over sequences."""
+
+LOW_ABOVE_ONE = ("cispo", "dppo_kl", "geo_mean")
+"""Losses whose lower clip range may be above one: it is in nats, or stands for no bound below."""
+
 LOSS_KEYS = {
     **{name: name for name in (*_CLIP, "clip_ratio_c", "tau_pos", "tau_neg")},
     **{
@@ -139,6 +145,14 @@ LOGGERS = (
 def needs(estimator: str) -> Needs | None:
     """What an estimator asks for; None for a user's own, which says so itself when it is loaded."""
     return ADVANTAGES.get(ADVANTAGE_ALIASES.get(estimator, estimator))
+
+
+def published_aggregation(loss: str) -> str:
+    """The aggregation that a policy loss was published with; token-mean for a user's own."""
+    loss = POLICY_LOSS_ALIASES.get(loss, loss)
+    if loss == "reinforce":
+        return "seq-mean-token-sum"
+    return "seq-mean-token-mean" if loss in BY_SEQUENCE else "token-mean"
 
 
 def loss_options(loss: str) -> tuple[str, ...] | None:

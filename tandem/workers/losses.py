@@ -84,7 +84,7 @@ class ActorLoss:
         here = bypasses or (correction.corrects and not recomputed)
         return cls(
             terms=configured_terms(actor),
-            agg_mode=actor.loss_agg_mode,
+            agg_mode=actor.aggregation,
             norm_length=actor.loss_scale_factor,
             recomputed=recomputed or bypasses,
             weighted=correction.rollout_is is not None and recomputed,
@@ -173,7 +173,7 @@ class CriticLoss:
 
     @classmethod
     def from_config(cls, critic: CriticConfig, *, norm_length: float) -> CriticLoss:
-        return cls(critic.cliprange_value, critic.loss_agg_mode, norm_length)
+        return cls(critic.cliprange_value, critic.aggregation, norm_length)
 
     def __call__(
         self, out: Mapping[str, Tensor], columns: Mapping[str, Tensor], offsets: Tensor, counts: Counts

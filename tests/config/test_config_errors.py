@@ -84,9 +84,9 @@ WRONG = {
     "bad value through an inherited limit": (
         [f"{A}.clip_ratio=1.5"],
         f"{A}.clip_ratio",
-        "out of range",
-        "number >= 0 and <= 1",
-        None,
+        "a ratio never falls below zero",
+        f"0 to 1 with {A}.policy_loss.loss_mode=vanilla",
+        f"set {A}.clip_ratio_low=1, which bounds as little",
     ),
     "beta of one": (
         [f"{A}.optim.betas=[0.9, 1.0]"],
@@ -120,7 +120,8 @@ WRONG = {
         [f"{A}.loss_agg_mode=token-maen"],
         f"{A}.loss_agg_mode",
         "unknown value",
-        "one of token-mean, token-sum, seq-mean-token-sum, seq-mean-token-sum-norm, seq-mean-token-mean",
+        "one of token-mean, token-sum, seq-mean-token-sum, seq-mean-token-sum-norm, seq-mean-token-mean, "
+        "or null",
         "did you mean token-mean?",
     ),
     "policy loss": (

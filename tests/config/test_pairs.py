@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 from tandem.algorithms.registry import ADVANTAGES, POLICY_LOSSES
 from tandem.config.rules import algorithm as pairs
 from tandem.config.schema import value_at
-from tandem.config.tables import LOSS_KEYS
+from tandem.config.tables import LOSS_KEYS, LOW_ABOVE_ONE
 from tandem.config.tables import POLICY_LOSSES as LOSSES
+from tandem.config.verl.aggregation import DEAF
 
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 GRPO = ("algorithm.adv_estimator=grpo", f"{R}.n=4")
@@ -89,9 +91,65 @@ def test_a_penalty_that_is_always_zero_is_told(load) -> None:
 @pytest.mark.parametrize("loss", pairs.BY_SEQUENCE)
 def test_another_mean_than_the_papers_is_told(load, loss: str) -> None:
     word = f"{A}.policy_loss.loss_mode={loss}"
-    (notice,) = load(*GRPO, word).notices
+    loaded = load(*GRPO, word, f"{A}.loss_agg_mode=token-mean")
+    (notice,) = loaded.notices
     assert notice.startswith(f"{A}.loss_agg_mode=token-mean: {loss} as published has seq-mean-token-mean")
+    assert loaded.config.actor_rollout_ref.actor.aggregation == "token-mean"
     assert load(*GRPO, word, f"{A}.loss_agg_mode=seq-mean-token-mean").notices == ()
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_aggregation_unless_set_is_the_one_that_the_losss_page_names(load, loss: str) -> None:
+    """Its critic's is token-mean."""
+    page = inspect.getdoc(POLICY_LOSSES.find(loss).fn) or ""
+    (usual,) = re.findall(r"Usual\s+aggregation:\s+([a-z-]+)", page) or ["token-mean"]
+    words = [*GRPO, f"{A}.policy_loss.loss_mode={loss}", *ONE_UPDATE]
+    words += ["algorithm.rollout_correction.bypass_mode=true"] if loss == "bypass_mode" else []
+    words += [f"{A}.policy_loss.dro_beta=0.5"] if loss == "dro" else []
+    config = load(*words).config
+    assert config.actor_rollout_ref.actor.loss_agg_mode is None
+    assert config.actor_rollout_ref.actor.aggregation == usual
+    assert config.critic.aggregation == "token-mean"
+
+
+VERL = (*GRPO, "trainer.defaults=verl")
+
+
+@pytest.mark.parametrize("loss", [*DEAF, "gmpo"])
+def test_an_aggregation_that_verl_does_not_read_is_the_published_one_with_a_sentence(load, loss: str) -> None:
+    mode = f"{A}.loss_agg_mode"
+    for set_to in ("token-mean", "token-sum"):
+        loaded = load(*VERL, f"{A}.policy_loss.loss_mode={loss}", f"{mode}={set_to}")
+        assert loaded.config.actor_rollout_ref.actor.aggregation == "seq-mean-token-mean"
+        assert loaded.config.critic.aggregation == set_to
+        (reading,) = [each for each in loaded.readings if each.name == mode]
+        assert (reading.value, reading.verdict) == (set_to, "ignored")
+        assert "averages as published, seq-mean-token-mean" in reading.sentence
+        assert any(mode in each and "averages as published" in each for each in loaded.notices)
+    for words in ([], [f"{mode}=seq-mean-token-mean"]):
+        loaded = load(*VERL, f"{A}.policy_loss.loss_mode={loss}", *words)
+        assert loaded.config.actor_rollout_ref.actor.aggregation == "seq-mean-token-mean"
+        assert mode not in [each.name for each in loaded.readings]
+
+
+def test_gspos_aggregation_is_read_and_where_it_is_unset_verls_is_told(load) -> None:
+    gspo = f"{A}.policy_loss.loss_mode=gspo"
+    loaded = load(*VERL, gspo)
+    assert loaded.config.actor_rollout_ref.actor.aggregation == "seq-mean-token-mean"
+    assert any("verl has token-mean unless it is set" in each for each in loaded.notices)
+    actor = load(*VERL, gspo, f"{A}.loss_agg_mode=token-mean").config.actor_rollout_ref.actor
+    assert actor.aggregation == "token-mean"
+
+
+def test_how_far_a_clip_range_goes_below_one_depends_on_the_loss(load, errors) -> None:
+    low, loss = f"{A}.clip_ratio_low", f"{A}.policy_loss.loss_mode"
+    for name in LOW_ABOVE_ONE:
+        config = load(*GRPO, f"{loss}={name}", f"{low}=10").config
+        assert config.actor_rollout_ref.actor.clip_ratio_low == 10
+    for name in ("vanilla", "gspo", "clip_cov", "dppo_tv"):
+        (error,) = errors(*GRPO, f"{loss}={name}", f"{low}=10").values()
+        assert (error.field, error.got) == (low, 10)
+        assert "never falls below zero" in error.message and f"{low}=1," in error.remedy
 
 
 def test_numbers_that_a_loss_cannot_do_without(load, errors) -> None:

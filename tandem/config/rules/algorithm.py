@@ -8,7 +8,16 @@ from tandem.config.rollout_correction import AT
 from tandem.config.root import TrainConfig
 from tandem.config.schema import value_at
 from tandem.config.section import nearest_remedy
-from tandem.config.tables import ADVANTAGE_KEYS, FULL_KL, LOSS_KEYS, READS_SQUARES, loss_options, needs
+from tandem.config.tables import (
+    ADVANTAGE_KEYS,
+    BY_SEQUENCE,
+    FULL_KL,
+    LOSS_KEYS,
+    READS_SQUARES,
+    loss_options,
+    needs,
+)
+from tandem.config.verl.aggregation import DEAF
 from tandem.errors import ConfigError
 
 ACTOR = "actor_rollout_ref.actor"
@@ -31,9 +40,6 @@ ONE_ADVANTAGE = ("geo_mean",)
 
 NO_RATIO = ("gpg", "reinforce")
 """Losses without the ratio of the present policy and the one that wrote the samples."""
-
-BY_SEQUENCE = ("geo_mean", "gspo", "sapo")
-"""Losses defined with the mean over each sequence's tokens, then over sequences."""
 
 
 def one_advantage_each(config: TrainConfig) -> Iterator[ConfigError]:
@@ -72,10 +78,17 @@ def updates_of_a_batch(config: TrainConfig) -> Iterator[str]:
 def aggregation(config: TrainConfig) -> Iterator[str]:
     actor = config.actor_rollout_ref.actor
     loss, mode = actor.policy_loss.loss_mode, actor.loss_agg_mode
-    if loss in BY_SEQUENCE and mode != "seq-mean-token-mean":
+    if loss not in BY_SEQUENCE:
+        return
+    if mode not in (None, "seq-mean-token-mean"):
         yield (
             f"{ACTOR}.loss_agg_mode={mode}: {loss} as published has seq-mean-token-mean, where each sequence "
             "counts the same."
+        )
+    if mode is None and loss not in DEAF and config.trainer.defaults == "verl":
+        yield (
+            f"{ACTOR}.loss_agg_mode: {loss} has seq-mean-token-mean, as published, where verl has token-mean "
+            "unless it is set; set token-mean for verl's."
         )
 
 

@@ -17,7 +17,8 @@ DEFAULTS: Mapping[str, Any] = _FOUND["taken"]
 """Key → verl's default, of those that `trainer.defaults=verl` takes."""
 
 KEPT: Mapping[str, tuple[Any, str]] = {name: (value, why) for name, (value, why) in _FOUND["kept"].items()}
-"""Key → verl's default, and why ours stays; neither what is learnt nor where files lie depends on it."""
+"""Key → verl's default, and why ours stays. Where files lie depends on none, what is learnt on
+`loss_agg_mode` alone, with gspo, and a notice says so."""
 
 
 def differing(given: Collection[str]) -> str:
