@@ -13,12 +13,16 @@ from omegaconf import OmegaConf
 
 from tandem.config.schema import keys, shown
 from tandem.config.section import Section
+from tandem.config.tables import published_aggregation
 from tandem.config.verl.table import former_names
 from tandem.errors import ConfigError
 
 _FREE = (
     "trainer.*",
     "data.val_*",
+    "data.image_key",
+    "data.video_key",
+    "data.audio_key",
     "*micro_batch_size*",
     "*use_dynamic_bsz",
     "*max_token_len_per_gpu",
@@ -125,7 +129,10 @@ def changes(then: Mapping[str, Any], config: Section) -> list[Change]:
     now = config.model_dump(mode="json")
     found: dict[str, tuple[Any, Any]] = {}
     for name in keys(type(config)):
-        old, new = _old_value(then, name), _at(now, name)
+        old, new = (
+            _named(tree, name, value)
+            for tree, value in ((then, _old_value(then, name)), (now, _at(now, name)))
+        )
         if old is _ABSENT or old == new or _matches(name, _SILENT):
             continue
         found[name] = old, new
@@ -154,6 +161,15 @@ def _old_value(tree: Mapping[str, Any], name: str) -> Any:
         if value is _ABSENT:
             value = _at(tree, old)
     return value
+
+
+def _named(tree: Mapping[str, Any], name: str, value: Any) -> Any:
+    """The value; of an aggregation that is left to the loss, that of the loss."""
+    at, _, leaf = name.rpartition(".")
+    if value is not None or leaf != "loss_agg_mode":
+        return value
+    loss = _at(tree, f"{at}.policy_loss.loss_mode")
+    return published_aggregation(loss if isinstance(loss, str) else "")
 
 
 def _at(tree: Any, name: str) -> Any:

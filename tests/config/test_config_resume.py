@@ -89,3 +89,13 @@ def test_side_by_side() -> None:
         "  a.b       1       22",
         '  long.key  "grpo"  "rloo"',
     ]
+
+
+def test_an_aggregation_left_to_the_loss_is_the_one_that_was_named(words: list[str]) -> None:
+    then = to_dict(_config(words))
+    then["actor_rollout_ref"]["actor"]["loss_agg_mode"] = then["critic"]["loss_agg_mode"] = "token-mean"
+    assert _found(words, then=then) == []
+    gspo = f"{ACTOR}.policy_loss.loss_mode=gspo"
+    changed = {change.key: (change.then, change.now) for change in _found(words, gspo, then=then)}
+    assert changed[f"{ACTOR}.loss_agg_mode"] == ('"token-mean"', '"seq-mean-token-mean"')
+    assert "critic.loss_agg_mode" not in changed
