@@ -26,7 +26,6 @@ class Rule:
     neutral: tuple[Any, ...] = ()
     instead: str | None = None
     gate: str | None = None
-    since: str = "0.6.1"
 
     @property
     def verdict(self) -> str:
