@@ -32,6 +32,7 @@ def check(
     rules: Iterable[Rule[Any]],
     *,
     lenient: bool = False,
+    off: frozenset[str] = frozenset(),
 ) -> Findings:
     """What the declarations of the config's keys, and these rules, find.
 
@@ -41,8 +42,10 @@ def check(
         bad: the keys whose value is a stand-in for a wrong one.
         lenient: whether a key that does nothing is worth a sentence alone, as in a command line that was
             written for another program.
+        off: the keys that were given as false, their default: what they leave off is worth a sentence alone
+            too.
     """
-    run = _Check(config, changed, bad, lenient)
+    run = _Check(config, changed, bad, lenient, off)
     found = [item for rule in rules for item in _until_wrong(rule(run.view))]
     found += run.needs()
     return Findings(
@@ -62,9 +65,16 @@ def _until_wrong(found: Iterator[Finding]) -> Iterator[Finding]:
 class _Check:
     """The declarations of one config's keys."""
 
-    def __init__(self, config: Section, changed: frozenset[str], bad: frozenset[str], lenient: bool) -> None:
+    def __init__(
+        self,
+        config: Section,
+        changed: frozenset[str],
+        bad: frozenset[str],
+        lenient: bool,
+        off: frozenset[str],
+    ) -> None:
         self._config, self._root, self._changed, self._bad = config, type(config), changed, bad
-        self._lenient = lenient
+        self._lenient, self._off = lenient, off
         self.view = view_of(config, changed, bad)
 
     def needs(self) -> list[Finding]:
@@ -114,7 +124,7 @@ class _Check:
         known = keys(self._root)
         for name in sorted(self._changed - self._bad):
             conditions = known[name].conditions
-            reasons = (item for item in conditions if (item.when.notice or self._lenient) == notice)
+            reasons = (item for item in conditions if self._is_notice(item) == notice)
             value = value_at(self.view, name)
             failed = (
                 item for item in reasons if value not in item.when.neutral and self._holds(item) is False
@@ -122,6 +132,10 @@ class _Check:
             first = next(failed, None)
             if first is not None:
                 yield name, first
+
+    def _is_notice(self, condition: Condition) -> bool:
+        when = condition.when
+        return when.notice or self._lenient or f"{condition.at}{when.switch}" in self._off
 
     def _holds(self, condition: Condition) -> bool | None:
         """Whether it holds; None: that depends on a wrong value."""

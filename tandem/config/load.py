@@ -104,7 +104,9 @@ def _load(root: type[C], rules: Rules, path: str | None, overrides: Sequence[str
     config, wrong = _build(root, {**(DEFAULTS if asked_of_verl else {}), **found.given})
     bad = _with_heirs(root, found.given, frozenset(str(error.field) for error in wrong))
     changed = frozenset(name for name in found.given if value_at(config, name) != _unset(root, config, name))
-    findings = check(config, changed, bad, RULES[root], lenient=asked_of_verl or bool(found.readings))
+    off = frozenset(name for name, value in found.given.items() if value is False) - changed
+    lenient = asked_of_verl or bool(found.readings)
+    findings = check(config, changed, bad, RULES[root], lenient=lenient, off=off)
     order = {name: place for place, name in enumerate(keys(root))}
     late = sorted(wrong + findings.errors, key=lambda error: order.get(str(error.field), len(order)))
     if problems := errors + unknown + found.errors + late:

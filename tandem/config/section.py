@@ -35,12 +35,15 @@ class When:
         notice: whether a value that does not count is worth a sentence alone, as it concerns speed, memory or
             a part that does not run; else it is an error.
         neutral: values that ask for nothing, so that they may stand where the key does not count.
+        switch: the key beside it that turns it on, if there is one: where it was given as false, its
+            default, a sentence is enough.
     """
 
     applies: Callable[[Any], bool]
     words: str
     notice: bool = False
     neutral: tuple[Any, ...] = ()
+    switch: str | None = None
 
 
 Finding = ConfigError | str
@@ -77,7 +80,8 @@ def beside(name: str, *values: Any, notice: bool = False, neutral: tuple[Any, ..
     words = (
         f"with {{{name}}}={' or '.join(str(v).lower() if isinstance(v, bool) else str(v) for v in values)}"
     )
-    return When(lambda own: attrgetter(name)(own) in values, words, notice, neutral)
+    switch = name if values == (True,) else None
+    return When(lambda own: attrgetter(name)(own) in values, words, notice, neutral, switch)
 
 
 def key(

@@ -115,7 +115,8 @@ def test_the_schedule_is_in_the_order_of_its_steps(load):
 
 def test_the_punishment_by_its_other_name_is_understood(load):
     name = "reward_model.reward_kwargs.overlong_buffer_cfg"
-    loaded = load(f"{name}.enable=true", f"{name}.len=100", f"{name}.penalty_factor=1.0")
+    words = [f"{name}.enable=true", f"{name}.len=100", f"{name}.penalty_factor=1.0"]
+    loaded = load(*words, "reward_model.reward_manager=dapo")
     buffer = loaded.config.reward_model.overlong_buffer
     assert (buffer.enable, buffer.len, buffer.penalty_factor) == (True, 100, 1.0)
-    assert all(f" is {OVERLONG}." in notice for notice in loaded.notices)
+    assert [f" is {OVERLONG}." in notice for notice in loaded.notices] == [True, True, True, False]

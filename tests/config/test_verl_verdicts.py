@@ -65,6 +65,8 @@ def test_all_of_verls_defaults_are_understood(load):
         "critic.fsdp_config.dtype",
         "trainer.cluster.ray_init",
         "trainer.timeouts.collective",
+        "trainer.seed",
+        "data.seed",
     }
 
 
@@ -98,7 +100,30 @@ def test_results_do_not_depend_on_keys_with_nothing_to_act_on(load):
             "reward.sandbox_fusion.url",
         ),
         ([f"{A}.checkpoint.load_contents=[model]"], f"{A}.checkpoint.load_contents"),
-        ([f"{A}.optim.min_lr=1e-7"], f"{A}.optim.min_lr"),
+        ([f"{A}.optim.min_lr=1e-7", f"{A}.optim.lr_decay_style=cosine"], f"{A}.optim.min_lr"),
+        ([f"{A}.optim.zero_indexed_step=false"], f"{A}.optim.zero_indexed_step"),
+        ([f"{R}.over_sample_rate=0.1"], f"{R}.over_sample_rate"),
+        ([f"{R}.multi_turn=true"], f"{R}.multi_turn"),
+        (
+            ["actor_rollout_ref.model.lora.lora_B_init_method=xavier_uniform"],
+            "actor_rollout_ref.model.lora.lora_B_init_method",
+        ),
+        (["trainer.v1.sampler.custom_sampler.path=mine.py"], "trainer.v1.sampler.custom_sampler.path"),
+        (
+            ["trainer.v1.sampler.sync_refill_failed_groups=true"],
+            "trainer.v1.sampler.sync_refill_failed_groups",
+        ),
+        (["reward.reward_model.rollout.quantization=fp8"], "reward.reward_model.rollout.quantization"),
+        (["reward.reward_model.rollout.dtype=float16"], "reward.reward_model.rollout.dtype"),
+        (["reward.reward_manager.name=batch"], "reward.reward_manager.name"),
+        (
+            [f"{A}.megatron.override_mcore_model_config.moe_router_topk=2"],
+            f"{A}.megatron.override_mcore_model_config.moe_router_topk",
+        ),
+        (
+            ["actor_rollout_ref.ref.megatron.override_transformer_config.moe_router_topk=2"],
+            "actor_rollout_ref.ref.megatron.override_transformer_config.moe_router_topk",
+        ),
         ([f"{R}.dtype=float16"], f"{R}.dtype"),
         ([f"{R}.multi_turn.tool_config_path=tools.yaml"], f"{R}.multi_turn.tool_config_path"),
         (["trainer.v1.trainer_mode=separate_async"], "trainer.v1.trainer_mode"),
@@ -161,6 +186,10 @@ def test_a_feature_that_is_off_asks_for_nothing(load):
             ],
             {f"{A}.fsdp_config.param_offload": True},
         ),
+        ([f"{R}.seed=7", f"{A}.data_loader_seed=8"], {"trainer.seed": 7, "data.seed": 7}),
+        ([f"{A}.data_loader_seed=8", f"{A}.shuffle=true"], {"trainer.seed": 8}),
+        ([f"{A}.fsdp_config.seed=9"], {"trainer.seed": 0}),
+        ([f"{A}.fsdp_config.seed=9", f"{A}.fsdp_config.full_determinism=true"], {"trainer.seed": 9}),
         ([f"{R}.prompt_length=512", "data.max_prompt_length=512"], {"data.max_prompt_length": 512}),
         (["actor_rollout_ref.nccl_timeout=77"], {"trainer.timeouts.collective": 77}),
         ([f"{A}.fsdp_config.model_dtype=bfloat16"], {f"{A}.fsdp_config.model_dtype": "bf16"}),
@@ -175,9 +204,39 @@ def test_a_key_of_megatrons_is_the_engines(load, errors):
     sizes = [f"{A}.megatron.tensor_model_parallel_size=2", f"{A}.megatron.pipeline_model_parallel_size=1"]
     config = load(*sizes, "trainer.n_gpus_per_node=2").config
     assert config.actor_rollout_ref.actor.fsdp_config.tensor_parallel_size == 2
-    name = f"{A}.megatron.override_transformer_config.moe_aux_loss_coeff"
+    name = f"{A}.megatron.override_transformer_config.moe_z_loss_coeff"
     assert errors(f"{name}=0.01").keys() == {name}
-    assert load(f"{name}=0.0").config == load().config
+    assert load(f"{name}=0.0", f"{A}.megatron.virtual_pipeline_model_parallel_size=2").config == load().config
+
+
+MEGATRON = f"{A}.megatron.override_transformer_config"
+OVERLONG = "reward_model.reward_kwargs.overlong_buffer_cfg"
+
+
+@pytest.mark.parametrize(
+    ("words", "beside", "field"),
+    [
+        ([f"{A}.optim.min_lr=1e-7"], f"{A}.optim.lr_decay_style=linear", f"{A}.optim.min_lr"),
+        (
+            [f"{MEGATRON}.moe_aux_loss_coeff=0.01"],
+            f"{MEGATRON}.moe_router_load_balancing_type=aux_loss",
+            f"{MEGATRON}.moe_aux_loss_coeff",
+        ),
+    ],
+)
+def test_a_key_that_is_idle_beside_another_value_of_verls_says_so(load, errors, words, beside, field):
+    loaded = load(*words)
+    assert loaded.config == load().config
+    assert all("counts for nothing while" in reading.sentence for reading in loaded.readings)
+    assert field in errors(*words, beside)
+
+
+def test_dapos_reward_manager_alone_has_an_overlong_penalty(load):
+    words = [f"{OVERLONG}.enable=True", f"{OVERLONG}.len=8", f"{OVERLONG}.penalty_factor=0.5"]
+    assert load(*words).config == load(*words, "reward_model.reward_manager=naive").config == load().config
+    for manager in ("reward_model.reward_manager=dapo", "reward.reward_manager.name=dapo"):
+        buffer = load(*words, manager).config.reward_model.overlong_buffer
+        assert (buffer.enable, buffer.len, buffer.penalty_factor) == (True, 8, 0.5)
 
 
 def test_two_names_of_one_key_agree_or_are_an_error(load, errors):
@@ -192,6 +251,9 @@ def test_two_names_of_one_key_agree_or_are_an_error(load, errors):
 def test_what_does_nothing_is_worth_a_sentence_in_a_command_line_of_verls(load, errors):
     word = f"{A}.kl_loss_type=mse"
     assert errors(word).keys() == {f"{A}.kl_loss_type"}
+    off = load(word, f"{A}.use_kl_loss=False")
+    assert off.config == load(word, "data.return_raw_chat=True").config
+    assert any(f"{A}.kl_loss_type: no effect" in notice for notice in off.notices)
     for of_verl in ("data.return_raw_chat=True", "trainer.defaults=verl"):
         loaded = load(word, of_verl, "trainer.n_gpus_per_node=1", "trainer.logger=console")
         assert any(f"{A}.kl_loss_type: no effect" in notice for notice in loaded.notices)
@@ -216,7 +278,7 @@ def test_other_defaults_are_said_where_keys_of_verl_are_given(load):
 
 def test_former_names_are_found_in_old_configs():
     assert "critic.grad_clip" in former_names("critic.optim.clip_grad")
-    assert former_names("trainer.seed") == []
+    assert former_names("trainer.save_freq") == []
 
 
 def _plain(value):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ class Rule:
     neutral: tuple[Any, ...] = ()
     instead: str | None = None
     gate: str | None = None
+    idle: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def verdict(self) -> str:
@@ -107,10 +108,10 @@ def _filled(rule: Rule, match: re.Match[str]) -> Rule:
     def fill(text: str) -> str:
         return re.sub(r"<(\d)>", lambda number: match[int(number[1])], text)
 
-    gate = None if rule.gate is None else fill(rule.gate)
-    return Rule(
-        **{name: getattr(rule, name) for name in Rule.__slots__ if name not in ("now", "gate", "keys")},
+    return replace(
+        rule,
         keys=match.string,
         now=tuple(fill(name) for name in rule.now),
-        gate=gate,
+        gate=None if rule.gate is None else fill(rule.gate),
+        idle={fill(name): values for name, values in rule.idle.items()},
     )

@@ -101,6 +101,9 @@ class _Translator:
             return
         elif rule.gate is not None and self._closed(rule, name):
             self._ignore(origin, value, f"{rule.gate} is not on")
+        elif rule.idle and all(self._given.get(key) in (None, *those) for key, those in rule.idle.items()):
+            words = " and ".join(f"{key} is {those[0]}" for key, those in rule.idle.items())
+            self._ignore(origin, value, f"it counts for nothing while {words}")
         elif rule.nothing is not None:
             self._nothing(origin, value, rule)
         elif _in(value, rule.neutral) or value in ("", [], {}):
