@@ -70,10 +70,9 @@ class ProcessLock:
                 file.close()
         self._tell_left(_holder(self._file))
         self._file.truncate(0)
-        now = datetime.now().isoformat(timespec="seconds")
-        self._file.write(
-            json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": now}).encode()
-        )
+        now, pid = datetime.now().isoformat(timespec="seconds"), os.getpid()
+        content = {"host": socket.gethostname(), "pid": pid, "since": now, "began": process_began(pid)}
+        self._file.write(json.dumps(content).encode())
         self._file.flush()
 
     def release(self) -> None:
@@ -140,6 +139,30 @@ class ProcessLock:
             return os.path.samestat(os.fstat(file.fileno()), self.path.stat())
         except FileNotFoundError:
             return False
+
+
+def is_held(path: Path) -> bool:
+    """Whether the process that the lock's file names lives. The lock itself is not touched, so that nobody
+    who takes it meanwhile is refused. A holder on another machine is taken at its word."""
+    try:
+        with path.open("rb") as file:
+            holder = _holder(file)
+    except FileNotFoundError:
+        return False
+    if holder.get("host") != socket.gethostname():
+        return True
+    began = process_began(int(holder["pid"]))
+    return began is not None and holder.get("began", began) == began
+
+
+def process_began(pid: int) -> str | None:
+    """When a living process of this machine began, in Linux's clock ticks; tells it from a later one of the
+    same number."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] == "Z" else fields[19]  # a zombie has ended
 
 
 def _holder(file: BinaryIO) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 config.yaml                 the resolved config
 metrics.jsonl               one JSON object per step; append-only
+events.jsonl                one JSON object per start, end and warning of the run; append-only
 samples/step_NNNNNN.parquet what the policy wrote at that step, token by token
 timeline.json               phases as a Chrome trace
 checkpoints/                written by the checkpoint manager
@@ -23,13 +24,24 @@ import pyarrow.parquet as pq
 from torch import Tensor
 
 from tandem.errors import DataError
-from tandem.observability.files import append_line, replace_file, whole_lines
+from tandem.observability.files import append_line, replace_file
+from tandem.observability.reading import STEP, GrowingLines
+from tandem.observability.sample_files import conversation
 from tandem.observability.sinks.base import Generation
 from tandem.protocol import Ragged
 
 SampleColumn = Ragged | Tensor | np.ndarray | Sequence[Any]
 
-_CONTENTS = ("config.yaml", "metrics.jsonl", "samples", "timeline.json", "tensorboard", "checkpoints", "log")
+_CONTENTS = (
+    "config.yaml",
+    "metrics.jsonl",
+    "events.jsonl",
+    "samples",
+    "timeline.json",
+    "tensorboard",
+    "checkpoints",
+    "log",
+)
 
 
 class RunFolder:
@@ -51,6 +63,10 @@ class RunFolder:
     @property
     def metrics_file(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def events_file(self) -> Path:
+        return self.path / "events.jsonl"
 
     @property
     def timeline_file(self) -> Path:
@@ -76,6 +92,16 @@ class RunFolder:
         row: dict[str, Any] = {"step": step}
         row.update((name, _finite(value)) for name, value in metrics.items())
         append_line(self.metrics_file, json.dumps(row, allow_nan=False), durable=True)
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Appends one line about the run itself, with the time.
+
+        Args:
+            kind: "start", "end" or "warning".
+            fields: JSON values.
+        """
+        now = datetime.now().isoformat(timespec="seconds")
+        append_line(self.events_file, json.dumps({"event": kind, "time": now, **fields}), durable=True)
 
     def write_samples(self, step: int, table: Mapping[str, SampleColumn], *, part: str = "") -> Path:
         """One row per sample; a file that is there already is replaced whole.
@@ -163,19 +189,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     Raises:
         DataError: a line, other than such a last one, that is not a JSON object with a step.
     """
-    rows: dict[int, dict[str, Any]] = {}
-    for number, line in enumerate(whole_lines(Path(path)), 1):
-        try:
-            row = json.loads(line)
-            rows[int(row["step"])] = row
-        except (ValueError, TypeError, KeyError) as error:
-            raise DataError(
-                f"line {number} is not a row of metrics",
-                field=str(path),
-                got=line[:80],
-                expected='{"step": …, …}',
-                remedy="remove that line",
-            ) from error
+    rows = {row["step"]: row for row in GrowingLines(Path(path), STEP, int).look()}
     return [rows[step] for step in sorted(rows)]
 
 
@@ -186,8 +200,7 @@ def read_samples(path: str | Path) -> dict[str, list[Any]]:
 
 
 def _generation(row: Mapping[str, Any]) -> Generation:
-    prompt = "\n".join(f"{message['role']}: {message['content']}" for message in row["messages"])
-    return Generation(prompt, row["response_text"], row["scores"])
+    return Generation(conversation(row["messages"]), row["response_text"], row["scores"])
 
 
 def _has_entries(folder: Path) -> bool:

@@ -14,6 +14,7 @@ from typing import TextIO
 
 from tandem.errors import DataError
 from tandem.observability.files import replace_file
+from tandem.observability.lock import process_began
 
 _PROCESS = "controller.json"
 _STACKS = "controller.stacks"
@@ -26,7 +27,7 @@ _WAIT_S = 2.0
 def offer_stacks(log_dir: Path) -> None:
     """From here on this process writes the stacks of all its threads there when `ask_stacks` asks."""
     pid = os.getpid()
-    process = {"pid": pid, "started": _started(pid), "node": socket.gethostname()}
+    process = {"pid": pid, "started": process_began(pid), "node": socket.gethostname()}
     replace_file(log_dir / _PROCESS, json.dumps(process).encode())
     before = _OPEN.pop("stacks", None)
     _OPEN["stacks"] = (log_dir / _STACKS).open("w")
@@ -56,7 +57,7 @@ def ask_stacks(log_dir: Path) -> tuple[str, str]:
     name = f"controller (node {process['node']}, pid {process['pid']})"
     if process["node"] != socket.gethostname():
         return name, "runs on another machine; ask there"
-    if _started(process["pid"]) != process["started"]:
+    if process_began(process["pid"]) != process["started"]:
         return name, "has ended"
     stacks = log_dir / _STACKS
     before = stacks.stat().st_size
@@ -66,11 +67,3 @@ def ask_stacks(log_dir: Path) -> tuple[str, str]:
         time.sleep(0.05)
     time.sleep(0.05)  # the rest of the lines
     return name, stacks.read_text()[before:] or f"no answer within {_WAIT_S:g} s"
-
-
-def _started(pid: int) -> str | None:
-    """When a living process began, in Linux's clock ticks; tells it from a later one of the same number."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
-        return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -145,6 +145,7 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        how = "failed"
         try:
             if error is None:
                 self._saver.finish()
@@ -154,12 +155,20 @@ class Session:
             else:
                 self.folder.log(f"stopped by {kind.__name__ if kind else ''}: {error}")
                 self._saver.end(error)
+            how = self._how_it_ended(error)
         finally:
+            with suppress(OSError):  # a full disk, which must not hide what ended the run
+                self.folder.event("end", how=how)
             for number, handler in self._previous_handlers.items():
                 signal.signal(number, handler)
             if self._sinks:
                 self._sinks.close()
             self.run.lock.release()
+
+    def _how_it_ended(self, error: BaseException | None) -> str:
+        if self.interrupted or isinstance(error, KeyboardInterrupt):
+            return "interrupted"
+        return "finished" if error is None else "failed"
 
     def _say_stopped(self) -> None:
         whole = sorted(path.name for path in self.folder.checkpoints.glob("step_*"))
@@ -199,6 +208,7 @@ class Session:
                 self.folder.trim_after(step)
         resolved, config = self.run.resolved, self.run.config
         self.folder.write_config(to_yaml(resolved))
+        self.folder.event("start", step=step, total_steps=self.total_steps)
         info = RunInfo(
             project=config.project_name,
             experiment=config.experiment_name,

@@ -1,0 +1,58 @@
+"""Files of samples, read: a dict for each sample, with texts, scores and lengths."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+_AS_THEY_ARE = ("uid", "sample", "data_source", "ground_truth", "finish_reason")
+_RENAMED = ("response_text", "scores", "reward_extra")
+_MASK = "response_mask"
+
+
+def read(path: Path, *, tokens: bool) -> Iterator[dict[str, Any]]:
+    """The samples of one file; see `Run.samples`.
+
+    Args:
+        tokens: add the other columns as they are.
+    """
+    file = pq.ParquetFile(path)
+    there = file.schema_arrow.names
+    table = file.read(
+        columns=there
+        if tokens
+        else [name for name in there if name in (*_AS_THEY_ARE, *_RENAMED, "messages", _MASK)]
+    )
+    mask = table[_MASK].combine_chunks()
+    lengths = pc.list_value_length(mask).to_pylist()
+    written = pc.value_counts(pc.list_parent_indices(mask).filter(mask.flatten()))
+    responses = {entry["values"]: entry["counts"] for entry in written.to_pylist()}
+    rows = table.to_pylist() if tokens else table.drop_columns([_MASK]).to_pylist()
+    for number, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+        written_tokens = responses.get(number, 0)
+        rest = {name: value for name, value in row.items() if tokens and name not in _RENAMED}
+        yield {
+            **{name: row.get(name) for name in _AS_THEY_ARE},
+            "prompt": conversation(row.get("messages")),
+            "response": row["response_text"],
+            "score": row["scores"],
+            "extra": json.loads(row.get("reward_extra") or "{}"),
+            "prompt_tokens": length - written_tokens,
+            "response_tokens": written_tokens,
+            **rest,
+        }
+
+
+def conversation(messages: Sequence[Mapping[str, Any]] | str | None) -> str:
+    """The messages as text, each after its role.
+
+    Args:
+        messages: as files of samples hold them: JSON where they differ in type, None where there are none.
+    """
+    turns: Sequence[Mapping[str, Any]] = json.loads(messages) if isinstance(messages, str) else messages or ()
+    return "\n".join(f"{turn['role']}: {turn['content']}" for turn in turns)
