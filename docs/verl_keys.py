@@ -15,6 +15,8 @@ from tandem.config.verl.table import rule_of
 HERE = Path(__file__).parent
 VERL: dict[str, Any] = json.loads((HERE / "verl_0_9_1.json").read_text())
 """verl 0.9.1's keys of `ppo_trainer` but `_target_`, and their defaults; interpolations stay."""
+OTHERS = HERE / "verl_versions.json"
+"""Keys of other versions, and of 0.9.1's `ppo_megatron_trainer`; `verl_versions.py` writes them."""
 
 
 def verdict(name: str) -> tuple[str, str]:
@@ -54,6 +56,16 @@ def page() -> str:
         _table(
             ("key", "verl's default", "verdict", "here"),
             [(f"`{name}`", _code(VERL[name]), found, what) for name, found, what in rows],
+        ),
+        "## Keys of other versions",
+        "Those that 0.9.1's `ppo_trainer` does not have, but `ppo_trainer` or `ppo_megatron_trainer` of the "
+        "versions that are named: 0.6.0, 0.6.1, 0.7.0, 0.7.1, 0.8.0, 0.9.0 and 0.9.1 were looked at.",
+        _table(
+            ("key", "versions", "verl's default", "verdict", "here"),
+            [
+                (f"`{name}`", ", ".join(row["versions"]), _code(row["default"]), *verdict(name))
+                for name, row in json.loads(OTHERS.read_text()).items()
+            ],
         ),
     ]
     return "\n\n".join(parts) + "\n"

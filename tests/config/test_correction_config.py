@@ -128,13 +128,17 @@ def test_reinforce_has_no_clip_range(load, errors) -> None:
 @pytest.mark.parametrize(
     ("old", "now", "value"),
     [
-        ("algorithm.rollout_is_level=sequence", "rollout_is", "sequence"),
-        ("algorithm.rollout_is_threshold=4.0", "rollout_is_threshold", "4.0"),
+        (f"{C}.use_policy_gradient=true", "loss_type", "reinforce"),
         (f"{C}.bypass_old_logprob_for_rollout=true", "bypass_mode", True),
     ],
 )
 def test_older_spellings_work_with_a_sentence(load, old, now, value) -> None:
-    others = [f"{C}.rollout_is=token"] if now == "rollout_is_threshold" else []
-    loaded = load(old, *others)
+    loaded = load(old)
     assert getattr(loaded.config.algorithm.rollout_correction, now) == value
     assert any(" here." in notice and f"{C}.{now}" in notice for notice in loaded.notices)
+
+
+def test_the_first_form_of_the_correction_is_refused_at_its_switch(load, errors) -> None:
+    words = ("algorithm.rollout_is_level=sequence", "algorithm.rollout_is_threshold=4.0")
+    assert load(*words, "algorithm.rollout_is=False").config == load(*words).config == load().config
+    assert errors(*words, "algorithm.rollout_is=True").keys() == {"algorithm.rollout_is"}

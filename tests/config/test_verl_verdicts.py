@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from docs.verl_keys import VERL, page, verdict
+from docs.verl_keys import OTHERS, VERL, page, verdict
+from docs.verl_versions import TRAINERS, flat
 from tandem.config.load import load_train_config
 from tandem.config.root import TrainConfig
 from tandem.config.schema import keys, value_at
@@ -17,6 +18,8 @@ from tandem.config.verl.table import former_names, rule_of
 from tandem.errors import ConfigErrors
 
 PEER = Path(__file__).parents[2] / ".peers" / "verl"
+OF_OTHERS = json.loads(OTHERS.read_text())
+"""Keys of other versions, with the versions that have them and their last default."""
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 
@@ -26,12 +29,13 @@ def given(name, value):
 
 def test_every_key_has_a_verdict():
     assert len(VERL) == 829
-    assert [name for name in VERL if verdict(name)[0] == "no verdict"] == []
+    assert [name for name in [*VERL, *OF_OTHERS] if verdict(name)[0] == "no verdict"] == []
 
 
 def test_the_page_has_every_key():
     text = page()
     assert all(f"| `{name}` |" in text for name in VERL)
+    assert all(f"| `{name}` | {', '.join(row['versions'])} |" in text for name, row in OF_OTHERS.items())
     assert text.count("| no verdict |") == 0
 
 
@@ -70,6 +74,31 @@ def test_all_of_verls_defaults_are_understood(load):
     }
 
 
+LISTED = ("0.6.0", "0.6.1", "0.7.0", "0.7.1", "0.8.0", "0.9.0", "0.9.1")
+
+
+@pytest.mark.parametrize("version", LISTED)
+def test_the_defaults_of_other_versions_ask_for_nothing(load, version):
+    """But for types, sizes and limits of time, which they name."""
+    words = [
+        given(name, row["default"])
+        for name, row in OF_OTHERS.items()
+        if version in row["versions"] and "${" not in str(row["default"]) and not name.endswith("path")
+    ]
+    assert len(words) > 100
+    config, plain = load(*words).config, load().config
+    assert {name for name in keys(TrainConfig) if value_at(config, name) != value_at(plain, name)} <= {
+        "actor_rollout_ref.actor.fsdp_config.dtype",
+        "actor_rollout_ref.ref.fsdp_config.dtype",
+        "critic.fsdp_config.dtype",
+        "critic.fsdp_config.use_torch_compile",
+        "reward_model.fsdp_config.dtype",
+        "reward_model.model.use_remove_padding",
+        "actor_rollout_ref.rollout.update_weights_bucket_megabytes",
+        "trainer.timeouts.collective",
+    }
+
+
 OTHER = {True: False, False: True}
 
 
@@ -101,6 +130,10 @@ def test_results_do_not_depend_on_keys_with_nothing_to_act_on(load):
         ),
         ([f"{A}.checkpoint.load_contents=[model]"], f"{A}.checkpoint.load_contents"),
         ([f"{A}.optim.min_lr=1e-7", f"{A}.optim.lr_decay_style=cosine"], f"{A}.optim.min_lr"),
+        (
+            [f"{A}.optim.lr_wsd_decay_style=exponential", f"{A}.optim.lr_decay_style=WSD"],
+            f"{A}.optim.lr_wsd_decay_style",
+        ),
         ([f"{A}.optim.zero_indexed_step=false"], f"{A}.optim.zero_indexed_step"),
         ([f"{R}.over_sample_rate=0.1"], f"{R}.over_sample_rate"),
         ([f"{R}.multi_turn=true"], f"{R}.multi_turn"),
@@ -218,6 +251,11 @@ OVERLONG = "reward_model.reward_kwargs.overlong_buffer_cfg"
     [
         ([f"{A}.optim.min_lr=1e-7"], f"{A}.optim.lr_decay_style=linear", f"{A}.optim.min_lr"),
         (
+            [f"{A}.optim.lr_wsd_decay_style=exponential"],
+            f"{A}.optim.lr_decay_style=WSD",
+            f"{A}.optim.lr_wsd_decay_style",
+        ),
+        (
             [f"{MEGATRON}.moe_aux_loss_coeff=0.01"],
             f"{MEGATRON}.moe_router_load_balancing_type=aux_loss",
             f"{MEGATRON}.moe_aux_loss_coeff",
@@ -304,15 +342,13 @@ def test_defaults_that_are_others_in_verl_are_listed():
 
 @pytest.mark.verl
 def test_the_stored_keys_are_those_of_the_installed_version():
-    (path,) = PEER.glob("lib/python3*/site-packages/verl/trainer/config/_generated_ppo_trainer.yaml")
-    assert _flat(yaml.safe_load(path.read_text()), "") == VERL
-
-
-def _flat(value, name):
-    if not isinstance(value, dict) or not value:
-        return {} if name.endswith("_target_") else {name: value}
-    rows = (_flat(inner, f"{name}.{child}" if name else child) for child, inner in value.items())
-    return {key: each for row in rows for key, each in row.items()}
+    (folder,) = PEER.glob("lib/python3*/site-packages/verl/trainer/config")
+    first, second = (
+        flat(yaml.safe_load((folder / f"_generated_{name}.yaml").read_text())) for name in TRAINERS
+    )
+    assert first == VERL
+    found = {name: row["default"] for name, row in OF_OTHERS.items() if "0.9.1" in row["versions"]}
+    assert {name: value for name, value in second.items() if name not in VERL} == found
 
 
 def test_a_file_is_read_as_words_are(tmp_path, required):

@@ -92,7 +92,7 @@ class _Translator:
     def take(self, origin: str, name: str, value: Any, shared: str = "") -> None:
         """Follows `name`, which stands for the given `origin`, to where it counts."""
         rule = self._rules(name)
-        if name in self._known:
+        if name in self._known and not (rule and _in(value, rule.only or ())):
             named = rule.values.get(value, value) if rule and _hashable(value) else value
             self._set(origin, name, named, shared)
         elif rule is None:
