@@ -3,6 +3,7 @@ that those that need no torch answer at once."""
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -19,6 +20,8 @@ COMMANDS = {
     "rm": ("rm:rm", "a reward model from preferences"),
     "generate": ("generate:generate", "a file of prompts to a file of responses"),
     "eval": ("eval:evaluate", "accuracy, pass@k and maj@k of a model, or of responses it wrote"),
+    "runs": ("runs:runs", "lists runs; compares, plots and prunes them"),
+    "samples": ("samples:samples", "what the policy of a run wrote"),
     "node": ("node:node", "joins this machine to a cluster"),
     "export": ("export:export", "a checkpoint as a Hugging Face model folder"),
     "check": ("check:check", "says everything that is wrong with a config"),
@@ -59,6 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         warn("stopped")
         return 130
+    except BrokenPipeError:  # who read the output has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     finally:
         signal.signal(signal.SIGTERM, on_sigterm)
 

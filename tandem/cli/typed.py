@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import getdoc
 
 import typer
 
@@ -18,12 +19,13 @@ class UsageError(ConfigError):
     exit_code = 2
 
 
-def run_typed(name: str, function: Callable[..., None], arguments: list[str]) -> int:
+def run_typed(name: str, function: Callable[..., None], arguments: list[str], *, example: str = "") -> int:
     """Runs a command of `tandem`.
 
     Args:
         name: the command's.
-        function: its work; the signature declares its options.
+        function: its work; the signature declares its options, the docstring is what --help says.
+        example: a command line, with which --help begins.
 
     Returns:
         the exit status.
@@ -32,7 +34,7 @@ def run_typed(name: str, function: Callable[..., None], arguments: list[str]) ->
         UsageError: an unknown option, a missing or a wrong value.
     """
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command()(function)
+    app.command(help=f"{example}\n\n{getdoc(function)}" if example else None)(function)
     try:
         app(args=arguments, prog_name=f"tandem {name}", standalone_mode=False)
     except typer.Abort:

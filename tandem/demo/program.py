@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import plotext
 import torch
 
 from tandem.config.load import load_sft_config, load_train_config
@@ -24,6 +23,7 @@ from tandem.demo.problems import (
     write_problems,
 )
 from tandem.errors import ConfigError
+from tandem.observability.plot import plot
 from tandem.observability.run import read_metrics, read_samples
 from tandem.offline.export import export_checkpoint
 from tandem.trainer.launch import ray_backend
@@ -199,7 +199,7 @@ def _reinforce(
 
 
 def _report(outcome: Outcome, curve: list[tuple[int, float]], say: Callable[[str], None]) -> None:
-    say(_plot(curve))
+    say(plot({"accuracy": curve}, "validation accuracy", limits=(0, 1)))
     for title, step in (("before", curve[0][0]), ("after", curve[-1][0])):
         say(f"{title}:\n{_examples(outcome.run, step)}")
     say(
@@ -212,17 +212,6 @@ def _report(outcome: Outcome, curve: list[tuple[int, float]], say: Callable[[str
         f"  tandem train {outcome.run}/config.yaml trainer.default_local_dir=runs/mine "
         "algorithm.adv_estimator=rloo"
     )
-
-
-def _plot(curve: list[tuple[int, float]]) -> str:
-    plotext.clear_figure()
-    plotext.theme("clear")
-    plotext.plot_size(72, 16)
-    plotext.plot([step for step, _ in curve], [accuracy for _, accuracy in curve], marker="braille")
-    plotext.ylim(0, 1)
-    plotext.title("validation accuracy")
-    plotext.xlabel("step")
-    return str(plotext.uncolorize(plotext.build()))
 
 
 def _examples(run: Path, step: int, count: int = 4) -> str:

@@ -172,10 +172,17 @@ class Run:
         name = self.setting("trainer.keep_best") or self.metric
         if name is None:
             return None
-        low = (METRICS.get(name) or self.setting("trainer.keep_best_mode")) == "min"
         curve = self.curve(name)
-        step, value = (min if low else max)(curve, key=lambda point: point[1], default=(0, math.nan))
+        step, value = (min if self.lower_is_better(name) else max)(
+            curve, key=lambda point: point[1], default=(0, math.nan)
+        )
         return Best(step, name, value) if curve else None
+
+    def lower_is_better(self, metric: str) -> bool:
+        """Whether the least of a metric is the best: by what the config says of it, else by `METRICS`."""
+        if metric == self.setting("trainer.keep_best"):
+            return bool(self.setting("trainer.keep_best_mode") == "min")
+        return METRICS.get(metric) == "min"
 
     @property
     def checkpoints(self) -> dict[int, Path]:

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -18,6 +17,7 @@ from tandem.observability.lock import ProcessLock
 from tandem.observability.reading import Best, Run, bytes_below, find_runs
 from tandem.observability.run import RunFolder
 from tandem.protocol import Ragged
+from tests.support.folders import write_samples
 
 KILLED = """
 import os, signal, sys
@@ -31,31 +31,6 @@ os.kill(os.getpid(), signal.SIGKILL)
 @pytest.fixture
 def folder(tmp_path: Path) -> RunFolder:
     return RunFolder(tmp_path / "run")
-
-
-def write_samples(folder: RunFolder, step: int, scores: list[float], part: str = "") -> None:
-    """Prompts of two tokens, responses of 1, 2, … tokens."""
-    lengths = [2 + number for number in range(1, len(scores) + 1)]
-    tokens = Ragged.from_list([list(range(length)) for length in lengths], torch.int64)
-    mask = Ragged.from_list([[False, False, *[True] * (length - 2)] for length in lengths], torch.bool)
-    count = len(scores)
-    folder.write_samples(
-        step,
-        {
-            "tokens": tokens,
-            "response_mask": mask,
-            "scores": torch.tensor(scores),
-            "uid": np.array([f"u{number // 2}" for number in range(count)], dtype=object),
-            "sample": [number % 2 for number in range(count)],
-            "messages": [[{"role": "user", "content": f"q{number // 2}"}] for number in range(count)],
-            "response_text": [f"r{number}" for number in range(count)],
-            "reward_extra": [{"acc": score} for score in scores],
-            "ground_truth": ["7"] * count,
-            "data_source": ["sums"] * count,
-            "finish_reason": ["stop"] * count,
-        },
-        part=part,
-    )
 
 
 def test_reading_loads_neither_torch_nor_what_reads_samples() -> None:

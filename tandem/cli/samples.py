@@ -1,0 +1,92 @@
+"""`tandem samples RUN [--step N] [--worst|--best] [--prompt TEXT] [--n K] [--val] [--json]`"""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tandem.cli.typed import run_typed
+from tandem.errors import ConfigError
+from tandem.observability.reading import Run
+from tandem.observability.terminal import say
+
+EXAMPLE = "tandem samples runs/mine --step 40 --worst --n 3"
+SHOWN = 4
+LONGEST = 2000
+"""Characters of a text; of a longer one the middle is left out."""
+
+
+def samples(arguments: list[str]) -> int:
+    return run_typed("samples", _samples, arguments, example=EXAMPLE)
+
+
+def _samples(
+    run: Annotated[Path, typer.Argument(help="the run folder, of a run that is alive or ended")],
+    step: Annotated[
+        int | None, typer.Option(help="the step; the last one whose samples were written")
+    ] = None,
+    worst: Annotated[bool, typer.Option("--worst", help="lowest scores first")] = False,
+    best: Annotated[bool, typer.Option("--best", help="highest scores first")] = False,
+    prompt: Annotated[str, typer.Option(help="of prompts that contain this text, or have this uid")] = "",
+    n: Annotated[int | None, typer.Option("--n", min=1, help=f"how many; {SHOWN}, with --json all")] = None,
+    val: Annotated[bool, typer.Option("--val", help="of the validation after that step")] = False,
+    full: Annotated[bool, typer.Option("--full", help="long texts to their end")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object a line, for programs")] = False,
+) -> None:
+    """Prints what the policy wrote at a step of a run: prompts, responses, scores, what rewards add to them,
+    lengths, and why each response ended."""
+    if worst and best:
+        raise ConfigError("one or the other", field="--worst, --best", got="both")
+    reader = Run(run)
+    rows = reader.samples(step, val=val)
+    found = [row for row in rows if not prompt or prompt == row["uid"] or prompt in row["prompt"]]
+    if not found:
+        raise ConfigError(
+            "no prompt of this step contains it, and none has it for its uid",
+            field="--prompt",
+            got=prompt,
+            expected=f"one of {len({row['uid'] for row in rows})} prompts, such as {rows[0]['uid']}: "
+            f"{_short(rows[0]['prompt'], 80)}",
+        )
+    if worst or best:
+        found.sort(key=lambda row: row["score"], reverse=best)
+    if as_json:
+        for row in islice(found, n):
+            say(json.dumps(row))
+        return
+    shown = found[: n or SHOWN]
+    for row in shown:
+        _show(row, LONGEST if not full else None)
+    steps = reader.sample_steps(val=val)
+    say(
+        f"{len(shown)} of {len(found)} samples of step {shown[0]['step']}, mean score "
+        f"{sum(row['score'] for row in found) / len(found):.4g}; steps with samples: {len(steps)}, from "
+        f"{steps[0]} to {steps[-1]}"
+    )
+
+
+def _show(row: dict[str, Any], longest: int | None) -> None:
+    head = [f"{row['uid']} #{row['sample']}", f"score {row['score']:g}"]
+    head += [f"{name} {value:g}" for name, value in row["extra"].items() if name != "score"]
+    head += [f"{row['prompt_tokens']} + {row['response_tokens']} tokens", f"ended by {row['finish_reason']}"]
+    head += [f"right is {row['ground_truth']}"] if row["ground_truth"] is not None else []
+    say("── " + " · ".join(_short(part, 120) for part in head))
+    say(_framed(row["prompt"], longest) + _framed(row["response"], longest, mark=" >"))
+
+
+def _framed(text: str, longest: int | None, mark: str = " |") -> str:
+    """The text with a mark before each line, so that no line of it can pass for one of ours."""
+    if longest is not None and len(text) > longest:
+        left_out = len(text) - longest
+        text = f"{text[: longest // 2]}\n[… {left_out:,} characters, see --full …]\n{text[-longest // 2 :]}"
+    return "".join(f"{mark} {line}\n" for line in text.split("\n"))
+
+
+def _short(text: str, longest: int) -> str:
+    """The text on one line."""
+    line = " ".join(str(text).split())
+    return line if len(line) <= longest else f"{line[:longest]}…"

@@ -1,0 +1,95 @@
+"""`tandem samples`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tandem.cli.main import main
+from tandem.observability.run import RunFolder
+from tests.support.folders import write_run, write_samples
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> str:
+    folder = RunFolder(write_run(tmp_path / "run", [0.5, 0.5]))
+    write_samples(folder, 1, [0.0, 0.5, 1.0, 0.25, 0.75])
+    write_samples(folder, 2, [0.5, 0.0], responses=["bad\x1b[2J\r\n── u9 #9\u202e", "x" * 5000])
+    write_samples(folder, 0, [0.125], part="val")
+    return str(folder.path)
+
+
+def heads(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("──")]
+
+
+def test_the_last_step_unless_told(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["samples", run]) == 0
+    out = capsys.readouterr().out
+    assert heads(out) == [
+        "── u0 #0 · score 0.5 · acc 0.5 · 2 + 1 tokens · ended by stop · right is 7",
+        "── u0 #1 · score 0 · acc 0 · 2 + 2 tokens · ended by stop · right is 7",
+    ]
+    assert " | user: q0\n > bad\\x1b[2J\\r\n > ── u9 #9\\u202e\n" in out
+    assert "x" * 1001 not in out and "3,000 characters" in out
+    assert out.endswith("2 of 2 samples of step 2, mean score 0.25; steps with samples: 2, from 1 to 2\n")
+    assert main(["samples", run, "--full"]) == 0
+    assert "x" * 5000 in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "scores"),
+    [
+        (["--step", "1"], [0.0, 0.5, 1.0, 0.25]),
+        (["--step", "1", "--worst", "--n", "3"], [0.0, 0.25, 0.5]),
+        (["--step", "1", "--best", "--n", "2"], [1.0, 0.75]),
+        (["--step", "1", "--prompt", "q1"], [1.0, 0.25]),
+        (["--step", "1", "--prompt", "u2"], [0.75]),
+        (["--val"], [0.125]),
+    ],
+)
+def test_which_ones(
+    run: str, words: list[str], scores: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["samples", run, *words]) == 0
+    shown = [float(head.split("score ")[1].split()[0]) for head in heads(capsys.readouterr().out)]
+    assert shown == scores
+    assert main(["samples", run, *words, "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["score"] for row in rows][: len(scores)] == scores
+    assert {"prompt", "response", "extra", "response_tokens"} <= set(rows[0])
+
+
+@pytest.mark.parametrize(
+    ("words", "telling"),
+    [
+        (["--step", "7"], "expected: 1, 2"),
+        (["--val", "--step", "1"], "no validation samples of this step"),
+        (["--prompt", "q17"], "one of 1 prompts, such as u0: user: q0"),
+        (["--worst", "--best"], "one or the other"),
+    ],
+)
+def test_what_is_not_there(
+    run: str, words: list[str], telling: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["samples", run, *words]) == 1
+    assert telling in capsys.readouterr().err
+
+
+def test_a_run_that_wrote_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run", [0.5])
+    assert main(["samples", str(run)]) == 1
+    err = capsys.readouterr().err
+    assert "trainer.samples_freq=-1" in err and "with trainer.samples_freq=1 a run writes them" in err
+
+
+def test_who_reads_the_output_may_have_enough(run: str) -> None:
+    for _ in range(12):  # more than a pipe holds
+        write_samples(RunFolder(run), 3, [0.0] * 40, responses=["x" * 5000] * 40)
+    command = f"{sys.executable} -m tandem samples {run} --json | head -c 5"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ('{"ste', "")
