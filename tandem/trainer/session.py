@@ -19,7 +19,9 @@ from tandem.config.sources import to_yaml
 from tandem.config.supervised import SupervisedConfig
 from tandem.config.trainer import RunConfig
 from tandem.errors import CheckpointError
+from tandem.observability.learning import LearningWatch
 from tandem.observability.lock import ProcessLock
+from tandem.observability.reading import Run
 from tandem.observability.run import RunFolder, read_metrics
 from tandem.observability.sinks.base import RunInfo
 from tandem.observability.sinks.registry import Sinks, require_sinks
@@ -123,6 +125,7 @@ class Session:
         self.restored: dict[str, float] = {}
         """The metrics of the step resumed from."""
         self._sinks: Sinks | None = None
+        self._watch: LearningWatch | None = None
         self._print = say
         self._saver = Saver(run.checkpoints, run.config, lambda: self.members, self._is_there, self.say)
         self._previous_handlers: dict[signal.Signals, Any] = {}
@@ -208,6 +211,10 @@ class Session:
                 self.folder.trim_after(step)
         resolved, config = self.run.resolved, self.run.config
         self.folder.write_config(to_yaml(resolved))
+        before = Run(self.folder.path)
+        given = {event["name"] for event in before.events if event["event"] == "warning"}
+        rows = [row for row in before.metrics if row["step"] <= step]
+        self._watch = LearningWatch(rows, given, resolved["data"]["train_batch_size"])
         self.folder.event("start", step=step, total_steps=self.total_steps)
         info = RunInfo(
             project=config.project_name,
@@ -287,11 +294,14 @@ class Session:
         self.folder.log(f"saved {path}")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes a step's metrics to metrics.jsonl and all loggers."""
+        """Writes a step's metrics to metrics.jsonl and all loggers, and says what they warn of."""
         self.folder.log_metrics(step, metrics)
-        if self._sinks is None:
+        if self._sinks is None or self._watch is None:
             raise AssertionError("restore comes before the first log")
         self._sinks.log(step, metrics)
+        for name, sentence in self._watch.read(metrics):
+            self.folder.event("warning", name=name, step=step, text=sentence)
+            self.say(f"Warning after step {step}: {sentence}.")
 
     def show_generations(self, step: int, count: int) -> None:
         """Sends the loggers so many responses of the validation after a step."""

@@ -4,6 +4,7 @@ every sample of a group together, so one process does them, off the controller."
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -116,13 +117,16 @@ class BatchWorker(ShapingWorker):
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def measure(self, batch: DataProto) -> Metrics:
-        """Rewards, lengths, advantages, values, KL to the reference, the critic's explained variance."""
+        """Rewards, the share of prompts whose responses score alike, lengths, advantages, values, KL to the
+        reference, the critic's explained variance."""
         with self.timeline.phase("measure"):
             return self._measured(batch)
 
     def _measured(self, batch: DataProto) -> Metrics:
         mask = batch.ragged("response_mask")
         metrics = score_metrics(batch, "reward", "mean")
+        if {"group", "token_level_rewards"} <= set(self.spec.columns):
+            _add_groups(metrics, batch)
         _add_lengths(metrics, mask, batch.non_tensor_batch["finish_reason"])
         for column, name in _MEASURED.items():
             if column in batch:
@@ -217,6 +221,17 @@ def score_metrics(batch: DataProto, prefix: str, mean: str) -> Metrics:
     metrics.add_max(f"{prefix}/max", scores_B.max())
     metrics.add_min(f"{prefix}/min", scores_B.min())
     return metrics
+
+
+def _add_groups(metrics: Metrics, batch: DataProto) -> None:
+    """The share of prompts, of those with several responses, whose responses all have one score."""
+    groups: dict[str, set[float]] = {}
+    sizes = Counter(batch.non_tensor_batch["uid"])
+    for uid, score in zip(batch.non_tensor_batch["uid"], batch.dense("scores").tolist(), strict=True):
+        if sizes[uid] > 1:
+            groups.setdefault(uid, set()).add(score)
+    alike = sum(len(scores) == 1 for scores in groups.values())
+    metrics.add_mean("reward/zero_std_share", float(alike), float(len(groups)))
 
 
 def _add_lengths(metrics: Metrics, mask: Ragged, finish_reasons: np.ndarray) -> None:

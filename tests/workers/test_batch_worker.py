@@ -154,3 +154,31 @@ def test_tokens_are_chosen_among_those_that_were_not_rejected(tmp_path: Path) ->
     kept = got.ragged("kept_mask").values
     assert kept.tolist() == [False, True, False, False, True, False, True, True, True]
     assert torch.equal(got.ragged("selected_tokens").values, kept)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_share_of_prompts_whose_responses_score_alike(tmp_path: Path, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    uids = random.integers(0, 12, size=30).astype(str).astype(object)  # some prompts have one response
+    scores = random.integers(0, 3, size=30) / 3
+    mask = Ragged.from_list([torch.tensor([False, True])] * 30)
+    batch = DataProto(
+        {
+            "scores": torch.tensor(scores),
+            "response_mask": mask,
+            "token_level_rewards": mask.with_values(torch.zeros(60)),
+        },
+        {
+            "uid": uids,
+            "finish_reason": np.array(["stop"] * 30, dtype=object),
+            "reward_extra": np.array([{}] * 30, dtype=object),
+            "data_source": np.array(["sums"] * 30, dtype=object),
+        },
+    )
+    groups = [scores[uids == uid] for uid in set(uids)]
+    alike = [float(group.std() == 0) for group in groups if len(group) > 1]
+    grpo = BatchWorker(AlgorithmConfig(adv_estimator="grpo"), RunFolder(tmp_path))
+    found = grpo.measure(batch).to_floats()
+    assert found["reward/zero_std_share"] == pytest.approx(np.mean(alike), abs=1e-12)
+    over_batch = BatchWorker(AlgorithmConfig(adv_estimator="reinforce_plus_plus"), RunFolder(tmp_path))
+    assert "reward/zero_std_share" not in over_batch.measure(batch).to_floats()

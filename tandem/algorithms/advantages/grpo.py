@@ -36,7 +36,7 @@ def grpo(
 
     When to use: the usual choice for rewards of whole responses, with 4 to 64 samples of a prompt.
     Watch: `reward/mean` rises; `actor/entropy` should not collapse; where all samples of a prompt score the
-        same, their advantages are zero and teach nothing.
+        same (`reward/zero_std_share` of the prompts), their advantages are zero and teach nothing.
     Cost: nothing.
     Source: Shao et al. 2024, https://arxiv.org/abs/2402.03300, section 4.1.2.
     """
