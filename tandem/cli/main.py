@@ -40,9 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the words after `tandem`; None takes the process's own.
 
     Returns:
-        the exit status: 0, or 1 after an error the user can act on, 2 for an unknown command or
-        option, 130
-        after an interrupt: Ctrl-C or SIGTERM, which here are the same.
+        the exit status: 0, or 1 after an error the user can act on, 2 for an unknown command or option, 3 for
+        a config that does without settings which are refused, 130 after an interrupt: Ctrl-C or SIGTERM,
+        which here are the same.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in ("-h", "--help", "help"):

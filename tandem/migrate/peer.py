@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from importlib.resources import files
 from typing import Any, Literal
+
+import yaml
 
 from tandem.config.schema import keys
 from tandem.config.section import Section
@@ -31,21 +34,38 @@ class Verdict:
     values: Mapping[Any, Any] = field(default_factory=dict)
 
 
-def to(key: str, values: Mapping[Any, Any] | None = None, *, why: str = "") -> Verdict:
-    """One key, whose values are the same but for those of `values`."""
-    return Verdict("key", key, why, values or {})
+REFUSED = object()
+"""Stands in a verdict's values for one that is not offered."""
 
 
-def reckoned(key: str, why: str) -> Verdict:
-    return Verdict("reckoned", key, why)
+def read_tables(name: str) -> Any:
+    """Rows by section, or the rows, of one of this package's YAML files, whose head explains them."""
+    return yaml.load(
+        files("tandem.migrate").joinpath(name).read_text(encoding="utf-8"),
+        getattr(yaml, "CSafeLoader", yaml.SafeLoader),
+    )
 
 
-def nothing(why: str) -> Verdict:
-    return Verdict("nothing", why=why)
+def verdicts(rows: Iterable[Mapping[str, Any]]) -> dict[str, Verdict]:
+    """What each setting is here, by its name."""
+    return {name: _verdict(row) for row in rows for name in names_of(row)}
 
 
-def absent(why: str) -> Verdict:
-    return Verdict("absent", why=why)
+def names_of(row: Mapping[str, Any]) -> list[str]:
+    """The settings of which a row speaks."""
+    return [row["settings"]] if isinstance(row["settings"], str) else row["settings"]
+
+
+_KINDS: Mapping[str, Kind] = {"reckoned": "reckoned", "nothing": "nothing", "refused": "absent"}
+
+
+def _verdict(row: Mapping[str, Any]) -> Verdict:
+    key = row.get("now", "")
+    for field_name, kind in _KINDS.items():
+        if field_name in row:
+            return Verdict(kind, key, row[field_name])
+    values = {**row.get("values", {}), **dict.fromkeys(row.get("except", ()), REFUSED)}
+    return Verdict("key", key, row.get("why", ""), values)
 
 
 @dataclass
@@ -119,7 +139,3 @@ class Peer:
         self.put(key, new, always=name in self.given)
         if name in self.given:
             self.rows.append(Row(name, value, "renamed", f"{key}={new}"))
-
-
-REFUSED = object()
-"""Stands in a table for a value that is not offered."""

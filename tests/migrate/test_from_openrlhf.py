@@ -104,7 +104,6 @@ def test_what_has_no_counterpart_is_named() -> None:
         "async_train",
         "enable_ema",
         "normalize_reward",
-        "label_key",
         "no_such",
         "remote_rm_url",
     }
@@ -118,10 +117,14 @@ def test_a_script_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         "  --n_samples_per_prompt $N --advantage_estimator rloo \\\n  --zero_stage 3 $1\n"
     )
     out = tmp_path / "made.yaml"
-    assert main(["from-openrlhf", str(script), "--bf16", "-o", str(out)]) == 0
-    lines = [line.split() for line in capsys.readouterr().err.splitlines()]
+    assert main(["from-openrlhf", str(script), "--bf16", "-o", str(out)]) == 3
+    said = capsys.readouterr().err
+    assert "refused, so the config does without: advantage_estimator (exit status 3)" in said
+    lines = [line.split() for line in said.splitlines()]
     assert ["n_samples_per_prompt", "4", "renamed"] in [line[:3] for line in lines]
     assert ["zero_stage", "3", "ignored"] in [line[:3] for line in lines]
     assert "adv_estimator: rloo" in out.read_text()
     assert "dtype: bf16" in out.read_text()
+    script.write_text("python3 -m openrlhf.cli.train_ppo_ray --label_key answer")
+    assert main(["from-openrlhf", str(script), "-o", str(out)]) == 0
     assert main(["from-openrlhf", str(tmp_path / "none.sh")]) == 1

@@ -267,11 +267,13 @@ def test_a_command_line_is_taken_apart(tmp_path: Path) -> None:
 def test_the_command_writes_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str], load) -> None:
     path = tmp_path / "train.py"
     path.write_text(FILE)
-    assert main(["from-trl", str(path), "--devices", "1", "-o", str(tmp_path / "made.yaml")]) == 0
+    assert main(["from-trl", str(path), "--devices", "1", "-o", str(tmp_path / "made.yaml")]) == 3
     shown = capsys.readouterr().err
     assert "completions" in shown
     lines = [line.split() for line in shown.splitlines()]
     assert ["seed", "f()", "refused"] in [line[:3] for line in lines]
+    assert ["train_dataset", "rows", "renamed"] in [line[:3] for line in lines]
+    assert "refused, so the config does without: **, bias, seed (exit status 3)" in shown
     words = ["actor_rollout_ref.model.path=model", "custom_reward_function.path=reward.py"]
     assert load_train_config(str(tmp_path / "made.yaml"), words).config.actor_rollout_ref.model.lora_rank == 4
     assert main(["from-trl", "sft", "--max_length", "7"]) == 0
