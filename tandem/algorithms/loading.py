@@ -1,4 +1,5 @@
-"""Finding algorithms: the modules of a package, and a user's own function by reference."""
+"""Finding algorithms: the modules of a package, and a user's own function by reference. A function that a
+program made goes to other processes, and into the run folder, as a file too: see `write_function`."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import pickle
 import pkgutil
 import sys
 from collections.abc import Callable, Iterable
@@ -15,7 +17,12 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
+import cloudpickle
+
 from tandem.errors import ConfigError
+
+CODE_FILES = (".py", ".pkl")
+"""The endings of files that hold functions: Python's source, or what `write_function` wrote."""
 
 MOVED = {"tandem.trainer.demo": "tandem.demo"}
 """Modules and packages that a config may name by where they once were, and where they are."""
@@ -56,14 +63,15 @@ def load_function(reference: str) -> Callable[..., Any]:
 
 
 def load_module(reference: str) -> tuple[ModuleType, str]:
-    """The module of `path/to/file.py:name` or `package.module:name`, and the name.
+    """The module, and the name, of `path/to/file.py:name`, of a `.pkl` file likewise, or of
+    `package.module:name`.
 
     Raises:
         ConfigError: no such file or module, or one that fails on import.
     """
     source, _, name = reference.rpartition(":")
     try:
-        is_file = source.endswith(".py")
+        is_file = source.endswith(CODE_FILES)
         return _module_of_file(Path(source).resolve()) if is_file else import_named(source), name
     except Exception as error:
         raise ConfigError(
@@ -94,10 +102,46 @@ class _FromSource(SourceFileLoader):
 
 
 def execute_file(path: Path, name: str) -> ModuleType:
-    """Executes a user's Python file as a module of that name, as the file is now."""
+    """Executes a user's Python file as a module of that name, as the file is now; that of a `.pkl` file has
+    the function that was written there."""
+    if path.suffix == ".pkl":
+        module = ModuleType(name)
+        vars(module).update(pickle.loads(path.read_bytes()))
+        return module
     spec = importlib.util.spec_from_file_location(name, path, loader=_FromSource(name, str(path)))
     assert spec is not None and spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look a class's module up there
     spec.loader.exec_module(module)
     return module
+
+
+def write_function(function: Callable[..., Any], folder: Path) -> tuple[Path, str]:
+    """Writes a function, with what it refers to, into a file that `load_module` reads, as cloudpickle does:
+    what can be imported goes by name, all else as it is now. The file's name tells the source: a function
+    whose source has changed goes to another file.
+
+    Returns:
+        the file, `NAME-HASH.pkl`, and the function's name in it.
+
+    Raises:
+        ConfigError: it holds what cannot be written, such as an open file or a lock.
+    """
+    name = getattr(function, "__name__", type(function).__name__).strip("<>")
+    try:
+        pickled = cloudpickle.dumps({name: function})
+    except Exception as error:
+        raise ConfigError(
+            f"the function cannot be sent to other processes: {error}",
+            field=name,
+            remedy="make what it holds (clients, locks, open files, models) inside of it, or put it into a "
+            "file and name that: file.py:function",
+        ) from error
+    try:
+        told = inspect.getsource(function).encode()
+    except (OSError, TypeError):  # typed at a prompt, or compiled: its code then stands for its source
+        told = pickled
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}-{hashlib.blake2b(told, digest_size=4).hexdigest()}.pkl"
+    path.write_bytes(pickled)
+    return path, name

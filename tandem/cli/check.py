@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -12,6 +13,7 @@ from tandem.config.load import Loaded, load_rm_config, load_sft_config, load_tra
 from tandem.config.root import TrainConfig
 from tandem.config.sizes import derived
 from tandem.config.sources import split_arguments
+from tandem.data.files import count_rows
 from tandem.errors import ConfigError
 from tandem.observability.terminal import say
 
@@ -31,7 +33,7 @@ Says everything that is wrong with a config, and what its run would lack here.
 {from_verl.USAGE}"""
 OPTIONS = ("--sft", "--rm", "--run", "--here")
 LOADERS: dict[str, Callable[..., Loaded[Any]]] = {
-    "--train": load_train_config,
+    "--train": partial(load_train_config, count_rows=count_rows),
     "--sft": load_sft_config,
     "--rm": load_rm_config,
 }

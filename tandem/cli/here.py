@@ -8,12 +8,13 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from pyarrow import ArrowException, parquet
+from pyarrow import parquet
 
 from tandem.config.model import PLAIN_DECODERS, BackboneConfig, stored_config
 from tandem.config.root import TrainConfig
 from tandem.config.supervised import RMConfig, SFTConfig, SupervisedConfig
-from tandem.errors import ConfigError, DataError, TandemError
+from tandem.data.files import count_rows
+from tandem.errors import ConfigError, TandemError
 from tandem.observability.sinks.registry import require_sinks
 
 RunsConfig = TrainConfig | SupervisedConfig
@@ -47,20 +48,6 @@ def refuse(missing: list[TandemError]) -> None:
         raise TandemError("\n".join([f"{len(missing)} things are missing here", *map(str, missing)]))
 
 
-def train_rows(config: RunsConfig) -> int | None:
-    """Training rows before any filter, read from the files' footers; None where a file has none.
-
-    Raises:
-        DataError: a file cannot be read.
-    """
-    files = config.data.train_files
-    if not all(file.endswith(".parquet") for file in files):
-        return None
-    rows = sum(map(_rows_of, files))
-    most = config.data.train_max_samples if isinstance(config, TrainConfig) else -1
-    return min(rows, most) if most > 0 else rows
-
-
 def _device(config: RunsConfig) -> None:
     if config.trainer.device == "cuda" and config.trainer.resolved_backend == "local":
         import_module("tandem.device").choose_device("cuda")
@@ -82,13 +69,15 @@ def _loggers(config: RunsConfig) -> None:
 
 
 def _reward(config: TrainConfig) -> None:
-    custom = config.custom_reward_function
-    if custom.path is not None:
-        import_module("tandem.rewards").load_custom(custom.path, custom.name, custom.reward_kwargs)
+    if config.custom_reward_function.given:
+        import_module("tandem.rewards").own_reward(config.custom_reward_function)
 
 
 def _rows(config: RunsConfig) -> None:
-    rows, size = train_rows(config), config.data.train_batch_size
+    if not all(file.endswith(".parquet") for file in config.data.train_files):
+        return
+    most = config.data.train_max_samples if isinstance(config, TrainConfig) else -1
+    rows, size = count_rows(config.data.train_files, most), config.data.train_batch_size
     if not rows or rows >= size:  # an empty file is named by what reads it
         return
     data = config.data  # a missing column is named by what reads it
@@ -126,16 +115,3 @@ def _positions(config: TrainConfig) -> None:
             expected=f"below max_position_embeddings = {most}",
             remedy="lower data.max_response_length",
         )
-
-
-def _rows_of(file: str) -> int:
-    try:
-        rows: int = parquet.read_metadata(file).num_rows
-    except (OSError, ArrowException) as error:
-        raise DataError(
-            "not a readable parquet file",
-            field=file,
-            got=str(error).splitlines()[0],
-            remedy="write the file anew; it may be cut off or of another format",
-        ) from error
-    return rows

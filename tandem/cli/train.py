@@ -5,11 +5,12 @@ from __future__ import annotations
 from importlib import import_module
 
 from tandem.cli import from_verl
-from tandem.cli.here import lacking, refuse, train_rows
+from tandem.cli.here import lacking, refuse
 from tandem.config.load import Loaded, load_train_config, to_dict
 from tandem.config.root import TrainConfig
 from tandem.config.sizes import derived
 from tandem.config.sources import split_arguments, to_yaml
+from tandem.data.files import count_rows
 from tandem.observability.terminal import say, warn
 
 USAGE = f"""usage: tandem train [CONFIG.yaml] key=value … [--dry-run]
@@ -30,7 +31,7 @@ def train(arguments: list[str]) -> int:
     words = [word for word in arguments if word != "--dry-run"]
     request = from_verl.requested(words)
     if request is None:
-        loaded = load_train_config(*split_arguments(words))
+        loaded = load_train_config(*split_arguments(words), count_rows=count_rows)
         for notice in loaded.said:
             warn(f"note: {notice}")
         return _train(loaded, dry=dry)
@@ -43,11 +44,15 @@ def train(arguments: list[str]) -> int:
 
 def _train(loaded: Loaded[TrainConfig], *, dry: bool) -> int:
     if dry:
+        data = loaded.config.data
         print(to_yaml(to_dict(loaded.config)))
-        for name, value in derived(loaded.config, train_rows=train_rows(loaded.config)).items():
+        for name, value in derived(
+            loaded.config, train_rows=count_rows(data.train_files, data.train_max_samples)
+        ).items():
             print(f"# {name}: {value}")
         return 0
     refuse(lacking(loaded.config))
+    say(f"loading {loaded.config.actor_rollout_ref.model.path} for {loaded.config.trainer.default_local_dir}")
     run_ppo = import_module("tandem.trainer.run").run_ppo
     interrupted = run_ppo(loaded.config, say=say)
     return 130 if interrupted else 0

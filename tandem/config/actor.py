@@ -134,7 +134,11 @@ class ActorConfig(Section):
 
     strategy: Strategy = key("fsdp2", "training engine (fsdp means fsdp2)")
     ppo_mini_batch_size: int = key(
-        256, "prompts per optimizer step, over all devices", needs=divides_batch, ge=1
+        1024,
+        "prompts per optimizer step, over all devices",
+        inherits="data.train_batch_size",
+        needs=divides_batch,
+        ge=1,
     )
     ppo_micro_batch_size_per_gpu: int | None = key(
         None, "samples per micro-batch and device; null: the whole share", when=BY_SAMPLES, ge=1

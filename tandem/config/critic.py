@@ -30,7 +30,7 @@ class CriticConfig(Section):
     model: CriticModelConfig
     strategy: Strategy = key("fsdp2", "training engine (fsdp means fsdp2)")
     ppo_mini_batch_size: int = key(
-        256,
+        1024,
         "prompts per optimizer step, over all devices",
         inherits=f"{ACTOR}.ppo_mini_batch_size",
         needs=divides_batch,

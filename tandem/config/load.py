@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
@@ -13,6 +15,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from tandem.config.check import check
+from tandem.config.fitted import fitted
 from tandem.config.generate import OTHER_NAMES, EvalConfig, GenerateConfig
 from tandem.config.root import TrainConfig
 from tandem.config.rules import RULES
@@ -25,7 +28,7 @@ from tandem.config.verl.aggregation import averaged_by_verl
 from tandem.config.verl.defaults import DEFAULTS, differing
 from tandem.config.verl.table import rule_of
 from tandem.config.verl.translate import Reading, Rules, translate
-from tandem.errors import ConfigError, ConfigErrors
+from tandem.errors import ConfigError, ConfigErrors, TandemError
 
 C = TypeVar("C", bound=Section)
 
@@ -37,32 +40,56 @@ class Loaded(Generic[C]):
     Attributes:
         config: every key has its value; nothing is left to fill in.
         notices: one sentence each, for keys of other command lines, superseded and unused keys.
+        given: the keys that the user set.
         readings: how each key of another command line was read.
         other_defaults: of a command line with keys of verl: the defaults that are others there.
+        chosen: keys that nobody set and whose values were fitted to the run, with the reason.
     """
 
     config: C
     notices: tuple[str, ...]
+    given: frozenset[str] = frozenset()
     readings: tuple[Reading, ...] = ()
     other_defaults: str | None = None
+    chosen: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
 
     @property
     def said(self) -> tuple[str, ...]:
         """The notices, and what there is to say of defaults."""
-        return self.notices + ((self.other_defaults,) if self.other_defaults else ())
+        chosen = "; ".join(f"{name}={shown(value)} ({why})" for name, (value, why) in self.chosen.items())
+        fits = (f"chosen for this run, as nobody set them: {chosen}",) if chosen else ()
+        return self.notices + fits + ((self.other_defaults,) if self.other_defaults else ())
 
 
-def load_train_config(path: str | None = None, overrides: Sequence[str] = ()) -> Loaded[TrainConfig]:
+def load_train_config(
+    path: str | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    count_rows: Callable[[Sequence[str], int], int] | None = None,
+) -> Loaded[TrainConfig]:
     """The config of `tandem train`.
 
     Args:
         path: a YAML file that holds what differs from the defaults, if any.
         overrides: `key=value` each, the value in YAML; they win over the file.
+        count_rows: counts the rows of files, so many at most (-1: all). Keys that nobody set are then
+            fitted to the run, unless the command line is verl's; None: the defaults stand.
 
     Raises:
         ConfigErrors: everything that is wrong.
     """
-    return _load(TrainConfig, rule_of, path, overrides)
+    loaded = _load(TrainConfig, rule_of, path, overrides)
+    config = loaded.config
+    if count_rows is None or loaded.readings or config.trainer.defaults == "verl":
+        return loaded
+    rows = None
+    with suppress(TandemError):  # an unreadable file is named by what reads it
+        rows = count_rows(config.data.train_files, config.data.train_max_samples)
+    chosen = fitted(config, loaded.given, rows)
+    if not chosen:
+        return loaded
+    words = [f"{name}={json.dumps(value)}" for name, (value, _) in chosen.items()]
+    return replace(_load(TrainConfig, rule_of, path, [*words, *overrides]), chosen=chosen)
 
 
 def load_sft_config(path: str | None = None, overrides: Sequence[str] = ()) -> Loaded[SFTConfig]:
@@ -113,7 +140,8 @@ def _load(root: type[C], rules: Rules, path: str | None, overrides: Sequence[str
         raise ConfigErrors(problems, found.readings)
     asks = bool(found.readings) and root is TrainConfig and not asked_of_verl
     other = differing(found.given) if asks else None
-    return Loaded(config, tuple(notices + found.notices + findings.notices), tuple(found.readings), other)
+    said = tuple(notices + found.notices + findings.notices)
+    return Loaded(config, said, frozenset(found.given), tuple(found.readings), other)
 
 
 def _flatten(

@@ -11,6 +11,9 @@ from tandem.config.section import Need
 from tandem.config.view import path, root
 from tandem.errors import ConfigError
 
+CODE_FILES = (".py", ".pkl")
+"""Endings of files with functions; as in `tandem.algorithms.loading`, which config does not import."""
+
 _SPLIT = "ulysses_sequence_parallel_size"
 
 MOST_SAMPLES = 10_000_000
@@ -27,7 +30,7 @@ def files(own: Any, name: str) -> Iterator[ConfigError]:
 def module_or_file(own: Any, name: str) -> Iterator[ConfigError]:
     """A Python file exists; the dotted name of a module is looked up when it is loaded."""
     given = getattr(own, name)
-    if given is not None and (given.endswith(".py") or os.sep in given) and not os.path.isfile(given):
+    if given is not None and (given.endswith(CODE_FILES) or os.sep in given) and not os.path.isfile(given):
         yield ConfigError("no such file", remedy="check the path")
 
 
@@ -57,7 +60,7 @@ def own_code(own: Any, name: str) -> Iterator[ConfigError]:
 def code_file(field: str, reference: str) -> Iterator[ConfigError]:
     """An error if `reference`, the value at `field`, is a name in a Python file that is not there."""
     file, colon, _ = reference.rpartition(":")
-    if colon and file.endswith(".py") and not os.path.isfile(file):
+    if colon and file.endswith(CODE_FILES) and not os.path.isfile(file):
         yield ConfigError("no such file", field=field, got=file, remedy="check the path before the colon")
 
 

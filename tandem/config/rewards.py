@@ -3,20 +3,51 @@ scores responses in place of functions."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field
 
 from tandem.config.batching import BY_SAMPLES, BY_TOKENS, Batching
 from tandem.config.dynamic_sampling import OverlongBufferConfig
 from tandem.config.fsdp import FORWARD_ALONE, FSDPConfig
 from tandem.config.model import LEARNING, BackboneConfig
-from tandem.config.needs import holds_longest, model_folder, module_or_file
-from tandem.config.section import NOT_TRAINED, LocalPath, Section, When, beside, key, section
+from tandem.config.needs import CODE_FILES, holds_longest, model_folder, module_or_file
+from tandem.config.section import NOT_TRAINED, AsTuple, LocalPath, Section, When, beside, key, section
 from tandem.config.view import path, root
 from tandem.errors import ConfigError
 
 _OWN = When(lambda own: own.path is not None, "with {path}")
 _MODEL = beside("enable", True, notice=True)
+
+
+class RewardTerm(BaseModel):
+    """One of several reward functions.
+
+    Attributes:
+        name: the function's; also that of its metric.
+        path: Python file or module with it; None: `custom_reward_function.path`.
+        weight: of its score in the sum.
+        reward_kwargs: further arguments.
+    """
+
+    model_config = Section.model_config
+
+    name: str
+    path: LocalPath | None = None
+    weight: float = 1.0
+    reward_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+
+def _term_files(own: Any, name: str) -> Iterator[ConfigError]:
+    """Each function is somewhere."""
+    for term in getattr(own, name):
+        file = term.path or own.path
+        if file is None:
+            yield ConfigError("has no path", got=term.name, remedy=f"add path: …, or set {path(own, 'path')}")
+        elif file.endswith(CODE_FILES) and not os.path.isfile(file):
+            yield ConfigError("no such file", got=file, remedy="check the path")
 
 
 class CustomRewardConfig(Section):
@@ -27,6 +58,17 @@ class CustomRewardConfig(Section):
     )
     name: str = key("compute_score", "the function's name", when=_OWN)
     reward_kwargs: dict[str, Any] = key({}, "further arguments of the function", when=_OWN)
+    terms: Annotated[tuple[RewardTerm, ...], AsTuple] = key(
+        (),
+        "several functions, whose weighted sum is the reward: [{name: …, path: …, weight: 1.0, "
+        "reward_kwargs: {}}, …]; unless given, path is as above",
+        needs=_term_files,
+    )
+
+    @property
+    def given(self) -> bool:
+        """Whether the user names a function of their own."""
+        return self.path is not None or bool(self.terms)
 
 
 class RewardBackboneConfig(BackboneConfig):
@@ -50,7 +92,7 @@ def _one_source(own: Any, name: str) -> Iterator[ConfigError]:
             expected="a Hugging Face folder of a sequence classifier with one label",
             remedy=f"add {path(own.model, 'path')}=…, or set {path(own, name)}=false",
         )
-    if root(own).custom_reward_function.path is not None:
+    if root(own).custom_reward_function.given:
         yield ConfigError(
             "a second source of rewards, beside custom_reward_function.path",
             remedy=f"set {path(own, name)}=false, or remove custom_reward_function.path",

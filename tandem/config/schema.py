@@ -11,6 +11,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import annotated_types
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
@@ -184,6 +185,8 @@ def _words(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         return f"{_words(parts[0])}, {many}"
     if origin is dict and parts[1] is not Any:
         return f"mapping, each value: {_words(parts[1])}"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "mapping of " + ", ".join(annotation.model_fields)
     named = next((str(item) for item in metadata if isinstance(item, OneOf)), None)
     limits = " and ".join(words for item in metadata if (words := _limit(item)))
     return f"{named or _SIMPLE[origin or annotation]} {limits}".rstrip()

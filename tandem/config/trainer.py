@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from tandem.config import tables
 from tandem.config.cluster import POOL, ROLES, ByName, ClusterConfig, Counts, TimeoutsConfig, place
-from tandem.config.needs import validation_files
+from tandem.config.needs import own_code, validation_files
 from tandem.config.section import AsTuple, LocalPath, OneOf, Section, When, beside, key, section
 from tandem.config.view import path, root
 from tandem.errors import ConfigError
@@ -79,7 +79,7 @@ class RunConfig(Section):
     test_freq: int = key(
         -1, "validate every so many steps and at the end; -1: never", needs=validation_files, ge=-1
     )
-    save_freq: int = key(-1, "save every so many steps and at the end; -1: never", ge=-1)
+    save_freq: int = key(-1, "save every so many steps and at the end; -1: at the end alone; 0: never", ge=-1)
     max_ckpt_to_keep: int | None = key(None, "newest checkpoints that are kept; null: all", ge=1)
     keep_best: str | None = key(
         None,
@@ -189,6 +189,12 @@ class TrainerConfig(RunConfig):
     )
     log_val_generations: int = key(
         0, "responses that the loggers get as text from each validation", needs=validation_files, ge=0
+    )
+    on_step: str | None = key(
+        None,
+        "function of your own, file.py:function, that the controller calls with the number and the metrics "
+        "of each step that is done",
+        needs=own_code,
     )
     val_only: bool = key(False, "validate and stop", needs=validation_files)
 

@@ -92,7 +92,8 @@ def read_files(
         raise DataError("out of range", field="max_samples", got=max_samples, expected="-1 (all) or >= 1")
     opened = [_open(path) for path in paths]
     wanted = _shared_columns(opened, alternatives, keys)
-    tables = [_read(file, file.columns if optional is None else [*wanted, *optional]) for file in opened]
+    names = None if optional is None else list(dict.fromkeys([*wanted, *optional]))
+    tables = [_read(file, file.columns if names is None else names) for file in opened]
     starts = [0]
     for table in tables[:-1]:
         starts.append(starts[-1] + table.num_rows)
@@ -110,6 +111,28 @@ def read_files(
         whole = whole.slice(0, max_samples)
     # One chunk per column: taking rows out of many chunks would copy the whole column each time.
     return DataFiles(whole.combine_chunks(), tuple(paths), tuple(starts))
+
+
+def count_rows(files: Sequence[str], max_samples: int = -1) -> int:
+    """The rows of data files, from their footers or by their lines.
+
+    Args:
+        max_samples: so many at most; -1: all.
+
+    Raises:
+        DataError: one cannot be read.
+    """
+    rows = 0
+    for path in (Path(file).expanduser() for file in files):
+        try:
+            if path.suffix in JSON_SUFFIXES:
+                with path.open("rb") as lines:
+                    rows += sum(1 for line in lines if line.strip())
+            else:
+                rows += pa_parquet.read_metadata(path).num_rows
+        except (OSError, pa.ArrowException) as error:
+            raise _unreadable(path, error) from error
+    return min(rows, max_samples) if max_samples > 0 else rows
 
 
 @dataclass(frozen=True, slots=True)

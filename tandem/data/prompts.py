@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,18 +15,28 @@ from tandem.data.reader import PromptRows
 from tandem.data.validate import reward_problem
 from tandem.protocol import DataProto, Ragged
 
+UNNAMED = "data"
+"""The data source of rows that name none, for metrics."""
+
+RESERVED = ("response", "responses", "completion", "completions", "completion_ids")
+"""Names of what the policy writes, in reward functions that read columns by name."""
+
+_SCORED = {"data_source", "reward_model", "extra_info"}
+
 
 class PromptDataset:
     """The prompts of one or several data files.
 
-    A row has a prompt, a data source, which chooses the reward, `reward_model` with its `ground_truth`, and
-    perhaps `extra_info`.
+    A row has a prompt, and what the reward reads: unless it says otherwise a data source, which chooses the
+    reward, `reward_model` with its `ground_truth`, and perhaps `extra_info`.
 
     Args:
         files: parquet or .jsonl paths.
         tokenizer: a Hugging Face tokenizer.
         prompt_key: the column of prompts; see `PromptRows`.
         reward_fn_key: the column of data sources.
+        needs: the columns that the reward reads; it is given those of such a name that are there.
+        optional: further columns that it reads where they are there; None: all others.
         media_keys: columns that must be empty, where they are there: of images, videos, sounds.
         limits: max_prompt_length, truncation, filter_overlong_prompts, max_samples, chat_template_kwargs:
             see `PromptRows`.
@@ -46,26 +57,40 @@ class PromptDataset:
         *,
         prompt_key: str = "prompt",
         reward_fn_key: str = "data_source",
+        needs: Sequence[str] = ("data_source", "reward_model"),
+        optional: Sequence[str] | None = ("extra_info",),
         media_keys: Sequence[str] = (),
         **limits: Any,
     ) -> None:
+        scored = "reward_model" in needs
+        shape = (
+            f"{reward_fn_key}: a name; reward_model: {{style, ground_truth}}; extra_info: a mapping, if any"
+        )
+        needed = [reward_fn_key if name == "data_source" else name for name in needs if name != prompt_key]
+        reserved = RESERVED if prompt_key == "prompt" else ("prompt", *RESERVED)
+        problem = (
+            partial(reward_problem, reward_fn_key=reward_fn_key) if scored else partial(_clash, reserved)
+        )
         rows = PromptRows(
             files,
             tokenizer,
             prompt_key=prompt_key,
-            needs=(reward_fn_key, "reward_model"),
-            optional=("extra_info", *media_keys),
-            check=lambda row: _media_problem(row, media_keys) or reward_problem(row, reward_fn_key),
-            expected=f"{reward_fn_key}: a name; reward_model: {{style, ground_truth}}; "
-            "extra_info: a mapping, if any",
-            column_keys=("data.prompt_key", "data.reward_fn_key"),
+            needs=needed,
+            optional=None if optional is None else (*optional, *media_keys, reward_fn_key),
+            check=lambda row: _media_problem(row, media_keys) or problem(row),
+            expected=shape if scored else "",
+            column_keys=("data.prompt_key", *(["data.reward_fn_key"] if scored else [])),
             template_key="actor_rollout_ref.model.custom_chat_template",
             **limits,
         )
         self._files, self._kept = rows.files, rows.kept
         self._prompt_key = prompt_key
         self._source_key = reward_fn_key
-        self.data_sources = tuple(sorted(set(rows.files.table[reward_fn_key].to_pylist())))
+        self._by_name = not scored or optional is None or not {*needs, *optional} <= _SCORED
+        named = reward_fn_key in rows.files.columns
+        self.data_sources = tuple(
+            sorted(set(rows.files.table[reward_fn_key].to_pylist() if named else [UNNAMED]))
+        )
         self.dropped = rows.dropped
         ids = np.concatenate(rows.prompts).astype(np.int32)
         self.tokens = Ragged.from_lengths(torch.from_numpy(ids), [len(prompt) for prompt in rows.prompts])
@@ -81,22 +106,26 @@ class PromptDataset:
             uid_prefix: the epoch, or "val"; a prompt's uid is "{uid_prefix}-{index}".
 
         Returns:
-            batch["prompts"] Ragged int64; non-tensor uid, data_source, ground_truth, messages (empty for a
-            prompt that is no conversation), extra_info, index (the row's number in the files together).
+            batch["prompts"] Ragged int64; non-tensor uid, data_source, ground_truth, messages (one without
+            a role for a text, none for token ids), extra_info, index (the row's number in all files), and
+            columns, those of the row by name, where the reward reads them so.
         """
         index = self._kept[np.asarray(rows, dtype=np.int64)]
         records = self._files.take(index)
-        return DataProto(
-            {"prompts": self.tokens[list(rows)].to(torch.int64)},
-            {
-                "uid": [f"{uid_prefix}-{row}" for row in index],
-                "data_source": [record[self._source_key] for record in records],
-                "ground_truth": [record["reward_model"]["ground_truth"] for record in records],
-                "messages": [_messages(record[self._prompt_key]) for record in records],
-                "extra_info": [record.get("extra_info") or {} for record in records],
-                "index": index.tolist(),
-            },
-        )
+        prompts = [record[self._prompt_key] for record in records]
+        table: dict[str, list[Any]] = {
+            "uid": [f"{uid_prefix}-{row}" for row in index],
+            "data_source": [record.get(self._source_key, UNNAMED) for record in records],
+            "ground_truth": [(record.get("reward_model") or {}).get("ground_truth") for record in records],
+            "messages": list(map(_messages, prompts)),
+            "extra_info": [record.get("extra_info") or {} for record in records],
+            "index": index.tolist(),
+        }
+        if self._by_name:
+            table["columns"] = [
+                {**record, "prompt": prompt} for record, prompt in zip(records, prompts, strict=True)
+            ]
+        return DataProto({"prompts": self.tokens[list(rows)].to(torch.int64)}, table)
 
     def recall(self, uids: Sequence[str]) -> DataProto:
         """The table of prompts that were in earlier ones, by their uids."""
@@ -114,12 +143,18 @@ class PromptDataset:
         return self._files.take(self._kept[np.asarray(rows, dtype=np.int64)])
 
 
+def _clash(reserved: Sequence[str], row: Mapping[str, Any]) -> str | None:
+    """A column that a reward function could not be given, for its name means something else there."""
+    held = [name for name in reserved if name in row]
+    return f"a column is named {held[0]}, as what a reward function is given beside columns" if held else None
+
+
 def _media_problem(row: Mapping[str, Any], media_keys: Sequence[str]) -> str | None:
     held = [key for key in media_keys if row.get(key)]
     return f"{held[0]}: not empty; models of text alone are trained" if held else None
 
 
 def _messages(prompt: Any) -> list[dict[str, Any]]:
-    if isinstance(prompt, str) or not isinstance(prompt[0], Mapping):
-        return []
-    return plain_messages(prompt)
+    if isinstance(prompt, str):
+        return [{"role": "", "content": prompt}]
+    return plain_messages(prompt) if isinstance(prompt[0], Mapping) else []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tandem.errors import DataError
@@ -69,7 +69,7 @@ def prompt_problem(value: Any) -> str | None:
     return conversation_problem(value)
 
 
-def reward_problem(row: dict[str, Any], reward_fn_key: str) -> str | None:
+def reward_problem(row: Mapping[str, Any], reward_fn_key: str) -> str | None:
     """Names what the reward will lack in this row: its data source, its ground truth."""
     source = row[reward_fn_key]
     if not isinstance(source, str) or not source:

@@ -49,10 +49,12 @@ def read(path: Path, *, tokens: bool) -> Iterator[dict[str, Any]]:
 
 
 def conversation(messages: Sequence[Mapping[str, Any]] | str | None) -> str:
-    """The messages as text, each after its role.
+    """The messages as text, each after its role; a prompt that is a text has none.
 
     Args:
         messages: as files of samples hold them: JSON where they differ in type, None where there are none.
     """
     turns: Sequence[Mapping[str, Any]] = json.loads(messages) if isinstance(messages, str) else messages or ()
-    return "\n".join(f"{turn['role']}: {turn['content']}" for turn in turns)
+    return "\n".join(
+        f"{turn['role']}: {turn['content']}" if turn["role"] else str(turn["content"]) for turn in turns
+    )

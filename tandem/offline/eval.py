@@ -15,10 +15,11 @@ from typing import Any, NamedTuple, Protocol
 
 import pyarrow as pa
 
-from tandem.config.generate import EvalConfig
+from tandem.config.generate import EvalConfig, EvalDataConfig
 from tandem.config.load import to_dict
 from tandem.config.rewards import CustomRewardConfig
 from tandem.data.files import read_files
+from tandem.data.prompts import UNNAMED
 from tandem.data.rows import check_new_columns, json_line, write_rows
 from tandem.data.validate import RowProblems, kind, reward_problem
 from tandem.errors import ConfigError
@@ -38,7 +39,8 @@ from tandem.offline.generate import (
 )
 from tandem.offline.measures import Source, Verdict, measure
 from tandem.protocol import Sample
-from tandem.rewards import Item, Reward, load_custom, reward_for, score
+from tandem.rewards import Item, Scorer, own_reward, reward_for, score
+from tandem.rewards.signatures import VERLS
 
 SCORE_COLUMNS = ("scores", "right", "answers")
 """The columns added to each row: lists, one entry per response."""
@@ -85,10 +87,17 @@ class Responses(Protocol):
 class Generated:
     """Responses that a model writes now."""
 
-    def __init__(self, config: EvalConfig, output: Path, overwrite: bool, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        config: EvalConfig,
+        output: Path,
+        overwrite: bool,
+        say: Callable[[str], None],
+        needs: Sequence[str],
+    ) -> None:
         self._say, self._n, self._samples = say, config.rollout.n, list[Sample]()
         self._tokenizer = offline_tokenizer(config.model)
-        rows = read_rows(config.data, self._tokenizer, say, needs=_needs(config))
+        rows = read_rows(config.data, self._tokenizer, say, needs=needs)
         check_new_columns(rows.table, COLUMNS)
         self._offline = Offline(
             config.data, config.model, config.rollout, config.trainer, self._tokenizer, rows
@@ -114,9 +123,9 @@ class Generated:
 class Given:
     """Responses that a column of the data holds: a text, or a list of texts, in each row."""
 
-    def __init__(self, config: EvalConfig) -> None:
+    def __init__(self, config: EvalConfig, needs: Sequence[str]) -> None:
         data, name = config.data, config.data.response_key
-        keys, columns = ("data.response_key", "data.reward_fn_key"), (name, *_needs(config))
+        keys, columns = ("data.response_key", "data.reward_fn_key"), (name, *needs)
         files = read_files(data.path, columns, optional=None, max_samples=data.max_samples, keys=keys)
         self.table = files.table
         self.where: Callable[[int], str] = files.where
@@ -181,10 +190,14 @@ def _evaluate(
     journals = [beside(output, "scores"), *([beside(output, "responses")] if config.model.path else [])]
     check_new_outputs([output, samples], journals, overwrite)
     custom = config.custom_reward_function
-    reward = None if custom.path is None else load_custom(custom.path, custom.name, custom.reward_kwargs)
-    responses: Responses = Generated(config, output, overwrite, say) if config.model.path else Given(config)
+    reward = own_reward(custom)
+    reads = VERLS if reward is None else reward.reads
+    needs = [config.data.reward_fn_key if name == "data_source" else name for name in reads.needs]
+    responses: Responses = (
+        Generated(config, output, overwrite, say, needs) if config.model.path else Given(config, needs)
+    )
     check_new_columns(responses.table, SCORE_COLUMNS)
-    problems = _problems(responses, config.data.reward_fn_key, reward)
+    problems = _problems(responses, config.data, reward)
     ks = _ks(config.eval.k, min(responses.counts))
     settings = responses.settings | _reward_settings(custom, problems)
     journal = Journal(journals[0], settings, overwrite=overwrite)
@@ -205,7 +218,7 @@ def _evaluate(
 
 
 def _verdicts(
-    responses: Responses, problems: Sequence[Item], reward: Reward | None, journal: Journal
+    responses: Responses, problems: Sequence[Item], reward: Scorer | None, journal: Journal
 ) -> dict[int, list[Verdict]]:
     """The verdicts on the responses to each problem, in their order; those that the journal holds are not
     given again."""
@@ -224,7 +237,7 @@ def _verdicts(
 
     for part in responses.parts():
         waiting += [each for each in part if each[:2] not in found]
-        if len(waiting) >= _SCORED_AT_ONCE:
+        if len(waiting) >= _SCORED_AT_ONCE and not (reward and reward.batched):
             score_waiting()
     score_waiting()
     by_problem: dict[int, list[Verdict]] = {}
@@ -233,7 +246,7 @@ def _verdicts(
     return by_problem
 
 
-def _problems(responses: Responses, source_key: str, reward: Reward | None) -> list[Item]:
+def _problems(responses: Responses, data: EvalDataConfig, reward: Scorer | None) -> list[Item]:
     """The problem of each row as its reward sees it, still without a response.
 
     Raises:
@@ -242,16 +255,18 @@ def _problems(responses: Responses, source_key: str, reward: Reward | None) -> l
     """
     wrong = RowProblems(responses.where)
     items = []
-    names = [
-        name for name in (source_key, "reward_model", "extra_info") if name in responses.table.column_names
-    ]
-    for row, record in enumerate(responses.table.select(names).to_pylist()):
-        problem = reward_problem(record, source_key)
+    source_key, written = data.reward_fn_key, {data.response_key, *COLUMNS}
+    scored = reward is None or "reward_model" in reward.reads.needs
+    kept = [name for name in responses.table.column_names if name not in written]
+    for row, record in enumerate(responses.table.select(kept).to_pylist()):
+        problem = reward_problem(record, source_key) if scored else None
         if problem:
             wrong.add(row, problem)
             continue
-        truth, extra = record["reward_model"]["ground_truth"], record.get("extra_info") or {}
-        items.append(Item(record[source_key], "", truth, extra, row))
+        truth = (record.get("reward_model") or {}).get("ground_truth")
+        columns = {**record, "prompt": record.get(data.prompt_key)}
+        extra, source = record.get("extra_info") or {}, record.get(source_key, UNNAMED)
+        items.append(Item(source, "", truth, extra, row, columns, str(row)))
     wrong.raise_if_any(
         "of the wrong shape",
         field="data.path",
@@ -262,10 +277,6 @@ def _problems(responses: Responses, source_key: str, reward: Reward | None) -> l
     for name in {item.data_source for item in items} if reward is None else ():
         reward_for(name)
     return items
-
-
-def _needs(config: EvalConfig) -> tuple[str, ...]:
-    return (config.data.reward_fn_key, "reward_model")
 
 
 def _ks(asked: Sequence[int], responses: int) -> list[int]:
@@ -291,13 +302,14 @@ def _ks(asked: Sequence[int], responses: int) -> list[int]:
 
 def _reward_settings(custom: CustomRewardConfig, problems: Sequence[Item]) -> dict[str, Any]:
     """The settings that the scores depend on, besides the responses."""
-    path = Path(custom.path or "")
+    files = [Path(path) for path in (custom.path, *(term.path for term in custom.terms)) if path]
+    content = [path.read_bytes().hex() for path in files if path.is_file()]
     return {
         "data.path (ground truths)": _hash(
             [[item.data_source, item.ground_truth, item.extra_info] for item in problems]
         ),
-        "custom_reward_function": [custom.path, custom.name, dict(custom.reward_kwargs)],
-        "custom_reward_function.path (content)": _hash(path.read_text()) if path.is_file() else None,
+        "custom_reward_function": to_dict(custom),
+        "custom_reward_function.path (content)": _hash(content),
     }
 
 

@@ -7,6 +7,7 @@ from tandem.rewards.base import (
     Item,
     Reward,
     Scored,
+    Scorer,
     known_data_sources,
     refuse_data_sources,
     register_reward,
@@ -14,11 +15,15 @@ from tandem.rewards.base import (
     score,
 )
 from tandem.rewards.custom import load_custom
+from tandem.rewards.signatures import Reads
+from tandem.rewards.weighted import own_reward
 
 __all__ = [
     "Item",
+    "Reads",
     "Reward",
     "Scored",
+    "Scorer",
     "arithmetic",
     "dapo",
     "geometry3k",
@@ -26,6 +31,7 @@ __all__ = [
     "known_data_sources",
     "load_custom",
     "math",
+    "own_reward",
     "programs",
     "refuse_data_sources",
     "register_reward",

@@ -1,6 +1,6 @@
 """What a reward is, which one a data source gets, and how its answers are checked.
 
-A reward is a function
+A reward is a function, here as verl calls it (`tandem.rewards.signatures` has the other ways)
 
     compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs) -> float | dict
 
@@ -13,16 +13,17 @@ function with the attribute `batched = True` scores many responses in one call:
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import math
-import os
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from tandem.errors import RewardError
+from tandem.rewards.calling import awaited, exits_raised, told
+from tandem.rewards.signatures import VERLS, Reads
 
 HEAD_CHARACTERS = 200
 """How much of a response a message shows."""
@@ -40,6 +41,9 @@ class Item:
         ground_truth: what the data file gives as such.
         extra_info: further facts of the data file's row.
         index: the row's number in the data files, for messages.
+        columns: the row's columns that the reward reads, by name; "prompt" is as the data hold it.
+        uid: the same for all responses to one prompt.
+        token_ids: the response's tokens.
     """
 
     data_source: str
@@ -47,6 +51,9 @@ class Item:
     ground_truth: Any
     extra_info: Mapping[str, Any] = field(default_factory=dict)
     index: int | None = None
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    uid: str = ""
+    token_ids: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +98,29 @@ class Reward:
     def batched(self) -> bool:
         return bool(getattr(self.function, "batched", False))
 
+    @property
+    def reads(self) -> Reads:
+        """The columns of the data that it reads."""
+        return VERLS
+
+    def arguments(self, item: Item) -> dict[str, Any]:
+        """The arguments of a call for one response."""
+        return {
+            "data_source": item.data_source,
+            "solution_str": item.solution_str,
+            "ground_truth": item.ground_truth,
+            "extra_info": dict(item.extra_info),
+        }
+
+    def batch_arguments(self, items: Sequence[Item]) -> dict[str, Any]:
+        """The arguments of a call for several."""
+        return {
+            "data_sources": [item.data_source for item in items],
+            "solution_strs": [item.solution_str for item in items],
+            "ground_truths": [item.ground_truth for item in items],
+            "extra_infos": [dict(item.extra_info) for item in items],
+        }
+
     def __call__(self, items: Mapping[int, Item]) -> list[Any]:
         """What the function returns for each item, unchecked.
 
@@ -102,36 +132,50 @@ class Reward:
         """
         if self.batched:
             return self._call_batched(items)
+        if inspect.iscoroutinefunction(self.function):
+            found: list[Any] = awaited(self._call_all(items))
+            return found
         return [self._call_one(place, item) for place, item in items.items()]
+
+    def scores(self, items: Mapping[int, Item]) -> dict[int, Scored]:
+        """The scores of items, by their place in the batch.
+
+        Raises:
+            RewardError: it raised, or returned anything but a finite number or a dict of one.
+        """
+        values = zip(items, self(items), strict=True)
+        return {place: checked(self, value, place, items[place]) for place, value in values}
 
     def _call_one(self, place: int, item: Item) -> Any:
         try:
             with exits_raised():
-                return self.function(
-                    data_source=item.data_source,
-                    solution_str=item.solution_str,
-                    ground_truth=item.ground_truth,
-                    extra_info=dict(item.extra_info),
-                    **self.kwargs,
-                )
+                return self.function(**self.arguments(item), **self.kwargs)
         except (Exception, SystemExit) as error:
-            raise self.error(_raised(error), place, item) from error
+            raise self.error(told(error), place, item) from error
+
+    async def _call_all(self, items: Mapping[int, Item]) -> list[Any]:
+        """The calls of an asynchronous function, which wait side by side."""
+
+        async def call(place: int, item: Item) -> Any:
+            try:
+                return await self.function(**self.arguments(item), **self.kwargs)
+            except (Exception, SystemExit) as error:
+                raise self.error(told(error), place, item) from error
+
+        found = await asyncio.gather(*(call(*pair) for pair in items.items()), return_exceptions=True)
+        for failed in filter(lambda each: isinstance(each, BaseException), found):
+            raise failed
+        return found
 
     def _call_batched(self, items: Mapping[int, Item]) -> list[Any]:
         first = next(iter(items.items()))
-        columns = items.values()
         try:
             with exits_raised():
-                values = self.function(
-                    data_sources=[item.data_source for item in columns],
-                    solution_strs=[item.solution_str for item in columns],
-                    ground_truths=[item.ground_truth for item in columns],
-                    extra_infos=[dict(item.extra_info) for item in columns],
-                    **self.kwargs,
-                )
+                values = self.function(**self.batch_arguments(list(items.values())), **self.kwargs)
+                values = awaited(values) if inspect.iscoroutine(values) else values
         except (Exception, SystemExit) as error:
-            told = f"{_raised(error)} (it is batched: shown is the first sample)"
-            raise self.error(told, *first) from error
+            problem = f"{told(error)} (it is batched: shown is the first sample)"
+            raise self.error(problem, *first) from error
         if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__"):
             raise self.error("is batched and returned no list", *first, got=_shown(values))
         if len(values) != len(items):
@@ -152,7 +196,19 @@ class Reward:
         )
 
 
-def score(items: Sequence[Item], custom: Reward | None = None) -> list[Scored]:
+class Scorer(Protocol):
+    """A user's own reward: one function, or several together."""
+
+    @property
+    def batched(self) -> bool: ...
+
+    @property
+    def reads(self) -> Reads: ...
+
+    def scores(self, items: Mapping[int, Item]) -> dict[int, Scored]: ...
+
+
+def score(items: Sequence[Item], custom: Scorer | None = None) -> list[Scored]:
     """Scores of all items, in their order.
 
     Args:
@@ -163,17 +219,21 @@ def score(items: Sequence[Item], custom: Reward | None = None) -> list[Scored]:
         RewardError: a data source without a reward; a function that raised or returned anything but a
             finite number (or a dict of one); names the function and the sample.
     """
-    groups: dict[Reward, dict[int, Item]] = {}
+    groups: dict[Scorer, dict[int, Item]] = {}
     for place, item in enumerate(items):
         groups.setdefault(custom or reward_for(item.data_source), {})[place] = item
     scored: dict[int, Scored] = {}
     for reward, group in groups.items():
-        for (place, item), value in zip(group.items(), reward(group), strict=True):
-            scored[place] = _checked(reward, value, place, item)
+        scored |= reward.scores(group)
     return [scored[place] for place in range(len(items))]
 
 
-def _checked(reward: Reward, value: Any, place: int, item: Item) -> Scored:
+def checked(reward: Reward, value: Any, place: int, item: Item) -> Scored:
+    """The score that a reward function returned for an item.
+
+    Raises:
+        RewardError: it is not a finite number, nor a dict of one.
+    """
     entries = dict(value) if isinstance(value, Mapping) else {"score": value}
     if "score" not in entries:
         raise reward.error("returned a dict without 'score'", place, item, got=_shown(value))
@@ -199,30 +259,6 @@ def _number(value: Any) -> float | None:
         return float(value) if isinstance(value, Real) else None
     except OverflowError:  # an integer beyond floats
         return math.inf
-
-
-@contextmanager
-def exits_raised() -> Iterator[None]:
-    """Makes `os._exit` in this thread raise SystemExit, as `sys.exit` does: a user's function may not end the
-    process without a word. Other threads, and forks of the function's own, exit as ever."""
-    exit_at_once, owner = os._exit, (os.getpid(), threading.get_ident())
-
-    def refuse(status: int) -> NoReturn:
-        if (os.getpid(), threading.get_ident()) != owner:
-            exit_at_once(status)
-        raise SystemExit(status)
-
-    os._exit = refuse
-    try:
-        yield
-    finally:
-        os._exit = exit_at_once
-
-
-def _raised(error: BaseException) -> str:
-    if isinstance(error, SystemExit):
-        return f"wanted to end the process: exit with status {error.code}"
-    return f"raised {type(error).__name__}: {error}"
 
 
 def _shown(value: Any) -> str:

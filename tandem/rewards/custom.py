@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, get_args, get_origin
 
-from tandem.algorithms.loading import execute_file, import_named
+from tandem.algorithms.loading import CODE_FILES, execute_file, import_named
 from tandem.errors import RewardError
-from tandem.rewards.base import Reward, exits_raised
+from tandem.rewards.base import Item, Reward
+from tandem.rewards.calling import exits_raised
+from tandem.rewards.signatures import (
+    Reads,
+    Style,
+    logging_like_trl,
+    named_parameters,
+    reads_of,
+    style_of,
+    takes_all,
+)
 
 PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCHED_PARAMETERS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
@@ -33,6 +43,63 @@ class CustomReward(Reward):
         return load_custom, self.source
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ColumnReward(CustomReward):
+    """A user's own reward function that reads columns of the data by name.
+
+    Attributes:
+        style: how it is called; not verl's way.
+        takes: the parameters that it names; None: it takes all.
+    """
+
+    style: Style = "one"
+    takes: frozenset[str] | None = None
+
+    @property
+    def batched(self) -> bool:
+        return self.style != "one"
+
+    @property
+    def reads(self) -> Reads:
+        return reads_of(self.function, self.style, self.kwargs)
+
+    def arguments(self, item: Item) -> dict[str, Any]:
+        return self._taken({**item.columns, "response": item.solution_str})
+
+    def batch_arguments(self, items: Sequence[Item]) -> dict[str, Any]:
+        texts, prompts = [item.solution_str for item in items], [item.columns["prompt"] for item in items]
+        names = dict.fromkeys(name for item in items for name in item.columns if name != "prompt")
+        given: dict[str, Any] = {name: [item.columns.get(name) for item in items] for name in names}
+        if self.style == "trl":
+            given |= {"prompts": prompts, "completion_ids": [item.token_ids for item in items]}
+            given["completions"] = list(map(_completion, prompts, texts))
+        elif self.style == "group":
+            given |= {"prompt": prompts[0], "responses": texts}
+        else:
+            given |= {"prompts": prompts, "responses": texts}
+        return self._taken(given)
+
+    def _taken(self, given: dict[str, Any]) -> dict[str, Any]:
+        return given if self.takes is None else {name: v for name, v in given.items() if name in self.takes}
+
+    def _call_batched(self, items: Mapping[int, Item]) -> list[Any]:
+        if self.style != "group":
+            return CustomReward._call_batched(self, items)
+        groups: dict[str, dict[int, Item]] = {}
+        for place, item in items.items():
+            groups.setdefault(item.uid, {})[place] = item
+        values = {
+            place: value
+            for group in groups.values()
+            for place, value in zip(group, CustomReward._call_batched(self, group), strict=True)
+        }
+        return [values[place] for place in items]
+
+
+def _completion(prompt: Any, text: str) -> Any:
+    return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+
+
 def load_custom(path: str, name: str = "compute_score", kwargs: Mapping[str, Any] | None = None) -> Reward:
     """A user's own reward function.
 
@@ -43,7 +110,7 @@ def load_custom(path: str, name: str = "compute_score", kwargs: Mapping[str, Any
 
     Raises:
         RewardError: no such file, module or function; the file raised; the function cannot be called
-            as `tandem.rewards.base` says.
+            in one of the ways that `tandem.rewards.signatures` names.
     """
     module = _module(path)
     function = getattr(module, name, None)
@@ -60,14 +127,21 @@ def load_custom(path: str, name: str = "compute_score", kwargs: Mapping[str, Any
     fixed = dict(kwargs or {})
     file = Path(path).expanduser()
     source = str(file.absolute()) if file.is_file() else path
-    reward = CustomReward(f"{name} ({path})", function, fixed, source=(source, name, fixed))
-    _check_signature(reward)
+    style, shown = style_of(function, f"custom_reward_function {name}"), f"{name} ({path})"
+    if style == "verl":
+        reward = CustomReward(shown, function, fixed, source=(source, name, fixed))
+        _check_signature(reward)
+    else:
+        takes = None if takes_all(function) else frozenset(named_parameters(function)) - fixed.keys()
+        called = logging_like_trl(function) if style == "trl" else function
+        reward = ColumnReward(shown, called, fixed, source=(source, name, fixed), style=style, takes=takes)
+    _check_choices(reward)
     return reward
 
 
 def _module(path: str) -> ModuleType:
     file = Path(path).expanduser()
-    is_file = file.suffix == ".py" or "/" in path
+    is_file = file.suffix in CODE_FILES or "/" in path
     if is_file and not file.is_file():
         raise RewardError("no such file", field="custom_reward_function.path", got=path)
     try:
@@ -98,7 +172,6 @@ def _check_signature(reward: Reward) -> None:
             remedy="take these arguments by these names, or any with **kwargs; the entries of "
             "custom_reward_function.reward_kwargs are among them",
         ) from error
-    _check_choices(reward)
 
 
 def _check_choices(reward: Reward) -> None:

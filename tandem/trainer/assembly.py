@@ -4,7 +4,7 @@ anything costlier is made."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
@@ -12,29 +12,29 @@ from transformers import PreTrainedTokenizerBase
 
 from tandem.algorithms.entropy import AdaptiveEntropyController
 from tandem.algorithms.kl import kl_controller
+from tandem.algorithms.loading import load_function
 from tandem.config.actor import ActorConfig
 from tandem.config.model import ModelConfig
-from tandem.config.rewards import CustomRewardConfig
 from tandem.config.root import TrainConfig
 from tandem.config.supervised import RMConfig, SFTConfig, SupervisedConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.data.loader import batches_of
 from tandem.models.loading import lacks_score_head, load_config, load_tokenizer
 from tandem.observability.stacks import withdraw_stacks
-from tandem.rewards import Reward, load_custom, reward_for
+from tandem.rewards import own_reward, reward_for
 from tandem.runtime import Backend, ResourcePool, Worker, WorkerGroup
 from tandem.runtime.worker import WorkerFactory
 from tandem.trainer.checks import check_algorithms, models_of, say_idle_offload
 from tandem.trainer.gathering import Evaluator, Gathered, Gatherer
 from tandem.trainer.launch import Launcher, make_backend, plain_errors, recipes
-from tandem.trainer.loop import Rhythm
+from tandem.trainer.loop import Listener, Rhythm
 from tandem.trainer.placing import CONTROLLER_POOL, cast_roles, configured_placement, pools_of, tenants
 from tandem.trainer.ppo import PPOTrainer
 from tandem.trainer.prompts import Prompts
 from tandem.trainer.sampling_params import sampling, stop_token_ids
 from tandem.trainer.schedule import Schedule
 from tandem.trainer.session import OpenRun, RunsConfig, Session, open_run
-from tandem.trainer.steps import plan_run
+from tandem.trainer.steps import Plan, plan_run
 from tandem.trainer.supervised import SupervisedTrainer, Task, rm_task, sft_task
 from tandem.workers.data import DataFacts, ExamplesWorker
 from tandem.workers.supervised import SupervisedWorker
@@ -49,6 +49,7 @@ def build_ppo(
     say: Say,
     trainer: type[PPOTrainer] = PPOTrainer,
     schedule: Schedule[Gathered] | None = None,
+    listeners: Sequence[Listener] = (),
 ) -> PPOTrainer:
     """The trainer of a resolved config. Its workers run until its `shutdown`; where this raises, they
     have been ended.
@@ -56,6 +57,7 @@ def build_ppo(
     Args:
         trainer: its class.
         schedule: see `Loop`.
+        listeners: called with each step that is done, after the config's own.
 
     Raises:
         TandemError: the config asks for what is not there: a device, files, an algorithm, a logger.
@@ -63,21 +65,19 @@ def build_ppo(
     policy, kl = config.actor_rollout_ref, config.algorithm.kl_ctrl
     spec = check_algorithms(config)
     cast = cast_roles(config, spec)
-    placement = configured_placement(config.trainer)
-    placed = tenants(placement, cast)
-    models = models_of(config, cast.played)
-    say_idle_offload(config.trainer, models, say)
-    reward = _own_reward(config.custom_reward_function)
+    placed = tenants(configured_placement(config.trainer), cast)
+    say_idle_offload(config.trainer, models_of(config, cast.played), say)
+    reward = own_reward(config.custom_reward_function)
     tokenizer = _tokenizer(policy.model)
     with _opened(config, say) as (run, backend):
         backend.reserve(list(pools_of(placed).values()))
-        reader = placed["data"].worker
+        reader = partial(placed["data"].worker, **({} if reward is None else {"reads": reward.reads}))
         data, facts = _data(backend, partial(reader, config.data, tokenizer, run.folder))
-        if "reward" in cast.played and reward is None:
-            for source in facts.sources:
-                reward_for(source)
+        for source in facts.sources if "reward" in cast.played and reward is None else ():
+            reward_for(source)
 
         plan = plan_run(config, spec, batches_of(facts.rows, config.data.train_batch_size))
+        _say_beginning(config, run, facts.rows, plan, say)
         stops = stop_token_ids(policy.model.path, tokenizer)
         gatherer = _gatherer(config, data, facts.rows, stops)
         launcher = Launcher(
@@ -89,7 +89,7 @@ def build_ppo(
             scores_parts=reward is None or not reward.batched,
         )
         roles = launcher.launch(placed, data)
-        return trainer(
+        made = trainer(
             plan,
             _rhythm(config.trainer, plan.total_steps),
             Session(run, roles.members, plan.total_steps, say),
@@ -101,6 +101,8 @@ def build_ppo(
             _entropy_controller(policy.actor),
             schedule,
         )
+        made.listeners += [*_own_listener(config.trainer.on_step), *listeners]
+        return made
 
 
 def build_sft(config: SFTConfig, *, say: Say) -> SupervisedTrainer:
@@ -139,6 +141,7 @@ def build_supervised(config: SupervisedConfig, task: Task, *, say: Say) -> Super
         prompts = Prompts(data, facts.rows, order.train_batch_size, shuffle=order.shuffle, seed=order.seed)
 
         steps = trainer.steps(prompts.steps_per_epoch)
+        say(run.beginning(config.model.path, facts.rows, f"{order.train_batch_size} rows", steps))
         worker: type[Worker] = SupervisedWorker
         factory = partial(
             worker, config, role=task.role, kind=task.kind, loss=task.loss, total_steps=steps, run=run.folder
@@ -171,9 +174,15 @@ def _opened(config: RunsConfig, say: Say) -> Iterator[tuple[OpenRun, Backend]]:
         undo.pop_all()
 
 
-def _own_reward(custom: CustomRewardConfig) -> Reward | None:
-    """The user's own reward function; None where the data sources' own ones score."""
-    return None if custom.path is None else load_custom(custom.path, custom.name, custom.reward_kwargs)
+def _say_beginning(config: TrainConfig, run: OpenRun, rows: int, plan: Plan, say: Say) -> None:
+    what = f"{config.data.train_batch_size} prompts × {plan.at(1).n} responses"
+    say(run.beginning(config.actor_rollout_ref.model.path, rows, what, plan.total_steps))
+
+
+def _own_listener(on_step: str | None) -> Iterator[Listener]:
+    if on_step is not None:
+        function = load_function(on_step)
+        yield lambda step: function(step.number, step.metrics)
 
 
 def _tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:

@@ -15,7 +15,7 @@ from tandem.config.root import TrainConfig
 from tandem.config.trainer import RunConfig
 from tandem.errors import ConfigError, TandemError, WorkerFailure
 from tandem.observability.run import RunFolder
-from tandem.rewards import Reward
+from tandem.rewards import Scorer
 from tandem.runtime import Backend, LocalBackend, Placement, ResourcePool, WorkerGroup
 from tandem.runtime.worker import WorkerFactory
 from tandem.trainer.placing import Cast, Tenant, pools_of, tenants
@@ -99,13 +99,13 @@ Recipe = Callable[[Tenant], WorkerFactory]
 
 
 def recipes(
-    config: TrainConfig, plan: Plan, tokenizer: PreTrainedTokenizerBase, reward: Reward | None, run: RunFolder
+    config: TrainConfig, plan: Plan, tokenizer: PreTrainedTokenizerBase, reward: Scorer | None, run: RunFolder
 ) -> dict[str, Recipe]:
     """What the workers of each role are made with, besides those of the data.
 
     Args:
         tokenizer: the policy's.
-        reward: the user's own reward function; None takes each data source's.
+        reward: the user's own; None takes each data source's.
         run: the run folder.
     """
     trainer, actor = config.trainer, config.actor_rollout_ref.actor

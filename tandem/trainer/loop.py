@@ -4,10 +4,11 @@ how a step is answered and learnt from, and what of it a checkpoint holds."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic
+from typing import Any, Generic, NamedTuple
 
 from tandem.runtime import Backend, BatchFuture, WorkerGroup
 from tandem.trainer.perf import take_observed, take_timings, take_usage
@@ -23,7 +24,7 @@ class Rhythm:
     Attributes:
         total_steps: training steps.
         test_freq: steps between validations, one at the end included; 0 or less: none.
-        save_freq: steps between checkpoints, likewise.
+        save_freq: steps between checkpoints, one at the end included; -1: at the end alone; 0: none.
         val_before_train: whether a new run validates before its first step.
         val_only: whether validation is all there is to do.
         samples_freq: steps between files of samples; 0 or less: none.
@@ -44,13 +45,31 @@ class Rhythm:
         return self._due(self.test_freq, step)
 
     def saves(self, step: int) -> bool:
-        return self._due(self.save_freq, step)
+        return self._due(self.save_freq, step) or (self.save_freq < 0 and step == self.total_steps)
 
     def writes_samples(self, step: int) -> bool:
         return self.samples_freq > 0 and step % self.samples_freq == 0
 
     def _due(self, frequency: int, step: int) -> bool:
         return frequency > 0 and (step % frequency == 0 or step == self.total_steps)
+
+
+class Step(NamedTuple):
+    """A training step that was done.
+
+    Attributes:
+        number: from 1.
+        metrics: by name; those of a validation among them where one followed.
+        interrupted: whether an interrupt (Ctrl-C, SIGTERM) came during it; it was finished and saved.
+    """
+
+    number: int
+    metrics: dict[str, float]
+    interrupted: bool
+
+
+Listener = Callable[[Step], object]
+"""Is called with each step that is done."""
 
 
 class Loop(ABC, Generic[E]):
@@ -62,6 +81,11 @@ class Loop(ABC, Generic[E]):
         session: the run folder, its metrics and checkpoints.
         backend: where the workers run.
         schedule: the order of generation and learning; None is one after the other.
+
+    Attributes:
+        listeners: called with each step that is done.
+        done: the last of them.
+        steps_taken: how many.
     """
 
     def __init__(
@@ -77,18 +101,32 @@ class Loop(ABC, Generic[E]):
         self.session = session
         self.backend = backend
         self.schedule = Synchronous() if schedule is None else schedule
-        self._done: tuple[int, dict[str, float]] = (0, {})
+        self.listeners: list[Listener] = []
+        self.done = Step(0, {}, interrupted=False)
+        self.steps_taken = 0
+        self._saved = 0
 
     def fit(self) -> None:
         """Runs to the last step, or to an interrupt, whose step is finished and saved first."""
+        with self.session.listening(), closing(self.steps()) as steps:
+            for step in steps:
+                if step.interrupted:
+                    return
+
+    def steps(self) -> Generator[Step, None, None]:
+        """Begins the run, which gives step 0 or the one resumed from, and then takes a step each time it is
+        asked for the next. Closed before the last, it leaves a run that can be resumed."""
         with self.session as session:
-            step = session.restore(self._restore, forget=not self.rhythm.val_only)
+            step = self._saved = session.restore(self._restore, forget=not self.rhythm.val_only)
+            first = dict(session.restored)
             if self.can_validate and self.rhythm.validates_first(step):
-                session.log(step, session.restored | self.validate(step) | session.timeline.take())
+                first |= self.validate(step)
+                session.log(step, first | session.timeline.take())
             self.forget_measures()
             session.finishes_steps = True
-            stop = self.rhythm.val_only
-            while step < self.rhythm.total_steps and not stop:
+            self.done = Step(step, first, interrupted=False)
+            yield self.done
+            while step < self.rhythm.total_steps and not self.rhythm.val_only:
                 step += 1
                 with session.phase("step"):
                     metrics = self.schedule.step(step, self)
@@ -97,13 +135,17 @@ class Loop(ABC, Generic[E]):
                     with session.phase("testing"):  # after the step's own observations were taken
                         metrics |= self.validate(step)
                         self.forget_measures()
-                stop = session.interrupted  # read once: an interrupt after this is for the next step
-                if self.rhythm.saves(step) or stop:
+                interrupted = session.interrupted  # read once: an interrupt after this is for the next step
+                if self.rhythm.saves(step) or interrupted:
                     self.save(step, metrics)
                 session.log(step, metrics | session.timeline.take())
                 session.check_save()
-                self._done = step, metrics
+                self.done = Step(step, metrics, interrupted)
+                self.steps_taken += 1
                 self.at_step_boundary(step)
+                for listener in self.listeners:
+                    listener(self.done)
+                yield self.done
 
     def next_batch(self) -> BatchFuture:
         """The prompts, or examples, of the next step."""
@@ -169,13 +211,18 @@ class Loop(ABC, Generic[E]):
         begun = self.schedule.state_dict()
         state = self.state_dict() | ({"schedule": begun} if begun else {})
         path = self.session.save(step, state, metrics, wait=wait)
+        self._saved = step
         self.forget_measures()
         return path
 
     def save_last(self) -> Path:
         """The whole checkpoint of the step just done; its folder."""
-        step, metrics = self._done
-        return self.save(step, metrics, wait=True)
+        return self.save(self.done.number, self.done.metrics, wait=True)
+
+    def save_unsaved(self) -> None:
+        """A checkpoint of the step just done, unless there is one."""
+        if self.done.number > self._saved:
+            self.save_last()
 
     def forget_measures(self) -> None:
         """Drops what workers counted and timed outside of steps, such as loading models, so that no step is

@@ -14,10 +14,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
+
 from tandem.algorithms.entropy import AdaptiveEntropyController
 from tandem.algorithms.kl import AdaptiveKLController, FixedKLController
 from tandem.errors import CheckpointError
 from tandem.observability.metrics import Metrics
+from tandem.protocol import DataProto, SamplingParams
 from tandem.runtime import BatchFuture, Future, Placement, WorkerGroup
 from tandem.trainer.exact_kl import ExactKL
 from tandem.trainer.gathering import Evaluator, Gathered, Gatherer
@@ -163,6 +166,17 @@ class PPOTrainer(Loop[Gathered]):
         metrics = self.evaluator.run(step, self.roles)
         self.session.show_generations(step, self.evaluator.shown)
         return metrics
+
+    def sample(self, prompts: DataProto, n: int, params: SamplingParams) -> list[Tensor]:
+        """The tokens of n responses to each prompt, drawn from the policy as it is now.
+
+        Args:
+            prompts: `prompts` Ragged int64, and a `uid` of each.
+        """
+        self._update_rollout()
+        samples = self.roles.rollout.generate_sequences(prompts, n, params).get()
+        rows = zip(samples.ragged("tokens"), samples.ragged("response_mask"), strict=True)
+        return [tokens[written] for tokens, written in rows]
 
     def _update_rollout(self) -> None:
         if not self._rollout_is_current:

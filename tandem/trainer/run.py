@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -14,8 +14,10 @@ from tandem.config.trainer import RunConfig
 from tandem.errors import WorkerFailure
 from tandem.observability.files import append_line
 from tandem.trainer.assembly import build_ppo, build_rm, build_sft
+from tandem.trainer.loop import Listener
 from tandem.trainer.ppo import PPOTrainer
 from tandem.trainer.supervised import SupervisedTrainer
+from tandem.trainer.telling import ending
 
 FAILURES = "failure.txt"
 """In the run's log folder: the reports of its failures."""
@@ -37,14 +39,19 @@ Build = Callable[[C], Trainer]
 
 
 def run_ppo(
-    config: TrainConfig, *, say: Callable[[str], None], trainer: type[PPOTrainer] = PPOTrainer
+    config: TrainConfig,
+    *,
+    say: Callable[[str], None],
+    trainer: type[PPOTrainer] = PPOTrainer,
+    listeners: Sequence[Listener] = (),
 ) -> bool:
     """Trains by reinforcement to the end; see `run`.
 
     Args:
         trainer: its class.
+        listeners: called with each step that is done.
     """
-    return run(config, partial(build_ppo, say=say, trainer=trainer), say)
+    return run(config, partial(build_ppo, say=say, trainer=trainer, listeners=listeners), say)
 
 
 def run_sft(config: SFTConfig, *, say: Callable[[str], None]) -> bool:
@@ -75,7 +82,10 @@ def run(config: C, build: Build[C], say: Callable[[str], None]) -> bool:
     for restart in range(config.trainer.max_restarts + 1):
         attempt = Attempt(config, build)
         try:
-            return attempt.run()
+            interrupted = attempt.run()
+            if not interrupted:
+                say(ending(Path(config.trainer.default_local_dir), steps_taken=attempt.steps_taken))
+            return interrupted
         except WorkerFailure as failure:
             report = _record(failure, Path(config.trainer.default_local_dir))
             left = config.trainer.max_restarts - restart
@@ -107,6 +117,10 @@ class Attempt(Generic[C]):
         finally:
             self._trainer.shutdown()
         return self.interrupted
+
+    @property
+    def steps_taken(self) -> int:
+        return 0 if self._trainer is None else self._trainer.steps_taken
 
     @property
     def interrupted(self) -> bool:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, suppress
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -28,6 +29,7 @@ from tandem.observability.sinks.registry import Sinks, require_sinks
 from tandem.observability.stacks import offer_stacks
 from tandem.observability.timers import Timeline
 from tandem.trainer.saving import Saver, Saves, best_of
+from tandem.trainer.telling import beginning
 
 RunsConfig = TrainConfig | SupervisedConfig
 """A config with a run."""
@@ -52,6 +54,11 @@ class OpenRun:
     checkpoints: CheckpointManager
     lock: ProcessLock
     resolved: dict[str, Any]
+
+    def beginning(self, model: str, rows: int, what: str, steps: int) -> str:
+        """The sentence with which the run begins; see `tandem.trainer.telling.beginning`."""
+        checkpoint = None if self.checkpoint is None else self.checkpoint.path
+        return beginning(model, rows, what, steps, Path(self.config.default_local_dir), checkpoint)
 
     @property
     def goes_on(self) -> bool:
@@ -128,7 +135,6 @@ class Session:
         self._watch: LearningWatch | None = None
         self._print = say
         self._saver = Saver(run.checkpoints, run.config, lambda: self.members, self._is_there, self.say)
-        self._previous_handlers: dict[signal.Signals, Any] = {}
 
     def say(self, sentence: str) -> None:
         """Prints a sentence to the user and writes it to the run's log."""
@@ -140,8 +146,6 @@ class Session:
 
     def __enter__(self) -> Session:
         self.run.lock.acquire()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._previous_handlers[number] = signal.signal(number, self._on_interrupt)
         self.folder.log(f"started as process {os.getpid()}")
         return self
 
@@ -150,7 +154,7 @@ class Session:
     ) -> None:
         how = "failed"
         try:
-            if error is None:
+            if error is None or isinstance(error, GeneratorExit):  # the caller wants no further step
                 self._saver.finish()
             elif isinstance(error, KeyboardInterrupt):
                 self._saver.end(error)
@@ -162,16 +166,30 @@ class Session:
         finally:
             with suppress(OSError):  # a full disk, which must not hide what ended the run
                 self.folder.event("end", how=how)
-            for number, handler in self._previous_handlers.items():
-                signal.signal(number, handler)
             if self._sinks:
                 self._sinks.close()
             self.run.lock.release()
 
     def _how_it_ended(self, error: BaseException | None) -> str:
-        if self.interrupted or isinstance(error, KeyboardInterrupt):
+        if self.interrupted or isinstance(error, KeyboardInterrupt | GeneratorExit):
             return "interrupted"
         return "finished" if error is None else "failed"
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Makes an interrupt (Ctrl-C, SIGTERM) in the block let the step at hand finish. Outside of the main
+        thread, which alone gets signals, it does nothing."""
+        self.interrupted = False
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        before = [signal.signal(number, self._on_interrupt) for number in numbers]
+        try:
+            yield
+        finally:
+            for number, handler in zip(numbers, before, strict=True):
+                signal.signal(number, handler)
 
     def _say_stopped(self) -> None:
         whole = sorted(path.name for path in self.folder.checkpoints.glob("step_*"))

@@ -15,6 +15,7 @@ from tandem.data.loader import BatchLoader, Dataset, EveryRow
 from tandem.data.prompts import PromptDataset
 from tandem.observability.run import RunFolder
 from tandem.protocol import DataProto
+from tandem.rewards.signatures import VERLS, Reads
 from tandem.runtime import Dispatch, register
 from tandem.workers.base import TimedWorker
 
@@ -98,16 +99,19 @@ class DataWorker(DatasetWorker):
         config: the resolved data section.
         tokenizer: formats and tokenises the prompts.
         run: the run folder.
+        reads: the columns that the reward reads.
 
     Raises:
         DataError: anything wrong with the files or their rows, or too few of them for a batch.
     """
 
-    def __init__(self, config: DataConfig, tokenizer: PreTrainedTokenizerBase, run: RunFolder) -> None:
-        train = prompt_dataset(config, tokenizer, config.train_files, config.train_max_samples)
+    def __init__(
+        self, config: DataConfig, tokenizer: PreTrainedTokenizerBase, run: RunFolder, reads: Reads = VERLS
+    ) -> None:
+        train = prompt_dataset(config, tokenizer, config.train_files, config.train_max_samples, reads)
         sources, batches = set(train.data_sources), None
         if config.val_files:
-            validation = prompt_dataset(config, tokenizer, config.val_files, config.val_max_samples)
+            validation = prompt_dataset(config, tokenizer, config.val_files, config.val_max_samples, reads)
             sources |= set(validation.data_sources)
             batches = EveryRow(validation, config.val_batch_size)
         self._prompts = train
@@ -183,11 +187,17 @@ def _drawn(config: DataConfig, prompts: PromptDataset) -> DrawnBatches | None:
 
 
 def prompt_dataset(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, files: tuple[str, ...], max_samples: int
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    files: tuple[str, ...],
+    max_samples: int,
+    reads: Reads = VERLS,
 ) -> PromptDataset:
     return PromptDataset(
         list(files),
         tokenizer,
+        needs=reads.needs,
+        optional=reads.optional,
         prompt_key=config.prompt_key,
         reward_fn_key=config.reward_fn_key,
         media_keys=(config.image_key, config.video_key, config.audio_key),

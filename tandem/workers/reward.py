@@ -3,12 +3,15 @@ last token."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from tandem.observability.run import RunFolder
 from tandem.protocol import DataProto, Ragged
-from tandem.rewards import Item, Reward, score
+from tandem.rewards import Item, Scorer, score
 from tandem.runtime import Dispatch, register
 from tandem.workers.base import TimedWorker, response_texts
 
@@ -18,11 +21,11 @@ class RewardWorker(TimedWorker):
 
     Args:
         tokenizer: decodes responses.
-        reward: the user's own function; None takes each data source's.
+        reward: the user's own; None takes each data source's.
         run: the run folder.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, reward: Reward | None, run: RunFolder) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, reward: Scorer | None, run: RunFolder) -> None:
         super().__init__(run, "reward")
         self.tokenizer = tokenizer
         self.reward = reward
@@ -43,15 +46,13 @@ class RewardWorker(TimedWorker):
     def _scored(self, batch: DataProto) -> DataProto:
         texts = response_texts(self.tokenizer, batch)
         arrays = batch.non_tensor_batch
+        named = ("data_source", "ground_truth", "extra_info", "index", "uid")
+        columns: Iterable[Any] = arrays.get("columns", [{}] * len(texts))
+        written = zip(batch.ragged("tokens"), batch.ragged("response_mask"), strict=True)
         items = [
-            Item(data_source, text, ground_truth, extra_info, index)
-            for data_source, text, ground_truth, extra_info, index in zip(
-                arrays["data_source"],
-                texts,
-                arrays["ground_truth"],
-                arrays["extra_info"],
-                arrays["index"],
-                strict=True,
+            Item(source, text, truth, extra, index, row, uid, ids[mask].tolist() if row else ())
+            for source, truth, extra, index, uid, text, row, (ids, mask) in zip(
+                *(arrays[name] for name in named), texts, columns, written, strict=True
             )
         ]
         scored = score(items, self.reward)

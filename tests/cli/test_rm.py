@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tandem.cli.main import main
 from tandem.config.rewards import RewardBackboneConfig, RewardModelConfig
-from tandem.data import PreferenceDataset
+from tandem.data.preferences import PreferenceDataset
 from tandem.observability.run import RunFolder, read_metrics
 from tandem.offline.export import export_checkpoint
 from tandem.protocol import DataProto

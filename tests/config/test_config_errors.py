@@ -185,7 +185,7 @@ WRONG = {
     ),
     "no value": (["trainer.logger"], "None", "not an override", "key=value", None),
     "mini-batch above the batch": (
-        ["data.train_batch_size=64"],
+        ["data.train_batch_size=64", f"{A}.ppo_mini_batch_size=65"],
         f"{A}.ppo_mini_batch_size",
         "larger than data.train_batch_size",
         "at most 64, and a divisor of it",

@@ -49,7 +49,9 @@ def test_steps_depend_on_the_rows_unless_given(load):
     assert "steps" not in sizes
     assert "steps per epoch" not in sizes
     assert derived(load("trainer.total_training_steps=7").config)["steps"] == 7
-    assert derived(load("trainer.total_training_steps=7").config)["actor optimizer steps"] == 28
+    assert derived(load("trainer.total_training_steps=7").config)["actor optimizer steps"] == 7
+    quarters = load("trainer.total_training_steps=7", "actor_rollout_ref.actor.ppo_mini_batch_size=256")
+    assert derived(quarters.config)["actor optimizer steps"] == 28
 
 
 def test_phases_that_do_not_run_have_no_sizes(load):

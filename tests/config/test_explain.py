@@ -88,7 +88,7 @@ def test_command_used_wrongly():
 def test_check_command(capsys, required, train_file, model):
     assert check(required) == 0
     out = capsys.readouterr().out
-    assert "samples per step: 1024\n" in out
+    assert "samples per step: 64\n" in out
     assert "the config is sound\n" in out
     assert check(["--sft", f"data.train_files={train_file}", f"model.path={model}"]) == 0
     assert capsys.readouterr().out.startswith("the config is sound\n")

@@ -76,7 +76,7 @@ def test_a_loss_with_one_advantage_is_refused_where_tokens_have_their_own(load, 
 @pytest.mark.parametrize("loss", pairs.NO_RATIO)
 def test_updates_that_nothing_corrects_are_told(load, loss: str) -> None:
     word = f"{A}.policy_loss.loss_mode={loss}"
-    (notice,) = load(*GRPO, word, f"{A}.ppo_epochs=2").notices
+    (notice,) = load(*GRPO, word, f"{A}.ppo_mini_batch_size=256", f"{A}.ppo_epochs=2").notices
     assert f"{loss}: it has no ratio, so 7 of 8 updates per batch take samples of an older policy" in notice
     assert load(*GRPO, word, *ONE_UPDATE).notices == ()
 
@@ -85,7 +85,7 @@ def test_a_penalty_that_is_always_zero_is_told(load) -> None:
     word = f"{A}.policy_loss.loss_mode=kl_cov"
     (notice,) = load(*GRPO, word, *ONE_UPDATE).notices
     assert "with one update per batch its penalty is always zero" in notice
-    assert load(*GRPO, word).notices == ()
+    assert load(*GRPO, word, f"{A}.ppo_mini_batch_size=256").notices == ()
 
 
 @pytest.mark.parametrize("loss", pairs.BY_SEQUENCE)

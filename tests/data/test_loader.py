@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tandem.data import BatchLoader, BatchOrder, EveryRow
+from tandem.data.loader import BatchLoader, BatchOrder, EveryRow
 from tandem.errors import DataError
 from tandem.protocol import DataProto
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.data import PreferenceDataset
+from tandem.data.preferences import PreferenceDataset
 from tandem.errors import DataError
 from tandem.protocol import Ragged
 

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from tandem.data import PromptDataset
+from tandem.data.prompts import PromptDataset
 from tandem.errors import DataError
 
 Row = Callable[..., dict[str, Any]]
@@ -75,7 +75,8 @@ def test_text_needs_no_template(files: Any, tokenizer: Any, prompt_row: Row) -> 
     dataset = PromptDataset(files.parquet(rows), tokenizer)
     assert [tokenizer.decode(ids) for ids in dataset.tokens.unbind()] == ["12+7=", "<|im_start|>héé\n"]
     assert dataset.tokens.row(1)[0] == tokenizer.convert_tokens_to_ids("<|im_start|>")
-    assert list(dataset.batch([0], uid_prefix="0").non_tensor_batch["messages"]) == [[]]
+    messages = dataset.batch([0], uid_prefix="0").non_tensor_batch["messages"]
+    assert list(messages) == [[{"role": "", "content": "12+7="}]]
 
 
 def test_other_column_names_and_template_options(files: Any, tokenizer: Any, prompt_row: Row) -> None:

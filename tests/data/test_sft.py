@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.data import BatchLoader, SFTDataset
+from tandem.data.loader import BatchLoader
+from tandem.data.sft import SFTDataset
 from tandem.errors import DataError
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.shop import SOURCES
+from tests.support.tiny import make_model
 
 
 def test_the_program_of_ones_own_on_ray(
@@ -22,3 +23,19 @@ def test_the_program_of_ones_own_on_ray(
     shown = re.search(r"print\(.*\)  # (.*)", program)
     assert shown is not None
     assert shown[1] in capfd.readouterr().out.splitlines()
+
+
+@pytest.mark.slow
+def test_the_first_screen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (SOURCES / "README.md").read_text(), re.DOTALL)
+    program = "".join(blocks[:2]).replace(
+        "path/to/model", str(make_model(tmp_path / "model", max_position_embeddings=1024))
+    )
+    assert program.count("steps=100, ") == 1
+    file = tmp_path / "first.py"
+    file.write_text(program.replace("steps=100, ", "steps=3, ").replace("val=rows", "steps=1, val=rows"))
+    monkeypatch.chdir(tmp_path)
+    names = runpy.run_path(str(file))
+    assert names["run"].steps == 3
+    assert (tmp_path / "my-model" / "config.json").is_file()
+    assert [row["step"] for row in names["trainer"].run.metrics] == [0, 1]

@@ -219,7 +219,7 @@ def test_the_names_make_the_run_folder(shop: Shop, tmp_path: Path, monkeypatch: 
 
 
 @tries("trainer.save_freq")
-@pytest.mark.parametrize(("frequency", "steps"), [(1, [1, 2, 3]), (2, [2, 3]), (50, [3]), (-1, [])])
+@pytest.mark.parametrize(("frequency", "steps"), [(1, [1, 2, 3]), (2, [2, 3]), (50, [3]), (-1, [3]), (0, [])])
 def test_saves_come_every_so_many_steps_and_at_the_end(shop: Shop, frequency: int, steps: list[int]) -> None:
     run = shop.run(f"save_{frequency}", f"trainer.save_freq={frequency}", "trainer.total_training_steps=3")
     names = sorted(os.listdir(run.folder / "checkpoints"))

@@ -102,6 +102,7 @@ class Lab:
             "actor_rollout_ref.rollout.n": 3,
             "trainer.total_training_steps": 2,
             "trainer.default_local_dir": run,
+            "trainer.save_freq": 0,
             "trainer.samples_freq": 1,
             "trainer.logger": "[]",
         }

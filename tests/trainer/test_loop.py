@@ -66,12 +66,18 @@ def test_what_a_schedule_has_begun_is_in_the_checkpoint(lab: Lab) -> None:
     assert again.calls[:2] == ["generate 5", "generate 6"]
 
 
-@pytest.mark.parametrize(("freq", "at"), [(-1, []), (2, [2, 4, 5]), (5, [5]), (9, [5])])
+@pytest.mark.parametrize(("freq", "at"), [(0, []), (2, [2, 4, 5]), (5, [5]), (9, [5])])
 def test_what_happens_every_few_steps_happens_at_the_end_too(freq: int, at: list[int]) -> None:
     rhythm = Rhythm(5, test_freq=freq, save_freq=freq)
     steps = range(1, 6)
     assert [step for step in steps if rhythm.saves(step)] == at
     assert [step for step in steps if rhythm.validates(step)] == at
+
+
+def test_without_a_frequency_the_last_step_alone_is_saved() -> None:
+    rhythm = Rhythm(5, test_freq=-1, save_freq=-1)
+    assert [step for step in range(1, 6) if rhythm.saves(step)] == [5]
+    assert [step for step in range(1, 6) if rhythm.validates(step)] == []
 
 
 def test_a_new_run_validates_first_and_one_that_only_validates_always() -> None:

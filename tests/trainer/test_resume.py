@@ -123,7 +123,7 @@ def test_going_back_leaves_the_later_branch_aside(lab: Lab, whole: Finished) -> 
     early = first.folder / "checkpoints" / "step_000002"
     again = lab.run(
         "back", *words, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={early}",
-        "trainer.total_training_steps=3", "trainer.save_freq=-1",
+        "trainer.total_training_steps=3", "trainer.save_freq=0",
     )  # fmt: skip
     assert [row["step"] for row in again.rows] == [0, 1, 2, 3]
     assert sorted(p.name for p in (again.folder / "checkpoints").iterdir()) == ["step_000002"]

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from tandem.config.fsdp import FSDPConfig
 from tandem.config.model import BackboneConfig
 from tandem.config.optim import OptimConfig
-from tandem.data import PreferenceDataset, SFTDataset
+from tandem.data.preferences import PreferenceDataset
+from tandem.data.sft import SFTDataset
 from tandem.engines.train.base import LossFn, MicroBatching
 from tandem.engines.train.fsdp import FSDPEngine
 from tandem.protocol import DataProto

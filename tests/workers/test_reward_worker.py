@@ -27,6 +27,7 @@ def test_responses_are_decoded_without_prompt_and_special_tokens_and_scored(tmp_
             "ground_truth": ["3", "4"],
             "extra_info": [{}, {}],
             "index": [0, 1],
+            "uid": ["a", "b"],
         },
     )
     worker = RewardWorker(tokenizer, None, RunFolder(tmp_path / "run"))

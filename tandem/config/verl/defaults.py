@@ -25,7 +25,7 @@ def differing(given: Collection[str]) -> str:
     """A sentence that lists the defaults that count, are others in verl, and were not given."""
     ours = keys(TrainConfig)
     rows = [
-        f"{name}={shown(ours[name].default)} (verl: {shown(value)})"
+        f"{name}={ours[name].inherits or shown(ours[name].default)} (verl: {shown(value)})"
         for name, value in DEFAULTS.items()
         if name not in given
     ]

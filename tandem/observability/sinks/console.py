@@ -1,4 +1,4 @@
-"""Progress for people: a line for a step, two a second at most, and the whole table of metrics at the end."""
+"""Progress for people: a line for a step, two a second at most."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from textwrap import indent
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from tandem.observability.sinks.base import Generation, RunInfo
@@ -56,8 +55,6 @@ class ConsoleSink:
         parts += [form.format(shown[name]) for name, form in _HEADLINES.items() if name in shown]
         parts += self._time_left(step, now)
         self._console.print("  ".join(parts), soft_wrap=True)
-        if at_end:
-            self._console.print(_table(metrics))
 
     def log_generations(self, step: int, generations: Sequence[Generation]) -> None:
         for number, generation in enumerate(generations, 1):
@@ -103,17 +100,3 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-
-
-def _table(metrics: Mapping[str, float]) -> Table:
-    """One row per group (the part of the names before the slash)."""
-    groups: dict[str, list[str]] = {}
-    for name, value in sorted(metrics.items()):
-        group, _, rest = name.partition("/")
-        groups.setdefault(group, []).append(f"{printable(rest or group)} {value:.4g}")
-    table = Table(show_header=False, box=None, padding=(0, 1), pad_edge=True)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(style="dim")
-    for group, entries in groups.items():
-        table.add_row(printable(group), "  ".join(entries))
-    return table

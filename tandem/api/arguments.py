@@ -1,0 +1,109 @@
+"""The arguments of the Python API as the `key=value` words of the command line. What a command line cannot
+hold, rows and functions, goes into files in the run folder, so that the same run can be given to either."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tandem.algorithms.loading import write_function
+from tandem.api.rows import Rows, data_files
+from tandem.errors import ConfigError
+
+INPUTS = "inputs"
+"""The folder, in that of the run, of rows and functions."""
+
+Config = Mapping[str, Any] | str | os.PathLike[str] | None
+"""Keys with their values, dotted or nested, or a YAML file."""
+Rewards = Callable[..., Any] | str | Sequence[Any] | Mapping[Any, float] | None
+"""Functions, or `file.py:function` names: one, several, several with weights; None: by data source."""
+
+ALGORITHMS = {"ppo": "gae"}
+"""Algorithms that have another name than their advantage estimator."""
+
+
+def split_config(config: Config) -> tuple[str | None, dict[str, Any]]:
+    """The YAML file, if the config is one, and its keys, if it is keys."""
+    if config is None or isinstance(config, Mapping):
+        return None, dict(config or {})
+    return os.fspath(config), {}
+
+
+def new_folder(name: str) -> str:
+    """A run folder that is not there yet: `runs/NAME-1` or the next."""
+    taken = (
+        int(tail) for path in Path("runs").glob(f"{name}-*") if (tail := path.name[len(name) + 1 :]).isdigit()
+    )
+    return str(Path("runs") / f"{name}-{max(taken, default=0) + 1}")
+
+
+def words(keys: Mapping[str, Any], inputs: Path) -> list[str]:
+    """`key=value` words; a function goes to a file in `inputs`, and its place is the value."""
+    return [
+        f"{name}={json.dumps(_plain(value, inputs))}" for name, value in keys.items() if value is not None
+    ]
+
+
+def _plain(value: Any, inputs: Path) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _plain(inner, inputs) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner, inputs) for inner in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return reference(value, inputs) if callable(value) else value
+
+
+def reference(function: Callable[..., Any], inputs: Path) -> str:
+    """Where other processes find a function: `FILE:NAME`."""
+    path, name = write_function(function, inputs)
+    return f"{path}:{name}"
+
+
+def rows_keys(train: Rows, val: Rows, inputs: Path) -> dict[str, Any]:
+    """The keys of the data."""
+    validation = None if val is None else data_files(val, inputs, "val")
+    return {"data.train_files": data_files(train, inputs, "train"), "data.val_files": validation}
+
+
+def reward_keys(rewards: Rewards, inputs: Path) -> dict[str, Any]:
+    """The keys of the rewards.
+
+    Raises:
+        ConfigError: one of them is neither a function nor the name of one.
+    """
+    found = [_place(function, weight, inputs) for function, weight in _weighted(rewards)]
+    if not found:
+        return {}
+    if len(found) == 1 and found[0]["weight"] == 1.0:
+        return {f"custom_reward_function.{name}": found[0][name] for name in ("path", "name")}
+    return {"custom_reward_function.terms": found}
+
+
+def _weighted(rewards: Rewards) -> Iterator[tuple[Any, float]]:
+    if isinstance(rewards, Mapping):
+        yield from ((function, float(weight)) for function, weight in rewards.items())
+    elif isinstance(rewards, list | tuple):
+        for each in rewards:
+            yield (each[0], float(each[1])) if isinstance(each, tuple) else (each, 1.0)
+    elif rewards is not None:
+        yield rewards, 1.0
+
+
+def _place(function: Any, weight: float, inputs: Path) -> dict[str, Any]:
+    if isinstance(function, str) and ":" in function:
+        path, _, name = function.rpartition(":")
+    elif callable(function):
+        written, name = write_function(function, inputs)
+        path = str(written)
+    else:
+        raise ConfigError(
+            "no reward function",
+            field="rewards",
+            got=repr(function),
+            expected="a function, file.py:function, or (function, weight)",
+        )
+    return {"name": name, "path": path, "weight": weight}

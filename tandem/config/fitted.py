@@ -1,0 +1,55 @@
+"""Values that fit a run, for keys that nobody set and whose defaults serve another: verl's batch of 1,024
+prompts and one response to each would end most first runs before they begin."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from tandem.config.root import TrainConfig
+from tandem.config.tables import needs
+
+PROMPTS = 64
+"""Prompts of a step, where there are as many."""
+RESPONSES = 8
+"""Responses to a prompt, for an estimator that compares them."""
+VALIDATIONS = 10
+"""Validations of a run."""
+
+_ACTOR = "actor_rollout_ref.actor"
+_BATCHED_BY = (f"{_ACTOR}.use_dynamic_bsz", f"{_ACTOR}.ppo_micro_batch_size_per_gpu")
+
+
+def fitted(config: TrainConfig, given: Collection[str], rows: int | None) -> dict[str, tuple[Any, str]]:
+    """Keys that were not given to a value that fits, and why.
+
+    Args:
+        config: with the defaults in place.
+        given: the keys that have a value of the user's.
+        rows: of the training data; None: not known.
+    """
+    data, policy, trainer = config.data, config.actor_rollout_ref, config.trainer
+    found: dict[str, tuple[Any, str]] = {}
+    compares = needs(config.algorithm.adv_estimator)
+    if compares is not None and compares.group and not _any(given, "actor_rollout_ref.rollout.n"):
+        why = f"{config.algorithm.adv_estimator} compares responses to one prompt"
+        found["actor_rollout_ref.rollout.n"] = (RESPONSES, why)
+    batch = data.train_batch_size
+    if not _any(given, "data.train_batch_size", "data.gen_batch_size", f"{_ACTOR}.ppo_mini_batch_size"):
+        batch = PROMPTS if rows is None else max(1, min(PROMPTS, rows))
+        found["data.train_batch_size"] = (batch, f"{rows} rows" if batch == rows else "prompts of a step")
+    if not any(name in given for name in _BATCHED_BY):
+        longest = data.max_prompt_length + data.max_response_length
+        found[_BATCHED_BY[0]] = (True, "micro-batches by tokens")
+        budget = f"{_ACTOR}.ppo_max_token_len_per_gpu"
+        if budget not in given and policy.actor.ppo_max_token_len_per_gpu < longest:
+            found[budget] = (longest, "the longest sequence")
+    if data.val_files and "trainer.test_freq" not in given:
+        steps = trainer.steps((rows or batch) // batch)
+        found["trainer.test_freq"] = (max(1, steps // VALIDATIONS), f"{VALIDATIONS} validations")
+    return found
+
+
+def _any(given: Collection[str], *names: str) -> bool:
+    """Whether one of these keys, or one that begins with such a name, was given."""
+    return any(key == name or key.startswith(f"{name}_") for key in given for name in names)

@@ -1,0 +1,96 @@
+"""Several reward functions whose weighted sum is the reward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import add
+
+from tandem.config.rewards import CustomRewardConfig
+from tandem.errors import RewardError
+from tandem.rewards.base import Item, Reward, Scored, Scorer, checked
+from tandem.rewards.custom import load_custom
+from tandem.rewards.signatures import Reads
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WeightedSum:
+    """The weighted sum of several functions' scores; each function's own becomes a metric of its name. Where
+    one returns None, it has nothing to say of that response, and the others count.
+
+    Attributes:
+        terms: (name, reward, weight) of each.
+
+    Raises:
+        RewardError: no term, or two of one name.
+    """
+
+    terms: tuple[tuple[str, Reward, float], ...]
+
+    def __post_init__(self) -> None:
+        names = [name for name, _, _ in self.terms]
+        if len(set(names)) < len(names) or not names:
+            raise RewardError(
+                "each needs a name of its own" if names else "names no function",
+                field="custom_reward_function.terms",
+                got=names,
+                remedy="rename one of the functions: its name is that of its metric",
+            )
+
+    @property
+    def batched(self) -> bool:
+        return any(reward.batched for _, reward, _ in self.terms)
+
+    @property
+    def reads(self) -> Reads:
+        return reduce(add, (reward.reads for _, reward, _ in self.terms))
+
+    def scores(self, items: Mapping[int, Item]) -> dict[int, Scored]:
+        """See `Reward.scores`."""
+        parts = [
+            [
+                None if value is None else checked(reward, value, place, items[place])
+                for place, value in zip(items, reward(items), strict=True)
+            ]
+            for _, reward, _ in self.terms
+        ]
+        return {
+            place: self._sum(place, items[place], of)
+            for (place, of) in zip(items, zip(*parts, strict=True), strict=True)
+        }
+
+    def _sum(self, place: int, item: Item, parts: Sequence[Scored | None]) -> Scored:
+        said = [
+            (name, weight, part) for (name, _, weight), part in zip(self.terms, parts, strict=True) if part
+        ]
+        if not said:
+            _, reward, _ = self.terms[0]
+            raise reward.error("and all others returned None", place, item, got="None")
+        extra: dict[str, float] = {}
+        for name, _, part in said:
+            extra |= {(f"{name}/{key}" if key in extra else key): value for key, value in part.extra.items()}
+        extra |= {name: part.score for name, _, part in said}
+        answered = next((part for _, _, part in said if part.reads_answers), said[0][2])
+        total = sum(weight * part.score for _, weight, part in said)
+        return Scored(total, extra, answered.answer, answered.reads_answers)
+
+
+def own_reward(config: CustomRewardConfig) -> Scorer | None:
+    """The user's own reward; None where the data sources' own ones score.
+
+    Raises:
+        RewardError: see `load_custom` and `WeightedSum`.
+    """
+    if not config.terms:
+        return None if config.path is None else load_custom(config.path, config.name, config.reward_kwargs)
+    return WeightedSum(
+        tuple(
+            (
+                term.name,
+                load_custom(str(term.path or config.path), term.name, term.reward_kwargs),
+                term.weight,
+            )
+            for term in config.terms
+        )
+    )

@@ -1,0 +1,184 @@
+"""`tandem.train` and `tandem.Trainer`: functions and rows of this file train a tiny model."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tandem
+from tandem.errors import ConfigError, TandemError
+from tests.support.tiny import make_model
+
+ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b), "hint": "sum"} for a in range(5) for b in range(5)]
+SETTINGS = {
+    "actor_rollout_ref.actor.optim.lr": 0.01,
+    "actor_rollout_ref.rollout.n": 4,
+    "data.max_response_length": 4,
+    "data.train_batch_size": 5,
+    "trainer.logger": [],
+}
+
+
+def digits(prompt, response, answer, **columns):
+    assert prompt.endswith("=") and columns["hint"] == "sum"
+    return sum(c.isdigit() for c in response) / 4
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+def test_a_run_from_start_to_end(model, tmp_path):
+    heard = []
+    run = tandem.train(
+        model,
+        train=ROWS,
+        val=ROWS[:4],
+        rewards=digits,
+        steps=3,
+        out=tmp_path / "run",
+        config=SETTINGS,
+        on_step=lambda number, metrics: heard.append((number, metrics["reward/mean"])),
+    )
+    assert run.state == "finished" and run.steps == 3
+    assert heard == run.curve("reward/mean")
+    samples = run.samples(step=2)
+    assert len(samples) == 20
+    assert all(s["score"] == sum(c.isdigit() for c in s["response"]) / 4 for s in samples)
+    assert run.samples(step=2)[0]["prompt"].endswith("=")
+    assert (run.export(tmp_path / "exported") / "config.json").is_file()
+    assert tandem.open(tmp_path / "run").best == run.best
+
+
+def test_weighted_rewards_are_summed_and_told_apart(model, tmp_path):
+    def length(prompts, responses):
+        return [float(len(text)) for text in responses]
+
+    def lone(prompt, responses, answer):
+        assert len(responses) == 4
+        return [None if i else 8.0 for i in range(4)]
+
+    run = tandem.train(
+        model,
+        train=ROWS,
+        rewards={digits: 1.0, length: -0.5, lone: 0.25},
+        steps=1,
+        out=tmp_path / "run",
+        config=SETTINGS,
+    )
+    for number, sample in enumerate(run.samples(step=1)):
+        own = sum(c.isdigit() for c in sample["response"]) / 4
+        first = 2.0 if number % 4 == 0 else 0.0
+        assert sample["score"] == pytest.approx(own - 0.5 * len(sample["response"]) + first)
+        assert sample["extra"]["digits"] == own and sample["extra"]["length"] == len(sample["response"])
+
+
+def test_a_trainer_pauses_answers_and_goes_on(model, tmp_path):
+    with tandem.Trainer(
+        model, train=ROWS, val=ROWS[:4], rewards=digits, steps=4, out=tmp_path / "run", config=SETTINGS
+    ) as trainer:
+        seen = []
+        for step in trainer:
+            seen.append(step.number)
+            if step.number == 2:
+                break
+        before = trainer.generate(["1+1=", "2+2="], n=3)
+        assert [len(texts) for texts in before] == [3, 3]
+        greedy = trainer.generate(["1+1="], greedy=True)
+        assert trainer.generate(["1+1="], greedy=True) == greedy
+        assert 0 <= trainer.evaluate()["val/reward"] <= 1
+        for step in trainer:
+            seen.append(step.number)
+            break
+    assert seen == [1, 2, 3]
+    assert list(trainer.run.checkpoints) == [3]  # saved as it was closed
+    with pytest.raises(ConfigError, match="closed"):
+        next(iter(trainer))
+    again = tandem.train(
+        model, train=ROWS, val=ROWS[:4], rewards=digits, steps=4, out=tmp_path / "run", config=SETTINGS
+    )
+    assert [row["step"] for row in again.metrics] == [0, 1, 2, 3, 4]
+
+
+def test_a_changed_reward_is_named_when_a_run_goes_on(model, tmp_path):
+    def first(prompt, response):
+        return 1.0
+
+    def second(prompt, response):
+        return 2.0
+
+    second.__name__ = "first"
+    tandem.train(model, train=ROWS, rewards=first, steps=1, out=tmp_path / "run", config=SETTINGS)
+    with pytest.raises(ConfigError, match=r"custom_reward_function.path .*first-\w+.pkl"):
+        tandem.train(model, train=ROWS, rewards=second, steps=2, out=tmp_path / "run", config=SETTINGS)
+
+
+def test_it_runs_inside_an_event_loop(model, tmp_path):
+    async def cell():
+        return tandem.train(model, train=ROWS, rewards=digits, steps=1, out=tmp_path / "run", config=SETTINGS)
+
+    assert asyncio.run(cell()).steps == 1
+
+
+def test_an_estimator_and_a_loss_of_ones_own(model, tmp_path):
+    def scores(token_level_rewards, response_mask):
+        advantages = token_level_rewards * response_mask
+        return advantages, advantages
+
+    def upward(log_probs, old_log_probs, advantages):
+        return -log_probs * 1000.0, {}
+
+    run = tandem.train(
+        model,
+        train=ROWS,
+        rewards=digits,
+        algorithm=scores,
+        steps=1,
+        out=tmp_path / "run",
+        config={**SETTINGS, "actor_rollout_ref.actor.policy_loss.loss_mode": upward},
+    )
+    (row,) = run.metrics
+    assert row["advantages/max"] == max(sample["score"] for sample in run.samples(step=1))
+    assert row["actor/pg_loss"] > 100
+
+
+def test_mistakes_are_named_before_anything_is_loaded(model, tmp_path):
+    def unknown(answer):
+        return 0.0
+
+    for arguments, words in (
+        ({"rewards": unknown}, "does not say which responses it wants"),
+        ({"rewards": digits, "train": [{"question": "1"}]}, "prompt"),
+        ({"rewards": digits, "train": [{"prompt": "1"}]}, "answer"),
+        ({"rewards": digits, "train": [{"prompt": "1", "answer": "1", "response": "x"}]}, "named response"),
+        ({"rewards": 7}, "rewards"),
+        ({"rewards": digits, "config": {"trainer.sede": 1}}, "trainer.seed"),
+    ):
+        with pytest.raises(TandemError, match=words):
+            tandem.train(model, **{"train": ROWS, "steps": 1, "out": tmp_path / "run", **arguments})
+
+
+def test_answers_and_measures_without_training(model, tmp_path):
+    rows = tandem.generate(model, ["1+1=", "2+3="], n=2, config={"data.max_response_length": 4})
+    assert [row["prompt"] for row in rows] == ["1+1=", "2+3="]
+    assert all(len(row["responses"]) == 2 for row in rows)
+    scored = [{**row, "answer": "2", "hint": "sum"} for row in rows]
+    found = tandem.evaluate(None, scored, rewards=digits)
+    own = [sum(c.isdigit() for c in text) / 4 for row in rows for text in row["responses"]]
+    assert found["data"]["responses"] == 4
+    assert found["data"]["measures"]["score"]["value"] == pytest.approx(sum(own) / 4)
+
+
+def test_the_package_is_imported_without_pytorch():
+    code = "import sys, tandem; dir(tandem); print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == "False"
+    with pytest.raises(AttributeError, match="trian"):
+        tandem.trian  # noqa: B018

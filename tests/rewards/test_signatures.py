@@ -1,0 +1,142 @@
+"""Reward functions of every style, called through what loads them from a user's file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.errors import RewardError
+from tandem.rewards.base import Item, score
+from tandem.rewards.custom import load_custom
+from tandem.rewards.signatures import Reads
+from tandem.rewards.weighted import WeightedSum
+
+
+def load(folder: Path, code: str, name: str = "f", **kwargs: Any) -> Any:
+    path = folder / "own.py"
+    path.write_text(code)
+    return load_custom(str(path), name, kwargs)
+
+
+def item(response: str, uid: str = "p", prompt: Any = "1+1=", **columns: Any) -> Item:
+    return Item("data", response, None, {}, 0, {"prompt": prompt, **columns}, uid, (5, 6))
+
+
+def scores(reward: Any, *items: Item) -> list[float]:
+    return [each.score for each in score(items, reward)]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "needs", "optional"),
+    [
+        ("prompt, response, answer", ("answer",), ()),
+        ("prompt, response, answer, hint=None", ("answer",), ("hint",)),
+        ("prompt, response, **columns", (), None),
+        ("prompts, responses, answer", ("answer",), ()),
+        ("prompt, responses", (), ()),
+        ("completions, solution, **kwargs", ("solution",), None),
+        ("prompts, completions, completion_ids, log_extra, log_metric", (), ()),
+        ("solution_str, **kwargs", ("data_source", "reward_model"), ("extra_info",)),
+    ],
+)
+def test_the_columns_a_function_reads_are_its_other_parameters(
+    tmp_path: Path, parameters: str, needs: tuple[str, ...], optional: tuple[str, ...] | None
+) -> None:
+    reward = load(tmp_path, f"def f({parameters}): return 0.0")
+    assert reward.reads == Reads(needs, optional)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "problem"),
+    [
+        ("answer", "does not say which responses it wants"),
+        ("response, responses", "name two ways"),
+        ("prompts, response", "name two ways"),
+        ("completions, response", "name two ways"),
+        ("completions, trainer_state", "trainer_state, which only TRL's trainer has"),
+        ("solution_str, ground_truth", "cannot be called as needed"),
+    ],
+)
+def test_an_unclear_signature_is_an_error(tmp_path: Path, parameters: str, problem: str) -> None:
+    with pytest.raises(RewardError, match=problem):
+        load(tmp_path, f"def f({parameters}): return 0.0")
+
+
+def test_one_response_at_a_time(tmp_path: Path) -> None:
+    reward = load(
+        tmp_path,
+        "async def f(prompt, response, answer, bonus, hint=7):\n"
+        "    return {'score': (response == answer) + bonus, 'hint': hint, 'len': len(prompt)}",
+        bonus=0.5,
+    )
+    found = score([item("2", answer="2"), item("3", answer="2", hint=1)], reward)
+    assert [each.score for each in found] == [1.5, 0.5]
+    assert [each.extra for each in found] == [{"hint": 7, "len": 4}, {"hint": 1, "len": 4}]
+
+
+def test_a_batch_and_a_group(tmp_path: Path) -> None:
+    items = [item("a", "p", k=1), item("b", "q", k=2), item("ccc", "p", k=3)]
+    batch = load(tmp_path, "def f(responses, k): return [len(r) * x for r, x in zip(responses, k)]")
+    assert scores(batch, *items) == [1, 2, 9]
+    group = load(tmp_path, "def f(prompt, responses, k): return [len(responses) * 10 + x for x in k]")
+    assert scores(group, *items) == [21, 12, 23]
+    short = load(tmp_path, "def f(responses): return [1.0]")
+    with pytest.raises(RewardError, match="1 scores for 3 responses"):
+        scores(short, *items)
+
+
+def test_a_function_of_trls(tmp_path: Path) -> None:
+    code = """
+async def f(prompts, completions, completion_ids, answer, log_extra, log_metric, **kwargs):
+    assert kwargs.keys() <= {"hint"}, kwargs
+    log_extra("first", [c[0]["content"][0] == "x" for c in completions])
+    log_metric("count", len(prompts))
+    assert all(c[0]["role"] == "assistant" for c in completions)
+    return [None if a is None else float(len(ids)) for ids, a in zip(completion_ids, answer)]
+"""
+    chat = [{"role": "user", "content": "hi"}]
+    items = [item("xy", prompt=chat, answer=1, hint=1), item("y", prompt=chat, answer=None)]
+    trl = load(tmp_path, code)
+    (found,) = score(items[:1], trl)
+    assert (found.score, found.extra) == (2.0, {"first": 1.0, "count": 1.0})
+    with pytest.raises(RewardError, match="None"):
+        score(items, trl)
+    (tmp_path / "other.py").write_text("def g(response, **columns): return 1.0")
+    both = WeightedSum((("f", trl, 2.0), ("g", load_custom(str(tmp_path / "other.py"), "g"), 3.0)))
+    assert scores(both, *items) == [7.0, 3.0]
+    assert both.reads == Reads(("answer",), None)
+    assert scores(
+        load(tmp_path, "def f(completions): return [len(c) for c in completions]"), item("abc")
+    ) == [3]
+
+
+def test_terms_of_one_name_are_an_error(tmp_path: Path) -> None:
+    reward = load(tmp_path, "def f(response): return 1.0")
+    with pytest.raises(RewardError, match="name of its own"):
+        WeightedSum((("f", reward, 1.0), ("f", reward, 1.0)))
+
+
+def test_calls_of_an_asynchronous_function_wait_side_by_side(tmp_path: Path) -> None:
+    code = """
+import asyncio
+barrier = asyncio.Barrier(30)
+async def f(response):
+    await asyncio.wait_for(barrier.wait(), 10)
+    return float(response)
+"""
+    items = [item(str(number)) for number in range(30)]
+    reward = load(tmp_path, code)
+    assert scores(reward, *items) == list(range(30))
+    assert scores(reward, *items) == list(range(30))  # in the same event loop, which the barrier belongs to
+
+
+@pytest.mark.parametrize("end", ["sys.exit(3)", "os._exit(3)"])
+def test_an_asynchronous_function_cannot_end_the_process(tmp_path: Path, end: str) -> None:
+    code = f"import asyncio, os, sys\nasync def f(response):\n    await asyncio.sleep(0)\n    {end}"
+    with pytest.raises(RewardError, match="exit with status 3"):
+        scores(load(tmp_path, code), item("a"), item("b"))
+    with pytest.raises(RewardError, match="exit with status 3"):
+        scores(load(tmp_path, code.replace("response", "responses")), item("a"))
+    assert scores(load(tmp_path, "async def f(response): return 1"), item("a")) == [1]
