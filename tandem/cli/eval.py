@@ -28,6 +28,8 @@ def evaluate(arguments: list[str]) -> int:
     config = resolved(arguments, USAGE, load_eval_config, ("--overwrite",))
     if config is None:
         return 0
+    whose = "" if config.model.path is None else f"what {config.model.path} answers to "
+    warn(f"scores {whose}{', '.join(config.data.path)}, to {config.data.output_path}")
     evaluate_file = import_module("tandem.offline.eval").evaluate_file
     sources = evaluate_file(
         config,

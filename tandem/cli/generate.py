@@ -22,6 +22,7 @@ def generate(arguments: list[str]) -> int:
     config = resolved(arguments, USAGE, load_generate_config, ("--overwrite",))
     if config is None:
         return 0
+    warn(f"answers {', '.join(config.data.path)} with {config.model.path}, to {config.data.output_path}")
     generate_file = import_module("tandem.offline.generate").generate_file
     output = generate_file(
         config,

@@ -1,12 +1,13 @@
-"""How far a long piece of work is: a bar on a terminal, a line now and then elsewhere."""
+"""How far a long piece of work is: a bar on a terminal, a line every ten seconds elsewhere."""
 
 from __future__ import annotations
 
+import threading
 import time
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
 from tandem.observability.terminal import plain_console
@@ -15,7 +16,7 @@ SECONDS_BETWEEN_LINES = 10.0
 
 
 class Progress:
-    """Counts finished samples, and how fast the work goes.
+    """Counts finished samples, and how fast the work goes; shows it also while none is finished.
 
     Args:
         what: the work, such as "generate".
@@ -41,16 +42,21 @@ class Progress:
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.fields[rate]}"),
+            TimeElapsedColumn(),
             TimeRemainingColumn(),
             console=self._console,
             disable=not self._console.is_terminal,
         )
         self._task = self._bar.add_task(what, total=total, completed=done, rate="")
-        self._began = self._last_line = time.monotonic()
+        self._began = time.monotonic()
+        self._ended = threading.Event()
+        self._lines = threading.Thread(target=self._say_lines, name="progress", daemon=True)
 
     def __enter__(self) -> Progress:
         self._bar.start()
-        self._began = self._last_line = time.monotonic()
+        self._began = time.monotonic()
+        if not self._console.is_terminal:
+            self._lines.start()
         return self
 
     def __exit__(
@@ -58,19 +64,25 @@ class Progress:
     ) -> None:
         self._bar.stop()
         if not self._console.is_terminal:
+            self._ended.set()
+            self._lines.join()
             self._line()
 
     def advance(self, samples: int, units: int) -> None:
         self._done += samples
         self._units += units
         self._bar.update(self._task, advance=samples, rate=self._rate())
-        now = time.monotonic()
-        if not self._console.is_terminal and now - self._last_line >= SECONDS_BETWEEN_LINES:
-            self._last_line = now
+
+    def _say_lines(self) -> None:
+        while not self._ended.wait(SECONDS_BETWEEN_LINES):
             self._line()
 
     def _rate(self) -> str:
         return f"{self._units / max(time.monotonic() - self._began, 1e-9):,.0f} {self._unit}/s"
 
     def _line(self) -> None:
-        self._console.print(f"{self._what}: {self._done}/{self._total} samples, {self._rate()}")
+        seconds = time.monotonic() - self._began
+        self._console.print(
+            f"{self._what}: {self._done}/{self._total} samples in {seconds:.0f} s, {self._rate()}",
+            soft_wrap=True,
+        )

@@ -230,6 +230,7 @@ class Offline:
             yield list(kept.values())
         if not left:
             return
+        say(f"{len(left)} responses to write; loading the model")
         device = choose_device(self._trainer.device)
         with closing(self._engine(device, say)) as engine:
             self._give_weights(engine, device)

@@ -1,0 +1,62 @@
+"""What `tandem generate` and `tandem eval` say before they load anything: imports alone take seconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tandem.cli import eval as eval_command
+from tandem.cli import generate as generate_command
+from tandem.cli.main import main
+from tests.support.tiny import make_model, problem, write_rows
+
+
+@pytest.mark.parametrize(
+    ("words", "module", "said"),
+    [
+        (["generate", "model.path=model"], generate_command, "answers in.parquet with model, to out.jsonl\n"),
+        (
+            ["eval", "model.path=model"],
+            eval_command,
+            "scores what model answers to in.parquet, to out.json\n",
+        ),
+        (["eval"], eval_command, "scores in.parquet, to out.json\n"),
+    ],
+)
+def test_the_first_line_comes_before_what_takes_long(
+    words: list[str],
+    module: ModuleType,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    class Loaded(Exception):
+        """Stands for all that is imported."""
+
+    def load(name: str) -> ModuleType:
+        raise Loaded
+
+    monkeypatch.chdir(tmp_path)
+    make_model(Path("model"))
+    write_rows(Path("in.parquet"), [problem(3, 7)])
+
+    monkeypatch.setattr(module, "import_module", load)
+    with pytest.raises(Loaded):
+        main([*words, "data.path=in.parquet", f"data.output_path={said.split()[-1]}"])
+    assert capsys.readouterr().err.endswith(said)
+
+
+def test_what_is_left_to_write_is_said_before_the_model_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_model(tmp_path / "model")
+    data = write_rows(tmp_path / "in.parquet", [problem(a, 7) for a in range(3, 6)])
+    paths = (f"data.path={data}", f"model.path={tmp_path / 'model'}")
+    lengths = ("data.max_response_length=4", "rollout.n=2")
+    assert main(["generate", *paths, *lengths, f"data.output_path={tmp_path / 'out.jsonl'}"]) == 0
+    said = capsys.readouterr().err
+    assert "6 responses to write; loading the model\n" in said
+    assert said.index("loading the model") < said.index("generate: 6/6 samples in ")

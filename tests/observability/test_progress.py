@@ -1,0 +1,71 @@
+"""Progress as it is shown on a terminal and elsewhere, also while nothing is finished."""
+
+from __future__ import annotations
+
+import io
+import re
+import time
+
+import pytest
+from rich.console import Console
+
+from tandem.observability import progress
+from tandem.observability.progress import Progress
+
+LINE = re.compile(r"work: (\d+)/8 samples in \d+ s, ([\d,]+) tokens/s")
+
+
+def shown(text: io.StringIO) -> list[int]:
+    """The numbers of finished samples, line by line."""
+    found = []
+    for line in text.getvalue().splitlines():
+        match = LINE.fullmatch(line)
+        assert match, line
+        found.append(int(match[1]))
+    return found
+
+
+def test_lines_come_while_nothing_is_finished_and_none_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.2)
+    text = io.StringIO()
+    with Progress("work", 8, done=3, console=Console(file=text, width=20)) as counted:
+        time.sleep(0.5)
+        waiting = shown(text)
+        counted.advance(5, 100)
+    ended = shown(text)
+    time.sleep(0.3)
+    assert 1 <= len(waiting) <= 2 and set(waiting) == {3}
+    assert ended[-1] == 8 and len(ended) <= len(waiting) + 2
+    assert shown(text) == ended
+
+
+def test_a_short_piece_of_work_is_one_line() -> None:
+    text = io.StringIO()
+    with Progress("work", 8, console=Console(file=text)) as counted:
+        for _ in range(8):
+            counted.advance(1, 10)
+    assert shown(text) == [8]
+
+
+def test_a_terminal_shows_a_bar_at_once() -> None:
+    text = io.StringIO()
+    with Progress("work", 8, console=Console(file=text, force_terminal=True, width=100)):
+        first = text.getvalue()
+    assert "work" in first and "0/8" in first and "0:00:00" in first
+
+
+def test_an_error_ends_the_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.05)
+    text = io.StringIO()
+
+    def fails() -> None:
+        with Progress("work", 8, console=Console(file=text)) as counted:
+            counted.advance(2, 10)
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fails()
+    assert shown(text)[-1] == 2
+    ended = text.getvalue()
+    time.sleep(0.15)
+    assert text.getvalue() == ended
