@@ -2,8 +2,9 @@
 on one core, of two kinds: every advantage estimator and every policy loss with two seeds on a task that a
 random model learns within seconds, digits and not letters; and settings that have looks of their own (few
 prompts a step, a KL term, an entropy bonus, prompts left out) on the task of `tandem demo`, from its warm
-model. What each warned of and its reward in the first and last sixth of its steps are printed, and the number
-of runs without a warning at the end. Runs in which the reward did not rise are counted apart.
+model. What its metrics warn of and its reward in the first and last sixth of its steps are printed, and the
+number of runs without a warning at the end. Runs in which the reward did not rise are counted apart; finished
+runs that are in the folder are not done again.
 
     python benchmarks/learning_warnings.py [--only NAME …] [--limit SECONDS] [--folder DIR] [--out FILE.json]
 """
@@ -25,7 +26,8 @@ from learning_curves import ACTOR, Cell, cells, machine, task
 from tandem.algorithms.registry import ADVANTAGES
 from tandem.config.load import load_train_config
 from tandem.errors import ConfigErrors
-from tandem.observability.reading import Run
+from tandem.observability.learning import LearningWatch
+from tandem.observability.reading import Run, is_run
 from tandem.trainer.run import run_ppo
 
 STEPS = 30
@@ -105,18 +107,19 @@ def outcome(healthy: Healthy, folder: Path) -> dict[str, Any]:
     except ConfigErrors as refused:
         return {"run": healthy.name, "refused": str(refused.errors[0])}
     run = Path(config.trainer.default_local_dir)
-    shutil.rmtree(run, ignore_errors=True)
-    began = time.perf_counter()
-    if run_ppo(config, say=lambda sentence: None):
-        sys.exit("interrupted")
+    if not is_run(run) or Run(run).state != "finished":
+        shutil.rmtree(run, ignore_errors=True)
+        if run_ppo(config, say=lambda sentence: None):
+            sys.exit("interrupted")
     read = Run(run)
     rewards = [reward for _, reward in read.curve("reward/mean")]
+    watch = LearningWatch((), set(), config.data.train_batch_size)
+    warnings = [(row["step"], *found) for row in read.metrics for found in watch.read(row)]
     edge = len(rewards) // 6
     return {
         "run": healthy.name,
-        "seconds": round(time.perf_counter() - began, 1),
         "rewards": [sum(rewards[:edge]) / edge, sum(rewards[-edge:]) / edge],
-        "warnings": [event for event in read.events if event["event"] == "warning"],
+        "warnings": warnings,
         "most": {
             name: max((abs(value) for _, value in read.curve(name)), default=None)
             for name in ("actor/ppo_kl", "actor/clip_fraction", "actor/kl", "reward/zero_std_share")
@@ -136,19 +139,16 @@ def main() -> None:
         default=Path(tempfile.gettempdir()) / "tandem_learning_warnings",
         help="for the warm model, made once, and the runs",
     )
-    parser.add_argument("--out", type=Path, help="also write what was found here; what is there is kept")
+    parser.add_argument("--out", type=Path, help="also write what was found here")
     options = parser.parse_args()
-    found: list[dict[str, Any]] = []
-    if options.out is not None and options.out.exists():
-        found = json.loads(options.out.read_text())["runs"]
-    began, there = time.monotonic(), {each["run"] for each in found}
+    found, began = [], time.monotonic()
     for healthy in healthy_runs():
         wanted = not options.only or any(part in healthy.name for part in options.only)
-        if wanted and healthy.name not in there and time.monotonic() - began < options.limit:
+        if wanted and time.monotonic() - began < options.limit:
             found.append(outcome(healthy, options.folder))
             print(json.dumps(found[-1]), flush=True)
-            if options.out is not None:
-                options.out.write_text(json.dumps({"machine": machine(), "runs": found}, indent=1) + "\n")
+    if options.out is not None:
+        options.out.write_text(json.dumps({"machine": machine(), "runs": found}, indent=1) + "\n")
     ran = [each for each in found if "refused" not in each]
     rose = [each for each in ran if each["rewards"][1] > each["rewards"][0]]
     quiet = [each for each in rose if not each["warnings"]]

@@ -87,10 +87,9 @@ def reward_fell(history: History, window: int) -> str | None:
 def all_cut(history: History, window: int) -> str | None:
     """Nearly all responses end at the limit, and the reward has not risen all the same."""
     shares, rewards = history["response_length/clip_ratio"][-window:], history["reward/mean"]
-    if len(shares) < window or fmean(shares) < CUT or _solved(history, window):
+    if min(2 * len(shares), len(rewards)) < 2 * window or fmean(shares) < CUT or _solved(history, window):
         return None
-    half = window // 2
-    if fmean(rewards[-half:]) - fmean(rewards[:half]) > RISEN * _range(history):
+    if fmean(rewards[-window:]) - fmean(rewards[:window]) > RISEN * _range(history):
         return None
     return (
         f"in the last {window} steps {fmean(shares):.0%} of the responses were cut at the limit. Raise "
@@ -120,7 +119,7 @@ def gradient_zero(history: History, window: int) -> str | None:
     """The gradient of several steps is exactly zero although there was something to learn."""
     for role in ("actor", "sft", "rm"):
         norms = history[f"{role}/grad_norm"][-STEPS_WITHOUT_GRADIENT:]
-        nothing = role == "actor" and (_nothing_to_learn(history) or _solved(history, window))
+        nothing = role == "actor" and (_nothing_to_learn(history) or _solved(history, STEPS_WITHOUT_GRADIENT))
         if len(norms) == STEPS_WITHOUT_GRADIENT and not any(norms) and not nothing:
             return (
                 f"{role}/grad_norm was zero in the last {STEPS_WITHOUT_GRADIENT} steps although there was "

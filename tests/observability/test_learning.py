@@ -123,12 +123,12 @@ def test_cut_responses_are_as_they_should_be_where_the_reward_rises() -> None:
         return run(
             40,
             response_length__clip_ratio=lambda _: share,
-            reward__mean=lambda step: 0.3 + gain * min(step - 1, 9) / 9,
+            reward__mean=lambda step: 0.3 + (gain if step > 10 else 0.0),
         )
 
-    assert warned(rows(0.0)) == {"all_cut": 10}
-    assert warned(rows(0.05)) == {"all_cut": 10}
-    assert warned(rows(0.3)) == {}, "0.17 between the first five steps and the next"
+    assert warned(rows(0.0)) == {"all_cut": 20}
+    assert warned(rows(0.09)) == {"all_cut": 20}
+    assert warned(rows(0.11)) == {}
     assert warned(rows(0.0, share=0.94)) == {}
 
 
@@ -213,7 +213,7 @@ def test_each_sentence_names_keys_that_exist() -> None:
         "reward_constant": run(10, reward__min=lambda _: 1.0, reward__mean=lambda _: 1.0),
         "groups_alike": run(10, reward__zero_std_share=lambda _: 1.0),
         "reward_fell": run(30, reward__mean=lambda step: float(step < 15)),
-        "all_cut": run(10, response_length__clip_ratio=lambda _: 1.0, reward__mean=lambda _: 0.0),
+        "all_cut": run(20, response_length__clip_ratio=lambda _: 1.0, reward__mean=lambda _: 0.0),
         "entropy_collapsed": run(40, actor__entropy=lambda step: 1.0 / 9**step, reward__mean=lambda _: 0.5),
         "gradient_zero": run(20, actor__grad_norm=lambda _: 0.0),
         "kl_runs_away": run(10, actor__kl=lambda _: 2.0),

@@ -55,9 +55,13 @@ def test_a_reward_that_falls_to_nothing(lab: Lab) -> None:
 
 
 def test_answers_that_are_all_cut(lab: Lab) -> None:
-    words = ("data.max_response_length=1", f"{ACTOR}.optim.lr=1e-5")
-    finished = train(lab, "cut", "by_lot", WINDOW + 2, *words)
-    assert warned(finished) == {"all_cut": WINDOW}
+    words = (
+        "data.max_response_length=2",
+        "actor_rollout_ref.rollout.ignore_eos=true",
+        f"{ACTOR}.optim.lr=1e-5",
+    )
+    finished = train(lab, "cut", "by_lot", 2 * WINDOW + 2, *words)
+    assert warned(finished) == {"all_cut": 2 * WINDOW}
 
 
 def test_an_entropy_that_collapses(lab: Lab) -> None:
