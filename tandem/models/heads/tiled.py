@@ -19,9 +19,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tandem.models.linear import product, wide_product
+from tandem.models.tensor_group import TensorGroup
 
 # Bytes of one tile, by kind of device, where T is not the least.
 _TILE_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
@@ -50,15 +52,18 @@ def tiled_log_probs(
     targets_M: Tensor,
     temperature: float,
     with_entropy: bool,
+    group: TensorGroup | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """See `Head`; `tiles` does the work within a tile."""
+    """See `Head`; `tiles` does the work within a tile. Where ranks of a group share out the vocabulary, the
+    weight and the targets are counted from this rank's first entry, and its gradient of the hidden states
+    is a share of the whole."""
     assert hidden_MD.ndim == 2 and targets_M.shape == hidden_MD.shape[:1]
     assert weight_VD.shape[1] == hidden_MD.shape[1] and temperature > 0
     size = len(hidden_MD) * len(weight_VD) * output_type(hidden_MD).itemsize
     learns = torch.is_grad_enabled() and (hidden_MD.requires_grad or weight_VD.requires_grad)
-    keep = learns and size <= _KEPT_BYTES
+    keep = group is None and learns and size <= _KEPT_BYTES
     apply: Any = _TiledLogProbs.apply
-    log_probs, entropy = apply(hidden_MD, weight_VD, targets_M, temperature, with_entropy, tiles, keep)
+    log_probs, entropy = apply(hidden_MD, weight_VD, targets_M, temperature, with_entropy, tiles, keep, group)
     return log_probs, (entropy if with_entropy else None)
 
 
@@ -118,11 +123,9 @@ class Tiles(Protocol):
         Args:
             keep: whether the logits may be kept for `gradient`.
         """
-        ...
 
     def width(self, hidden_MD: Tensor) -> int:
         """T of `gradient`, but for the last tile."""
-        ...
 
     def gradient(
         self,
@@ -139,7 +142,6 @@ class Tiles(Protocol):
             targets_M: ids as counted from the tile's first entry; those outside the tile are of no concern.
             kept_MT: the tile's logits, of `Sums`, which are left as they are; None: they are made again.
         """
-        ...
 
 
 class TorchTiles:
@@ -245,6 +247,7 @@ class _TiledLogProbs(torch.autograd.Function):
         with_entropy: bool,
         tiles: Tiles,
         keep: bool,
+        group: TensorGroup | None,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         if len(hidden_MD) == 0:
@@ -252,22 +255,26 @@ class _TiledLogProbs(torch.autograd.Function):
             ctx.save_for_backward(hidden_MD, weight_VD, targets_M, none_M, none_M, none_M)
             return none_M, none_M.clone()
         sums = tiles.sums(hidden_MD, weight_VD, targets_M, temperature, with_entropy, keep=keep)
-        peak_M, log_total_M, entropy_M = merged(sums)
+        peak_M, log_total_M, entropy_M = found = merged(sums)
+        log_probs_M = sums.target_M - peak_M - log_total_M
+        if group is not None:
+            here_M = (targets_M >= 0) & (targets_M < len(weight_VD))
+            log_probs_M, peak_M, log_total_M, entropy_M = over_ranks(group, sums.target_M, here_M, *found)
         ctx.save_for_backward(hidden_MD, weight_VD, targets_M, peak_M, log_total_M, entropy_M, *sums.kept)
         ctx.temperature, ctx.tiles = temperature, tiles
-        return sums.target_M - peak_M - log_total_M, entropy_M
+        return log_probs_M, entropy_M
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden_MD, weight_VD, targets_M, peak_M, log_total_M, entropy_M, *kept = ctx.saved_tensors
         if len(hidden_MD) == 0:
-            return torch.empty_like(hidden_MD), torch.zeros_like(weight_VD), *[None] * 5
+            return torch.empty_like(hidden_MD), torch.zeros_like(weight_VD), *[None] * 6
         wanted = logit_gradient(grads, ctx.temperature, peak_M, log_total_M, entropy_M)
         inputs = (hidden_MD, weight_VD, targets_M)
         found = tiled_gradients(
             ctx.tiles, *inputs, ctx.temperature, wanted, *ctx.needs_input_grad[:2], kept=kept
         )
-        return *found, *[None] * 5
+        return *found, *[None] * 6
 
 
 def tiled_gradients(
@@ -312,6 +319,30 @@ def merged(sums: Sums) -> tuple[Tensor, Tensor, Tensor]:
         return peak_M, log_total_M, peak_M.new_empty(0)
     moment_M = (torch.addcmul(sums.moment_SM, shift_SM, sums.total_SM) * scale_SM).sum(0)
     return peak_M, log_total_M, log_total_M - moment_M / total_M
+
+
+def over_ranks(
+    group: TensorGroup,
+    target_M: Tensor,
+    here_M: Tensor,
+    peak_M: Tensor,
+    log_total_M: Tensor,
+    entropy_M: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The log-probs of the targets, and what `merged` gives of one rank's entries, over all ranks. With S_r
+    the entries of rank r, the probability q_r of the whole S_r and the rank's own p(v | S_r),
+
+        log p(v) = log p(v | S_r) + log q_r        H = Σ_r q_r (H(p(· | S_r)) - log q_r).
+    """
+    whole_peak_M = group.all_reduce(peak_M.clone(), dist.ReduceOp.MAX)
+    own_M = peak_M - whole_peak_M + log_total_M
+    whole_total_M = group.all_reduce(own_M.exp()).log()
+    log_q_M = own_M - whole_total_M
+    found = [(target_M - whole_peak_M - whole_total_M).masked_fill(~here_M, 0)]
+    if len(entropy_M):
+        found.append(log_q_M.exp() * (entropy_M - log_q_M))
+    totals = group.all_reduce(torch.stack(found))
+    return totals[0].clone(), whole_peak_M, whole_total_M, totals[1].clone() if len(entropy_M) else entropy_M
 
 
 def logit_gradient(
