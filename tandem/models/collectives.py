@@ -21,16 +21,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 _MANY_EVENTS = 1000
 
 
-class CollectiveMeter:
-    """Adds up the collectives of one model on this rank.
+class Meter:
+    """Adds up the seconds and bytes of operations on this rank.
 
-    Bytes are those this rank receives from others when every piece travels once, of W ranks: in an
-    all-gather the W - 1 other shards; in a reduce-scatter the W - 1 other contributions to its own
-    shard; an all-reduce is a reduce-scatter and an all-gather, 2 (W - 1) / W of its size. FSDP pads
-    shards to equal size, and the padding counts.
-
-    Seconds are those spent in the call, which for a host tensor waits for the slowest rank; on CUDA
-    those between events around it on its own stream, so that they may run beside computation.
+    Seconds are those spent in the call; on CUDA those between events around it on its own stream, so that it
+    may run beside computation.
     """
 
     def __init__(self) -> None:
@@ -40,7 +35,7 @@ class CollectiveMeter:
 
     @contextmanager
     def measure(self, device: torch.device, received: int) -> Iterator[None]:
-        """A collective on tensors of `device` in which this rank receives that many bytes."""
+        """An operation on tensors of `device` in which that many bytes come."""
         self._bytes += received
         if device.type != "cuda":
             start = time.perf_counter()
@@ -56,6 +51,36 @@ class CollectiveMeter:
         self._events.append((begin, end))
         if len(self._events) > _MANY_EVENTS:
             self._read(wait=False)
+
+    def take(self) -> tuple[float, int]:
+        """Seconds and bytes since the last call; waits for operations still under way on CUDA."""
+        self._read(wait=True)
+        taken = self._seconds, self._bytes
+        self._seconds, self._bytes = 0.0, 0
+        return taken
+
+    def _read(self, *, wait: bool) -> None:
+        while self._events:
+            begin, end = self._events[0]
+            if wait:
+                end.synchronize()
+            elif not end.query():  # type: ignore[no-untyped-call]
+                return
+            self._seconds += begin.elapsed_time(end) / 1000
+            self._events.popleft()
+
+
+class CollectiveMeter(Meter):
+    """Adds up the collectives of one model on this rank.
+
+    Bytes are those this rank receives from others when every piece travels once, of W ranks: in an
+    all-gather the W - 1 other shards; in a reduce-scatter the W - 1 other contributions to its own
+    shard; an all-reduce is a reduce-scatter and an all-gather, 2 (W - 1) / W of its size. FSDP pads
+    shards to equal size, and the padding counts.
+
+    Seconds are those spent in the call, which for a host tensor waits for the slowest rank; on CUDA
+    those between events around it on its own stream, so that they may run beside computation.
+    """
 
     def count(self, received: int) -> None:
         """Bytes that came from one other rank; the wait for them is not timed."""
@@ -77,23 +102,6 @@ class CollectiveMeter:
         """Counts this unit's all-gathers and reduce-scatters from now on."""
         unit.set_custom_all_gather(_AllGather(self))
         unit.set_custom_reduce_scatter(_ReduceScatter(self))
-
-    def take(self) -> tuple[float, int]:
-        """Seconds and bytes since the last call; waits for collectives still under way on CUDA."""
-        self._read(wait=True)
-        taken = self._seconds, self._bytes
-        self._seconds, self._bytes = 0.0, 0
-        return taken
-
-    def _read(self, *, wait: bool) -> None:
-        while self._events:
-            begin, end = self._events[0]
-            if wait:
-                end.synchronize()
-            elif not end.query():  # type: ignore[no-untyped-call]
-                return
-            self._seconds += begin.elapsed_time(end) / 1000
-            self._events.popleft()
 
 
 def summed(x: Tensor, meter: CollectiveMeter, group: dist.ProcessGroup | None) -> Tensor:

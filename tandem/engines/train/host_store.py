@@ -7,9 +7,8 @@ waits for them by events.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transform_subclass
+
+from tandem.models.collectives import Meter
 
 _BUFFER_BYTES = 1 << 30  # of a buffer, unless one tensor needs more: one whole would be hard to find room for
 _ALIGNMENT = 256  # bytes; of a tensor within its buffer
@@ -140,7 +141,7 @@ class HostStore:
         self._layout: _Layout | None = None
         self._cuda = device.type == "cuda"
         self._stream: Any = torch.cuda.Stream(device) if self._cuda else None  # type: ignore[no-untyped-call]
-        self._taken = {"offload": _Taken(), "onload": _Taken()}
+        self._taken = {"offload": Meter(), "onload": Meter()}
 
     def offload(self, values: Sequence[Tensor]) -> list[Tensor]:
         """The tensors in host memory, once they are there. Their memory on the device is free as soon as
@@ -185,46 +186,11 @@ class HostStore:
 
     def _copy(self, name: str, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Copies (target, source) after what was issued so far, and before what comes next."""
-        taken = self._taken[name]
-        taken.nbytes += sum(source.nbytes for _, source in pairs)
-        if not self._cuda:
-            with taken.clock():
-                for target, source in pairs:
-                    target.copy_(source)
-            return
-        current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            begin.record()
+        stream = torch.cuda.stream(self._stream) if self._cuda else nullcontext()
+        if self._cuda:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with stream, self._taken[name].measure(self._device, sum(source.nbytes for _, source in pairs)):
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
-            end.record()
-        current.wait_event(end)
-        taken.events.append((begin, end))
-
-
-class _Taken:
-    """The time and the bytes of copies in one direction."""
-
-    def __init__(self) -> None:
-        self.nbytes = 0
-        self.events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._seconds = 0.0
-
-    @contextmanager
-    def clock(self) -> Iterator[None]:
-        """Adds the time that the host spends inside."""
-        start = time.perf_counter()
-        yield
-        self._seconds += time.perf_counter() - start
-
-    def take(self) -> tuple[float, int]:
-        """Seconds and bytes, from then on 0; waits for copies that are still under way."""
-        for begin, end in self.events:
-            end.synchronize()
-            self._seconds += begin.elapsed_time(end) / 1000
-        found = self._seconds, self.nbytes
-        self._seconds, self.nbytes = 0.0, 0
-        self.events.clear()
-        return found
+        if self._cuda:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)

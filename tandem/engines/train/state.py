@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 from tandem.config.optim import OptimConfig
 from tandem.engines.train import shards
 from tandem.engines.train.gradients import clip, gradient_norm
-from tandem.engines.train.host_store import HostStore
+from tandem.engines.train.host_store import HostStore, leaves
 from tandem.engines.train.lora import Adapters, trained
 from tandem.engines.train.optimizers import build_optimizers, set_learning_rate
 from tandem.engines.train.stages import Stages
@@ -143,7 +143,7 @@ class TrainState:
             for tensor in tensors:
                 shard = local(tensor.detach())
                 key = f"{kind}@{shard.device}"
-                total[key] = total.get(key, 0) + _bytes(shard)
+                total[key] = total.get(key, 0) + sum(part.nbytes for part in leaves(shard))
         return total
 
     def _moments(self) -> Iterator[Tensor]:
@@ -295,14 +295,6 @@ class TrainState:
                 remedy="resume from an earlier checkpoint, with the model it was saved from",
             ) from error
         return int(state["version"])
-
-
-def _bytes(shard: Tensor) -> int:
-    """The bytes of memory that a shard takes; one of 8 bits is made of several tensors."""
-    flatten = getattr(shard, "__tensor_flatten__", None)
-    if flatten is not None:
-        return sum(_bytes(getattr(shard, name)) for name in flatten()[0])
-    return shard.numel() * shard.element_size()
 
 
 def _write(state: dict[str, Any], path: Path, group: dist.ProcessGroup | None) -> None:
