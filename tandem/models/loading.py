@@ -81,8 +81,9 @@ def load_policy(
     """
     config = load_config(path, trust_remote_code=trust_remote_code)
     require_task(path, config, trust_remote_code=trust_remote_code)
-    make = _load if weights else _skeleton
-    model = make(AutoModelForCausalLM, path, config, dtype, attention, trust_remote_code)
+    options = {"dtype": dtype, "attn_implementation": attention, "trust_remote_code": trust_remote_code}
+    make: Any = _load if weights else _skeleton
+    model = make(AutoModelForCausalLM, path, config, **options)
     _check_head(model)
     speed_up_linears(model)
     policy: PreTrainedModel = (model.to(device) if weights else model).train()
@@ -119,8 +120,9 @@ def load_scorer(
     else:
         require_scorer(path, config)
     require_task(path, config, scorer=True, trust_remote_code=trust_remote_code)
-    make = partial(_load, absent={"score.weight"} if new_head else ()) if weights else _skeleton
-    model = make(AutoModelForSequenceClassification, path, config, dtype, attention, trust_remote_code)
+    options = {"dtype": dtype, "attn_implementation": attention, "trust_remote_code": trust_remote_code}
+    make: Any = partial(_load, absent={"score.weight"} if new_head else ()) if weights else _skeleton
+    model = make(AutoModelForSequenceClassification, path, config, **options)
     if not isinstance(getattr(model, "score", None), nn.Linear) or not hasattr(model, "model"):
         raise ModelError(
             "the reward model's head is not one linear map over a decoder",
@@ -186,11 +188,9 @@ def _load(
     auto_class: Any,
     path: str | Path,
     config: PreTrainedConfig,
-    dtype: torch.dtype,
-    attention: str,
-    trust_remote_code: bool,
     *,
     absent: Collection[str] = (),
+    **options: Any,
 ) -> Any:
     """A model of the folder with every one of its weights, but for those of the names `absent`."""
     folder = _folder(path)
@@ -210,12 +210,10 @@ def _load(
         model, report = auto_class.from_pretrained(
             folder,
             config=config,
-            dtype=dtype,
-            attn_implementation=attention,
-            trust_remote_code=trust_remote_code,
             local_files_only=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are named below, all of them
+            **options,
         )
     except (OSError, ValueError, KeyError, RuntimeError, EOFError, SafetensorError, UnpicklingError) as error:
         raise _unusable("the model's weights cannot be loaded", folder, error) from error
@@ -243,21 +241,12 @@ def _load(
     return model
 
 
-def _skeleton(
-    auto_class: Any,
-    path: str | Path,
-    config: PreTrainedConfig,
-    dtype: torch.dtype,
-    attention: str,
-    trust_remote_code: bool,
-) -> Any:
+def _skeleton(auto_class: Any, path: str | Path, config: PreTrainedConfig, **options: Any) -> Any:
     """The same model without its weights: parameters on the meta device, buffers as the architecture makes
     them."""
     try:
         with torch.device("meta"):
-            model = auto_class.from_config(
-                config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
-            )
+            model = auto_class.from_config(config, **options)
     except (OSError, ValueError, RuntimeError) as error:
         raise _unusable("the model cannot be built", _folder(path), error) from error
     for module in model.modules():
