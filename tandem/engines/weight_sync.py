@@ -98,18 +98,12 @@ def check_arrival(sent: Sent, held: Digest, *, engine: str, before: Sent | None 
     Raises:
         WeightSyncError: names the weights that are missing, stale, exchanged, damaged, or were never sent.
     """
-    wrong = _differing(sent, held)
-    if not wrong:
-        return
-    found = [_difference(name, sent, held, before) for name in wrong[:_SHOWN]]
-    more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-    raise WeightSyncError(
-        f"{len(wrong)} of {len(sent.digest)} weights of version {sent.version} in the rollout engine "
-        f"{engine} are not what the trainer has",
-        field=wrong[0],
-        got="; ".join(found) + more,
-        expected="; ".join(f"{name} {_hex(sent.digest.get(name))}" for name in wrong[:_SHOWN]) + more,
-        remedy="nothing was sampled from them; start again from the last checkpoint. If it comes again, set "
+    _check(
+        sent,
+        held,
+        f"rollout engine {engine}",
+        before,
+        "nothing was sampled from them; start again from the last checkpoint. If it comes again, set "
         "actor_rollout_ref.rollout.name=native, which samples from the trainer's own weights",
     )
 
@@ -124,20 +118,21 @@ def check_copy(sent: Sent, held: Digest, *, holder: str) -> None:
     Raises:
         WeightSyncError: names the weights that differ.
     """
-    wrong = _differing(sent, held)
+    _check(sent, held, holder, None, "start again from the last checkpoint")
+
+
+def _check(sent: Sent, held: Digest, holder: str, before: Sent | None, remedy: str) -> None:
+    wrong = [name for name in {**sent.digest, **held} if held.get(name) != sent.digest.get(name)]
     if wrong:
+        more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise WeightSyncError(
             f"{len(wrong)} of {len(sent.digest)} weights of version {sent.version} in the {holder} are not "
             "what the trainer has",
             field=wrong[0],
-            got="; ".join(_difference(name, sent, held, None) for name in wrong[:_SHOWN]),
-            expected="; ".join(f"{name} {_hex(sent.digest.get(name))}" for name in wrong[:_SHOWN]),
-            remedy="start again from the last checkpoint",
+            got="; ".join(_difference(name, sent, held, before) for name in wrong[:_SHOWN]) + more,
+            expected="; ".join(f"{name} {_hex(sent.digest.get(name))}" for name in wrong[:_SHOWN]) + more,
+            remedy=remedy,
         )
-
-
-def _differing(sent: Sent, held: Digest) -> list[str]:
-    return [name for name in {**sent.digest, **held} if held.get(name) != sent.digest.get(name)]
 
 
 def _difference(name: str, sent: Sent, held: Digest, before: Sent | None) -> str:

@@ -6,7 +6,6 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
-from torch import nn
 
 from tandem.errors import EngineError
 from tandem.protocol import Request
@@ -60,15 +59,15 @@ def check_idle(pending: int) -> None:
         raise EngineError("requests are pending", got=f"{pending} requests", remedy="poll or abort them")
 
 
-def check_fits_model(requests: Sequence[Request], module: nn.Module) -> None:
+def check_fits_model(requests: Sequence[Request], config: Any) -> None:
     """Refuses requests the model cannot take.
 
     Raises:
         EngineError: a sequence beyond the model's positions, a token of the prompt or a biased one outside
             its vocabulary.
     """
-    config: Any = module.config.get_text_config()  # type: ignore[union-attr, operator]
-    positions = getattr(config, "max_position_embeddings", None)
+    text = config.get_text_config()
+    positions = getattr(text, "max_position_embeddings", None)
     for request in requests:
         length = len(request.prompt_ids) + request.params.max_tokens
         if positions is not None and length > positions:
@@ -79,7 +78,7 @@ def check_fits_model(requests: Sequence[Request], module: nn.Module) -> None:
                 expected=f"<= max_position_embeddings = {positions}",
                 remedy="lower data.max_prompt_length or data.max_response_length",
             )
-    check_vocabulary(requests, config.vocab_size)
+    check_vocabulary(requests, text.vocab_size)
 
 
 def check_vocabulary(requests: Sequence[Request], vocabulary: int) -> None:

@@ -27,8 +27,9 @@ from tandem.engines.rollout.base import SLEEP_TAGS, SharedModule, SleepTag, Weig
 from tandem.engines.rollout.borrowed import borrowed
 from tandem.engines.rollout.checks import check_fits_model, check_idle, check_new
 from tandem.engines.rollout.counters import Counters
-from tandem.engines.rollout.draws.rows import Rows, empty_sample
+from tandem.engines.rollout.draws.rows import Rows
 from tandem.engines.rollout.draws.stops import Decode
+from tandem.engines.rollout.draws.written import Written
 from tandem.engines.rollout.own_weights import OwnWeights, kinds_taken, taken
 from tandem.engines.weight_sync import Digest, digest
 from tandem.errors import EngineError
@@ -80,7 +81,7 @@ class HFEngine:
         known = {request.id for request in self._waiting}
         check_new(requests, known, self._max_length, self._decode is not None)
         if self._source is not None:
-            check_fits_model(requests, self._source.module)
+            check_fits_model(requests, self._source.module.config)
         self._waiting.extend(requests)
 
     def pending(self) -> int:
@@ -91,14 +92,14 @@ class HFEngine:
         wanted = set(ids)
         dropped = [request for request in self._waiting if request.id in wanted]
         self._waiting = deque(request for request in self._waiting if request.id not in wanted)
-        return [empty_sample(request) for request in dropped] if keep_partial else []
+        return [Written(request).sample("abort") for request in dropped] if keep_partial else []
 
     def update_weights(self, source: WeightSource, version: int) -> Digest:
         """After a stream that fails the engine has no weights."""
         if self._own is not None and isinstance(source, WeightStream):
             self._source = None
         source = taken(source, self._own)
-        check_fits_model(list(self._waiting), source.module)
+        check_fits_model(list(self._waiting), source.module.config)
         self._source, self._version = source, version
         return digest(source.module.named_parameters())
 

@@ -333,16 +333,3 @@ def _wider(table: np.ndarray, width: int, fill: int) -> np.ndarray:
     if missing <= 0:
         return table
     return np.pad(table, ((0, 0), (0, missing)), constant_values=fill)
-
-
-def empty_sample(request: Request) -> Sample:
-    """The partial sample of a request aborted before its first token."""
-    return Sample(
-        uid=request.uid,
-        sample=request.sample,
-        token_ids=np.zeros(0, dtype=np.int64),
-        log_probs=np.zeros(0, dtype=np.float32),
-        versions=np.zeros(0, dtype=np.int32),
-        finish_reason="abort",
-        untruncated_log_probs=np.zeros(0, dtype=np.float32),
-    )

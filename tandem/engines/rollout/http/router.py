@@ -26,7 +26,7 @@ from tandem.engines.rollout.base import (
     WeightStream,
 )
 from tandem.engines.rollout.checks import check_idle, check_new, check_vocabulary
-from tandem.engines.rollout.draws.rows import empty_sample
+from tandem.engines.rollout.draws.written import Written
 from tandem.engines.rollout.http.connection import Refused, ServerLost
 from tandem.engines.rollout.http.relay import Outcome, relay
 from tandem.engines.weight_sync import Digest
@@ -142,13 +142,13 @@ class Router:
     def abort(self, ids: Sequence[Id], *, keep_partial: bool = False) -> list[Sample]:
         wanted = set(ids)
         here = [self._waiting.pop(name) for name in list(self._waiting) if name in wanted]
-        samples = [empty_sample(job.request) for job in here]
+        samples = [Written(job.request).sample("abort") for job in here]
         for replica in self._alive():
             there = [replica.take(name).request for name in list(replica.given) if name in wanted]
             if there:
                 names = [request.id for request in there]
                 written = self._tried(replica, replica.engine.abort, names, keep_partial=keep_partial)
-                samples += [empty_sample(request) for request in there] if written is None else written
+                samples += [Written(r).sample("abort") for r in there] if written is None else written
         return samples if keep_partial else []
 
     def update_weights(self, source: WeightSource, version: int) -> Digest:

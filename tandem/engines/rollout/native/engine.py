@@ -21,9 +21,10 @@ from tandem.device import upload
 from tandem.engines.rollout.base import SLEEP_TAGS, SharedModule, SleepTag, WeightSource, WeightStream
 from tandem.engines.rollout.checks import check_fits_model, check_idle, check_new
 from tandem.engines.rollout.counters import Counters
-from tandem.engines.rollout.draws.rows import Rows, empty_sample
+from tandem.engines.rollout.draws.rows import Rows
 from tandem.engines.rollout.draws.sampler import Drawn, RowParams
 from tandem.engines.rollout.draws.stops import Decode
+from tandem.engines.rollout.draws.written import Written
 from tandem.engines.rollout.native.attention import Attention, AttentionName
 from tandem.engines.rollout.native.budget import Wanted, weights_statement
 from tandem.engines.rollout.native.flight import Flight, in_flight
@@ -124,7 +125,7 @@ class NativeEngine:
     def submit(self, requests: Sequence[Request]) -> None:
         check_new(requests, self._known, self._max_length, self._decode is not None)
         if self._source is not None:
-            check_fits_model(requests, self._source.module)
+            check_fits_model(requests, self._source.module.config)
         blocks = {
             request.id: self._scheduler.blocks_for(len(request.prompt_ids) + request.params.max_tokens)
             for request in requests
@@ -149,7 +150,7 @@ class NativeEngine:
             self._source = None
         source = taken(source, self._own)
         running = list(self._rows.request[: self._rows.count])
-        check_fits_model([*running, *self._scheduler.waiting], source.module)
+        check_fits_model([*running, *self._scheduler.waiting], source.module.config)
         runner = self._steps.runner_of(source.module, partial(self._copies, source))
         if not self._store.is_of(runner):
             if self._rows.count:
@@ -207,7 +208,7 @@ class NativeEngine:
         )
         partial = [sample for sample in self._finished if sample.id in wanted]  # whole, in fact
         partial += [self._rows.sample(int(row), "abort") for row in np.flatnonzero(gone)]
-        partial += [empty_sample(request) for request in self._scheduler.drop_waiting(wanted)]
+        partial += [Written(request).sample("abort") for request in self._scheduler.drop_waiting(wanted)]
         self._remove(gone)
         self._finished = [sample for sample in self._finished if sample.id not in wanted]
         for id in wanted & self._known.keys():

@@ -4,6 +4,7 @@ those that are multiplied by the same inputs lie side by side."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -128,7 +129,7 @@ class Copies:
 
     @torch.no_grad()
     def _copy(self, parts: Parts) -> None:
-        for (_, target), part in zip(self._pieces(parts), _each(parts), strict=True):
+        for (_, target), part in zip(self._pieces(parts), chain(*parts.values()), strict=True):
             target.copy_(part.tensor)
 
     def _pieces(self, parts: Parts) -> Iterator[tuple[str, Tensor]]:
@@ -141,11 +142,6 @@ class Copies:
         """The copies by the names of the parameters, of a model that is not split."""
         for name, rows in self._pieces(parts):
             yield name, rows[0] if name.endswith(("q_norm.weight", "k_norm.weight")) else rows
-
-
-def _each(parts: Parts) -> Iterator[Part]:
-    for each in parts.values():
-        yield from each
 
 
 def _shapes(parts: Parts) -> dict[str, list[tuple[torch.Size, torch.dtype]]]:
