@@ -10,8 +10,7 @@ Shape suffixes as in `paged`; a leading 1 is the row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +27,8 @@ _ATTENTION = "tandem_rollout"
 _UNSUPPORTED = ("s_aux", "position_bias")
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _ROPE_BY_LENGTH = ("dynamic", "longrope")  # angles that depend on the longest sequence of the batch
+_Call = Callable[..., Tensor]
+"""(layer, query (T, N, D), keys (T, H, D), values, window=, softcap=) to the attention's result."""
 
 
 class ModuleRunner:
@@ -48,19 +49,25 @@ class ModuleRunner:
         embedding = module.get_input_embeddings().weight  # type: ignore[operator]
         self.dtype, self.device = embedding.dtype, embedding.device
         self.weight_bytes = weight_bytes(module.parameters())
-        probe = _Probe()
+        found: dict[int, LayerShape] = {}
+
+        def noted(layer: int, query_TND: Tensor, keys_THD: Tensor, values_THD: Tensor, **_: Any) -> Tensor:
+            """Attention of one token, which is its value."""
+            found[layer] = LayerShape(keys_THD.shape[1], keys_THD.shape[2], values_THD.shape[2])
+            return values_THD.repeat_interleave(query_TND.shape[1] // values_THD.shape[1], 1)
+
         zero = torch.zeros(1, dtype=torch.int64, device=self.device)
         with torch.no_grad():
-            self._forward(zero, zero, zero, probe)
+            self._forward(zero, zero, zero, noted)
         layers = range(config.num_hidden_layers)
-        if set(probe.layers) != set(layers):
+        if set(found) != set(layers):
             raise EngineError(
                 "not every layer's attention goes through transformers' attention interface",
                 field="actor_rollout_ref.rollout.name",
-                got=f"{type(module).__name__}: {len(probe.layers)} of {len(layers)} layers",
+                got=f"{type(module).__name__}: {len(found)} of {len(layers)} layers",
                 remedy="use rollout.name=hf for this model",
             )
-        self.layers = tuple(probe.layers[i] for i in layers)
+        self.layers = tuple(found[i] for i in layers)
 
     def renew(self, module: nn.Module) -> bool:
         """See `Runner`."""
@@ -80,7 +87,13 @@ class ModuleRunner:
         return None
 
     def forward(self, step: StepInput, attention: Attention) -> Tensor:
-        return self._forward(step.ids_T, step.positions_T, step.logits_L, _Paged(step, attention))
+        def paged(
+            layer: int, query_TND: Tensor, keys_THD: Tensor, values_THD: Tensor, **masking: Any
+        ) -> Tensor:
+            attention.write(layer, step, keys_THD, values_THD)
+            return attention.attend(layer, step, query_TND, **masking)
+
+        return self._forward(step.ids_T, step.positions_T, step.logits_L, paged)
 
     def _forward(self, ids_T: Tensor, positions_T: Tensor, logits_L: Tensor, call: _Call) -> Tensor:
         with borrowed(self._module, _ATTENTION):
@@ -93,48 +106,6 @@ class ModuleRunner:
             )
         logits: Tensor = out.logits[0]
         return logits
-
-
-@dataclass(frozen=True, slots=True)
-class _Paged:
-    """A forward's attention over the cache."""
-
-    step: StepInput
-    attention: Attention
-
-    def __call__(
-        self,
-        layer: int,
-        query_TND: Tensor,
-        keys_THD: Tensor,
-        values_THD: Tensor,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
-        self.attention.write(layer, self.step, keys_THD, values_THD)
-        return self.attention.attend(layer, self.step, query_TND, window=window, softcap=softcap)
-
-
-@dataclass(slots=True)
-class _Probe:
-    """Notes each layer's shape in a forward of one token, whose attention is its value."""
-
-    layers: dict[int, LayerShape] = field(default_factory=dict)
-
-    def __call__(
-        self,
-        layer: int,
-        query_TND: Tensor,
-        keys_THD: Tensor,
-        values_THD: Tensor,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
-        self.layers[layer] = LayerShape(keys_THD.shape[1], keys_THD.shape[2], values_THD.shape[2])
-        return values_THD.repeat_interleave(query_TND.shape[1] // values_THD.shape[1], 1)
-
-
-_Call = _Paged | _Probe
 
 
 def _attention(
@@ -161,7 +132,9 @@ def _attention(
         )
     query_TND, keys_THD, values_THD = (part[0].transpose(0, 1) for part in (query_1NTD, key_1HTD, value_1HTD))
     query_TND = query_TND * (query_TND.shape[-1] ** -0.5 if scaling is None else scaling)
-    out_TND = rollout_call(layer.layer_idx, query_TND, keys_THD, values_THD, sliding_window, softcap)
+    out_TND = rollout_call(
+        layer.layer_idx, query_TND, keys_THD, values_THD, window=sliding_window, softcap=softcap
+    )
     return out_TND[None], None
 
 
