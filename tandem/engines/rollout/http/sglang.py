@@ -26,7 +26,7 @@ from typing import Any
 from tandem.engines.rollout.base import SLEEP_TAGS, SleepTag, WeightSource, WeightStream
 from tandem.engines.rollout.checks import check_idle
 from tandem.engines.rollout.draws.keyed import seed_of
-from tandem.engines.rollout.http.answer import Answer, asked, refuse_unknown
+from tandem.engines.rollout.http.answer import Answer, asked
 from tandem.engines.rollout.http.client import STREAM_INTERVAL, HTTPEngine
 from tandem.engines.rollout.http.connection import Refused, Server, ServerLost
 from tandem.engines.rollout.http.shards import WeightsFolder, vectors
@@ -34,21 +34,7 @@ from tandem.engines.weight_sync import Digest, WeightSyncError
 from tandem.errors import EngineError
 from tandem.protocol import Request
 
-_NAMES = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "max_tokens": "max_new_tokens",
-    "min_tokens": "min_new_tokens",
-    "stop": "stop",
-    "stop_token_ids": "stop_token_ids",
-    "repetition_penalty": "repetition_penalty",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "logit_bias": "logit_bias",
-    "seed": "sampling_seed",
-}
+_OTHER_NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
 
 
 class SGLangEngine(HTTPEngine):
@@ -68,15 +54,11 @@ class SGLangEngine(HTTPEngine):
         self,
         server: Server,
         *,
-        max_length: int,
-        max_num_seqs: int = 256,
-        vocabulary: int | None = None,
         log: Callable[[str], None] | None = None,
         weights_folder: WeightsFolder | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            server, max_length=max_length, max_num_seqs=max_num_seqs, vocabulary=vocabulary, log=log
-        )
+        super().__init__(server, log=log, **options)
         self._folder = weights_folder
         self._asleep: set[SleepTag] = set()
         self._weights_gone = False
@@ -91,7 +73,6 @@ class SGLangEngine(HTTPEngine):
             raise self.failure("no SGLang server with a language model", "/model_info", about)
 
     def check(self, request: Request) -> None:
-        refuse_unknown(asked(request.params), frozenset(_NAMES), "SGLang")
         if request.params.stop and request.params.min_tokens:
             raise EngineError(
                 "SGLang ends a response at a stop string before min_tokens",
@@ -112,7 +93,7 @@ class SGLangEngine(HTTPEngine):
 
     def body(self, answer: Answer) -> dict[str, Any]:
         params = answer.request.params
-        sampling = {_NAMES[name]: value for name, value in asked(params).items()} | {
+        sampling = {_OTHER_NAMES.get(name, name): value for name, value in asked(params).items()} | {
             "temperature": params.temperature,
             "max_new_tokens": params.max_tokens,
             "sampling_seed": seed_of(answer.request),

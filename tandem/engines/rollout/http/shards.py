@@ -14,10 +14,10 @@ from pathlib import Path
 from uuid import uuid4
 
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from tandem.engines.weight_sync import Digest, Packing, digest
+from tandem.checkpoint.shards import ShardWriter
+from tandem.engines.weight_sync import Digest, digest
 from tandem.errors import EngineError
 
 SHARD_BYTES = 4 << 30
@@ -131,20 +131,14 @@ def write_shards(
     Returns:
         the digest of the tensors.
     """
-    packing = Packing(shard_bytes)
-    written: Digest = {}
-    shard: dict[str, Tensor] = {}
-    count = 0
-    for name, tensor in tensors:
-        if packing.place(tensor.nbytes)[0] and shard:
-            written |= _write(shard, folder, count)
-            shard, count = {}, count + 1
-        shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
-    if shard:
-        written |= _write(shard, folder, count)
-    return written
+    writer = ShardWriter(folder, shard_bytes)
 
+    def taken() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors:
+            host = tensor.detach().to("cpu", copy=True)
+            writer.add(name, host)
+            yield name, host
 
-def _write(shard: dict[str, Tensor], folder: Path, index: int) -> Digest:
-    save_file(shard, folder / f"model-{index:05d}.safetensors", metadata={"format": "pt"})
-    return digest(shard.items())
+    found = digest(taken())
+    writer.close()
+    return found

@@ -7,7 +7,6 @@ cannot be given new weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -40,19 +39,8 @@ class TGIEngine(HTTPEngine):
     route = "/generate"
     streams = False
 
-    def __init__(
-        self,
-        server: Server,
-        *,
-        tokenizer: PreTrainedTokenizerBase,
-        max_length: int,
-        max_num_seqs: int = 256,
-        vocabulary: int | None = None,
-        log: Callable[[str], None] | None = None,
-    ) -> None:
-        super().__init__(
-            server, max_length=max_length, max_num_seqs=max_num_seqs, vocabulary=vocabulary, log=log
-        )
+    def __init__(self, server: Server, *, tokenizer: PreTrainedTokenizerBase, **options: Any) -> None:
+        super().__init__(server, **options)
         self._tokenizer = tokenizer
         self._prefix: list[int] = list(tokenizer("")["input_ids"])  # what every text begins with
 

@@ -41,11 +41,9 @@ class Bucket(Protocol):
 
     def room(self, size: int) -> Tensor:
         """(size) uint8, to be filled."""
-        ...
 
     def send(self, used: int, layout: Layout) -> None:
         """Gives its first `used` bytes to the server, which has loaded them when this returns."""
-        ...
 
 
 class Channel(Protocol):
@@ -53,7 +51,6 @@ class Channel(Protocol):
 
     def opened(self) -> AbstractContextManager[Bucket]:
         """For the weights of one version."""
-        ...
 
 
 def send(tensors: Iterable[tuple[str, Tensor]], bucket: Bucket, bucket_bytes: int) -> Iterator[str]:

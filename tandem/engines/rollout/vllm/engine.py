@@ -15,7 +15,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -70,7 +70,6 @@ class VLLMEngine:
         gpu_memory_utilization: as in the config; on a CPU, the cache takes no more than max_num_seqs
             sequences of max_length can fill.
         dtype: of weights and cache.
-        load_format: "dummy": the weights come with the first `update_weights`; "auto": from the folder.
         enforce_eager: no CUDA graphs and no compilation; there is none on a CPU in any case.
         enable_prefix_caching: keep the keys and values of prompts for those that begin alike.
         tensor_parallel_size: ranks of the process group, neighbours, that split the layers of one engine; all
@@ -96,7 +95,6 @@ class VLLMEngine:
         max_num_batched_tokens: int = 8192,
         gpu_memory_utilization: float = 0.5,
         dtype: torch.dtype = torch.float32,
-        load_format: Literal["dummy", "auto"] = "dummy",
         enforce_eager: bool = False,
         enable_prefix_caching: bool = True,
         tensor_parallel_size: int = 1,
@@ -113,7 +111,7 @@ class VLLMEngine:
         self._load = _Load(self._counters)
         self._writing: dict[str, Written] = {}
         self._finished: list[Sample] = []
-        self._version: int | None = 0 if load_format == "auto" else None
+        self._version: int | None = None
         self._processed = logprobs_mode == "processed_logprobs"
         self._asleep: set[SleepTag] = set()
         on_host = device.type == "cpu"
@@ -123,7 +121,7 @@ class VLLMEngine:
         arguments = EngineArgs(
             model=model_path,
             skip_tokenizer_init=True,
-            load_format=load_format,
+            load_format="dummy",  # the weights come with the first `update_weights`
             dtype=dtype,
             max_model_len=max_length,
             max_num_seqs=max_num_seqs,
@@ -148,7 +146,7 @@ class VLLMEngine:
         known = {writing.request.id for writing in self._writing.values()}
         known |= {sample.id for sample in self._finished}
         check_new(requests, known, self._max_length, self._decode is not None)
-        check_fits_model(requests, self._model)
+        check_fits_model(requests, self._model.config)
         for request in requests:
             check_temperature(request)
         for request in requests:

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -179,7 +179,6 @@ def serve(
     max_num_batched_tokens: int = 8192,
     gpu_memory_utilization: float = 0.5,
     dtype: torch.dtype = torch.float32,
-    load_format: Literal["dummy", "auto"] = "dummy",
     enforce_eager: bool = False,
     enable_prefix_caching: bool = True,
     start_timeout_s: float = 600.0,
@@ -206,7 +205,7 @@ def serve(
         "max-num-batched-tokens": max(max_num_batched_tokens, max_num_seqs, max_length),
         "gpu-memory-utilization": gpu_memory_utilization,
         "dtype": str(dtype).removeprefix("torch."),
-        "load-format": load_format,
+        "load-format": "dummy",
         "logprobs-mode": "processed_logprobs",
         "uvicorn-log-level": "warning",  # no line for each request
         "generation-config": _neutral_generation(log.with_suffix(".generation")),

@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedConfig
 
 from tandem.engines.rollout.base import SLEEP_TAGS, SleepTag, WeightSource, WeightStream
@@ -44,14 +43,6 @@ BUCKET_BYTES = 256 << 20
 _DYING_S = 5.0  # a server that loses one of its processes ends itself
 
 _METRICS = {"decode_steps": "vllm:iteration_tokens_total_count", "preemptions": "vllm:num_preemptions_total"}
-
-
-class _Described(nn.Module):
-    """A module as far as `check_fits_model` looks at one: its config."""
-
-    def __init__(self, config: PreTrainedConfig) -> None:
-        super().__init__()
-        self.config = config
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +69,6 @@ class VLLMServerEngine(HTTPEngine):
         network: whether new weights go over the network, from this device and with this backend; None: the
             server is on this machine, and they go through its memory.
         sleeps: whether it was started with vLLM's sleep mode, which needs CUDA.
-        has_weights: whether it has weights to sample from before the first `update_weights`.
         bucket_bytes: weights sent at a time; a larger tensor goes alone.
     """
 
@@ -97,7 +87,6 @@ class VLLMServerEngine(HTTPEngine):
         decode: Decode | None = None,
         network: Network | None = None,
         sleeps: bool = False,
-        has_weights: bool = False,
         bucket_bytes: int = BUCKET_BYTES,
         log: Callable[[str], None] | None = None,
     ) -> None:
@@ -107,11 +96,11 @@ class VLLMServerEngine(HTTPEngine):
             self._channel = NetworkChannel(
                 server.url, self._begin_rpc, device=network.device, backend=network.backend
             )
-        self._described = _Described(config)
+        self._config = config
         self._process = process
         self._decode = decode
         self._sleeps = sleeps
-        self._has_weights = has_weights
+        self._has_weights = False
         self._asleep: set[SleepTag] = set()
         self._bucket_bytes = bucket_bytes
         self._before: dict[str, float] = {}
@@ -141,7 +130,7 @@ class VLLMServerEngine(HTTPEngine):
             raise EngineError(
                 "the server has no weights", got=self.server.url, remedy="call update_weights before submit"
             )
-        check_fits_model(requests, self._described)
+        check_fits_model(requests, self._config)
         self.wake()
         super().submit(requests)
 
@@ -153,8 +142,6 @@ class VLLMServerEngine(HTTPEngine):
     def body(self, answer: Answer) -> dict[str, Any]:
         params = answer.request.params
         sampling = {name: value for name, value in asked(params).items() if name != "stop"}
-        if params.logit_bias:
-            sampling["logit_bias"] = {str(token): bias for token, bias in params.logit_bias}
         return {
             "request_id": answer.name,
             "token_ids": answer.request.prompt_ids.tolist(),
