@@ -40,11 +40,9 @@ class Lane(Protocol):
         Returns:
             A mark of the copies' end.
         """
-        ...
 
     def wait(self, mark: Any) -> None:
         """Makes the computation from now on wait for the mark."""
-        ...
 
 
 class SideStream:

@@ -34,7 +34,6 @@ class Kernel(Protocol):
             rows: query (N, H, D), key and value (N, K, D), in bf16 or fp16.
             scale: factor of the scores.
         """
-        ...
 
 
 def torch_varlen(rows: Sequence[Tensor], packing: Packing, scale: float) -> Tensor:

@@ -53,7 +53,6 @@ class RolloutEngine(Protocol):
     @property
     def takes(self) -> frozenset[type[SharedModule] | type[WeightStream]]:
         """The kinds of `WeightSource` it accepts; none for an engine whose weights cannot be changed."""
-        ...
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queues requests; returns at once.
@@ -62,20 +61,16 @@ class RolloutEngine(Protocol):
             EngineError: a request that can never run (prompt and max_tokens beyond the cache or the
                 model's positions, a duplicate id); nothing of the call is queued then.
         """
-        ...
 
     def poll(self, timeout_s: float) -> list[Sample]:
         """Works for at most about `timeout_s`; the samples finished since the last poll."""
-        ...
 
     def pending(self) -> int:
         """Requests submitted and not yet returned."""
-        ...
 
     def abort(self, ids: Sequence[tuple[str, int]], *, keep_partial: bool = False) -> list[Sample]:
         """Drops requests; their partial samples with finish_reason "abort" if asked for. One that is
         finished, but not polled yet, keeps its own reason."""
-        ...
 
     def update_weights(self, source: WeightSource, version: int) -> Digest:
         """The weights to sample from until the next call; drops any cached prefix.
@@ -86,7 +81,6 @@ class RolloutEngine(Protocol):
         Raises:
             EngineError: weights of another model, or of a kind that it does not take.
         """
-        ...
 
     def sleep(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
         """Gives memory back: the KV cache, the weights. An engine that sleeps is woken by `wake`, or by
@@ -95,26 +89,21 @@ class RolloutEngine(Protocol):
         Raises:
             EngineError: requests are pending.
         """
-        ...
 
     def wake(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
         """Takes the memory again. Weights that were dropped come back with the next `update_weights`."""
-        ...
 
     def close(self) -> None:
         """Ends what the engine started: processes, connections; idempotent."""
-        ...
 
     def progress(self) -> int:
         """Tokens written since the engine was made; who waits for one that stands still waits in vain."""
-        ...
 
     def stats(self) -> dict[str, float]:
         """Counters since the last call, all zero afterwards: generated_tokens; prefill_tokens, prompt tokens
         computed; cached_prefix_tokens, those found in the cache instead; decode_steps; peak_running,
         sequences; cache_bytes; cache_use, the largest share of the cache in use; preemptions, sequences
         whose part of the cache was taken away, to be computed again."""
-        ...
 
 
 def finished(

@@ -92,7 +92,6 @@ class RecountingLoss(Protocol):
                 multiplied by it in place.
             counts: what the loss was divided by.
         """
-        ...
 
 
 @runtime_checkable
@@ -112,12 +111,10 @@ class TrainEngine(Protocol):
     @property
     def compute_dtype(self) -> torch.dtype:
         """The type of forward and backward, and of the unsharded weights."""
-        ...
 
     @property
     def output_dtype(self) -> torch.dtype:
         """The type of outputs: fp32, or fp64 where the model computes in fp64."""
-        ...
 
     def forward(
         self, batch: DataProto, *, outputs: frozenset[str], micro: MicroBatching, adapter: bool = True
@@ -129,7 +126,6 @@ class TrainEngine(Protocol):
         Args:
             adapter: false: what the base model gives, bit for bit, whose adapters are trained.
         """
-        ...
 
     def train_step(self, batch: DataProto, loss: LossFn, *, micro: MicroBatching) -> Metrics:
         """One optimizer step over this rank's share of a mini-batch. Metrics are already reduced
@@ -138,7 +134,6 @@ class TrainEngine(Protocol):
         Raises:
             NonFiniteError: the loss or gradient norm is not finite; no weight has changed.
         """
-        ...
 
     def unsharded(self) -> AbstractContextManager[nn.Module]:
         """The transformers model with whole, compute-dtype weights; no train_step inside.
@@ -146,7 +141,6 @@ class TrainEngine(Protocol):
         Raises:
             EngineError: no rank has all layers whole, or there are adapters; see `unshards`.
         """
-        ...
 
     def weights(
         self, *, dtype: torch.dtype | None = None, names: Collection[str] | None = None
@@ -158,17 +152,14 @@ class TrainEngine(Protocol):
             dtype: None gives master precision.
             names: only these; None gives all.
         """
-        ...
 
     @property
     def weight_shapes(self) -> dict[str, torch.Size]:
         """The shapes of the tensors that `weights` gives, in their order."""
-        ...
 
     def digest(self, dtype: torch.dtype | None = None) -> Digest:
         """The digest of the whole weights in `dtype` (None: as `unsharded` gives them), from the shards,
         without gathering them; the same on all ranks."""
-        ...
 
     def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int, *, whole: bool = True) -> None:
         """Takes over full tensors by Hugging Face name, as `weights` gave them, each rank its shards.
@@ -181,28 +172,22 @@ class TrainEngine(Protocol):
             EngineError: a name of this model that is missing, one that is unknown or comes twice, a
                 tensor of another shape; a model with adapters.
         """
-        ...
 
     def reset_optimizer(self) -> None:
         """Forgets the optimizer's moments; weights, version and so the schedule stay."""
-        ...
 
     def output_head(self) -> Tensor:
         """(V, D), in compute dtype: a policy's output embedding, whole, on every rank; not of a model in
         stages."""
-        ...
 
     def hold_reference_head(self, head: Tensor) -> None:
         """Takes the whole output embedding of the reference policy, for the policy's output "ref_kl"."""
-        ...
 
     def take_collectives(self) -> tuple[float, int]:
         """Seconds and bytes of this rank's collectives since the last call; see `CollectiveMeter`."""
-        ...
 
     def save(self, path: Path) -> None:
         """This model's shards, optimizer, schedule and version into the folder `path`."""
-        ...
 
     def stage(self, path: Path) -> Callable[[], None]:
         """A copy on the host of what `save` writes, as it is now.
@@ -210,23 +195,18 @@ class TrainEngine(Protocol):
         Returns:
             what writes it, once on every rank, on any thread, while the engine goes on.
         """
-        ...
 
     def load(self, path: Path) -> None: ...
 
     def offload(self) -> None:
         """Moves what the config says (parameters, optimizer state) to the host, between phases."""
-        ...
 
     def onload(self, *, optimizer: bool) -> None:
         """Brings offloaded parameters back, and with `optimizer` its state too."""
-        ...
 
     def take_transfers(self) -> dict[str, tuple[float, int]]:
         """Seconds and bytes of the copies of this rank's state since the last call, by "offload" and
         "onload"."""
-        ...
 
     def state_info(self) -> dict[str, Any]:
         """The place and size of the state: parameters, bytes per kind and device."""
-        ...

@@ -25,7 +25,6 @@ class Execution(Protocol):
         self, parts: Iterable[MicroBatch], wanted: frozenset[str]
     ) -> Iterator[tuple[MicroBatch, Mapping[str, Tensor]]]:
         """Each micro-batch and the outputs of the model there, without gradient."""
-        ...
 
     def gradients(self, parts: Sequence[MicroBatch], loss: LossFn, counts: Counts) -> tuple[Metrics, Tensor]:
         """Leaves the gradients of these micro-batches with the parameters, over all ranks, in the last
@@ -35,11 +34,9 @@ class Execution(Protocol):
             metrics, and the fp64 sum of losses; both are this rank's, and empty and zero on those that see
             no loss.
         """
-        ...
 
     def told(self, metrics: Metrics, total: Tensor) -> tuple[Metrics, Tensor]:
         """The metrics and the total, sent by a rank that sees the loss to those that do not."""
-        ...
 
 
 def collected(

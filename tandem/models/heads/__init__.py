@@ -47,7 +47,6 @@ class Head(Protocol):
         Returns:
             (M) log-probabilities and (M) entropies or None, nats; fp32, or fp64 for fp64 input.
         """
-        ...
 
 
 HEADS = {  # loaded by name: Triton and Liger are not installed everywhere

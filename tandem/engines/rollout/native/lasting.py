@@ -33,7 +33,6 @@ class Region(Protocol):
 
     def give_back(self) -> None:
         """Returns the memory, and what stood there with it, once the device has done all it was asked."""
-        ...
 
     def take(self) -> None:
         """Takes memory again, of whatever content.
@@ -41,7 +40,6 @@ class Region(Protocol):
         Raises:
             EngineError: there is not enough.
         """
-        ...
 
 
 class Lasting:

@@ -41,7 +41,6 @@ class Runner(Protocol):
         Returns:
             Whether it has; else another runner must be made.
         """
-        ...
 
     def rest(self) -> bool:
         """Gives the memory of its own copies back, if it can take it again in the same place.
@@ -49,15 +48,12 @@ class Runner(Protocol):
         Returns:
             Whether it has, and waits for `renew`; else it must be dropped.
         """
-        ...
 
     def reads(self) -> Sequence[Tensor]:
         """What a forward reads and does not itself make, the cache apart."""
-        ...
 
     def copied(self, module: nn.Module) -> Iterator[tuple[str, Tensor]] | None:
         """Its own copies by the names of the module's parameters; None where it reads the module's own."""
-        ...
 
     def forward(self, step: StepInput, attention: Attention) -> Tensor:
         """Runs the step's tokens, leaving their keys and values in the attention's cache.
@@ -65,7 +61,6 @@ class Runner(Protocol):
         Returns:
             The next token's logits after each of `step.logits_L`, (L, V).
         """
-        ...
 
 
 def make_runner(

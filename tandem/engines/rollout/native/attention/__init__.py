@@ -21,7 +21,6 @@ class Attention(Protocol):
 
     def write(self, layer: int, step: StepInput, keys_THD: Tensor, values_THD: Tensor) -> None:
         """Puts the step's keys and values into their slots; those of tokens with slot -1 go nowhere."""
-        ...
 
     def attend(
         self,
@@ -41,7 +40,6 @@ class Attention(Protocol):
             window: only the last `window` of these columns are seen.
             softcap: scores x pass through softcap * tanh(x / softcap).
         """
-        ...
 
 
 _KERNELS = {  # loaded by name: Triton is not installed everywhere

@@ -38,16 +38,12 @@ class Ops(Protocol):
 
     def norm(self, x_RE: Tensor, weight_E: Tensor) -> Tensor:
         """RMS norm: computed in float32, rounded, then multiplied by the weight."""
-        ...
 
     def added_norm(self, x_RE: Tensor, added_RE: Tensor, weight_E: Tensor) -> tuple[Tensor, Tensor]:
         """x + added, and its norm."""
-        ...
 
     def rotate(self, qkv: Tensor, positions_T: Tensor, norm_MD: Tensor | None) -> Rotated:
         """From (R, (N + 2H) D); with `norm_MD`, each head goes through an RMS norm first (Qwen3)."""
-        ...
 
     def gate(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up, from (R, 2I) to (R, I)."""
-        ...
