@@ -65,19 +65,15 @@ class Workers(Protocol):
             calls: one per rank; None for a rank that is not called.
             keeps: the result is a batch that stays with the worker until somebody gets it.
         """
-        ...
 
     def stream(self, method: str, calls: Sequence[Call | None]) -> Iterator[StreamPart]:
         """The parts of all ranks in the order in which they come to exist."""
-        ...
 
     def take_usage(self) -> list[Usage]:
         """By rank, since the last call."""
-        ...
 
     def shutdown(self) -> None:
         """Ends the workers; idempotent."""
-        ...
 
 
 class Backend(Protocol):
@@ -89,7 +85,6 @@ class Backend(Protocol):
         Raises:
             ConfigError: there are not.
         """
-        ...
 
     def launch(self, worker: WorkerFactory, pool: ResourcePool, role: str) -> Workers:
         """One worker per process of the pool, each made by `worker.create`. Workers of several
@@ -98,17 +93,13 @@ class Backend(Protocol):
         Raises:
             ConfigError: the backend cannot give what the pool asks for.
         """
-        ...
 
     def release(self, pool_names: Sequence[str]) -> None:
         """Ends the processes of some pools; their groups have been shut down."""
-        ...
 
     def take_traffic(self) -> dict[str, float]:
         """Bytes that came to the controller since the last call: `controller/index_bytes`, of indices
         and small results, and `controller/value_bytes`, of batches."""
-        ...
 
     def shutdown(self) -> None:
         """Ends all workers; idempotent."""
-        ...

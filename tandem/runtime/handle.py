@@ -19,23 +19,18 @@ class Handle(Protocol):
     @property
     def borrowed(self) -> bool:
         """Tells whether `get` may give tensors on memory that others read; nobody may write to them."""
-        ...
 
     def get(self, timeout_s: float | None = None) -> Any:
         """The value, brought here."""
-        ...
 
     def index(self, timeout_s: float | None = None) -> Index:
         """The index of a result that is a DataProto; moves no values."""
-        ...
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Until the method has ended; moves no values."""
-        ...
 
     def done(self) -> bool:
         """Tells whether the method has ended, well or not; does not wait."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)

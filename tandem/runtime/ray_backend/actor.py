@@ -12,13 +12,11 @@ from typing import Any
 import ray
 
 from tandem.protocol import DataProto
-from tandem.runtime.backend import Usage
 from tandem.runtime.dispatch import Call
 from tandem.runtime.failure import Status
-from tandem.runtime.host import Host, Setup
+from tandem.runtime.host import Host
 from tandem.runtime.index import Index
 from tandem.runtime.ray_backend.cluster import interface_of
-from tandem.runtime.worker import WorkerFactory
 
 PLAIN = (bool, int, float, str)
 RemoteCall = tuple[str, str, tuple[Any, ...], Mapping[str, Any]] | bytes
@@ -60,11 +58,8 @@ def _unpacked(call: RemoteCall) -> tuple[str, str, tuple[Any, ...], Mapping[str,
     return pickle.loads(call) if isinstance(call, bytes) else call
 
 
-class _HostActor:
+class _HostActor(Host):
     """A Host by remote calls."""
-
-    def __init__(self, setup: Setup) -> None:
-        self.host = Host(setup)
 
     @ray.method(concurrency_group="control")
     def whereabouts(self) -> Whereabouts:
@@ -73,46 +68,28 @@ class _HostActor:
         return Whereabouts(node, address, interface_of(address), os.getpid(), os.cpu_count() or 1)
 
     @ray.method(concurrency_group="control")
-    def status(self) -> Status:
-        return self.host.status()
+    def status(self) -> Status:  # type: ignore[override]
+        return super().status()
 
     @ray.method(concurrency_group="control")
-    def stacks(self, lane_only: bool = False) -> str:
-        return self.host.stacks(lane_only=lane_only)
+    def stacks(self, *, lane_only: bool = False) -> str:  # type: ignore[override]
+        return super().stacks(lane_only=lane_only)
 
-    def serve_rendezvous(self, address: str, port: int, timeout_s: float) -> int:
-        return self.host.serve_rendezvous(address, port, timeout_s)
-
-    def join(self, environment: Mapping[str, str], defaults: Mapping[str, str], threads: int) -> None:
-        self.host.join(environment, defaults, threads)
-
-    def create(self, role: str, factory: WorkerFactory) -> None:
-        self.host.create(role, factory)
-
-    def remove(self, role: str) -> None:
-        self.host.remove(role)
-
-    def execute(self, call: RemoteCall) -> Any:
-        return self.host.execute(*_unpacked(call))
+    def run(self, call: RemoteCall) -> Any:
+        return self.execute(*_unpacked(call))
 
     @ray.method(num_returns=2)
-    def execute_kept(self, call: RemoteCall) -> tuple[bytes | None, Any]:
+    def run_kept(self, call: RemoteCall) -> tuple[bytes | None, Any]:
         """The result's index for the controller, and the result for whoever uses it."""
-        result = self.host.execute(*_unpacked(call))
+        result = self.run(call)
         return packed_index(result), result
 
-    def parts(self, call: RemoteCall) -> Iterator[tuple[Any, bytes] | DataProto]:
+    def run_parts(self, call: RemoteCall) -> Iterator[tuple[Any, bytes] | DataProto]:
         """Each part's rows and index for the controller, and then the part, of which the controller is given
         a reference of its own: one within what it gets could be gone before it is counted there."""
-        for part in self.host.parts(*_unpacked(call)):
+        for part in self.parts(*_unpacked(call)):
             yield part.rows, packed_index(part.batch)
             yield part.batch
-
-    def take_usage(self, role: str) -> Usage:
-        return self.host.take_usage(role)
-
-    def close(self) -> None:
-        self.host.close()
 
 
 Actor = Any

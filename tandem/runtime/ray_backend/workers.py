@@ -50,9 +50,9 @@ class RayWorkers:
     def _called(self, actor: Actor, method: str, call: Call, keeps: bool, together: Together) -> RayHandle:
         packed = packed_call(self._role, method, call)
         if keeps:
-            index, value = actor.execute_kept.remote(packed)
+            index, value = actor.run_kept.remote(packed)
         else:
-            index, value = None, actor.execute.remote(packed)
+            index, value = None, actor.run.remote(packed)
         handle = RayHandle(value, index, self._watch, together)
         self._watch.sent(actor, self._role, method, handle)
         return handle
@@ -62,7 +62,7 @@ class RayWorkers:
         for rank, (actor, call) in enumerate(zip(self._actors, _sent_once(calls), strict=True)):
             if call is not None:
                 packed = packed_call(self._role, method, call)
-                parts = actor.parts.options(num_returns="streaming").remote(packed)
+                parts = actor.run_parts.options(num_returns="streaming").remote(packed)
                 ends.append(RayHandle(parts.completed(), None, self._watch))
                 self._watch.sent(actor, self._role, method, ends[-1])
                 ranks[parts] = rank
