@@ -123,10 +123,12 @@ def _tell(script: Script, call: Call) -> None:
     for command in script.others:
         warn(f"not run: {command}")
     calls = script.calls
-    if len(calls) > 1:
-        for other in calls:
-            taken = "taken" if other.number == call.number else f"{CALL} {other.number} takes it"
-            warn(f"call {other.number} ({taken}): {' '.join(other.words)}")
+    for other in calls if len(calls) > 1 else ():
+        if other.number == call.number:
+            warn(f"call {other.number} (taken): {' '.join(other.words)}")
+        else:
+            words = " ".join(word for word in other.words if word not in call.words)
+            warn(f"call {other.number} ({CALL} {other.number} takes it), words that are others: {words}")
 
 
 def _variables(asked: VerlCall) -> Iterator[Row]:

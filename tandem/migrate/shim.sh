@@ -9,6 +9,7 @@ is_trainer() {
   for word; do
     case $previous:$word in
       -m:verl.trainer.* | -m:verl.experimental.* | -m:recipe.* | -m:openrlhf.cli.*) return 0 ;;
+      -[a-zA-Z]m:verl.trainer.* | -[a-zA-Z]m:recipe.*) return 0 ;; # as in -um
     esac
     case $word in
       -mverl.trainer.* | verl/trainer/*.py | */verl/trainer/*.py | recipe/*/main_*.py | */recipe/*/main_*.py) return 0 ;;

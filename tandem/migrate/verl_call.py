@@ -13,6 +13,9 @@ import yaml
 from tandem.errors import ConfigError
 from tandem.migrate.script import Call
 
+_TRAINERS = ("verl.trainer.main_ppo", "verl.trainer.main_ppo_v0", "recipe.dapo.main_dapo")
+"""Programs whose overrides `tandem train` takes; since verl 0.9 the first samples as the last does."""
+
 _OTHER_TRAINERS = (
     ("sft_trainer", "`tandem sft` trains on answers; `tandem config show --sft` has its keys"),
     ("main_generation", "`tandem generate` answers a file of prompts"),
@@ -103,12 +106,13 @@ def _runtime_environment(folder: str, options: dict[str, str]) -> dict[str, Any]
 
 def _after_entry(words: Sequence[str]) -> Sequence[str]:
     for place, word in enumerate(words):
-        module = words[place + 1] if word == "-m" and place + 1 < len(words) else word.removeprefix("-m")
+        alone = len(word) < 4 and word.startswith("-") and word.endswith("m")  # also -um
+        module = words[place + 1] if alone and place + 1 < len(words) else word.removeprefix("-m")
         found = module.removesuffix(".py").replace("/", ".")
-        if not (word.startswith("-m") or word.endswith(".py")):
+        if not (alone or word.startswith("-m") or word.endswith(".py")):
             continue
-        if found.endswith(("verl.trainer.main_ppo", "verl.trainer.main_ppo_v0")):
-            return words[place + (2 if word == "-m" else 1) :]
+        if found.endswith(_TRAINERS):
+            return words[place + (2 if alone else 1) :]
         if any(part in f".{found}" for part in (".verl.", ".recipe.")):
             raise _another(found)
     raise _another(" ".join(words[:4]))

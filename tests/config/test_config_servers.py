@@ -24,7 +24,10 @@ def test_sglang_trains(load):
 def test_sglang_needs_addresses_and_a_folder(errors):
     found = errors(f"{R}.name=sglang")
     assert set(found) == {f"{R}.server.urls", f"{R}.server.weights_folder"}
-    assert found[f"{R}.server.urls"].remedy == f"set {R}.server.urls=[http://host:port], one for each server"
+    assert found[f"{R}.server.urls"].remedy == (
+        f"set {R}.server.urls=[http://host:port], one for each server; "
+        f"or {R}.name=vllm or native, which need none"
+    )
 
 
 @pytest.mark.parametrize("name", ["openai", "tgi"])

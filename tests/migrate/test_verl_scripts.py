@@ -199,10 +199,15 @@ def test_a_script_without_a_call(write: Write) -> None:
         called("nowhere.sh")
 
 
+@pytest.mark.parametrize("line", ["python3 -um verl.trainer.main_ppo", "python3 -m recipe.dapo.main_dapo"])
+def test_trainers_of_policies_are_understood(write: Write, line: str) -> None:
+    assert understood(called(write(f"{line} a=b c=d"))).arguments == ("a=b", "c=d")
+
+
 @pytest.mark.parametrize(
     ("line", "name", "remedy"),
     [
-        ("python3 -m recipe.dapo.main_dapo a=b", "recipe.dapo.main_dapo", "give its overrides"),
+        ("python3 -m recipe.spin.main_spin a=b", "recipe.spin.main_spin", "give its overrides"),
         ("python3 recipe/prime/main_prime.py a=b", "recipe.prime.main_prime", "give its overrides"),
         ("torchrun -m verl.trainer.fsdp_sft_trainer a=b", "verl.trainer.fsdp_sft_trainer", "`tandem sft`"),
         ("python3 -m verl.trainer.main_eval a=b", "verl.trainer.main_eval", "`tandem eval`"),

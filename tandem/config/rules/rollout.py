@@ -35,7 +35,9 @@ def servers(rollout: EngineConfig, at: str, *, training: bool) -> Iterator[Confi
     if engine not in SERVER_ENGINES and not (engine == "vllm" and addresses):
         return
     if not addresses:
-        remedy = f"set {urls}=[http://host:port], one for each server"
+        remedy = (
+            f"set {urls}=[http://host:port], one for each server; or {name}=vllm or native, which need none"
+        )
         yield ConfigError("missing", field=urls, expected="addresses of servers", remedy=remedy)
     for url in addresses:
         if not url.startswith(("http://", "https://")):
