@@ -34,6 +34,7 @@ from tandem.models.loading import load_tokenizer
 from tandem.observability.terminal import say
 from tandem.protocol import DataProto, Ragged
 from tandem.trainer.assembly import build_ppo
+from tandem.trainer.here import lacking, refuse
 from tandem.trainer.loop import Step
 from tandem.trainer.run import run_ppo, run_rm, run_sft
 from tandem.trainer.sampling_params import sampling, stop_token_ids
@@ -302,8 +303,10 @@ def _supervised(
 
 
 def _said(loaded: Loaded[Any]) -> Loaded[Any]:
+    """The config, once its notices are printed and nothing that it needs is missing here."""
     for notice in loaded.said:
         say(f"note: {notice}")
+    refuse(lacking(loaded.config))
     return loaded
 
 

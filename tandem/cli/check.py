@@ -8,7 +8,6 @@ from importlib import import_module
 from typing import Any
 
 from tandem.cli import from_verl
-from tandem.cli.here import lacking, refuse
 from tandem.config.load import Loaded, load_rm_config, load_sft_config, load_train_config
 from tandem.config.root import TrainConfig
 from tandem.config.sizes import derived
@@ -16,6 +15,7 @@ from tandem.config.sources import split_arguments
 from tandem.data.files import count_rows
 from tandem.errors import ConfigError
 from tandem.observability.terminal import say
+from tandem.trainer.here import lacking, refuse
 
 USAGE = f"""usage: tandem check [CONFIG.yaml] key=value … [--sft | --rm | --run | --here]
        tandem check --from-verl SCRIPT.sh [key=value …] [-- ARGUMENTS…]

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from tandem.cli.here import lacking, refuse
 from tandem.cli.resolved import resolved
 from tandem.config.load import Loaded, load_sft_config
 from tandem.observability.terminal import say
+from tandem.trainer.here import lacking, refuse
 
 USAGE = """usage: tandem sft [CONFIG.yaml] key=value … [--dry-run]
 

@@ -17,10 +17,10 @@ Truncation = Literal["error", "left", "right", "middle"]
 class DataConfig(Section):
     """Prompts for training and validation (parquet in the users' format)."""
 
-    train_files: Paths = key(..., "parquet file of training prompts, or a list", needs=files)
-    val_files: Paths = key(
-        (), "parquet file of validation prompts, or a list; null: no validation", needs=files
+    train_files: Paths = key(
+        ..., "training prompts: parquet, .jsonl or .csv file, reasoning-gym:NAME?…, or a list", needs=files
     )
+    val_files: Paths = key((), "validation prompts, likewise; null: no validation", needs=files)
     train_batch_size: int = key(1024, "prompts per training step, over all devices", ge=1)
     gen_batch_size: int | None = key(
         None,

@@ -9,7 +9,8 @@ from typing import Any
 
 from tandem.config.section import Need
 from tandem.config.view import path, root
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, DataError
+from tandem.tasks import is_task, parse
 
 CODE_FILES = (".py", ".pkl")
 """Endings of files with functions; as in `tandem.algorithms.loading`, which config does not import."""
@@ -21,9 +22,14 @@ MOST_SAMPLES = 10_000_000
 
 
 def files(own: Any, name: str) -> Iterator[ConfigError]:
-    """Every file exists."""
+    """Every file exists; a task can be read, what it makes is for the loading."""
     for file in getattr(own, name) or ():
-        if not os.path.isfile(file):
+        if is_task(file):
+            try:
+                parse(file)
+            except DataError as error:
+                yield ConfigError(error.message, got=error.got, expected=error.expected, remedy=error.remedy)
+        elif not os.path.isfile(file):
             yield ConfigError("no such file", got=file, remedy="check the path")
 
 

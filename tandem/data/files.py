@@ -1,4 +1,4 @@
-"""Reads parquet and JSON-lines files into one table; every error names the file."""
+"""Reads parquet, JSON-lines and CSV files, and tasks, into one table; every error names the file."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.csv as pa_csv
 import pyarrow.json as pa_json
 import pyarrow.parquet as pa_parquet
 
 from tandem.errors import DataError
+from tandem.tasks import is_task, parse
 
 CHUNK_ROWS = 1024
 JSON_SUFFIXES = (".jsonl", ".json")
+CSV_SUFFIX = ".csv"
 JSON_BLOCK_BYTES = 64 << 20
 """The longest line of a JSON-lines file; Arrow's default, 1 MiB, is less than a long conversation."""
 
@@ -75,7 +78,8 @@ def read_files(
     """Reads the columns of the first alternative that all files have.
 
     Args:
-        files: one path or several; `.jsonl` and `.json` hold one object per line, all others are parquet.
+        files: one path or several, or tasks (see `tandem.tasks`); `.jsonl` and `.json` hold one object per
+            line, `.csv` a line of column names first, all others are parquet.
         alternatives: sets of columns, one of which must be there.
         optional: further columns, read where they are there; None: all others.
         max_samples: keep the first so many rows of all files together; -1 keeps all.
@@ -125,7 +129,11 @@ def count_rows(files: Sequence[str], max_samples: int = -1) -> int:
     rows = 0
     for path in (Path(file).expanduser() for file in files):
         try:
-            if path.suffix in JSON_SUFFIXES:
+            if is_task(str(path)):
+                rows += parse(str(path)).size
+            elif path.suffix == CSV_SUFFIX:
+                rows += pa_csv.read_csv(path).num_rows
+            elif path.suffix in JSON_SUFFIXES:
                 with path.open("rb") as lines:
                     rows += sum(1 for line in lines if line.strip())
             else:
@@ -143,18 +151,23 @@ class _File:
 
 
 def _open(path: Path) -> _File:
+    if is_task(str(path)):
+        made = pa.Table.from_pylist(parse(str(path)).rows())
+        return _File(path, made.column_names, made.select)
     if not path.is_file():
         raise DataError(
             "is a folder" if path.is_dir() else "no such data file",
             field=str(path),
-            expected="a parquet or .jsonl file",
+            expected="a parquet, .jsonl or .csv file",
             remedy="check data.train_files and data.val_files; paths are relative to the working folder",
         )
     if path.stat().st_size == 0:
         raise _empty(path)
     try:
-        if path.suffix in JSON_SUFFIXES:
-            table = pa_json.read_json(path, read_options=pa_json.ReadOptions(block_size=JSON_BLOCK_BYTES))
+        if path.suffix in (*JSON_SUFFIXES, CSV_SUFFIX):
+            options = pa_json.ReadOptions(block_size=JSON_BLOCK_BYTES)
+            is_csv = path.suffix == CSV_SUFFIX
+            table = pa_csv.read_csv(path) if is_csv else pa_json.read_json(path, read_options=options)
             return _File(path, table.column_names, table.select)
         parquet = pa_parquet.ParquetFile(path)
         return _File(path, parquet.schema_arrow.names, lambda columns: parquet.read(columns=columns))
@@ -203,11 +216,11 @@ def _empty(path: Path) -> DataError:
 
 
 def _unreadable(path: Path, error: Exception) -> DataError:
-    kind = "JSON-lines" if path.suffix in JSON_SUFFIXES else "parquet"
+    kind = {CSV_SUFFIX: "CSV"}.get(path.suffix, "JSON-lines" if path.suffix in JSON_SUFFIXES else "parquet")
     return DataError(
         f"not a readable {kind} file",
         field=str(path),
         got=str(error).splitlines()[0],
-        expected="a parquet or .jsonl file",
+        expected="a parquet, .jsonl or .csv file",
         remedy="write the file anew; it may be cut off or of another format",
     )

@@ -2,7 +2,7 @@
 
 Importing this package registers the scorers."""
 
-from tandem.rewards import arithmetic, dapo, geometry3k, gsm8k, math, programs, search_qa
+from tandem.rewards import arithmetic, dapo, generated, geometry3k, gsm8k, math, programs, search_qa
 from tandem.rewards.base import (
     Item,
     Reward,
@@ -26,6 +26,7 @@ __all__ = [
     "Scorer",
     "arithmetic",
     "dapo",
+    "generated",
     "geometry3k",
     "gsm8k",
     "known_data_sources",

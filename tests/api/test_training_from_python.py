@@ -151,16 +151,25 @@ def test_mistakes_are_named_before_anything_is_loaded(model, tmp_path):
     def unknown(answer):
         return 0.0
 
+    def own(prompt, response, answer):
+        return 0.0
+
     for arguments, words in (
         ({"rewards": unknown}, "does not say which responses it wants"),
-        ({"rewards": digits, "train": [{"question": "1"}]}, "prompt"),
-        ({"rewards": digits, "train": [{"prompt": "1"}]}, "answer"),
-        ({"rewards": digits, "train": [{"prompt": "1", "answer": "1", "response": "x"}]}, "named response"),
+        ({"rewards": digits, "train": [{"question": "1"}] * 5}, "prompt"),
+        ({"rewards": own, "train": [{"prompt": "1"}] * 5}, "answer"),
+        (
+            {"rewards": digits, "train": [{"prompt": "1", "answer": "1", "response": "x"}] * 5},
+            "named response",
+        ),
         ({"rewards": 7}, "rewards"),
         ({"rewards": digits, "config": {"trainer.sede": 1}}, "trainer.seed"),
+        ({"rewards": digits, "config": {"data.max_response_length": 512}}, "the model's positions"),
     ):
         with pytest.raises(TandemError, match=words):
-            tandem.train(model, **{"train": ROWS, "steps": 1, "out": tmp_path / "run", **arguments})
+            tandem.train(
+                model, **{"train": ROWS, "steps": 1, "out": tmp_path / "run", "config": SETTINGS, **arguments}
+            )
 
 
 def test_answers_and_measures_without_training(model, tmp_path):

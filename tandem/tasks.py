@@ -1,0 +1,153 @@
+"""Tasks of reasoning-gym (optional extra `tasks`): problems made by a program, and scores of their answers.
+
+A task stands where a data file may stand: `reasoning-gym:NAME?size=5000&seed=1&KEY=VALUE`. `size` (500) and
+`seed` (0) and the further parameters are those of the generator; `answer` says where a response has its
+answer: `tags` (the default) asks for it between <answer> and </answer>, `text` takes the whole response.
+Source: https://github.com/open-thought/reasoning-gym
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+from urllib.parse import parse_qsl
+
+from tandem.errors import DataError
+
+PREFIX = "reasoning-gym:"
+ASKED_FOR_TAGS = "\nGive the answer between <answer> and </answer>."
+SIZE = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A generator with its parameters.
+
+    Attributes:
+        reference: how the user wrote it.
+        name: of the generator.
+        parameters: of the generator.
+        tags: whether an answer stands between tags.
+    """
+
+    reference: str
+    name: str
+    parameters: dict[str, Any]
+    tags: bool
+
+    @property
+    def size(self) -> int:
+        return int(self.parameters.get("size", SIZE))
+
+    def rows(self) -> list[dict[str, Any]]:
+        """All problems, as rows in the usual form.
+
+        Raises:
+            DataError: reasoning-gym is not installed, has no such generator, or refuses its parameters.
+        """
+        problems = generator(self.reference)
+        asked = ASKED_FOR_TAGS if self.tags else ""
+        return [
+            {
+                "data_source": f"{PREFIX}{self.name}",
+                "prompt": [{"role": "user", "content": f"{problem['question']}{asked}"}],
+                "ability": "reasoning",
+                "reward_model": {"style": "rule", "ground_truth": str(problem["answer"])},
+                "extra_info": {"task": self.reference, "index": index},
+            }
+            for index, problem in enumerate(problems)
+        ]
+
+    def answer(self, response: str) -> str | None:
+        """What the response gives as its answer: what stands in the last pair of tags, or all of it."""
+        if not self.tags:
+            return response.strip()
+        _, opened, rest = response.rpartition("<answer>")
+        found, closed, _ = rest.partition("</answer>")
+        return found.strip() if opened and closed else None
+
+    def score(self, answer: str | None, index: int) -> float:
+        """What reasoning-gym says of an answer to the problem of this number, from 0 to 1."""
+        return float(generator(self.reference).score_answer(answer, _problem(self.reference, index)))
+
+
+def is_task(file: str) -> bool:
+    """Whether a data file is the name of a task."""
+    return file.startswith(PREFIX)
+
+
+@functools.lru_cache(maxsize=1024)
+def parse(reference: str) -> Task:
+    """The task that a reference names.
+
+    Raises:
+        DataError: it cannot be read, or reasoning-gym is not installed.
+    """
+    name, _, query = reference.removeprefix(PREFIX).partition("?")
+    try:
+        given = {key: _value(text) for key, text in parse_qsl(query, strict_parsing=bool(query))}
+    except ValueError as error:
+        raise _wrong(reference, str(error)) from error
+    place = given.pop("answer", "tags")
+    if not name or place not in ("tags", "text"):
+        raise _wrong(reference, "no name" if not name else f"answer={place}")
+    if not isinstance(given.get("size", SIZE), int) or given.get("size", SIZE) < 1:
+        raise _wrong(reference, f"size={given['size']}")
+    if find_spec("reasoning_gym") is None:
+        raise DataError(
+            "reasoning-gym is not installed", field=reference, remedy="pip install 'tandem[tasks]'"
+        )
+    return Task(reference, name, given, place == "tags")
+
+
+@functools.lru_cache(maxsize=64)
+def generator(reference: str) -> Any:
+    """reasoning-gym's data set of a reference.
+
+    Raises:
+        DataError: see `Task.rows`.
+    """
+    task = parse(reference)
+    names = import_module("reasoning_gym.factory").DATASETS
+    if task.name not in names:
+        close = difflib.get_close_matches(task.name, names, n=1)
+        raise DataError(
+            "reasoning-gym has no such task",
+            field=reference,
+            got=task.name,
+            expected=f"one of {', '.join(sorted(names))}",
+            remedy=f"{PREFIX}{close[0]}" if close else None,
+        )
+    try:
+        return import_module("reasoning_gym").create_dataset(
+            task.name, **{"size": SIZE, "seed": 0, **task.parameters}
+        )
+    except (AssertionError, TypeError, ValueError) as error:
+        raise _wrong(reference, f"{type(error).__name__}: {error}") from error
+
+
+@functools.lru_cache(maxsize=4096)
+def _problem(reference: str, index: int) -> Any:
+    return generator(reference)[index]
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _wrong(reference: str, problem: str) -> DataError:
+    return DataError(
+        "is not a task",
+        field=reference,
+        got=problem,
+        expected=f"{PREFIX}NAME?size=N&seed=N&KEY=VALUE&answer=tags|text, the keys those of the generator",
+        remedy="quote it for the shell, and give lists as JSON",
+    )
