@@ -18,7 +18,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from docs import equations, migrate_pages, verl_keys
+from docs import equations, migrate_pages, verl_commands, verl_keys
 from docs.docstring import parse
 from docs.entries import FOLDER, ROOT, Entry, entries
 from docs.kinds import NEEDS, Kind
@@ -216,5 +216,6 @@ def write(folder: Path = FOLDER) -> None:
 if __name__ == "__main__":
     write()
     verl_keys.write()
+    verl_commands.write()
     migrate_pages.write()
     print(f"wrote {FOLDER.relative_to(ROOT)}, docs/verl, docs/from-trl.md and docs/from-openrlhf.md")

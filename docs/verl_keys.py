@@ -37,10 +37,10 @@ def page() -> str:
         "each key that is another here, or that nothing here depends on, is said once when the run starts. "
         "A value that asks for what is not offered is refused before anything is loaded; its default asks "
         "for nothing.",
-        _table(("verdict", "keys"), [(found, str(count)) for found, count in counts.most_common()]),
+        table(("verdict", "keys"), [(found, str(count)) for found, count in counts.most_common()]),
         "## Defaults that are others in verl",
         "`trainer.defaults=verl` takes these:",
-        _table(
+        table(
             ("key", "here", "verl"),
             [
                 (f"`{name}`", _code(keys(TrainConfig)[name].default), _code(value))
@@ -48,19 +48,19 @@ def page() -> str:
             ],
         ),
         "These stay, as neither what is learnt nor where files lie depends on them:",
-        _table(
+        table(
             ("key", "verl", "why ours stays"),
             [(f"`{name}`", _code(value), why) for name, (value, why) in KEPT.items()],
         ),
         "## All keys",
-        _table(
+        table(
             ("key", "verl's default", "verdict", "here"),
             [(f"`{name}`", _code(VERL[name]), found, what) for name, found, what in rows],
         ),
         "## Keys of other versions",
         "Those that 0.9.1's `ppo_trainer` does not have, but `ppo_trainer` or `ppo_megatron_trainer` of the "
         "versions that are named: 0.6.0, 0.6.1, 0.7.0, 0.7.1, 0.8.0, 0.9.0 and 0.9.1 were looked at.",
-        _table(
+        table(
             ("key", "versions", "verl's default", "verdict", "here"),
             [
                 (f"`{name}`", ", ".join(row["versions"]), _code(row["default"]), *verdict(name))
@@ -80,6 +80,7 @@ def _code(value: Any) -> str:
     return f"`{shown(value)}`".replace("|", "\\|")
 
 
-def _table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """A table in Markdown."""
     lines = [heads, tuple("---" for _ in heads), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

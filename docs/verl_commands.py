@@ -1,0 +1,99 @@
+"""Writes docs/verl/commands.md: how many commands of verl's own examples load, and why the others do not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from docs.verl_keys import HERE, table
+from tandem.config.verl.table import rule_of
+
+COMMANDS: dict[str, list[str]] = json.loads((HERE.parent / "tests/config/verl_commands.json").read_text())
+"""The words after verl's trainer, by script, of main and 0.6.1."""
+_ROLLOUT = "actor_rollout_ref.rollout"
+_TOOLS, _TALK = (f"{_ROLLOUT}.multi_turn.{name}_config_path" for name in ("tool", "interaction"))
+_ROUTER = "actor_rollout_ref.actor.megatron.override_transformer_config.moe_z_loss_coeff"
+
+REFUSED = {
+    "run_qwen3_5_4b_fsdp.sh": {"distillation.enabled"},
+    "run_qwen3_8b_mopd_fsdp.sh": {"distillation.enabled"},
+    "run_qwen3_5_35b_megatron.sh": {_ROUTER},
+    "run_qwen3_vl_30b_a3b_megatron.sh": {_ROUTER},
+    "run_mistral13b_skyworkrm_hhrlhf.sh": {"reward_model.model.input_tokenizer"},
+    "run_qwen2.5-3b_geo3k_multiturn_4xgpu.sh": {_TOOLS},
+    "run_qwen2.5-0.5b_gsm8k_multiturn_w_interaction.sh": {_TALK},
+    "run_qwen2.5-3b_gsm8k_multiturn_4xgpu.sh": {_TOOLS, _TALK},
+    "run_qwen2.5-3b_gsm8k_multiturn_server.sh": {_TOOLS},
+    "run_qwen2.5-3b_gsm8k_tool_agent_mlflow.sh": {_TOOLS},
+    "run_qwen3_4b_dapo_multiturn.sh": {
+        "data.custom_cls.path",
+        "data.custom_cls.name",
+        f"{_ROLLOUT}.multi_turn.enable",
+        _TOOLS,
+    },
+}
+"""Script → the keys for which it is refused; a test loads every command."""
+
+KINDS = {
+    "text": "text, one turn",
+    "turns": "text, several turns, tools or agents",
+    "vision": "images",
+    "megatron": "Megatron",
+}
+
+
+def kind(script: str) -> str:
+    """What a script trains, of `KINDS`."""
+    text = " ".join(COMMANDS[script])
+    if "megatron" in script or "strategy=megatron" in text:
+        return "megatron"
+    if "vl" in script or ("geo3k" in text and "multiturn" not in script):
+        return "vision"
+    return "turns" if "multi_turn" in text or "multiturn" in script or "agent" in script else "text"
+
+
+def refused(script: str) -> set[str]:
+    """The keys for which a script is refused; none: it loads."""
+    return REFUSED.get(script.rpartition("/")[2], set())
+
+
+def counts() -> dict[str, tuple[int, int]]:
+    """Scripts that load, and all, by kind."""
+    of = {name: [script for script in COMMANDS if kind(script) == name] for name in KINDS}
+    return {name: (sum(not refused(script) for script in those), len(those)) for name, those in of.items()}
+
+
+def page() -> str:
+    """The page, in Markdown."""
+    found = counts()
+    passed, total = (sum(pair[place] for pair in found.values()) for place in (0, 1))
+    failing = sorted(script for script in COMMANDS if refused(script))
+    parts = [
+        "# verl's own commands",
+        f"Of {total} commands of verl's examples, of main and 0.6.1, {passed} load, with nothing changed but "
+        "paths, and `vllm` in sglang's place: `tandem check` finds no key in them that is refused. What only "
+        "data and models tell comes later: rows that hold images are refused when read, and a reward "
+        "model over another vocabulary than the policy's when it is.",
+        table(
+            ("trains", "load", "of"),
+            [(KINDS[name], str(load), str(of)) for name, (load, of) in found.items()],
+        ),
+        "The others are refused for these keys:",
+        table(
+            ("script", "keys", "why"),
+            [
+                (
+                    f"`{script}`",
+                    ", ".join(f"`{name}`" for name in sorted(refused(script))),
+                    "; ".join(sorted({str(rule.refused) for rule in map(rule_of, refused(script)) if rule})),
+                )
+                for script in failing
+            ],
+        ),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def write(folder: Path = HERE / "verl") -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / "commands.md").write_text(page())
