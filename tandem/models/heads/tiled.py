@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -67,6 +67,16 @@ def tiled_log_probs(
     return log_probs, (entropy if with_entropy else None)
 
 
+class Inputs(NamedTuple):
+    """The head's inputs; see `Head`. `weight` may be some rows of the output embedding, from whose first
+    entry the targets are then counted."""
+
+    hidden_MD: Tensor
+    weight_VD: Tensor
+    targets_M: Tensor
+    temperature: float
+
+
 @dataclass(frozen=True, slots=True)
 class Sums:
     """The sums of tiles over their logits z = hidden weightᵀ / temperature.
@@ -108,16 +118,7 @@ class LogitGradient:
 class Tiles(Protocol):
     """The work within tiles. Outputs are in fp32, or fp64 for fp64 input, where not said otherwise."""
 
-    def sums(
-        self,
-        hidden_MD: Tensor,
-        weight_VD: Tensor,
-        targets_M: Tensor,
-        temperature: float,
-        with_moment: bool,
-        *,
-        keep: bool,
-    ) -> Sums:
+    def sums(self, inputs: Inputs, with_moment: bool, *, keep: bool) -> Sums:
         """The sums of all tiles; at least one position and one entry.
 
         Args:
@@ -127,19 +128,12 @@ class Tiles(Protocol):
     def width(self, hidden_MD: Tensor) -> int:
         """T of `gradient`, but for the last tile."""
 
-    def gradient(
-        self,
-        hidden_MD: Tensor,
-        weight_TD: Tensor,
-        targets_M: Tensor,
-        temperature: float,
-        wanted: LogitGradient,
-        kept_MT: Tensor | None,
-    ) -> Tensor:
+    def gradient(self, tile: Inputs, wanted: LogitGradient, kept_MT: Tensor | None) -> Tensor:
         """(M, T) in the type of `hidden_MD`: one tile's gradient in its undivided logits.
 
         Args:
-            targets_M: ids as counted from the tile's first entry; those outside the tile are of no concern.
+            tile: with the weight's rows of the tile alone, and ids as counted from the first of them; those
+                outside the tile are of no concern.
             kept_MT: the tile's logits, of `Sums`, which are left as they are; None: they are made again.
         """
 
@@ -157,16 +151,8 @@ class TorchTiles:
     ) -> None:
         self._reduced, self._graded = reduced or reduced_tile, graded or graded_tile
 
-    def sums(
-        self,
-        hidden_MD: Tensor,
-        weight_VD: Tensor,
-        targets_M: Tensor,
-        temperature: float,
-        with_moment: bool,
-        *,
-        keep: bool,
-    ) -> Sums:
+    def sums(self, inputs: Inputs, with_moment: bool, *, keep: bool) -> Sums:
+        hidden_MD, weight_VD, targets_M, temperature = inputs
         peaks, totals = [], []
         moments: list[Tensor] = []
         kept: list[Tensor] = []
@@ -190,15 +176,8 @@ class TorchTiles:
     def width(self, hidden_MD: Tensor) -> int:
         return tile_width(hidden_MD)
 
-    def gradient(
-        self,
-        hidden_MD: Tensor,
-        weight_TD: Tensor,
-        targets_M: Tensor,
-        temperature: float,
-        wanted: LogitGradient,
-        kept_MT: Tensor | None,
-    ) -> Tensor:
+    def gradient(self, tile: Inputs, wanted: LogitGradient, kept_MT: Tensor | None) -> Tensor:
+        hidden_MD, weight_TD, targets_M, temperature = tile
         z_MT = _logits(hidden_MD, weight_TD, temperature) if kept_MT is None else kept_MT
         factors = (wanted.peak_M, wanted.log_total_M, wanted.constant_M, wanted.slope_M)
         grad_MT = self._graded(z_MT, *factors, keep=kept_MT is not None)
@@ -254,7 +233,7 @@ class _TiledLogProbs(torch.autograd.Function):
             none_M = hidden_MD.new_empty(0, dtype=output_type(hidden_MD))
             ctx.save_for_backward(hidden_MD, weight_VD, targets_M, none_M, none_M, none_M)
             return none_M, none_M.clone()
-        sums = tiles.sums(hidden_MD, weight_VD, targets_M, temperature, with_entropy, keep=keep)
+        sums = tiles.sums(Inputs(hidden_MD, weight_VD, targets_M, temperature), with_entropy, keep=keep)
         peak_M, log_total_M, entropy_M = found = merged(sums)
         log_probs_M = sums.target_M - peak_M - log_total_M
         if group is not None:
@@ -270,36 +249,28 @@ class _TiledLogProbs(torch.autograd.Function):
         if len(hidden_MD) == 0:
             return torch.empty_like(hidden_MD), torch.zeros_like(weight_VD), *[None] * 6
         wanted = logit_gradient(grads, ctx.temperature, peak_M, log_total_M, entropy_M)
-        inputs = (hidden_MD, weight_VD, targets_M)
-        found = tiled_gradients(
-            ctx.tiles, *inputs, ctx.temperature, wanted, *ctx.needs_input_grad[:2], kept=kept
-        )
+        inputs = Inputs(hidden_MD, weight_VD, targets_M, ctx.temperature)
+        found = tiled_gradients(ctx.tiles, inputs, wanted, *ctx.needs_input_grad[:2], kept=kept)
         return *found, *[None] * 6
 
 
 def tiled_gradients(
     tiles: Tiles,
-    hidden_MD: Tensor,
-    weight_VD: Tensor,
-    targets_M: Tensor,
-    temperature: float,
+    inputs: Inputs,
     wanted: LogitGradient,
     need_hidden: bool,
     need_weight: bool,
     *,
-    kept: Sequence[Tensor] = (),
+    kept: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradients of the states and of the weight, tile by tile.
-
-    Args:
-        targets_M: ids as counted from the weight's first entry; some may lie outside.
-        kept: see `Sums`.
-    """
+    """The gradients of the states and of the weight, tile by tile; `kept` as in `Sums`."""
+    hidden_MD, weight_VD, targets_M, _ = inputs
     grad_hidden_MD = torch.zeros_like(hidden_MD, dtype=wanted.peak_M.dtype)
     grad_weight_VD = torch.empty_like(weight_VD) if need_weight else None
     for index, (start, weight_TD) in enumerate(tiles_of(weight_VD, tiles.width(hidden_MD))):
         kept_MT = kept[index] if kept else None
-        grad_MT = tiles.gradient(hidden_MD, weight_TD, targets_M - start, temperature, wanted, kept_MT)
+        tile = inputs._replace(weight_VD=weight_TD, targets_M=targets_M - start)
+        grad_MT = tiles.gradient(tile, wanted, kept_MT)
         if need_hidden:
             grad_hidden_MD += product(grad_MT, weight_TD.T)
         if grad_weight_VD is not None:

@@ -13,7 +13,15 @@ import torch
 import triton
 from torch import Tensor
 
-from tandem.models.heads.tiled import LogitGradient, Sums, Tiles, TorchTiles, tile_width, tiled_log_probs
+from tandem.models.heads.tiled import (
+    Inputs,
+    LogitGradient,
+    Sums,
+    Tiles,
+    TorchTiles,
+    tile_width,
+    tiled_log_probs,
+)
 from tandem.models.heads.triton_kernels import gradient_kernel, sums_kernel
 
 # Vocabulary entries per program of the forward pass, or one block: a thousand positions of 152k entries are
@@ -79,16 +87,8 @@ class Blocks:
 class TritonTiles:
     """`Tiles` in Triton, for bfloat16, float16 and float32. No logits are ever kept."""
 
-    def sums(
-        self,
-        hidden_MD: Tensor,
-        weight_VD: Tensor,
-        targets_M: Tensor,
-        temperature: float,
-        with_moment: bool,
-        *,
-        keep: bool,
-    ) -> Sums:
+    def sums(self, inputs: Inputs, with_moment: bool, *, keep: bool) -> Sums:
+        hidden_MD, weight_VD, targets_M, temperature = inputs
         hidden_MD, weight_VD = _rows_contiguous(hidden_MD), _rows_contiguous(weight_VD)
         rows, vocabulary = len(hidden_MD), len(weight_VD)
         blocks = Blocks.of(hidden_MD.dtype, hidden_MD.device)
@@ -119,15 +119,8 @@ class TritonTiles:
     def width(self, hidden_MD: Tensor) -> int:
         return tile_width(hidden_MD, hidden_MD.dtype)
 
-    def gradient(
-        self,
-        hidden_MD: Tensor,
-        weight_TD: Tensor,
-        targets_M: Tensor,
-        temperature: float,
-        wanted: LogitGradient,
-        kept_MT: Tensor | None,
-    ) -> Tensor:
+    def gradient(self, tile: Inputs, wanted: LogitGradient, kept_MT: Tensor | None) -> Tensor:
+        hidden_MD, weight_TD, targets_M, temperature = tile
         hidden_MD, weight_TD = _rows_contiguous(hidden_MD), _rows_contiguous(weight_TD)
         (rows, width), columns = hidden_MD.shape, len(weight_TD)
         blocks = Blocks.of(hidden_MD.dtype, hidden_MD.device)
