@@ -255,12 +255,13 @@ class Registry(Generic[AnySpec]):
         """A decorator that registers a function and returns it unchanged.
 
         Raises:
-            ConfigError: a name that is taken, or a signature that is no declaration.
+            ConfigError: a name that is another function's, or a signature that is no declaration.
         """
 
         def decorate(fn: Function) -> Function:
             for each in (name, *aliases):
-                if each in self._specs or each in self.aliases:
+                known = self._specs.get(self.aliases.get(each, each))
+                if known is not None and known.fn is not fn:
                     raise ConfigError(f"this {self._spec.kind}'s name is taken", field=each)
             self._specs[name] = declared(self._spec, name, fn)
             self.aliases.update(dict.fromkeys(aliases, name))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from tandem.balance import even
 from tandem.errors import DataError
-from tandem.protocol.equality import same
 from tandem.protocol.gather import Gather, Picks
+from tandem.protocol.merging import merge, together
 from tandem.protocol.ragged import Ragged, RowIndex, cut_offsets, picks, row_index
 from tandem.protocol.shipping import Shipped, unwrap
 
@@ -58,6 +58,27 @@ class DataProto:
                     expected=f"{first[1]} rows, as in '{first[0]}'",
                 )
 
+    @classmethod
+    def from_dict(
+        cls,
+        tensors: Mapping[str, Column] | None = None,
+        non_tensors: Mapping[str, np.ndarray | Sequence[Any]] | None = None,
+        meta_info: Mapping[str, Any] | None = None,
+    ) -> Self:
+        """The constructor under verl's names."""
+        return cls(tensors, non_tensors, meta_info)
+
+    @classmethod
+    def from_single_dict(
+        cls,
+        data: Mapping[str, Column | np.ndarray | Sequence[Any]],
+        meta_info: Mapping[str, Any] | None = None,
+    ) -> Self:
+        """A table of named columns of any kind: tensors go to `batch`, all else to `non_tensor_batch`."""
+        tensors = {name: column for name, column in data.items() if isinstance(column, (Tensor, Ragged))}
+        others = {n: column for n, column in data.items() if not isinstance(column, (Tensor, Ragged))}
+        return cls(tensors, others, meta_info)
+
     def __len__(self) -> int:
         for column in (*self.batch.values(), *self.non_tensor_batch.values()):
             return len(column)
@@ -101,7 +122,9 @@ class DataProto:
         """The named rows in the given order; a boolean mask filters; one integer gives a table of one."""
         if isinstance(rows, int):
             rows = [rows]
-        return DataProto.gather([self], picks(rows, len(self)))
+        taken = DataProto.gather([self], picks(rows, len(self)))
+        taken.meta_info = dict(self.meta_info)
+        return taken
 
     def select(
         self,
@@ -154,17 +177,17 @@ class DataProto:
         batch, arrays, meta = dict(self.batch), dict(self.non_tensor_batch), dict(self.meta_info)
         for other in others:
             remedy = "select or rename columns before union"
-            _merge(batch, other.batch, remedy)
-            _merge(arrays, other.non_tensor_batch, remedy)
-            _merge(meta, other.meta_info, remedy)
+            merge(batch, other.batch, remedy)
+            merge(arrays, other.non_tensor_batch, remedy)
+            merge(meta, other.meta_info, remedy)
         return DataProto(batch, arrays, meta)
 
     @staticmethod
     def concat(parts: Sequence[DataProto]) -> DataProto:
-        """The rows of all parts below each other; meta_info of all.
+        """The rows of all parts below each other; meta_info of all, see `together`.
 
         Raises:
-            DataError: parts with different columns, or with different values under one name of meta_info.
+            DataError: parts with different columns, or meta_info that does not go together.
         """
         return DataProto.gather(parts, range(sum(map(len, parts))))
 
@@ -173,8 +196,7 @@ class DataProto:
         """`concat(parts)[rows]` with one copy of each value, or none: successive rows of one part are views.
 
         Raises:
-            DataError: no parts, or parts with different columns, or with different values under one name of
-                meta_info.
+            DataError: no parts, or parts with different columns, or meta_info that does not go together.
         """
         if not parts:
             raise DataError("nothing to concatenate", expected="at least one table")
@@ -193,10 +215,7 @@ class DataProto:
             name: plan.array([part.non_tensor_batch[name] for part in parts])
             for name in first.non_tensor_batch
         }
-        meta = dict(first.meta_info)
-        for part in parts[1:]:
-            _merge(meta, part.meta_info, "select or change meta_info before the tables are put together")
-        return DataProto._trusted(batch, arrays, meta)
+        return DataProto._trusted(batch, arrays, together([part.meta_info for part in parts]))
 
     def chunk(self, chunks: int) -> list[DataProto]:
         """`chunks` tables whose sizes differ by one at most; some are empty if rows are few."""
@@ -241,10 +260,11 @@ class DataProto:
         table.meta_info = dict(meta_info)
         return table
 
-    def repeat(self, repeats: int, interleave: bool = True) -> DataProto:
-        """Each row `repeats` times: in succession, or the whole table again and again."""
-        rows = torch.arange(len(self))
-        return self[rows.repeat_interleave(repeats) if interleave else rows.repeat(repeats)]
+    def repeat(self, repeat_times: int | Sequence[int] | Tensor, interleave: bool = True) -> DataProto:
+        """Each row `repeat_times` times, or as often as its own entry there says: in succession, or, with one
+        number for all, the whole table again and again."""
+        rows, times = torch.arange(len(self)), torch.as_tensor(repeat_times)
+        return self[rows.repeat_interleave(times) if interleave else rows.repeat(int(times))]
 
     def reorder(self, indices: Tensor | Sequence[int]) -> DataProto:
         """Row i of the result is row indices[i].
@@ -338,21 +358,3 @@ def _picked(table: dict[str, Any], names: Iterable[str] | None) -> dict[str, Any
         if name not in table:
             raise DataError("no such column", field=name, expected=tuple(table))
     return {name: table[name] for name in names}
-
-
-def _merge(target: dict[str, Any], source: Mapping[str, Any], remedy: str) -> None:
-    """Adds what `target` lacks.
-
-    Raises:
-        DataError: a name that stands in both with different values.
-    """
-    for name, value in source.items():
-        if name in target and not same(target[name], value):
-            raise DataError(
-                "two tables hold different values under one name",
-                field=name,
-                got=f"{value!r:.80}",
-                expected=f"{target[name]!r:.80}",
-                remedy=remedy,
-            )
-        target.setdefault(name, value)

@@ -153,7 +153,8 @@ class Layout(Table):
         Raises:
             DataError: one column with different values on two sides of a union, or meta_info that differs.
         """
-        tables = [DataProto(meta_info=fetch(source).meta_info) for source in self.bare]
+        bare = [DataProto(meta_info=fetch(source).meta_info) for source in self.bare]
+        tables = [DataProto.concat(bare)] if bare else []
         tables += [strip.take(names, fetch) for strip, names in self.strips().items()]
         return tables[0].union(*tables[1:])
 
