@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
+from shutil import which
 from typing import Any
 
 from pyarrow import parquet
@@ -54,8 +55,19 @@ def _device(config: RunsConfig) -> None:
 
 
 def _ray(config: RunsConfig) -> None:
-    if config.trainer.resolved_backend == "ray" and find_spec("ray") is None:
+    if config.trainer.resolved_backend != "ray":
+        return
+    if find_spec("ray") is None:
         import_module("tandem.trainer.launch").ray_backend(asked=config.trainer.backend)
+    python = (config.trainer.cluster.ray_init.get("runtime_env") or {}).get("py_executable")
+    if python and which(str(python).split()[0]) is None:
+        raise ConfigError(
+            "Ray could not start a process with it: no such program",
+            field="trainer.cluster.ray_init.runtime_env.py_executable",
+            got=python,
+            expected="a command that starts Python",
+            remedy="leave it out, or set it to null: this run's Python is taken then",
+        )
 
 
 def _vllm(config: TrainConfig) -> None:

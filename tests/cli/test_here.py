@@ -20,6 +20,10 @@ OWN = "def compute_score(data_source, solution_str, ground_truth, extra_info=Non
     [
         (["data.train_batch_size=4000"], "do not fill one batch"),
         (["data.max_response_length=100000000"], "max_position_embeddings"),
+        (
+            ["trainer.backend=ray", "ray_kwargs.ray_init.runtime_env.py_executable=no-such-uv run"],
+            "runtime_env.py_executable",
+        ),
         (["custom_reward_function.path={own}", "custom_reward_function.name=scor"], "no such function"),
         pytest.param(
             ["trainer.device=cuda"],
