@@ -44,7 +44,7 @@ test-vllm: .peers/vllm/.tandem-installed ## the tests of the vLLM engine, in an 
 	OMP_NUM_THREADS=2 .peers/vllm/bin/python -m pytest -q -m vllm tests/engines/rollout tests/workers tests/e2e/test_vllm_run.py $(ARGS)
 
 test-verl: $(DEV) .peers/verl/.installed ## the same numbers as verl's functions, which run in an environment of their own
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m verl tests/algorithms tests/config tests/migrate tests/rewards $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m verl tests/algorithms tests/config tests/migrate tests/rewards tests/workers $(ARGS)
 
 stress: $(DEV) ## 10,000 random requests on a tiny cache, each as if it were alone; ARGS='--requests N'
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.engines.rollout.native.stress $(ARGS)

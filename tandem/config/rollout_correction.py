@@ -117,9 +117,14 @@ class RolloutCorrectionConfig(Section):
         return not self.bypass_mode or self.loss_type == "reinforce"
 
     @property
+    def applied_weight(self) -> str | None:
+        """The importance weights, where they are applied."""
+        return self.rollout_is if self.takes_weights else None
+
+    @property
     def corrects(self) -> bool:
         """Whether there are weights or rejection."""
-        return self.rollout_is is not None or bool(self.rollout_rs)
+        return self.applied_weight is not None or bool(self.rollout_rs)
 
     @property
     def weight_bounds(self) -> Bounds:

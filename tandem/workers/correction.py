@@ -80,8 +80,9 @@ class Correction:
             ConfigError: a user's function that cannot be used.
         """
         bounds = config.rejection_bounds if config.rollout_rs else ()
+        weight = config.applied_weight
         return cls(
-            weight=None if config.rollout_is is None else importance_weight(config.rollout_is),
+            weight=None if weight is None else importance_weight(weight),
             bounds=config.weight_bounds,
             normalise=config.rollout_is_batch_normalize,
             rejections=tuple(zip(map(rejection, config.rollout_rs), bounds, strict=True)),

@@ -12,8 +12,10 @@ import torch
 
 from tandem.algorithms.registry import advantage_estimator
 from tandem.config.load import load_train_config
+from tandem.config.rollout_correction import RolloutCorrectionConfig
 from tandem.errors import ConfigError, EngineError
 from tandem.trainer.steps import plan_run
+from tandem.workers.correction import Correction
 from tests.support.runs import Finished, Lab
 
 C = "algorithm.rollout_correction"
@@ -170,6 +172,14 @@ def test_bypass_mode_compares_with_the_rollout_and_saves_the_forward(lab: Lab, l
         assert row["old_log_probs"] == row["rollout_log_probs"]
     assert made.rows[0]["actor/loss"] == pytest.approx(sum(losses) / len(losses), abs=2e-4)
     assert "timing/old_log_prob" not in made.rows[0]
+
+
+def test_a_clipped_ratio_to_the_rollout_takes_no_weight_beside_it() -> None:
+    """verl's command lines may ask for one, which is passed over with a notice."""
+    for loss_type, weighs in (("ppo_clip", False), ("reinforce", True)):
+        config = RolloutCorrectionConfig(bypass_mode=True, loss_type=loss_type, rollout_is="token")
+        assert (Correction.from_config(config).weight is not None) == weighs
+        assert config.corrects == weighs
 
 
 def test_in_bypass_mode_the_first_update_alone_tells_of_the_engine(lab: Lab) -> None:
