@@ -51,6 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words[0] not in COMMANDS:
         warn(f"tandem: no command {words[0]!r}\n\n{usage()}")
         return 2
+    if words[1:2] in (["-h"], ["--help"]):
+        print(import_module("tandem.cli.guide").guide(words[0]))
     module, function = COMMANDS[words[0]][0].split(":")
     run: Callable[[list[str]], int] = getattr(import_module(f"tandem.cli.{module}"), function)
     on_sigterm = signal.signal(signal.SIGTERM, signal.default_int_handler)

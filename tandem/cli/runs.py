@@ -47,7 +47,7 @@ def runs(arguments: list[str]) -> int:
     if word in ACTIONS:
         function, example = ACTIONS[word]
         return run_typed(f"runs {word}", function, rest, example=example)
-    return run_typed("runs", _list, arguments, example="tandem runs")
+    return run_typed("runs", _list, arguments)
 
 
 def _list(folders: Folders = None, as_json: AsJson = False) -> None:

@@ -14,14 +14,13 @@ from tandem.errors import ConfigError
 from tandem.observability.reading import Run
 from tandem.observability.terminal import say
 
-EXAMPLE = "tandem samples runs/mine --step 40 --worst --n 3"
 SHOWN = 4
 LONGEST = 2000
 """Characters of a text; of a longer one the middle is left out."""
 
 
 def samples(arguments: list[str]) -> int:
-    return run_typed("samples", _samples, arguments, example=EXAMPLE)
+    return run_typed("samples", _samples, arguments)
 
 
 def _samples(
