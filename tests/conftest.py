@@ -17,6 +17,7 @@ from tests.support.warm import warm_ray
 if not Path("/dev/nvidiactl").exists():  # Triton asks when it is first imported, which transformers does
     os.environ["TRITON_INTERPRET"] = "1"
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # a name that is no folder is looked for in the cache alone
 
 LONGEST = (
     "ray",

@@ -14,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from tandem import hub
 from tandem.config.check import check
 from tandem.config.fitted import fitted
 from tandem.config.generate import OTHER_NAMES, EvalConfig, GenerateConfig
@@ -128,6 +129,8 @@ def _load(root: type[C], rules: Rules, path: str | None, overrides: Sequence[str
     asked_of_verl = found.given.get("trainer.defaults") == "verl"
     if asked_of_verl:
         found = averaged_by_verl(found)
+    snapshots = _snapshots(found.given)
+    found.given.update(snapshots)
     config, wrong = _build(root, {**(DEFAULTS if asked_of_verl else {}), **found.given})
     bad = _with_heirs(root, found.given, frozenset(str(error.field) for error in wrong))
     changed = frozenset(name for name in found.given if value_at(config, name) != _unset(root, config, name))
@@ -140,8 +143,20 @@ def _load(root: type[C], rules: Rules, path: str | None, overrides: Sequence[str
         raise ConfigErrors(problems, found.readings)
     asks = bool(found.readings) and root is TrainConfig and not asked_of_verl
     other = differing(found.given) if asks else None
-    said = tuple(notices + found.notices + findings.notices)
+    said = (*notices, *found.notices, *(f"{name} is {folder}" for name, folder in snapshots.items()))
+    said += tuple(findings.notices)
     return Loaded(config, said, frozenset(found.given), tuple(found.readings), other)
+
+
+def _snapshots(given: Mapping[str, Any]) -> dict[str, str]:
+    """The folders of models that are named as on the Hugging Face hub, where they can be had."""
+    named = {
+        name: value
+        for name, value in given.items()
+        if name.endswith(("model.path", "tokenizer_path")) and isinstance(value, str) and hub.is_name(value)
+    }
+    found = {name: hub.find(value).folder for name, value in named.items()}
+    return {name: folder for name, folder in found.items() if folder is not None}
 
 
 def _flatten(

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from functools import reduce
 from typing import Any
 
+from tandem import hub
 from tandem.config.section import Need
 from tandem.config.view import path, root
 from tandem.errors import ConfigError, DataError
@@ -47,10 +48,18 @@ def model_folder(marker: str) -> Need:
         folder = getattr(own, name)
         if not folder or os.path.isfile(os.path.join(folder, marker)):
             return
+        if hub.is_name(folder):
+            yield ConfigError(
+                "no such folder, and as a model of the hub it cannot be had",
+                got=f"{folder} ({hub.find(folder).problem})",
+                expected=f"a Hugging Face folder with {marker}, or OWNER/NAME",
+                remedy=hub.remedy(folder),
+            )
+            return
         yield ConfigError(
             "not a model folder" if os.path.isdir(folder) else "no such folder",
             expected=f"a Hugging Face folder with {marker}",
-            remedy="check the path; a model of the Hugging Face hub must be downloaded first",
+            remedy="check the path, or name a model of the Hugging Face hub as OWNER/NAME",
         )
 
     return check

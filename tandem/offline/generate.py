@@ -33,6 +33,7 @@ from tandem.engines.rollout.base import RolloutEngine, SharedModule, WeightStrea
 from tandem.engines.rollout.registry import make_rollout_engine, stall_timeout_s
 from tandem.engines.weight_sync import Sent, check_arrival, digest
 from tandem.errors import DataError
+from tandem.hub import fetch_weights
 from tandem.models.loading import load_policy, load_tokenizer
 from tandem.observability.journal import Journal
 from tandem.observability.lock import ProcessLock
@@ -184,6 +185,7 @@ class Offline:
         rows: PromptRows,
     ) -> None:
         assert model.path is not None
+        fetch_weights(model.path)
         self._folder = model.path
         self._model, self._rollout, self._trainer, self._tokenizer = model, rollout, trainer, tokenizer
         self._longest = max(map(len, rows.prompts)) + data.max_response_length

@@ -16,9 +16,11 @@ from tandem.algorithms.loading import load_function
 from tandem.config.actor import ActorConfig
 from tandem.config.model import ModelConfig
 from tandem.config.root import TrainConfig
+from tandem.config.schema import keys, value_at
 from tandem.config.supervised import RMConfig, SFTConfig, SupervisedConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.data.loader import batches_of
+from tandem.hub import fetch_weights
 from tandem.models.loading import lacks_score_head, load_config, load_tokenizer
 from tandem.observability.stacks import withdraw_stacks
 from tandem.rewards import own_reward, reward_for
@@ -162,7 +164,11 @@ def build_supervised(config: SupervisedConfig, task: Task, *, say: Say) -> Super
 
 @contextmanager
 def _opened(config: RunsConfig, say: Say) -> Iterator[tuple[OpenRun, Backend]]:
-    """A run folder and the backend of its workers; where the block raises, both are undone."""
+    """A run folder and the backend of its workers; where the block raises, both are undone. Models of the hub
+    have their weights then."""
+    for name in keys(type(config)):
+        if name.endswith("model.path") and (folder := value_at(config, name)):
+            fetch_weights(folder)
     run = open_run(config, say)
     with ExitStack() as undo, plain_errors():
         undo.callback(run.folder.remove_if_unused)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tandem import hub
 from tandem.config.tables import ADVANTAGE_ALIASES, ADVANTAGES, ROLLOUT_ENGINES
 
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -252,7 +253,7 @@ WRONG = {
         "reward_model.model.path",
         "no such folder",
         "a Hugging Face folder with config.json",
-        "check the path; a model of the Hugging Face hub must be downloaded first",
+        "check the path, or name a model of the Hugging Face hub as OWNER/NAME",
     ),
     "two sources of rewards": (
         [
@@ -364,16 +365,16 @@ WRONG = {
     "model folder": (
         ["actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B"],
         "actor_rollout_ref.model.path",
-        "no such folder",
-        "a Hugging Face folder with config.json",
-        "check the path; a model of the Hugging Face hub must be downloaded first",
+        "no such folder, and as a model of the hub it cannot be had",
+        "a Hugging Face folder with config.json, or OWNER/NAME",
+        hub.remedy("Qwen/Qwen2.5-0.5B"),
     ),
     "folder without a model": (
         ["critic.model.path=/"],
         "critic.model.path",
         "not a model folder",
         "a Hugging Face folder with config.json",
-        "check the path; a model of the Hugging Face hub must be downloaded first",
+        "check the path, or name a model of the Hugging Face hub as OWNER/NAME",
     ),
 }
 

@@ -1,0 +1,102 @@
+"""Models by their hub name, from a cache as huggingface_hub lays it out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+
+from tandem import hub
+from tandem.cli.main import main
+from tandem.config.load import load_train_config
+from tandem.errors import ConfigErrors, TandemError
+from tests.support.tiny import make_model, write_problems
+
+REVISION = "a" * 40
+
+
+@pytest.fixture
+def snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model `tiny/model` in the cache."""
+    cache = tmp_path / "cache"
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
+    repository = cache / "models--tiny--model"
+    make_model(repository / "snapshots" / REVISION)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(REVISION)
+    hub.find.cache_clear()
+    return repository / "snapshots" / REVISION
+
+
+def words(folder: Path, model: str) -> list[str]:
+    train, _ = write_problems(folder)
+    return [
+        f"actor_rollout_ref.model.path={model}",
+        f"data.train_files={train}",
+        "algorithm.adv_estimator=grpo",
+        "actor_rollout_ref.rollout.n=2",
+        "data.train_batch_size=4",
+        "data.max_response_length=4",
+        "trainer.total_training_steps=1",
+        f"trainer.default_local_dir={folder / 'run'}",
+    ]
+
+
+def test_a_run_with_a_cached_model(
+    snapshot: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", *words(tmp_path, "tiny/model")]) == 0
+    assert f"note: actor_rollout_ref.model.path is {snapshot}" in capsys.readouterr().err
+    assert str(snapshot) in (tmp_path / "run" / "config.yaml").read_text()
+
+
+def test_a_folder_of_that_name_comes_first(
+    snapshot: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_model(tmp_path / "tiny" / "model")
+    config = load_train_config(None, words(tmp_path, "tiny/model")).config
+    assert config.actor_rollout_ref.model.path == "tiny/model"
+
+
+def test_a_name_that_cannot_be_had_is_an_error_with_what_to_do(snapshot: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigErrors) as caught:
+        load_train_config(None, words(tmp_path, "tiny/other"))
+    told = str(caught.value)
+    assert "actor_rollout_ref.model.path: no such folder, and as a model of the hub it cannot be had" in told
+    assert "remedy:   `hf download tiny/other` where there is a network" in told
+
+
+def test_a_snapshot_without_weights_gets_them_or_the_run_is_refused(
+    snapshot: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.fetch_weights(str(snapshot))  # they are there
+    weights = (snapshot / "model.safetensors").read_bytes()
+    (snapshot / "model.safetensors").unlink()
+    with pytest.raises(TandemError, match=r"tiny/model: its weights are not in the cache"):
+        hub.fetch_weights(str(snapshot))
+
+    def download(name: str, *, revision: str, allow_patterns: list[str]) -> str:
+        assert (name, revision, allow_patterns) == ("tiny/model", REVISION, ["*.safetensors"])
+        (snapshot / "model.safetensors").write_bytes(weights)
+        return str(snapshot)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    hub.fetch_weights(str(snapshot))
+    assert (snapshot / "model.safetensors").read_bytes() == weights
+
+
+@pytest.mark.parametrize(
+    ("path", "is_name"),
+    [
+        ("Qwen/Qwen3-8B", True),
+        ("./a/b", False),
+        ("/a/b", False),
+        ("a", False),
+        ("a/b/c", False),
+        ("a/b/", False),
+    ],
+)
+def test_what_can_be_a_name(path: str, is_name: bool) -> None:
+    assert hub.is_name(path) == is_name
