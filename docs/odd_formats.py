@@ -154,9 +154,9 @@ ODD = (
     Odd(
         "[5,5]",
         "5",
-        "01000",
         "00000",
-        "Wrong. An interval or a pair is not a number. GSM8K's laxer method takes the last number.",
+        "00000",
+        "Wrong. An interval or a pair is not a number.",
     ),
     Odd(
         "[5,5]",

@@ -25,8 +25,8 @@ from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
-from tandem.algorithms.loading import load_function
 from tandem.errors import ConfigError
+from tandem.loading import load_function
 
 Option = bool | int | float | str | tuple[float, ...]
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tandem.algorithms.loading import write_function
 from tandem.api.rows import Rows, data_files
 from tandem.errors import ConfigError
+from tandem.loading import write_function
 
 INPUTS = "inputs"
 """The folder, in that of the run, of rows and functions."""

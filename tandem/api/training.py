@@ -178,6 +178,20 @@ class Trainer:
             raise ConfigError("there are no rows to validate on", field="val", remedy="give val=…")
         return self._loop.validate(self._loop.done.number)
 
+    def save_model(self, folder: str | Path) -> Path:
+        """Writes the weights as they are now as a folder that transformers loads, and keeps them as a
+        checkpoint too.
+
+        Args:
+            folder: must not exist or be empty.
+
+        Raises:
+            CheckpointError: no step was taken, or the run keeps no checkpoints.
+        """
+        if not self._closed:
+            self._loop.save_unsaved()
+        return self.run.export(folder)
+
     def close(self) -> None:
         """Ends the run: what was learnt since the last checkpoint is saved, and the workers end."""
         if self._closed:

@@ -34,7 +34,7 @@ CONFIGS: dict[str, tuple[type[Section], tuple[str, ...]]] = {
     "eval": (EvalConfig, (*_ANSWERS, "custom_reward_function.path", *_SAMPLED)),
 }
 COMMANDS = {
-    "demo": "tandem demo --algo ppo",
+    "demo": "tandem demo spell_backward --algo ppo",
     "train": "tandem train algorithm.adv_estimator=grpo actor_rollout_ref.model.path=MODEL \\\n"
     "      data.train_files=rows.parquet custom_reward_function.path=my_reward.py",
     "sft": "tandem sft model.path=MODEL data.train_files=demonstrations.jsonl trainer.total_epochs=3",

@@ -14,7 +14,7 @@ from tandem.observability.terminal import warn
 
 # name: ("module:function", what it does)
 COMMANDS = {
-    "demo": ("demo:demo", "a small policy learns arithmetic, on any machine, in minutes"),
+    "demo": ("demo:demo", "a small policy learns arithmetic or another task, on any machine, in minutes"),
     "train": ("train:train", "reinforcement learning: PPO, GRPO, RLOO, REINFORCE++"),
     "sft": ("sft:sft", "supervised fine-tuning"),
     "rm": ("rm:rm", "a reward model from preferences"),

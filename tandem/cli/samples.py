@@ -36,8 +36,8 @@ def _samples(
     full: Annotated[bool, typer.Option("--full", help="long texts to their end")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object a line, for programs")] = False,
 ) -> None:
-    """Prints what the policy wrote at a step of a run: prompts, responses, scores, what rewards add to them,
-    lengths, and why each response ended."""
+    """Prints what the policy wrote at a step of a run: prompts, responses, scores, what rewards add to them
+    and say of them, lengths, and why each response ended."""
     if worst and best:
         raise ConfigError("one or the other", field="--worst, --best", got="both")
     reader = Run(run)
@@ -74,7 +74,8 @@ def _show(row: dict[str, Any], longest: int | None) -> None:
     head += [f"{row['prompt_tokens']} + {row['response_tokens']} tokens", f"ended by {row['finish_reason']}"]
     head += [f"right is {row['ground_truth']}"] if row["ground_truth"] is not None else []
     say("── " + " · ".join(_short(part, 120) for part in head))
-    say(_framed(row["prompt"], longest) + _framed(row["response"], longest, mark=" >"))
+    why = _framed(row["why"], None, mark=" why:") if row["why"] else ""
+    say(_framed(row["prompt"], longest) + _framed(row["response"], longest, mark=" >") + why)
 
 
 def _framed(text: str, longest: int | None, mark: str = " |") -> str:

@@ -18,7 +18,10 @@ class DataConfig(Section):
     """Prompts for training and validation (parquet in the users' format)."""
 
     train_files: Paths = key(
-        ..., "training prompts: parquet, .jsonl or .csv file, reasoning-gym:NAME?…, or a list", needs=files
+        ...,
+        "training prompts: parquet, Arrow, JSON or CSV files, a folder or pattern of them, a data set that "
+        "`datasets` saved, reasoning-gym:NAME?…, hf:OWNER/NAME?…, or a list of these",
+        needs=files,
     )
     val_files: Paths = key((), "validation prompts, likewise; null: no validation", needs=files)
     train_batch_size: int = key(1024, "prompts per training step, over all devices", ge=1)

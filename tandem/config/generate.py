@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from tandem.config.data import Truncation
 from tandem.config.needs import countable, files, model_folder
-from tandem.config.rewards import CustomRewardConfig
+from tandem.config.rewards import CustomRewardConfig, RewardConfig
 from tandem.config.rollout import EngineConfig
 from tandem.config.section import AsTuple, Finding, LocalPath, Need, Paths, Section, When, key, section
 from tandem.config.verl.table import Rule
@@ -157,5 +157,6 @@ class EvalConfig(Section):
     model: EvalModelConfig = section(when=_WRITES)
     rollout: OfflineRolloutConfig = section(OfflineRolloutConfig(), when=_WRITES)
     custom_reward_function: CustomRewardConfig = CustomRewardConfig()
+    reward: RewardConfig = RewardConfig()
     eval: MeasuresConfig = MeasuresConfig()
     trainer: OfflineTrainerConfig = section(OfflineTrainerConfig(), below={"device": _WRITES})

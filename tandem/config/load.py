@@ -16,6 +16,7 @@ from pydantic_core import ErrorDetails
 
 from tandem import hub
 from tandem.config.check import check
+from tandem.config.data_files import files_of
 from tandem.config.fitted import fitted
 from tandem.config.generate import OTHER_NAMES, EvalConfig, GenerateConfig
 from tandem.config.root import TrainConfig
@@ -148,15 +149,23 @@ def _load(root: type[C], rules: Rules, path: str | None, overrides: Sequence[str
     return Loaded(config, said, frozenset(found.given), tuple(found.readings), other)
 
 
-def _snapshots(given: Mapping[str, Any]) -> dict[str, str]:
-    """The folders of models that are named as on the Hugging Face hub, where they can be had."""
+def _snapshots(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The folders of models that are named as on the Hugging Face hub, and the files of data sets, of folders
+    and of patterns, where they can be had."""
     named = {
         name: value
         for name, value in given.items()
         if name.endswith(("model.path", "tokenizer_path")) and isinstance(value, str) and hub.is_name(value)
     }
-    found = {name: hub.find(value).folder for name, value in named.items()}
-    return {name: folder for name, folder in found.items() if folder is not None}
+    found: dict[str, Any] = {name: hub.find(value).folder for name, value in named.items()}
+    for name in ("data.train_files", "data.val_files", "data.path"):
+        value = given.get(name)
+        files = [value] if isinstance(value, str) else value
+        if isinstance(files, list):
+            with suppress(ConfigError):  # the key's own rule says so
+                there = [path for file in files for path in files_of(str(file))]
+                found |= {} if there == files else {name: there}
+    return {name: place for name, place in found.items() if place is not None}
 
 
 def _flatten(

@@ -8,13 +8,14 @@ from functools import reduce
 from typing import Any
 
 from tandem import hub
+from tandem.config.data_files import files_of
 from tandem.config.section import Need
 from tandem.config.view import path, root
 from tandem.errors import ConfigError, DataError
 from tandem.tasks import is_task, parse
 
 CODE_FILES = (".py", ".pkl")
-"""Endings of files with functions; as in `tandem.algorithms.loading`, which config does not import."""
+"""Endings of files with functions; as in `tandem.loading`, which config does not import."""
 
 _SPLIT = "ulysses_sequence_parallel_size"
 
@@ -31,7 +32,15 @@ def files(own: Any, name: str) -> Iterator[ConfigError]:
             except DataError as error:
                 yield ConfigError(error.message, got=error.got, expected=error.expected, remedy=error.remedy)
         elif not os.path.isfile(file):
-            yield ConfigError("no such file", got=file, remedy="check the path")
+            try:
+                if files_of(file) != [file]:
+                    continue
+            except ConfigError as error:
+                yield error
+                continue
+            named = hub.is_name(file) and not file.endswith(hub.DATA_SUFFIXES)
+            other = f", or give hf:{file} for a data set of the hub" if named else ""
+            yield ConfigError("no such file", got=file, remedy=f"check the path{other}")
 
 
 def module_or_file(own: Any, name: str) -> Iterator[ConfigError]:

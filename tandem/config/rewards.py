@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
@@ -19,6 +19,7 @@ from tandem.config.view import path, root
 from tandem.errors import ConfigError
 
 _OWN = When(lambda own: own.path is not None, "with {path}")
+_SERVER = When(lambda own: own.url is not None, "with {url}", notice=True)
 _MODEL = beside("enable", True, notice=True)
 
 
@@ -26,7 +27,8 @@ class RewardTerm(BaseModel):
     """One of several reward functions.
 
     Attributes:
-        name: the function's; also that of its metric.
+        name: the function's.
+        label: the name of its metric; None: the function's.
         path: Python file or module with it; None: `custom_reward_function.path`.
         weight: of its score in the sum.
         reward_kwargs: further arguments.
@@ -35,6 +37,7 @@ class RewardTerm(BaseModel):
     model_config = Section.model_config
 
     name: str
+    label: str | None = None
     path: LocalPath | None = None
     weight: float = 1.0
     reward_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -60,8 +63,8 @@ class CustomRewardConfig(Section):
     reward_kwargs: dict[str, Any] = key({}, "further arguments of the function", when=_OWN)
     terms: Annotated[tuple[RewardTerm, ...], AsTuple] = key(
         (),
-        "several functions, whose weighted sum is the reward: [{name: …, path: …, weight: 1.0, "
-        "reward_kwargs: {}}, …]; unless given, path is as above",
+        "several functions, whose weighted sum is the reward: [{name: …, label: …, path: …, "
+        "weight: 1.0, reward_kwargs: {}}, …]; unless given, path is as above",
         needs=_term_files,
     )
 
@@ -69,6 +72,38 @@ class CustomRewardConfig(Section):
     def given(self) -> bool:
         """Whether the user names a function of their own."""
         return self.path is not None or bool(self.terms)
+
+
+class SandboxConfig(Section):
+    """The programs that a reward runs on tests: where, and with what limits."""
+
+    url: str | None = key(
+        None, "server that speaks SandboxFusion's protocol and runs them; null: a sandbox on this machine"
+    )
+    timeout: float = key(10.0, "seconds for a program on one test", gt=0)
+    memory_limit_mb: int = key(1024, "MiB of memory for each of a program's processes", ge=128)
+    max_concurrent: int = key(64, "programs that the server is asked to run at a time", when=_SERVER, ge=1)
+
+
+class RewardConfig(Section):
+    """The calls of reward functions: processes, limits, and what becomes of a failed one."""
+
+    num_workers: int | None = key(
+        None,
+        "processes that call reward functions; null: as many as cores, 8 at most; 0: none, the functions are "
+        "called without limits where samples are collected",
+        ge=0,
+    )
+    timeout: float = key(300.0, "seconds for one call, after which its process is ended", gt=0)
+    retries: int = key(0, "further calls for a sample whose call failed", ge=0)
+    max_growth_mb: int | None = key(
+        1024, "MiB of growth at which a process is replaced, once its call has ended; null: any", ge=1
+    )
+    on_error: Literal["raise", "zero", "drop"] = key(
+        "raise",
+        "a failed score ends the run, counts as 0, or (in training) leaves its sample out of the batch",
+    )
+    sandbox: SandboxConfig = SandboxConfig()
 
 
 class RewardBackboneConfig(BackboneConfig):

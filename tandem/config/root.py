@@ -8,7 +8,7 @@ from tandem.config.cluster import ROLES
 from tandem.config.critic import CriticConfig
 from tandem.config.data import DataConfig
 from tandem.config.model import ModelConfig
-from tandem.config.rewards import CustomRewardConfig, RewardModelConfig
+from tandem.config.rewards import CustomRewardConfig, RewardConfig, RewardModelConfig
 from tandem.config.rollout import RolloutConfig, ends_early
 from tandem.config.section import Section, When, section
 from tandem.config.tables import FULL_KL, needs
@@ -21,6 +21,10 @@ _COMPARES = When(
     notice=True,
 )
 _CRITIC = When(lambda own: own.needs_critic, "with an algorithm.adv_estimator that has a critic", notice=True)
+
+_FUNCTIONS = When(
+    lambda own: not own.reward_model.enable, "with reward functions, not reward_model.enable=true"
+)
 
 
 class ActorRolloutRefConfig(Section):
@@ -40,6 +44,7 @@ class TrainConfig(Section):
     critic: CriticConfig = section(when=_CRITIC)
     reward_model: RewardModelConfig = RewardModelConfig()
     custom_reward_function: CustomRewardConfig = CustomRewardConfig()
+    reward: RewardConfig = section(RewardConfig(), when=_FUNCTIONS)
     algorithm: AlgorithmConfig = AlgorithmConfig()
     trainer: TrainerConfig = TrainerConfig()
 
@@ -47,6 +52,11 @@ class TrainConfig(Section):
     def needs_reference(self) -> bool:
         """Whether a KL term asks for the reference policy."""
         return self.algorithm.use_kl_in_reward or self.actor_rollout_ref.actor.use_kl_loss
+
+    @property
+    def leaves_out_failed(self) -> bool:
+        """Whether a sample whose score failed is in no update."""
+        return self.reward.on_error == "drop" and not self.reward_model.enable
 
     @property
     def reference_is_the_actor(self) -> bool:

@@ -21,9 +21,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from tandem.algorithms.loading import load_module
 from tandem.data.prompts import PromptDataset
 from tandem.errors import ConfigError, DataError
+from tandem.loading import load_module
 from tandem.protocol import DataProto
 
 BUILT_IN = "tandem.data.curriculum"

@@ -1,12 +1,14 @@
-"""Reads parquet, JSON-lines and CSV files, and tasks, into one table; every error names the file."""
+"""Reads parquet, Arrow, JSON and CSV files, and tasks, into one table; every error names the file."""
 
 from __future__ import annotations
 
+import gzip
+import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,8 +20,10 @@ from tandem.errors import DataError
 from tandem.tasks import is_task, parse
 
 CHUNK_ROWS = 1024
-JSON_SUFFIXES = (".jsonl", ".json")
-CSV_SUFFIX = ".csv"
+ARROW, CSV, JSON, LINES, PARQUET = "Arrow", "CSV", "JSON", "JSON-lines", "parquet"
+FORMATS = {".arrow": ARROW, ".feather": ARROW, ".csv": CSV, ".json": JSON, ".jsonl": LINES}
+"""By the file's ending, before `.gz`; others are parquet. A JSON file is a list, or has a row per line."""
+_ARROW_FILE = b"ARROW1"
 JSON_BLOCK_BYTES = 64 << 20
 """The longest line of a JSON-lines file; Arrow's default, 1 MiB, is less than a long conversation."""
 
@@ -78,8 +82,7 @@ def read_files(
     """Reads the columns of the first alternative that all files have.
 
     Args:
-        files: one path or several, or tasks (see `tandem.tasks`); `.jsonl` and `.json` hold one object per
-            line, `.csv` a line of column names first, all others are parquet.
+        files: one path or several, or tasks (see `tandem.tasks`), of the formats in `FORMATS`.
         alternatives: sets of columns, one of which must be there.
         optional: further columns, read where they are there; None: all others.
         max_samples: keep the first so many rows of all files together; -1 keeps all.
@@ -131,14 +134,14 @@ def count_rows(files: Sequence[str], max_samples: int = -1) -> int:
         try:
             if is_task(str(path)):
                 rows += parse(str(path)).size
-            elif path.suffix == CSV_SUFFIX:
-                rows += pa_csv.read_csv(path).num_rows
-            elif path.suffix in JSON_SUFFIXES:
-                with path.open("rb") as lines:
+            elif format_of(path) == PARQUET:
+                rows += pa_parquet.read_metadata(path).num_rows
+            elif format_of(path) == LINES:
+                with _opened(path) as lines:
                     rows += sum(1 for line in lines if line.strip())
             else:
-                rows += pa_parquet.read_metadata(path).num_rows
-        except (OSError, pa.ArrowException) as error:
+                rows += _whole(path).num_rows
+        except (OSError, EOFError, ValueError, pa.ArrowException) as error:
             raise _unreadable(path, error) from error
     return min(rows, max_samples) if max_samples > 0 else rows
 
@@ -158,21 +161,46 @@ def _open(path: Path) -> _File:
         raise DataError(
             "is a folder" if path.is_dir() else "no such data file",
             field=str(path),
-            expected="a parquet, .jsonl or .csv file",
+            expected="a parquet, Arrow, JSON or CSV file",
             remedy="check data.train_files and data.val_files; paths are relative to the working folder",
         )
     if path.stat().st_size == 0:
         raise _empty(path)
     try:
-        if path.suffix in (*JSON_SUFFIXES, CSV_SUFFIX):
-            options = pa_json.ReadOptions(block_size=JSON_BLOCK_BYTES)
-            is_csv = path.suffix == CSV_SUFFIX
-            table = pa_csv.read_csv(path) if is_csv else pa_json.read_json(path, read_options=options)
+        if format_of(path) != PARQUET:
+            table = _whole(path)
             return _File(path, table.column_names, table.select)
         parquet = pa_parquet.ParquetFile(path)
         return _File(path, parquet.schema_arrow.names, lambda columns: parquet.read(columns=columns))
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, EOFError, ValueError, pa.ArrowException) as error:
         raise _unreadable(path, error) from error
+
+
+def format_of(path: Path) -> str:
+    """The format that a file's name tells."""
+    name = Path(path.stem) if path.suffix == ".gz" else path
+    return FORMATS.get(name.suffix, PARQUET)
+
+
+def _opened(path: Path) -> IO[bytes]:
+    return gzip.open(path) if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]
+
+
+def _whole(path: Path) -> pa.Table:
+    """All of a file that is not parquet."""
+    kind = format_of(path)
+    if kind == CSV:
+        return pa_csv.read_csv(path)
+    if kind == ARROW:
+        with pa.memory_map(str(path)) as file:
+            is_file = file.read(len(_ARROW_FILE)) == _ARROW_FILE
+            file.seek(0)
+            return (pa.ipc.open_file if is_file else pa.ipc.open_stream)(file).read_all()
+    with _opened(path) as file:
+        if kind == JSON and file.read(64).lstrip()[:1] == b"[":
+            file.seek(0)
+            return pa.Table.from_pylist(json.load(file))
+    return pa_json.read_json(path, read_options=pa_json.ReadOptions(block_size=JSON_BLOCK_BYTES))
 
 
 def _shared_columns(
@@ -216,11 +244,10 @@ def _empty(path: Path) -> DataError:
 
 
 def _unreadable(path: Path, error: Exception) -> DataError:
-    kind = {CSV_SUFFIX: "CSV"}.get(path.suffix, "JSON-lines" if path.suffix in JSON_SUFFIXES else "parquet")
     return DataError(
-        f"not a readable {kind} file",
+        f"not a readable {format_of(path)} file",
         field=str(path),
         got=str(error).splitlines()[0],
-        expected="a parquet, .jsonl or .csv file",
+        expected="a parquet, Arrow, JSON or CSV file",
         remedy="write the file anew; it may be cut off or of another format",
     )

@@ -35,7 +35,8 @@ class PromptDataset:
         tokenizer: a Hugging Face tokenizer.
         prompt_key: the column of prompts; see `PromptRows`.
         reward_fn_key: the column of data sources.
-        needs: the columns that the reward reads; it is given those of such a name that are there.
+        needs: the columns that the reward reads; it is given those of such a name that are there, and the
+            prompt as "prompt".
         optional: further columns that it reads where they are there; None: all others.
         media_keys: columns that must be empty, where they are there: of images, videos, sounds.
         limits: max_prompt_length, truncation, filter_overlong_prompts, max_samples, chat_template_kwargs:
@@ -66,7 +67,8 @@ class PromptDataset:
         shape = (
             f"{reward_fn_key}: a name; reward_model: {{style, ground_truth}}; extra_info: a mapping, if any"
         )
-        needed = [reward_fn_key if name == "data_source" else name for name in needs if name != prompt_key]
+        beside = [name for name in needs if name not in ("prompt", prompt_key)]
+        needed = [reward_fn_key if name == "data_source" else name for name in beside]
         reserved = RESERVED if prompt_key == "prompt" else ("prompt", *RESERVED)
         problem = (
             partial(reward_problem, reward_fn_key=reward_fn_key) if scored else partial(_clash, reserved)
@@ -97,6 +99,11 @@ class PromptDataset:
 
     def __len__(self) -> int:
         return len(self._kept)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return int(self.tokens.lengths.max())
 
     def batch(self, rows: Sequence[int], *, uid_prefix: str) -> DataProto:
         """A table of the named prompts.

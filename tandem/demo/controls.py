@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tandem.rewards.arithmetic import compute_score
+from tandem.rewards import Item, score
 
 
 def shuffled(
@@ -18,7 +18,7 @@ def shuffled(
 ) -> list[float]:
     """Each response gets another one's score. The mean stays, so validation still measures accuracy."""
     columns = zip(data_sources, solution_strs, ground_truths, extra_infos, strict=True)
-    scores = [float(compute_score(*row)) for row in columns]
+    scores = [scored.score for scored in score([Item(*row) for row in columns])]
     seed = zlib.crc32("\n".join(solution_strs).encode())
     return [scores[place] for place in np.random.default_rng(seed).permutation(len(scores))]
 

@@ -3,9 +3,11 @@ per byte."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from tokenizers import AddedToken
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
@@ -19,11 +21,13 @@ CHAT_TEMPLATE = (
 """A conversation is its contents one after the other; the end-of-sequence token closes an answer."""
 
 
-def build_tokenizer() -> Qwen2Tokenizer:
-    """Qwen2's byte-level tokenizer without merges: one token per byte, hence per character of plain text."""
+def build_tokenizer(phrases: Sequence[str] = ()) -> Qwen2Tokenizer:
+    """Qwen2's byte-level tokenizer without merges: one token per byte, hence per character of plain text,
+    and one for each of the phrases."""
     bytes_as_characters = sorted(ByteLevel.alphabet())
     vocabulary = {token: place for place, token in enumerate((END, PADDING, *bytes_as_characters))}
     tokenizer = Qwen2Tokenizer(vocab=vocabulary, merges=[], eos_token=END, pad_token=PADDING)
+    tokenizer.add_tokens([AddedToken(phrase, normalized=False) for phrase in phrases])
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
@@ -55,13 +59,14 @@ def build_model(tokenizer: Qwen2Tokenizer, *, seed: int) -> Qwen2ForCausalLM:
     return model
 
 
-def write_model(folder: Path, *, seed: int) -> None:
+def write_model(folder: Path, *, seed: int, phrases: Sequence[str] = ()) -> None:
     """Saves tokenizer and model in Hugging Face's format.
 
     Args:
         folder: made if it is not there.
         seed: fixes the weights.
+        phrases: texts that are one token each.
     """
-    tokenizer = build_tokenizer()
+    tokenizer = build_tokenizer(phrases)
     tokenizer.save_pretrained(folder)
     build_model(tokenizer, seed=seed).save_pretrained(folder)

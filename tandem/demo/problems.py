@@ -133,13 +133,18 @@ def write_problems(path: Path, problems: Sequence[Problem], *, part: str) -> Non
         }
         for index, problem in enumerate(problems)
     ]
-    pa_parquet.write_table(pa.Table.from_pylist(rows), path)
+    write_rows(path, rows)
 
 
-def write_demonstrations(path: Path, demonstrated: Sequence[tuple[Problem, str]]) -> None:
-    """A file of prompts and responses for `tandem sft`."""
+def write_demonstrations(path: Path, demonstrated: Sequence[tuple[str, str]]) -> None:
+    """A file of questions and responses for `tandem sft`."""
     rows = [
-        {"prompt": [{"role": "user", "content": problem.question}], "response": response}
-        for problem, response in demonstrated
+        {"prompt": [{"role": "user", "content": question}], "response": response}
+        for question, response in demonstrated
     ]
-    pa_parquet.write_table(pa.Table.from_pylist(rows), path)
+    write_rows(path, rows)
+
+
+def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """A parquet file of rows."""
+    pa_parquet.write_table(pa.Table.from_pylist(list(rows)), path)

@@ -1,9 +1,8 @@
-"""The demo: from nothing to a policy that has learnt arithmetic by reinforcement, through the trainers that
+"""The demo: from nothing to a policy that has learnt a task by reinforcement, through the trainers that
 `tandem sft` and `tandem train` run."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 from tandem.config.load import load_sft_config, load_train_config
+from tandem.demo import gym
 from tandem.demo.model import write_model
 from tandem.demo.problems import (
     LONGEST_PROMPT,
@@ -21,6 +21,7 @@ from tandem.demo.problems import (
     split,
     write_demonstrations,
     write_problems,
+    write_rows,
 )
 from tandem.errors import ConfigError
 from tandem.observability.plot import plot
@@ -31,6 +32,9 @@ from tandem.trainer.run import run_ppo, run_sft
 
 TRAIN_PROBLEMS = 4000
 VALIDATION_PROBLEMS = 512
+GYM_VALIDATION = 256
+GYM_PROMPTS = {"grpo": 32, "ppo": 256}
+"""Of a step: half of arithmetic's, whose sequences are shorter."""
 FORGET_CARRY = 0.8
 SFT_STEPS = 300
 SFT_BATCH = 64
@@ -97,6 +101,7 @@ class Outcome:
 def run_demo(
     folder: Path,
     *,
+    task: str,
     algorithm: str,
     seed: int,
     control: str,
@@ -108,25 +113,28 @@ def run_demo(
 
     Args:
         folder: where everything goes; an earlier demo of the same folder is replaced.
+        task: "arithmetic", or a key of GYMS.
         algorithm: "grpo" or "ppo".
         control: a key of CONTROLS.
         ranks: processes that share the reinforcement's work.
         overrides: further `key=value` words for `tandem train`.
         say: prints to the user.
     """
+    gym.check_task(task)
     _check("--algo", algorithm, ALGORITHMS)
     _check("--control", control, tuple(CONTROLS))
     if ranks > 1:
         ray_backend(asked=f"--ranks {ranks}")  # refuses now what it would refuse after the warm-up
     began = time.perf_counter()
     say(f"1/3  making a tokenizer, a model and problems in {folder}")
-    make_task(folder, seed)
-    say("2/3  warming up: supervised fine-tuning on demonstrations that mostly forget to carry")
-    warm = warm_up(folder, seed, say)
+    make_task(folder, seed, task)
+    flaw = "mostly forget to carry" if task == gym.ARITHMETIC else "slip more often than not"
+    say(f"2/3  warming up: supervised fine-tuning on demonstrations that {flaw}")
+    warm = warm_up(folder, seed, say, task)
     say(f"3/3  reinforcement: {algorithm.upper()}, rewarded for right answers alone")
     run = folder / ("run" if control == "none" else f"run_{control}")
     devices = f"trainer.n_gpus_per_node={ranks}"
-    words = [*SETTINGS[algorithm], *CONTROLS[control], devices, *overrides]
+    words = [*SETTINGS[algorithm], *_sizes(task, algorithm), *CONTROLS[control], devices, *overrides]
     _reinforce(folder, warm, run, words, seed, say)
     curve = [
         (row["step"], row["val/accuracy"])
@@ -134,7 +142,7 @@ def run_demo(
         if "val/accuracy" in row
     ]
     outcome = Outcome(folder, run, curve[0][1], curve[-1][1], time.perf_counter() - began)
-    _report(outcome, curve, say)
+    _report(outcome, curve, task, seed, say)
     return outcome
 
 
@@ -143,19 +151,47 @@ def _check(option: str, given: str, choices: tuple[str, ...]) -> None:
         raise ConfigError("unknown value", field=option, got=given, expected=" or ".join(choices))
 
 
-def make_task(folder: Path, seed: int) -> None:
+def make_task(folder: Path, seed: int, task: str = gym.ARITHMETIC) -> None:
     """Model, tokenizer, problems and demonstrations, as files in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
+    if task != gym.ARITHMETIC:
+        _make_gym(folder, seed, task)
+        return
     write_model(folder / "model", seed=seed)
     problems = split(seed=seed, train=TRAIN_PROBLEMS, validation=VALIDATION_PROBLEMS)
     write_problems(folder / "train.parquet", problems.train, part="train")
     write_problems(folder / "val.parquet", problems.validation, part="validation")
     sloppy = demonstrations(problems.train, seed=seed, count=SFT_STEPS * SFT_BATCH, forget_carry=FORGET_CARRY)
-    write_demonstrations(folder / "demonstrations.parquet", sloppy)
+    shown = [(problem.question, response) for problem, response in sloppy]
+    write_demonstrations(folder / "demonstrations.parquet", shown)
 
 
-def warm_up(folder: Path, seed: int, say: Callable[[str], None]) -> Path:
+def _make_gym(folder: Path, seed: int, task: str) -> None:
+    train, validation = gym.draw(task, seed=seed, train=TRAIN_PROBLEMS, validation=GYM_VALIDATION)
+    write_model(folder / "model", seed=seed, phrases=gym.phrases(train))
+    for name, rows in (("train", train), ("val", validation)):
+        write_rows(folder / f"{name}.parquet", rows)
+    shown = gym.demonstrations(train, seed=seed, count=gym.GYMS[task].warm_up * SFT_BATCH)
+    write_demonstrations(folder / "demonstrations.parquet", shown)
+
+
+def _sizes(task: str, algorithm: str) -> list[str]:
+    """The words of the reinforcement that are the task's own."""
+    if task == gym.ARITHMETIC:
+        return [f"data.max_prompt_length={LONGEST_PROMPT}", f"data.max_response_length={LONGEST_RESPONSE}"]
+    made, prompts = gym.GYMS[task], GYM_PROMPTS[algorithm]
+    return [
+        f"data.max_prompt_length={made.prompt}",
+        f"data.max_response_length={made.response}",
+        f"data.train_batch_size={prompts}",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={prompts}",
+        f"trainer.total_training_steps={made.steps}",
+    ]
+
+
+def warm_up(folder: Path, seed: int, say: Callable[[str], None], task: str = gym.ARITHMETIC) -> Path:
     """The model of `make_task` after supervised fine-tuning, as the Hugging Face folder warm_model."""
+    steps = gym.GYMS[task].warm_up if task in gym.GYMS else SFT_STEPS
     words = [
         f"model.path={folder / 'model'}",
         "model.enable_gradient_checkpointing=false",
@@ -164,8 +200,8 @@ def warm_up(folder: Path, seed: int, say: Callable[[str], None]) -> Path:
         "optim.lr=3e-3",
         "optim.lr_scheduler_type=linear",
         "optim.lr_warmup_steps=20",
-        f"trainer.total_training_steps={SFT_STEPS}",
-        f"trainer.save_freq={SFT_STEPS}",
+        f"trainer.total_training_steps={steps}",
+        f"trainer.save_freq={steps}",
         f"trainer.seed={seed}",
         f"trainer.default_local_dir={folder / 'warm_up'}",
         "trainer.resume_mode=disable",
@@ -185,8 +221,6 @@ def _reinforce(
         f"actor_rollout_ref.model.path={model}",
         f"data.train_files={folder / 'train.parquet'}",
         f"data.val_files={folder / 'val.parquet'}",
-        f"data.max_prompt_length={LONGEST_PROMPT}",
-        f"data.max_response_length={LONGEST_RESPONSE}",
         "trainer.project_name=tandem-demo",
         f"trainer.experiment_name={run.name}",
         f"trainer.default_local_dir={run}",
@@ -198,34 +232,43 @@ def _reinforce(
     run_ppo(load_train_config(None, words).config, say=say)
 
 
-def _report(outcome: Outcome, curve: list[tuple[int, float]], say: Callable[[str], None]) -> None:
+def _report(
+    outcome: Outcome, curve: list[tuple[int, float]], task: str, seed: int, say: Callable[[str], None]
+) -> None:
     say(plot({"accuracy": curve}, "validation accuracy", limits=(0, 1)))
     for title, step in (("before", curve[0][0]), ("after", curve[-1][0])):
-        say(f"{title}:\n{_examples(outcome.run, step)}")
+        say(f"{title}:\n{_examples(outcome.run, step, task)}")
+    again, own, examined = "tandem demo --algo ppo", "", VALIDATION_PROBLEMS
+    if task != gym.ARITHMETIC:
+        size = TRAIN_PROBLEMS + GYM_VALIDATION
+        again, examined = f"tandem demo {task} --algo ppo", GYM_VALIDATION
+        own = (
+            f"\n  data.train_files='{gym.GYMS[task].reference(task, size, seed)}'   its problems, in any run"
+        )
     say(
-        f"accuracy on {VALIDATION_PROBLEMS} problems it never trained on: "
+        f"accuracy on {examined} problems it never trained on: "
         f"{outcome.before:.3f} before, {outcome.after:.3f} after, in {outcome.seconds:.0f} s\n"
         f"run folder: {outcome.run} (metrics.jsonl, samples/, timeline.json, checkpoints/, tensorboard/)\n"
         "next:\n"
-        "  tandem demo --algo ppo                 the same with a critic\n"
+        f"  {again:<38} the same with a critic\n"
         f"  tandem export {outcome.run} my_model   a folder that transformers loads\n"
         f"  tandem train {outcome.run}/config.yaml trainer.default_local_dir=runs/mine "
-        "algorithm.adv_estimator=rloo"
+        f"algorithm.adv_estimator=rloo{own}"
     )
 
 
-def _examples(run: Path, step: int, count: int = 4) -> str:
-    """A few validation answers of a step, those that need a carry."""
+def _examples(run: Path, step: int, task: str, count: int = 4) -> str:
+    """A few validation answers of a step."""
     table: dict[str, list[Any]] = read_samples(run / "samples" / f"step_{step:06d}_val.parquet")
+    asked = [messages[0]["content"] for messages in table["messages"]]
+    asked = asked if task == gym.ARITHMETIC else gym.own_parts(asked)
+    columns = (asked, table["response_text"], table["ground_truth"], table["scores"])
     lines: list[str] = []
-    for text, truth, score, info in zip(
-        table["response_text"], table["ground_truth"], table["scores"], table["extra_info"], strict=True
-    ):
-        if "," in text and len(lines) < count:
-            mark = "right" if score >= 1 else f"wrong, it is {truth}"
-            lines.append(f"  {_question(info)}  {text}   {mark}")
+    for question, text, truth, score in list(zip(*columns, strict=True))[:count]:
+        mark = "right" if score >= 1 else f"wrong, it is {_line(truth)}"
+        lines.append(f"  {_line(question)}  {_line(text)}   {mark}")
     return "\n".join(lines)
 
 
-def _question(info: Any) -> str:
-    return str((json.loads(info) if isinstance(info, str) else info)["question"])
+def _line(text: str) -> str:
+    return " ".join(text.split())

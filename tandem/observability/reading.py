@@ -208,8 +208,8 @@ class Run:
     ) -> list[dict[str, Any]]:
         """What the policy wrote at a step, one dict a sample: `step`, `uid` (of the prompt), `sample` (its
         number among the prompt's), `prompt` and `response` (texts), `score`, `extra` (further numbers of the
-        reward, by name), `ground_truth`, `data_source`, `finish_reason`, `prompt_tokens`, `response_tokens`
-        (counts).
+        reward, by name), `why` (what the score is for; "" where the reward does not say), `ground_truth`,
+        `data_source`, `finish_reason`, `prompt_tokens`, `response_tokens` (counts).
 
         Args:
             step: the last one written, where none is given.

@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 _AS_THEY_ARE = ("uid", "sample", "data_source", "ground_truth", "finish_reason")
-_RENAMED = ("response_text", "scores", "reward_extra")
+_RENAMED = ("response_text", "scores", "reward_extra", "reward_why")
 _MASK = "response_mask"
 
 
@@ -42,6 +42,7 @@ def read(path: Path, *, tokens: bool) -> Iterator[dict[str, Any]]:
             "response": row["response_text"],
             "score": row["scores"],
             "extra": json.loads(row.get("reward_extra") or "{}"),
+            "why": row.get("reward_why") or "",
             "prompt_tokens": length - written_tokens,
             "response_tokens": written_tokens,
             **rest,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -39,7 +40,7 @@ from tandem.offline.generate import (
 )
 from tandem.offline.measures import Source, Verdict, measure
 from tandem.protocol import Sample
-from tandem.rewards import Item, Scorer, own_reward, reward_for, score
+from tandem.rewards import Item, Pool, Scorer, check_sources, own_reward
 from tandem.rewards.signatures import VERLS
 
 SCORE_COLUMNS = ("scores", "right", "answers")
@@ -192,18 +193,24 @@ def _evaluate(
     custom = config.custom_reward_function
     reward = own_reward(custom)
     reads = VERLS if reward is None else reward.reads
-    needs = [config.data.reward_fn_key if name == "data_source" else name for name in reads.needs]
+    renamed = {"data_source": config.data.reward_fn_key}
+    needs = [renamed.get(name, name) for name in reads.needs if name != "prompt"]
     responses: Responses = (
         Generated(config, output, overwrite, say, needs) if config.model.path else Given(config, needs)
     )
     check_new_columns(responses.table, SCORE_COLUMNS)
     problems = _problems(responses, config.data, reward)
+    if reward is None:
+        check_sources({problem.data_source for problem in problems}, config.reward.sandbox, say)
     ks = _ks(config.eval.k, min(responses.counts))
     settings = responses.settings | _reward_settings(custom, problems)
     journal = Journal(journals[0], settings, overwrite=overwrite)
     if journal.entries:
         say(f"{len(journal.entries)} responses are scored already; going on with the others")
-    verdicts = _verdicts(responses, problems, reward, journal)
+    with closing(Pool(reward, config.reward, output.with_suffix(".rewards.log"), say)) as pool:
+        verdicts = _verdicts(responses, problems, pool, journal)
+    if failed := pool.counts["failed"]:
+        say(f"{failed} scores failed, and count as 0 (reward.on_error)")
     names = [problem.data_source for problem in problems]
     sources = measure(verdicts, names, ks, config.eval, seed=config.trainer.seed)
     write_rows(samples, responses.table, responses.columns() | _columns(verdicts))
@@ -218,7 +225,7 @@ def _evaluate(
 
 
 def _verdicts(
-    responses: Responses, problems: Sequence[Item], reward: Scorer | None, journal: Journal
+    responses: Responses, problems: Sequence[Item], pool: Pool, journal: Journal
 ) -> dict[int, list[Verdict]]:
     """The verdicts on the responses to each problem, in their order; those that the journal holds are not
     given again."""
@@ -229,7 +236,7 @@ def _verdicts(
         items = [replace(problems[each.row], solution_str=each.text) for each in waiting]
         new = [
             Verdict(each.row, each.sample, scored.score, scored.right, scored.answer, scored.reads_answers)
-            for each, scored in zip(waiting, score(items, reward), strict=True)
+            for each, scored in zip(waiting, pool.score(items), strict=True)
         ]
         journal.append(verdict._asdict() for verdict in new)
         found.update({verdict[:2]: verdict for verdict in new})
@@ -237,7 +244,7 @@ def _verdicts(
 
     for part in responses.parts():
         waiting += [each for each in part if each[:2] not in found]
-        if len(waiting) >= _SCORED_AT_ONCE and not (reward and reward.batched):
+        if len(waiting) >= _SCORED_AT_ONCE and not (pool.reward and pool.reward.batched):
             score_waiting()
     score_waiting()
     by_problem: dict[int, list[Verdict]] = {}
@@ -274,8 +281,6 @@ def _problems(responses: Responses, data: EvalDataConfig, reward: Scorer | None)
         "extra_info: a mapping, if any",
         remedy="mend or remove these rows; rows are counted from 0",
     )
-    for name in {item.data_source for item in items} if reward is None else ():
-        reward_for(name)
     return items
 
 

@@ -2,29 +2,31 @@
 
 Importing this package registers the scorers."""
 
-from tandem.rewards import arithmetic, dapo, generated, geometry3k, gsm8k, math, programs, search_qa
+from tandem.rewards import arithmetic, dapo, generated, geometry3k, gsm8k, math, programs, rules, search_qa
 from tandem.rewards.base import (
     Item,
     Reward,
     Scored,
     Scorer,
     known_data_sources,
-    refuse_data_sources,
     register_reward,
     reward_for,
-    score,
 )
 from tandem.rewards.custom import load_custom
+from tandem.rewards.pool import Pool, score
+from tandem.rewards.programs import check_sources
 from tandem.rewards.signatures import Reads
 from tandem.rewards.weighted import own_reward
 
 __all__ = [
     "Item",
+    "Pool",
     "Reads",
     "Reward",
     "Scored",
     "Scorer",
     "arithmetic",
+    "check_sources",
     "dapo",
     "generated",
     "geometry3k",
@@ -34,9 +36,9 @@ __all__ = [
     "math",
     "own_reward",
     "programs",
-    "refuse_data_sources",
     "register_reward",
     "reward_for",
+    "rules",
     "score",
     "search_qa",
 ]

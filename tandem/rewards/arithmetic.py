@@ -24,7 +24,7 @@ def answer(solution_str: str) -> Decimal | None:
     return last_number(solution_str)
 
 
-@register_reward("arithmetic*", answer=lambda text: number_text(answer(text)))
+@register_reward("arithmetic*", answer=lambda text: number_text(answer(text)), bounded=True)
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None
 ) -> float:

@@ -5,8 +5,9 @@ A reward is a function, here as verl calls it (`tandem.rewards.signatures` has t
     compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs) -> float | dict
 
 A dict has the key "score"; its other numbers become metrics, among them "acc", whether the response is
-right; "pred" is the answer that the function read in it; other entries are for the function's own use. A
-function with the attribute `batched = True` scores many responses in one call:
+right; "pred" is the answer that the function read in it, "why" a text that says what the score is for; other
+entries are for the function's own use. A function with the attribute `batched = True` scores many responses
+in one call:
 
     compute_score(data_sources, solution_strs, ground_truths, extra_infos, **kwargs) -> list of the same
 """
@@ -27,6 +28,8 @@ from tandem.rewards.signatures import VERLS, Reads
 
 HEAD_CHARACTERS = 200
 """How much of a response a message shows."""
+WHY_CHARACTERS = 500
+"""How much of a reward's reason is kept."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -65,12 +68,20 @@ class Scored:
         extra: the other finite numbers that came with it.
         answer: the answer that the response gives, as text; None if it gives none, or the reward reads none.
         reads_answers: whether the reward looks for one.
+        failed: whether the reward failed, and the score stands for none.
+        why: what the score is for, at most `WHY_CHARACTERS` of it; "" where the reward does not say.
     """
 
     score: float
     extra: dict[str, float] = field(default_factory=dict)
     answer: str | None = None
     reads_answers: bool = False
+    failed: bool = False
+    why: str = ""
+
+    def __post_init__(self) -> None:
+        kept = self.why[:WHY_CHARACTERS].encode(errors="replace").decode()  # no half of a surrogate pair
+        object.__setattr__(self, "why", kept)
 
     @property
     def right(self) -> bool:
@@ -86,17 +97,33 @@ class Reward:
         name: for messages.
         function: see the module's docstring.
         kwargs: further arguments of every call.
-        answer: reads the answer in a response, where the function does not give it under "pred".
+        answer: reads the answer in a response, with `kwargs`, where the function does not give it as "pred".
+        bounded: whether it ends soon whatever the response is, and needs no limit.
     """
 
     name: str
     function: Callable[..., Any]
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    answer: Callable[[str], str | None] | None = None
+    answer: Callable[..., str | None] | None = None
+    bounded: bool = False
 
     @property
     def batched(self) -> bool:
         return bool(getattr(self.function, "batched", False))
+
+    @property
+    def grouped(self) -> bool:
+        """Whether a call takes the responses to one prompt."""
+        return False
+
+    @property
+    def parts(self) -> tuple[Reward, ...]:
+        """See `Scorer`."""
+        return (self,)
+
+    @property
+    def asynchronous(self) -> bool:
+        return inspect.iscoroutinefunction(self.function)
 
     @property
     def reads(self) -> Reads:
@@ -132,19 +159,27 @@ class Reward:
         """
         if self.batched:
             return self._call_batched(items)
-        if inspect.iscoroutinefunction(self.function):
+        if self.asynchronous:
             found: list[Any] = awaited(self._call_all(items))
             return found
         return [self._call_one(place, item) for place, item in items.items()]
 
-    def scores(self, items: Mapping[int, Item]) -> dict[int, Scored]:
-        """The scores of items, by their place in the batch.
+    def scores(self, items: Mapping[int, Item]) -> dict[int, Scored | None]:
+        """The scores of items, by their place in the batch; None where the function returned None.
 
         Raises:
-            RewardError: it raised, or returned anything but a finite number or a dict of one.
+            RewardError: it raised, or returned anything else but a finite number or a dict of one.
         """
         values = zip(items, self(items), strict=True)
-        return {place: checked(self, value, place, items[place]) for place, value in values}
+        return {
+            place: None if value is None else checked(self, value, place, items[place])
+            for place, value in values
+        }
+
+    def joined(self, place: int, item: Item, parts: Sequence[Scored | None]) -> Scored:
+        """See `Scorer`."""
+        (scored,) = parts
+        return checked(self, None, place, item) if scored is None else scored
 
     def _call_one(self, place: int, item: Item) -> Any:
         try:
@@ -197,7 +232,16 @@ class Reward:
 
 
 class Scorer(Protocol):
-    """A user's own reward: one function, or several together."""
+    """A user's own reward: one function, or several together.
+
+    Attributes:
+        parts: its functions.
+        batched: whether one of them takes several responses at once.
+        reads: the columns of the data that they read.
+    """
+
+    @property
+    def parts(self) -> tuple[Reward, ...]: ...
 
     @property
     def batched(self) -> bool: ...
@@ -205,27 +249,13 @@ class Scorer(Protocol):
     @property
     def reads(self) -> Reads: ...
 
-    def scores(self, items: Mapping[int, Item]) -> dict[int, Scored]: ...
+    def joined(self, place: int, item: Item, parts: Sequence[Scored | None]) -> Scored:
+        """The score of a response, of what each function says; None: it has nothing to say.
 
-
-def score(items: Sequence[Item], custom: Scorer | None = None) -> list[Scored]:
-    """Scores of all items, in their order.
-
-    Args:
-        items: responses; their sources may differ.
-        custom: the user's own function; None takes each data source's.
-
-    Raises:
-        RewardError: a data source without a reward; a function that raised or returned anything but a
-            finite number (or a dict of one); names the function and the sample.
-    """
-    groups: dict[Scorer, dict[int, Item]] = {}
-    for place, item in enumerate(items):
-        groups.setdefault(custom or reward_for(item.data_source), {})[place] = item
-    scored: dict[int, Scored] = {}
-    for reward, group in groups.items():
-        scored |= reward.scores(group)
-    return [scored[place] for place in range(len(items))]
+        Raises:
+            RewardError: none of them has.
+        """
+        ...
 
 
 def checked(reward: Reward, value: Any, place: int, item: Item) -> Scored:
@@ -246,9 +276,19 @@ def checked(reward: Reward, value: Any, place: int, item: Item) -> Scored:
         raise reward.error("returned a number that is not finite", place, item, got=_shown(value))
     answer = entries.get("pred")
     if answer is None and reward.answer is not None:
-        answer = reward.answer(item.solution_str)
+        answer = reward.answer(item.solution_str, **reward.kwargs)
     reads = reward.answer is not None or "pred" in entries
-    return Scored(main, extra, None if answer is None else str(answer), reads)
+    why = entries.get("why")
+    if not isinstance(why, str):
+        why = _compared(answer, item.ground_truth) if reads else ""
+    return Scored(main, extra, None if answer is None else str(answer), reads, why=why)
+
+
+def _compared(answer: Any, truth: Any) -> str:
+    """Why, of a reward that compares an answer and says no more."""
+    if answer is None:
+        return "no answer found"
+    return f"answer {answer!s:.200}" + ("" if truth is None else f", expected {truth!s:.200}")
 
 
 def _number(value: Any) -> float | None:
@@ -266,23 +306,26 @@ def _shown(value: Any) -> str:
 
 
 _REWARDS: dict[str, Reward] = {}
-_REFUSED: dict[str, dict[str, str]] = {}
+_SHIPPED: list[Reward] = []
 
 
 def register_reward(
-    *data_sources: str, answer: Callable[[str], str | None] | None = None
+    *data_sources: str, answer: Callable[..., str | None] | None = None, bounded: bool = False
 ) -> Callable[[Function], Function]:
-    """Decorator: the reward function of these data sources; "name*" stands for all that begin with name.
+    """Decorator: the reward function of these data sources; "name*" stands for all that begin with name. With
+    none the function is one that users name.
 
     Args:
-        answer: see `Reward`.
+        answer, bounded: see `Reward`.
 
     Raises:
         RewardError: one of them has a reward already.
     """
 
     def register(function: Function) -> Function:
-        reward = Reward(f"{function.__module__}.{function.__name__}", function, answer=answer)
+        reward = Reward(
+            f"{function.__module__}.{function.__name__}", function, answer=answer, bounded=bounded
+        )
         for data_source in data_sources:
             if data_source in _REWARDS:
                 raise RewardError(
@@ -292,20 +335,16 @@ def register_reward(
                     expected=_REWARDS[data_source].name,
                 )
             _REWARDS[data_source] = reward
+        _SHIPPED.append(reward)
         return function
 
     return register
 
 
-def refuse_data_sources(*data_sources: str, missing: str, remedy: str) -> None:
-    """Makes `reward_for` refuse these data sources, whose responses cannot be scored.
-
-    Args:
-        missing: what a reward would need and is not there.
-        remedy: what the user can do instead.
-    """
-    for data_source in data_sources:
-        _REFUSED[data_source] = {"missing": missing, "remedy": remedy}
+def shipped(function: Callable[..., Any]) -> Reward:
+    """A function, or a partial call of it, as it was registered; one of a user's own as it is."""
+    whole = getattr(function, "func", function)
+    return next((reward for reward in _SHIPPED if reward.function is whole), Reward("", function))
 
 
 def known_data_sources() -> tuple[str, ...]:
@@ -317,16 +356,8 @@ def reward_for(data_source: str) -> Reward:
     """The reward registered for exactly this name, else for its longest registered beginning.
 
     Raises:
-        RewardError: there is none; for a refused source it says what is missing.
+        RewardError: there is none.
     """
-    if data_source in _REFUSED:
-        refusal = _REFUSED[data_source]
-        raise RewardError(
-            "responses of this data source cannot be scored",
-            field=f"data_source '{data_source}'",
-            expected=refusal["missing"],
-            remedy=refusal["remedy"],
-        )
     if data_source in _REWARDS:
         return _REWARDS[data_source]
     beginnings = [name for name in _REWARDS if name.endswith("*") and data_source.startswith(name[:-1])]

@@ -6,8 +6,10 @@ import asyncio
 import functools
 import os
 import threading
+import traceback
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
 
@@ -30,10 +32,13 @@ def exits_raised() -> Iterator[None]:
 
 
 def told(error: BaseException) -> str:
-    """What a function did, in words."""
+    """What a function did, in words, and where."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    file = Path(last.filename)
+    place = "" if file.parent == Path(__file__).parent else f" ({file.name}, line {last.lineno})"
     if isinstance(error, SystemExit):
         return f"wanted to end the process: exit with status {error.code}"
-    return f"raised {type(error).__name__}: {error}"
+    return f"raised {type(error).__name__}: {error}{place}"
 
 
 def awaited(coroutine: Coroutine[Any, Any, Any]) -> Any:

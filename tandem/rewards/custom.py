@@ -10,9 +10,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, get_args, get_origin
 
-from tandem.algorithms.loading import CODE_FILES, execute_file, import_named
 from tandem.errors import RewardError
-from tandem.rewards.base import Item, Reward
+from tandem.loading import CODE_FILES, execute_file, import_named
+from tandem.rewards.base import Item, Reward, shipped
 from tandem.rewards.calling import exits_raised
 from tandem.rewards.signatures import (
     Reads,
@@ -60,6 +60,10 @@ class ColumnReward(CustomReward):
         return self.style != "one"
 
     @property
+    def grouped(self) -> bool:
+        return self.style == "group"
+
+    @property
     def reads(self) -> Reads:
         return reads_of(self.function, self.style, self.kwargs)
 
@@ -81,19 +85,6 @@ class ColumnReward(CustomReward):
 
     def _taken(self, given: dict[str, Any]) -> dict[str, Any]:
         return given if self.takes is None else {name: v for name, v in given.items() if name in self.takes}
-
-    def _call_batched(self, items: Mapping[int, Item]) -> list[Any]:
-        if self.style != "group":
-            return CustomReward._call_batched(self, items)
-        groups: dict[str, dict[int, Item]] = {}
-        for place, item in items.items():
-            groups.setdefault(item.uid, {})[place] = item
-        values = {
-            place: value
-            for group in groups.values()
-            for place, value in zip(group, CustomReward._call_batched(self, group), strict=True)
-        }
-        return [values[place] for place in items]
 
 
 def _completion(prompt: Any, text: str) -> Any:
@@ -126,15 +117,16 @@ def load_custom(path: str, name: str = "compute_score", kwargs: Mapping[str, Any
         )
     fixed = dict(kwargs or {})
     file = Path(path).expanduser()
-    source = str(file.absolute()) if file.is_file() else path
+    known, source = shipped(function), (str(file.absolute()) if file.is_file() else path, name, fixed)
     style, shown = style_of(function, f"custom_reward_function {name}"), f"{name} ({path})"
+    own: dict[str, Any] = {"answer": known.answer, "bounded": known.bounded, "source": source}
     if style == "verl":
-        reward = CustomReward(shown, function, fixed, source=(source, name, fixed))
+        reward = CustomReward(shown, function, fixed, **own)
         _check_signature(reward)
     else:
         takes = None if takes_all(function) else frozenset(named_parameters(function)) - fixed.keys()
         called = logging_like_trl(function) if style == "trl" else function
-        reward = ColumnReward(shown, called, fixed, source=(source, name, fixed), style=style, takes=takes)
+        reward = ColumnReward(shown, called, fixed, style=style, takes=takes, **own)
     _check_choices(reward)
     return reward
 

@@ -30,7 +30,7 @@ def answer(solution_str: str) -> str | None:
     return last_boxed(lines[-1]) or lines[-1].lstrip("}*_ \t").strip()
 
 
-@register_reward("math_dapo", "math_dapo_reasoning", "math", "aime*")
+@register_reward("math_dapo", "math_dapo_reasoning", "math", "aime*", bounded=True)
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:

@@ -19,14 +19,17 @@ _JUDGE = Judge()
 atexit.register(_JUDGE.close)
 
 BLANKS = re.compile("[\u00a0\u2000-\u200a\u202f\u3000\\s]+")
-THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:[ ~]|\\[,;: ]|\{,\}|,\\!|\\!)\d{3})+(?![\d/])")
+THOUSANDS = re.compile(r"(?<![\d.,_])\d{1,3}(?:(?:[ ~]|\\[,;: ]|\{,\}|,\\!|\\!)\d{3})+(?![\d/])")
 """A number whose groups of three digits are set apart by blanks or TeX's commas."""
 MIXED = re.compile(r"(\d)\s+(\d+)\s*/\s*(\d+)")
 SCIENTIFIC = re.compile(r"(?<![\w.\\])(\d+\.?\d*|\.\d+)[eE]([-+]?\d{1,3})(?![\w.])")
 ROW_OF_NUMBERS = re.compile(r"\d\s+[\d.]")
-SPACED_ARGUMENTS = re.compile(r"\\[A-Za-z]+\s*\d\s+\d")
-"""TeX's arguments without braces, as in \\frac 1 2."""
+SPACED_ARGUMENTS = re.compile(r"\\[A-Za-z]+\s*_?\d\s+\d")
+"""TeX's arguments without braces, as in \\frac 1 2 and \\log_2 8."""
+SENTENCE = re.compile(r"\\text\{[^{}]*\b(?:is|are)[\s:]*\}")
+"""The beginning of a sentence that the value ends."""
 PAIR = re.compile(r"(?:\\left\s*)?[(\[].*,.*(?:\\right\s*)?[)\]]", re.DOTALL)
+BRACES = re.compile(r"(?:\\left\s*)?\\\{.*\\\}", re.DOTALL)
 SET = re.compile(r"[,<>]|\\(?:le|ge|lt|gt|in|cup|cap|infty|text|emptyset|mathbb|pm)")
 """What shows that an answer is more than one number."""
 MAX_EQUATION_SIDES = 5
@@ -53,8 +56,9 @@ def same(gold: str, answer: str) -> bool:
 
 def plain(text: str) -> str:
     """An answer without the marks of a page around it, its numbers written in one way."""
-    text = BLANKS.sub(" ", text.replace("−", "-").replace("°", r"^\circ"))
+    text = BLANKS.sub(" ", text.replace("−", "-").replace("°", r"^\circ").replace(r"\degree", r"^\circ"))
     text = text.removeprefix(r"\(").removesuffix(r"\)").lstrip(LEFT)
+    text = SENTENCE.sub("", text, count=1) if SENTENCE.match(text) else text
     stripped = text.rstrip(RIGHT)
     text = stripped + text[len(stripped)] if stripped.endswith("\\") and stripped != text else stripped
     text = THOUSANDS.sub(lambda match: re.sub(r"\D", "", match.group()), text)
@@ -68,6 +72,8 @@ def _same_value(truth: Measured, given: Measured) -> bool:
         return False
     if PAIR.fullmatch(answer) and not SET.search(gold):
         return False  # an interval from 5 to 5 is not the number 5
+    if any(BRACES.fullmatch(one) and PAIR.fullmatch(two) for one, two in ((gold, answer), (answer, gold))):
+        return False  # a set is no pair
     return gold == answer or (_holds(answer) and _JUDGE.equal(gold, answer))
 
 

@@ -32,7 +32,7 @@ def well_formed(solution_str: str) -> bool:
     return True
 
 
-@register_reward("hiyouga/geometry3k*")
+@register_reward("hiyouga/geometry3k*", bounded=True)
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from tandem.rewards.truths import truths
 MAX_TAIL_CHARACTERS = 10_000
 """How much of a response's end "flexible" searches."""
 METHODS = ("strict", "flexible")
-WRAPPING = r"(?:\s|[*_`{$£€¥₹]|\\[$(]|\\(?:boxed|fbox|text|textbf|mathbf)\{)*+"
+WRAPPING = r"(?:\s|[*_`{(=:$£€¥₹]|\\[$(]|\\(?:boxed|fbox|text|textbf|mathbf)\{)*+"
 """Marks of a page, boxes and currencies before a number."""
 BLANK = "(?:[ \u00a0\u2009\u202f]|\\\\[,;: ]|\\{,\\}|,\\\\!)"
 """What sets groups of three digits apart, besides a comma."""
@@ -27,8 +27,10 @@ WRITTEN = rf"(?P<number>(?>{GROUPED}|{NUMBER.pattern}))(?:/(?P<divisor>[0-9]+)(?
 CURRENCY = r"[$£€¥₹\\{]"
 AFTER_MARKER = re.compile(rf"\s*+(?:(?P<sign>-)(?={CURRENCY}))?{WRAPPING}{WRITTEN}")
 ANYWHERE = re.compile(rf"(?<![0-9])(?<![0-9][.,])(?:(?P<sign>-){CURRENCY})?{WRITTEN}")
-GOES_ON = re.compile(r"\s*(?:[+*/^=×÷·<>]|-(?=[0-9])|\\(?:times|cdot|div))\s*[0-9(.\\]")
-"""What makes a number the first part of an expression."""
+GOES_ON = re.compile(
+    r"\s*(?:(?:[+*/^=×÷·<>]|-(?=[0-9])|\\(?:times|cdot|div))\s*[0-9(.\\]|(?:,|or\b)\s*[-$£€¥₹]*[0-9])"
+)
+"""What makes a number the first part of an expression, or of several answers."""
 MARKER = re.compile("####")
 
 
@@ -64,7 +66,12 @@ def _value(written: re.Match[str]) -> Decimal | None:
     return number.copy_negate() if written["sign"] else number
 
 
-@register_reward("openai/gsm8k*", "gsm8k*", answer=lambda text: number_text(answer(text)))
+@register_reward(
+    "openai/gsm8k*",
+    "gsm8k*",
+    answer=lambda text, method="strict": number_text(answer(text, method)),
+    bounded=True,
+)
 def compute_score(
     data_source: str,
     solution_str: str,

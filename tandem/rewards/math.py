@@ -29,6 +29,7 @@ from tandem.rewards.truths import truths
     "numina_cn_k12",
     "numina_olympiads",
     answer=last_boxed,
+    bounded=True,
 )
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None

@@ -1,15 +1,216 @@
-"""Programming problems, which cannot be scored here: a model's program must run apart from the trainer."""
+"""Programs that solve problems with tests, run in a sandbox (`tandem.sandbox`).
+
+A ground truth, or its JSON text, holds `inputs` and `outputs`: texts for standard input and output, or, with
+`fn_name`, JSON values by line for a function's arguments and its result; or `assert_case`, a list of
+statements. What should come out is compared here and never reaches the program, except where a statement is
+no comparison of a call with plain values: it is executed beside the solution, which is counted as
+`cooperative`, as a solution might cheat it.
+"""
 
 from __future__ import annotations
 
-from tandem.rewards.base import refuse_data_sources
+import ast
+import json
+import math
+import secrets
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-refuse_data_sources(
-    "codecontests",
-    "apps",
-    "codeforces",
-    "taco",
-    missing="a sandbox that runs a model's programs on the tests of the data; none is built in",
-    remedy="name your own function with custom_reward_function.path, which may ask a sandbox of yours, or "
-    "leave these rows out of data.train_files and data.val_files",
-)
+from tandem import sandbox
+from tandem.config.rewards import SandboxConfig
+from tandem.rewards.base import register_reward, reward_for
+from tandem.sandbox import Limits, Place, Run
+
+FIRST = 10
+"""Tests that a continuous score runs, as verl scores a solution by its first ten."""
+CALLER = Path(sandbox.__file__).with_name("caller.py").read_text(encoding="utf-8")
+UNSERIALISABLE = "unserialisable"
+
+
+@dataclass(frozen=True, slots=True)
+class Test:
+    """One test of a solution.
+
+    Attributes:
+        given: standard input, a function's arguments, or a statement to execute.
+        expected: standard output, or the function's result.
+        function: its name; None where there is none.
+        cooperative: whether `given` is a statement.
+    """
+
+    given: Any
+    expected: Any = None
+    function: str | None = None
+    cooperative: bool = False
+
+    def verdict(self, solution: str) -> str:
+        """Runs it: "passed", "failed", "timeout" or "unserialisable"."""
+        if self.function is None and not self.cooperative:
+            ran = sandbox.run(solution, self.given)
+            return _told(ran, ran.status == "finished" and same_text(ran.stdout, self.expected))
+        nonce = secrets.token_hex(16)
+        ran = sandbox.run(CALLER, json.dumps([nonce, solution, self.function, self.given]) + "\n")
+        _, marked, answer = ran.stdout.partition(nonce)
+        if answer == UNSERIALISABLE:
+            return UNSERIALISABLE
+        came = ran.status == "finished" and bool(marked)
+        return _told(ran, came and (self.cooperative or same_value(answer, self.expected)))
+
+
+def _told(ran: Run, passed: bool) -> str:
+    return "timeout" if ran.status == "timeout" else "passed" if passed else "failed"
+
+
+@register_reward("codecontests", "apps", "codeforces", "taco")
+def compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Mapping[str, Any] | None = None,
+    continuous: bool = True,
+) -> dict[str, Any]:
+    """The share of the first ten tests that a solution passes; unless `continuous`, 1 if it passes all tests,
+    else 0, with no test after the first that fails.
+
+    "passed", "tests", "timeouts", "unserialisable" and "cooperative" are numbers of tests, of those that ran;
+    "acc" is whether all that ran passed.
+
+    Raises:
+        RewardError: there is no sandbox, or it does not answer.
+        ValueError: the ground truth has no tests, or none of the forms above.
+    """
+    tests, solution = tests_of(ground_truth), program_in(solution_str)
+    if continuous:
+        with ThreadPoolExecutor(sandbox.place().at_once) as threads:
+            verdicts = list(threads.map(lambda test: test.verdict(solution), tests[:FIRST]))
+    else:
+        verdicts = []
+        for test in tests:
+            verdicts.append(test.verdict(solution))
+            if verdicts[-1] != "passed":
+                break
+    passed = verdicts.count("passed")
+    right = float(passed == len(verdicts))
+    return {
+        "score": passed / len(verdicts) if continuous else right,
+        "acc": right,
+        "passed": passed,
+        "tests": len(verdicts),
+        "timeouts": verdicts.count("timeout"),
+        UNSERIALISABLE: verdicts.count(UNSERIALISABLE),
+        "cooperative": sum(test.cooperative for test in tests[: len(verdicts)]),
+        "why": f"{passed} of {len(verdicts)} tests passed"
+        + "".join(f", {name}: test {at}" for at, name in enumerate(verdicts) if name != "passed"),
+    }
+
+
+def place_programs(config: SandboxConfig, processes: int) -> None:
+    """Sets where this process, one of some, runs programs; together they keep to `max_concurrent`."""
+    share = max(1, config.max_concurrent // max(1, processes))
+    limits = Limits(config.timeout, config.memory_limit_mb)
+    sandbox.use(Place(config.url, limits, share if config.url else 1))
+
+
+def check_sources(sources: Iterable[str], config: SandboxConfig, say: Callable[[str], None]) -> None:
+    """Looks whether each data source has a reward, and says what holds the programs of those that run some.
+
+    Raises:
+        RewardError: a source has no reward, or programs would run without a sandbox.
+    """
+    running = [source for source in sources if reward_for(source).function is compute_score]
+    if running:
+        held = f"on {config.url}" if config.url else f"here, under {sandbox.protection()}"
+        say(f"programs that answer {', '.join(sorted(running))} run {held}")
+
+
+def program_in(response: str) -> str:
+    """The program that a response gives: its last block of Python, else its last block, else all of it."""
+    _, fence, block = response.rpartition("```python")
+    if not fence and response.count("```") >= 2:
+        _, block, _ = response.rsplit("```", 2)
+        language, _, rest = block.partition("\n")
+        return rest if language.strip().isalnum() else block
+    return block.split("```", 1)[0]
+
+
+def tests_of(ground_truth: Any) -> list[Test]:
+    """The tests that a ground truth holds.
+
+    Raises:
+        ValueError: it has none, or none of the forms that the module's docstring names.
+    """
+    truth = json.loads(ground_truth) if isinstance(ground_truth, str | bytes) else ground_truth
+    if not isinstance(truth, Mapping):
+        raise ValueError(f"the ground truth is no mapping: {ground_truth!r:.80}")
+    statements, inputs, outputs = (truth.get(name) for name in ("assert_case", "inputs", "outputs"))
+    if statements is not None:
+        tests = [_statement(str(text)) for text in statements]
+    elif inputs is None or outputs is None or len(inputs) != len(outputs):
+        raise ValueError("the ground truth needs assert_case, or inputs and outputs of the same number")
+    elif name := truth.get("fn_name"):
+        tests = [Test(_values(i), _value(o), str(name)) for i, o in zip(inputs, outputs, strict=True)]
+    else:
+        tests = [Test(_text(i), _text(o)) for i, o in zip(inputs, outputs, strict=True)]
+    if not tests:
+        raise ValueError("the ground truth has no tests")
+    return tests
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else "\n".join(map(str, value))
+
+
+def _value(value: Any) -> Any:
+    return json.loads(value) if isinstance(value, str) else value
+
+
+def _values(value: Any) -> list[Any]:
+    return [json.loads(line) for line in value.split("\n")] if isinstance(value, str) else list(value)
+
+
+def _statement(text: str) -> Test:
+    """A test of `assert f(…) == …` with plain values is a call; others are executed beside the solution."""
+    try:
+        match ast.parse(text).body:
+            case [ast.Assert(ast.Compare(ast.Call(ast.Name(name), given, []), [ast.Eq()], [wanted]))]:
+                plain = [[ast.literal_eval(each) for each in given], ast.literal_eval(wanted)]
+                if json.loads(json.dumps(plain)) == plain:  # tuples, sets and numbers as keys are not
+                    return Test(plain[0], plain[1], name)
+    except (SyntaxError, ValueError, TypeError, RecursionError):
+        pass  # it may still be one that Python executes
+    return Test(text, cooperative=True)
+
+
+def same_text(given: str, expected: str) -> bool:
+    """Whether two outputs agree: their lines that are not empty, word by word, apart from spaces; words that
+    are numbers, and not both integers, to 1e-5 of the expected and 1e-8."""
+    lines, wanted = (
+        [words for line in text.splitlines() if (words := line.split())] for text in (given, expected)
+    )
+    return len(lines) == len(wanted) and all(
+        len(a) == len(b) and all(map(_same_word, a, b)) for a, b in zip(lines, wanted, strict=True)
+    )
+
+
+def _same_word(given: str, expected: str) -> bool:
+    if given == expected:
+        return True
+    if given.lstrip("-").isdigit() and expected.lstrip("-").isdigit():
+        return False
+    try:
+        a, b = float(given), float(expected)
+    except ValueError:
+        return False
+    return math.isfinite(b) and abs(a - b) <= 1e-8 + 1e-5 * abs(b)
+
+
+def same_value(answer: str, expected: Any) -> bool:
+    """Whether a function's answer, as JSON, is the expected value, or the only one of a list of it."""
+    try:
+        value = json.loads(answer)
+    except (ValueError, RecursionError):
+        return False
+    return bool(value == expected or (isinstance(expected, list) and expected and value == expected[0]))

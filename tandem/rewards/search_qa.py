@@ -48,6 +48,7 @@ def normalized(text: str) -> str:
     "searchR1_2wikimultihopqa",
     "searchR1_musique",
     "searchR1_bamboogle",
+    bounded=True,
 )
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None

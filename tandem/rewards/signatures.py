@@ -34,7 +34,7 @@ class Reads:
     """The columns that a reward function reads.
 
     Attributes:
-        needs: those that must be there.
+        needs: those that must be there; "prompt" is that of `data.prompt_key`.
         optional: further ones that it takes if they are there; None: all others.
     """
 
@@ -112,7 +112,7 @@ def reads_of(function: Callable[..., Any], style: Style, fixed: Mapping[str, Any
     columns = {name: p for name, p in named_parameters(function).items() if name not in known}
     needs = tuple(name for name, p in columns.items() if p.default is inspect.Parameter.empty)
     others = tuple(name for name in columns if name not in needs)
-    return Reads(needs, None if takes_all(function) else others)
+    return Reads(("prompt", *needs), None if takes_all(function) else others)
 
 
 def logging_like_trl(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -138,10 +138,14 @@ def logging_like_trl(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def beside(scores: Sequence[Any], logged: Mapping[str, list[Any]]) -> list[Any]:
         rows = zip(*logged.values(), strict=True) if logged else iter(() for _ in scores)
-        return [
-            score if score is None else {**dict(zip(logged, row, strict=True)), "score": score}
-            for score, row in zip(scores, rows, strict=True)
-        ]
+        found = []
+        for score, row in zip(scores, rows, strict=True):
+            named = dict(zip(logged, row, strict=True))
+            texts = [f"{name}: {value}" for name, value in named.items() if isinstance(value, str)]
+            named |= {"why": "; ".join(texts)} if texts else {}
+            given = score if isinstance(score, Mapping) else {"score": score}
+            found.append(score if score is None else {**named, **given})
+        return found
 
     @functools.wraps(function)
     def call(**given: Any) -> list[Any]:

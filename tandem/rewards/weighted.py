@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
 
 from tandem.config.rewards import CustomRewardConfig
 from tandem.errors import RewardError
-from tandem.rewards.base import Item, Reward, Scored, Scorer, checked
+from tandem.rewards.base import Item, Reward, Scored, Scorer
 from tandem.rewards.custom import load_custom
 from tandem.rewards.signatures import Reads
 
@@ -35,7 +35,7 @@ class WeightedSum:
                 "each needs a name of its own" if names else "names no function",
                 field="custom_reward_function.terms",
                 got=names,
-                remedy="rename one of the functions: its name is that of its metric",
+                remedy="give one of them a label, which is the name of its metric",
             )
 
     @property
@@ -46,21 +46,12 @@ class WeightedSum:
     def reads(self) -> Reads:
         return reduce(add, (reward.reads for _, reward, _ in self.terms))
 
-    def scores(self, items: Mapping[int, Item]) -> dict[int, Scored]:
-        """See `Reward.scores`."""
-        parts = [
-            [
-                None if value is None else checked(reward, value, place, items[place])
-                for place, value in zip(items, reward(items), strict=True)
-            ]
-            for _, reward, _ in self.terms
-        ]
-        return {
-            place: self._sum(place, items[place], of)
-            for (place, of) in zip(items, zip(*parts, strict=True), strict=True)
-        }
+    @property
+    def parts(self) -> tuple[Reward, ...]:
+        return tuple(reward for _, reward, _ in self.terms)
 
-    def _sum(self, place: int, item: Item, parts: Sequence[Scored | None]) -> Scored:
+    def joined(self, place: int, item: Item, parts: Sequence[Scored | None]) -> Scored:
+        """See `Scorer`."""
         said = [
             (name, weight, part) for (name, _, weight), part in zip(self.terms, parts, strict=True) if part
         ]
@@ -73,7 +64,8 @@ class WeightedSum:
         extra |= {name: part.score for name, _, part in said}
         answered = next((part for _, _, part in said if part.reads_answers), said[0][2])
         total = sum(weight * part.score for _, weight, part in said)
-        return Scored(total, extra, answered.answer, answered.reads_answers)
+        why = "; ".join(f"{name}: {part.why}" for name, _, part in said if part.why)
+        return Scored(total, extra, answered.answer, answered.reads_answers, why=why)
 
 
 def own_reward(config: CustomRewardConfig) -> Scorer | None:
@@ -87,7 +79,7 @@ def own_reward(config: CustomRewardConfig) -> Scorer | None:
     return WeightedSum(
         tuple(
             (
-                term.name,
+                term.label or term.name,
                 load_custom(str(term.path or config.path), term.name, term.reward_kwargs),
                 term.weight,
             )

@@ -3,6 +3,7 @@ know it where it is a batch."""
 
 from __future__ import annotations
 
+from concurrent.futures import Future as Running
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -55,6 +56,26 @@ class Done:
 
     def done(self) -> bool:
         return True
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Aside:
+    """The handle of a result that a thread of this process computes."""
+
+    running: Running[Any]
+    borrowed: bool = False
+
+    def get(self, timeout_s: float | None = None) -> Any:
+        return self.running.result(timeout_s)
+
+    def index(self, timeout_s: float | None = None) -> Index:
+        return Index.of(self.get(timeout_s))
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        self.running.exception(timeout_s)
+
+    def done(self) -> bool:
+        return self.running.done()
 
 
 class Source:

@@ -1,16 +1,21 @@
-"""The local backend: one worker of each role, in the controller's process, every call at once. Exceptions
-keep their traceback, breakpoints stop where they stand, and nothing is copied."""
+"""The local backend: one worker of each role, in the controller's process, every call at once, but for those
+of workers that mostly wait (`Worker.aside`). Exceptions keep their traceback, breakpoints stop where they
+stand, and nothing is copied."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
+from weakref import WeakSet
 
 from tandem.errors import ConfigError
 from tandem.runtime.backend import StreamPart, Usage
 from tandem.runtime.dispatch import Call
 from tandem.runtime.future import Done, Handle
+from tandem.runtime.handle import Aside
 from tandem.runtime.resource_pool import ResourcePool
 from tandem.runtime.worker import Worker, WorkerFactory, create, execute
 
@@ -19,6 +24,9 @@ Result = TypeVar("Result")
 
 class LocalBackend:
     """See `Backend`."""
+
+    def __init__(self) -> None:
+        self._launched: WeakSet[LocalWorkers] = WeakSet()  # their groups keep them
 
     def reserve(self, pools: Sequence[ResourcePool]) -> None:
         """Makes sure that the pools ask for this process alone.
@@ -38,7 +46,9 @@ class LocalBackend:
 
     def launch(self, worker: WorkerFactory, pool: ResourcePool, role: str) -> LocalWorkers:
         self.reserve([pool])
-        return LocalWorkers(create(worker, 0, 1))
+        workers = LocalWorkers(create(worker, 0, 1))
+        self._launched.add(workers)
+        return workers
 
     def release(self, pool_names: Sequence[str]) -> None:
         """There are no processes to end."""
@@ -48,7 +58,8 @@ class LocalBackend:
         return {}
 
     def shutdown(self) -> None:
-        """The workers go when their groups go."""
+        for workers in self._launched:
+            workers.shutdown()
 
 
 class LocalWorkers:
@@ -59,12 +70,14 @@ class LocalWorkers:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._busy_s = 0.0
+        self._aside = ThreadPoolExecutor(1, type(worker).__name__) if worker.aside else None
 
     def call(self, method: str, calls: Sequence[Call | None], *, keeps: bool) -> list[Handle | None]:
         (call,) = calls
         if call is None:
             return [None]
-        return [Done(self._timed(lambda: execute(self._worker, method, *call)))]
+        timed = partial(self._timed, partial(execute, self._worker, method, *call))
+        return [Done(timed()) if self._aside is None else Aside(self._aside.submit(timed))]
 
     def stream(self, method: str, calls: Sequence[Call | None]) -> Iterator[StreamPart]:
         (call,) = calls
@@ -86,4 +99,7 @@ class LocalWorkers:
         return [taken]
 
     def shutdown(self) -> None:
-        """The worker goes when the group goes."""
+        """The worker goes when the group goes; what it waits for ends now."""
+        if self._aside is not None:
+            self._aside.shutdown(wait=False, cancel_futures=True)
+        self._worker.close()

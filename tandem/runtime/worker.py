@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from tandem.errors import ConfigError
 from tandem.protocol import DataProto
@@ -23,10 +23,13 @@ class Worker:
         rank: 0 … world_size-1; set before `__init__` of the subclass runs.
         world_size: workers in the group.
         tell: says a sentence to the user; a backend may put its own way of doing so on the instance.
+        aside: whether its methods may run beside those of others, where one process has them all: they wait
+            for something else than this process.
     """
 
     rank: int = 0
     world_size: int = 1
+    aside: ClassVar[bool] = False
     tell: Callable[[str], None] = staticmethod(functools.partial(print, flush=True))
     _meshes: dict[str, MeshPlace]
 
@@ -45,6 +48,9 @@ class Worker:
                 rank 0 of the last pipeline stage.
         """
         self._meshes[name] = MeshPlace(dp_rank, dp_size, collects)
+
+    def close(self) -> None:
+        """Gives back what goes on without it; called at most while a method still runs."""
 
     def meshes(self) -> dict[str, MeshPlace]:
         """This worker's places by mesh name."""

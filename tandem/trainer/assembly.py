@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerBase
 
 from tandem.algorithms.entropy import AdaptiveEntropyController
 from tandem.algorithms.kl import kl_controller
-from tandem.algorithms.loading import load_function
 from tandem.config.actor import ActorConfig
 from tandem.config.model import ModelConfig
 from tandem.config.root import TrainConfig
@@ -20,10 +19,12 @@ from tandem.config.schema import keys, value_at
 from tandem.config.supervised import RMConfig, SFTConfig, SupervisedConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.data.loader import batches_of
+from tandem.errors import ConfigError
 from tandem.hub import fetch_weights
+from tandem.loading import load_function
 from tandem.models.loading import lacks_score_head, load_config, load_tokenizer
 from tandem.observability.stacks import withdraw_stacks
-from tandem.rewards import own_reward, reward_for
+from tandem.rewards import check_sources, own_reward
 from tandem.runtime import Backend, ResourcePool, Worker, WorkerGroup
 from tandem.runtime.worker import WorkerFactory
 from tandem.trainer.checks import check_algorithms, models_of, say_idle_offload
@@ -75,9 +76,9 @@ def build_ppo(
         backend.reserve(list(pools_of(placed).values()))
         reader = partial(placed["data"].worker, **({} if reward is None else {"reads": reward.reads}))
         data, facts = _data(backend, partial(reader, config.data, tokenizer, run.folder))
-        for source in facts.sources if "reward" in cast.played and reward is None else ():
-            reward_for(source)
-
+        _require_positions(config, facts.longest_prompt)
+        if "reward" in cast.played and reward is None:
+            check_sources(facts.sources, config.reward.sandbox, say)
         plan = plan_run(config, spec, batches_of(facts.rows, config.data.train_batch_size))
         _say_beginning(config, run, facts.rows, plan, say)
         stops = stop_token_ids(policy.model.path, tokenizer)
@@ -162,6 +163,30 @@ def build_supervised(config: SupervisedConfig, task: Task, *, say: Say) -> Super
         )
 
 
+def _require_positions(config: TrainConfig, prompt: int) -> None:
+    """
+    Args:
+        prompt: tokens of the longest.
+
+    Raises:
+        ConfigError: it and the longest response go beyond the model's positions. Of a model whose rotary
+            angles are stretched, its rollout engine judges.
+    """
+    model, response = config.actor_rollout_ref.model, config.data.max_response_length
+    text = load_config(model.path, trust_remote_code=model.trust_remote_code).get_text_config()
+    most = getattr(text, "max_position_embeddings", None)
+    stretched = "factor" in (getattr(text, "rope_parameters", None) or {})
+    if most is not None and not stretched and prompt + response > most:
+        raise ConfigError(
+            "the longest prompt and response go beyond the model's positions",
+            field="data.max_prompt_length + data.max_response_length",
+            got=f"{prompt} (of at most {config.data.max_prompt_length}) + {response} = {prompt + response}",
+            expected=f"at most max_position_embeddings = {most}",
+            remedy="lower data.max_response_length, or leave out long prompts: lower data.max_prompt_length "
+            "and set data.filter_overlong_prompts=true",
+        )
+
+
 @contextmanager
 def _opened(config: RunsConfig, say: Say) -> Iterator[tuple[OpenRun, Backend]]:
     """A run folder and the backend of its workers; where the block raises, both are undone. Models of the hub
@@ -223,6 +248,7 @@ def _gatherer(config: TrainConfig, data: WorkerGroup, rows: int, stops: tuple[in
         Prompts(data, rows, size, shuffle=shuffle, seed=seed, drawn=drawn),
         sampling(config, stops),
         size=order.train_batch_size,
+        leaves_out_failed=config.leaves_out_failed,
     )
 
 

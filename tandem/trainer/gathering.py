@@ -103,6 +103,7 @@ class Gatherer:
         prompts: gives further prompts, and takes back those there was no room for.
         params: how responses are drawn.
         size: prompts of a step's batch.
+        leaves_out_failed: whether samples whose score failed are in no update.
 
     Attributes:
         dealer: says which prompts are better sampled by the same rank.
@@ -117,12 +118,14 @@ class Gatherer:
         params: SamplingParams,
         *,
         size: int,
+        leaves_out_failed: bool = False,
     ) -> None:
         self.prompts = prompts
         self.params = params
         self.dealer = Dealer()
         self._filters, self._metric = filters.enable, filters.metric
         self._overlong = overlong
+        self._leaves_out_failed = leaves_out_failed
         self._size = size
         self.limit = filters.max_num_gen_batches or max(
             -(-self._size // prompts.batch_size), prompts.steps_per_epoch
@@ -168,6 +171,11 @@ class Gatherer:
     def _answer(self, roles: Roles, prompts: BatchFuture, n: int) -> tuple[BatchFuture, BatchFuture]:
         """Draws n samples of each prompt and their scores, and tells the sampler of prompts of them."""
         samples, scores = roles.generate(prompts, n, self.params, self.dealer)
+        if self._leaves_out_failed:
+            given = samples.select("response_mask", "uid").union(scores)
+            found: BatchFuture = roles.batch.stand_in(given)
+            kept = set(scores.index.columns) - {"scores", "token_level_scores"}
+            scores = scores.select(*kept).union(found)
         scores = self._punished(roles, samples, scores)
         self.prompts.observe(samples, scores)
         return samples, scores

@@ -133,7 +133,7 @@ def recipes(
         **dict.fromkeys(("actor", "rollout", "ref"), policy),
         "batch": lambda tenant: partial(tenant.worker, config.algorithm, run, actor),
         "critic": lambda tenant: partial(tenant.worker, config.critic, **critic),
-        "reward": lambda tenant: partial(tenant.worker, tokenizer, reward, run),
+        "reward": lambda tenant: partial(tenant.worker, tokenizer, reward, config.reward, run),
         "reward_model": lambda tenant: partial(tenant.worker, config.reward_model, **scorer),
     }
 

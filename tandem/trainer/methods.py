@@ -79,10 +79,11 @@ NEEDS = (
         lambda config, _: config.reward_model.overlong_buffer.enable,
     ),
     Need(
-        {"batch": ("truncated",)},
+        {"batch": ("left_out",)},
         "algorithm.mask_truncated_completions",
         lambda config, _: config.algorithm.mask_truncated_completions,
     ),
+    Need({"batch": ("stand_in", "left_out")}, "reward.on_error", lambda config, _: config.leaves_out_failed),
     Need(
         {"data": ("observe", "sampler_state", "load_sampler_state")},
         "data.sampler.class_name",

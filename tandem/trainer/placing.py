@@ -6,12 +6,12 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tandem.algorithms.loading import load_module
 from tandem.algorithms.registry import AdvantageSpec
 from tandem.config.cluster import place
 from tandem.config.root import TrainConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.errors import ConfigError
+from tandem.loading import load_module
 from tandem.runtime import Placement, ResourcePool, Role, Worker
 from tandem.runtime.worker import registrations
 from tandem.trainer.methods import Need, needs_of, require_methods

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from tandem.algorithms.entropy import AdaptiveEntropyController
@@ -96,8 +97,7 @@ class PPOTrainer(Loop[Gathered]):
             the step's metrics.
         """
         roles, plan, samples = self.roles, self.plan.at(step), gathered.samples
-        left_out = roles.batch.truncated(samples.select("finish_reason")) if plan.masks_truncated else None
-
+        left_out = self._left_out(samples, gathered.scores)
         learns = step > plan.critic_warmup
         reference = self.exact_kl.refer(roles, samples)
         columns = [gathered.scores, *reference.log_probs, *gathered.baselines]
@@ -126,6 +126,16 @@ class PPOTrainer(Loop[Gathered]):
             metrics["actor/kl_coef"] = self.kl.value
             self.kl.update(metrics["actor/kl_in_reward"], n_steps=plan.batch_samples)
         return metrics
+
+    def _left_out(self, samples: BatchFuture, scores: BatchFuture) -> Future[np.ndarray] | None:
+        """The samples that are in no update; None: all are."""
+        batch = samples.select("finish_reason")
+        if self.plan.leaves_out_failed:
+            batch = batch.union(scores.select("reward_failed"))
+        elif not self.plan.masks_truncated:
+            return None
+        found: Future[np.ndarray] = self.roles.batch.left_out(batch, self.plan.masks_truncated)
+        return found
 
     def _reset_reference(self, step: int) -> dict[str, float]:
         """Makes the reference the actor every `ref.reset_interval` steps; a metric says which step's actor it

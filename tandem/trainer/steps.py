@@ -55,6 +55,7 @@ class Plan:
         critic_warmup: first steps in which the critic alone learns.
         kl_in_reward: whether the reward is penalised by KL.
         masks_truncated: whether responses that were cut at the greatest length are in no update.
+        leaves_out_failed: whether responses whose score failed are in no update.
         reset_interval: steps after which the reference becomes the actor; 0: never.
         reset_optimizer: whether the actor's begins anew then.
         rollout_split: devices that share each layer of a rollout engine.
@@ -74,6 +75,7 @@ class Plan:
     critic_warmup: int = 0
     kl_in_reward: bool = False
     masks_truncated: bool = False
+    leaves_out_failed: bool = False
     reset_interval: int = 0
     reset_optimizer: bool = False
     rollout_split: int = 1
@@ -138,6 +140,7 @@ def plan_run(config: TrainConfig, spec: AdvantageSpec, steps_per_epoch: int) -> 
         critic_warmup=config.trainer.critic_warmup,
         kl_in_reward=algorithm.use_kl_in_reward,
         masks_truncated=algorithm.mask_truncated_completions,
+        leaves_out_failed=config.leaves_out_failed,
         reset_interval=ref.reset_interval,
         reset_optimizer=ref.reset_optimizer,
         rollout_split=rollout.split,

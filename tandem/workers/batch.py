@@ -85,6 +85,11 @@ class BatchWorker(ShapingWorker):
             "offsets": mask.offsets,
             "group": group_ids(batch.non_tensor_batch["uid"]),
         }
+        if "reward_failed" in batch:  # the others are compared as if these were not there
+            failed_B = batch.dense("reward_failed")
+            columns["response_mask"] = mask.values & ~failed_B[mask.row_ids()]
+            own_B = len(failed_B) + torch.arange(len(failed_B))
+            columns["group"] = torch.where(failed_B, own_B, columns["group"])
         columns.setdefault(WEIGHTS, torch.ones_like(rewards_T))
         out = self.spec(columns, **self.options)
         found = {

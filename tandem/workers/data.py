@@ -28,11 +28,13 @@ class DataFacts:
         rows: training prompts.
         val_batches: validation batches; 0 without validation data.
         sources: the data sources of both, sorted.
+        longest_prompt: of both, tokens; 0 where examples hold their responses.
     """
 
     rows: int
     val_batches: int
     sources: tuple[str, ...]
+    longest_prompt: int = 0
 
 
 class Batches(Protocol):
@@ -50,6 +52,7 @@ class DatasetWorker(TimedWorker):
         validation: batches of rows to validate on, if any.
         config: how training batches are cut.
         sources: the data sources of both.
+        longest_prompt: of both, tokens.
         run: the run folder.
         batches: the training batches, where they are others than of `config`'s size and order.
 
@@ -65,13 +68,14 @@ class DatasetWorker(TimedWorker):
         run: RunFolder,
         *,
         sources: Iterable[str] = (),
+        longest_prompt: int = 0,
         batches: Batches | None = None,
     ) -> None:
         self.train: Batches = batches or BatchLoader(
             train, config.train_batch_size, shuffle=config.shuffle, seed=config.seed
         )
         self.validation = validation
-        self.facts = DataFacts(len(train), len(validation or ()), tuple(sorted(sources)))
+        self.facts = DataFacts(len(train), len(validation or ()), tuple(sorted(sources)), longest_prompt)
         super().__init__(run, "data")  # last: data that are refused leave no trace in the run folder
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
@@ -109,10 +113,11 @@ class DataWorker(DatasetWorker):
         self, config: DataConfig, tokenizer: PreTrainedTokenizerBase, run: RunFolder, reads: Reads = VERLS
     ) -> None:
         train = prompt_dataset(config, tokenizer, config.train_files, config.train_max_samples, reads)
-        sources, batches = set(train.data_sources), None
+        sources, batches, longest = set(train.data_sources), None, train.longest
         if config.val_files:
             validation = prompt_dataset(config, tokenizer, config.val_files, config.val_max_samples, reads)
             sources |= set(validation.data_sources)
+            longest = max(longest, validation.longest)
             batches = EveryRow(validation, config.val_batch_size)
         self._prompts = train
         self._drawn = _drawn(config, train)
@@ -123,7 +128,7 @@ class DataWorker(DatasetWorker):
             seed=config.seed,
             field="data.gen_batch_size" if config.gen_batch_size else "data.train_batch_size",
         )
-        super().__init__(train, batches, config, run, sources=sources, batches=made)
+        super().__init__(train, batches, config, run, sources=sources, longest_prompt=longest, batches=made)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def recall(self, uids: tuple[str, ...]) -> DataProto:

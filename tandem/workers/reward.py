@@ -3,15 +3,17 @@ last token."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from tandem.config.rewards import RewardConfig
 from tandem.observability.run import RunFolder
 from tandem.protocol import DataProto, Ragged
-from tandem.rewards import Item, Scorer, score
+from tandem.rewards import Item, Pool, Scored, Scorer
 from tandem.runtime import Dispatch, register
 from tandem.workers.base import TimedWorker, response_texts
 
@@ -22,13 +24,19 @@ class RewardWorker(TimedWorker):
     Args:
         tokenizer: decodes responses.
         reward: the user's own; None takes each data source's.
-        run: the run folder.
+        config: how functions are called.
+        run: the run folder; what functions print goes to its log/rewards-RANK.log.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, reward: Scorer | None, run: RunFolder) -> None:
+    aside = True
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, reward: Scorer | None, config: RewardConfig, run: RunFolder
+    ) -> None:
         super().__init__(run, "reward")
         self.tokenizer = tokenizer
-        self.reward = reward
+        self.pool = Pool(reward, config, run.logs / f"rewards-{self.rank}.log", self.say)
+        self._told = False
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def compute_rewards(self, batch: DataProto) -> DataProto:
@@ -36,7 +44,9 @@ class RewardWorker(TimedWorker):
 
         Returns:
             `scores` (B) fp32, `token_level_scores` ragged fp32 with the score at the last response
-            token, `reward_extra` (B) dicts of numbers, and the decoded `response_text`.
+            token, `reward_extra` (B) dicts of numbers, `reward_why` (B) texts that say what a score is for,
+            and the decoded `response_text`; where failed scores leave their samples out, `reward_failed` (B)
+            bool.
         """
         with self.timeline.phase("reward"):
             return self._scored(batch)
@@ -55,15 +65,37 @@ class RewardWorker(TimedWorker):
                 *(arrays[name] for name in named), texts, columns, written, strict=True
             )
         ]
-        scored = score(items, self.reward)
+        scored = self.pool.score(items)
+        self._observe(scored)
         scores_B = torch.tensor([s.score for s in scored], dtype=torch.float32)
-        return DataProto(
-            {
-                "scores": scores_B,
-                "token_level_scores": at_last_token(scores_B, batch.ragged("response_mask")),
-            },
-            {"reward_extra": [s.extra for s in scored], "response_text": texts},
-        )
+        found: dict[str, torch.Tensor | Ragged] = {
+            "scores": scores_B,
+            "token_level_scores": at_last_token(scores_B, batch.ragged("response_mask")),
+        }
+        if self.pool.config.on_error == "drop":
+            found["reward_failed"] = torch.tensor([s.failed for s in scored], dtype=torch.bool)
+        extras, whys = [s.extra for s in scored], [s.why for s in scored]
+        return DataProto(found, {"reward_extra": extras, "reward_why": whys, "response_text": texts})
+
+    def _observe(self, scored: Sequence[Scored]) -> None:
+        """Measures what failed since the last batch, and tells the user of the first failure of a run."""
+        counts, self.pool.counts = self.pool.counts, Counter()
+        for name in ("retried", "timeouts", "died", "recycled"):
+            if counts[name]:
+                self.observed.add_sum(f"reward/{name}", counts[name])
+        failures = self.pool.failures
+        if self.pool.config.on_error != "raise":
+            self.observed.add_mean("reward/failed", len(failures), len(scored))
+        if failures and not self._told:
+            self._told = True
+            became = {"zero": "counts as 0", "drop": "leaves its sample out of training"}
+            self.say(
+                f"a score failed, and {became[self.pool.config.on_error]} (reward.on_error; reward/failed is "
+                f"the share of such scores):\n{next(iter(failures.values()))}"
+            )
+
+    def close(self) -> None:
+        self.pool.close()
 
 
 def at_last_token(scores_B: torch.Tensor, mask: Ragged) -> Ragged:

@@ -35,6 +35,28 @@ class ShapingWorker(TimedWorker):
     """Methods of the batch's worker that look at whole groups and at lengths."""
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    def stand_in(self, batch: DataProto) -> DataProto:
+        """The scores where those that failed are the mean of the others' to the same prompt, or 0 where there
+        are none: they say nothing of the prompt, nor of the batch.
+
+        Args:
+            batch: `response_mask`, `uid`, and what a reward worker returns.
+
+        Returns:
+            `scores`, `token_level_scores`.
+        """
+        failed_B, scores_B = batch.dense("reward_failed"), batch.dense("scores").clone()
+        mask, scored = batch.ragged("response_mask"), batch.ragged("token_level_scores")
+        uids = batch.non_tensor_batch["uid"]
+        for row in failed_B.nonzero().flatten().tolist():
+            others_B = torch.from_numpy(uids == uids[row]) & ~failed_B
+            scores_B[row] = scores_B[others_B].mean() if others_B.any() else 0.0
+        added = at_last_token(scores_B - batch.dense("scores"), mask).values
+        return DataProto(
+            {"scores": scores_B, "token_level_scores": scored.with_values(scored.values + added)}
+        )
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def punish_overlong(
         self, batch: DataProto, max_length: int, buffer: int, penalty_factor: float, log: bool
     ) -> DataProto:
@@ -46,8 +68,8 @@ class ShapingWorker(TimedWorker):
             log: also say the punishment, `overlong_reward`, and whether there is one, `overlong`.
 
         Returns:
-            `scores`, `token_level_scores`, `reward_extra`, which also holds the `score` before, and
-            `response_text`.
+            what the reward worker returned, with other `scores` and `token_level_scores`; `reward_extra` also
+            holds the `score` before.
         """
         with self.timeline.phase("overlong"):
             mask, scored = batch.ragged("response_mask"), batch.ragged("token_level_scores")
@@ -66,13 +88,10 @@ class ShapingWorker(TimedWorker):
                 told = {"overlong_reward": taken, "overlong": float(taken < 0)} if log else {}
                 extras.append({**extra, SCORE: score, **told})
             added = at_last_token(punishment_B, mask).values.to(scored.values.dtype)
-            return DataProto(
-                {
-                    "scores": scores_B + punishment_B,
-                    "token_level_scores": scored.with_values(scored.values + added),
-                },
-                {"reward_extra": extras, "response_text": batch.non_tensor_batch["response_text"]},
-            )
+            found = {name: column for name, column in batch.batch.items() if name != "response_mask"}
+            found["scores"] = scores_B + punishment_B
+            found["token_level_scores"] = scored.with_values(scored.values + added)
+            return DataProto(found, {**batch.non_tensor_batch, "reward_extra": extras})
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def group_spread(self, batch: DataProto, n: int, metric: str) -> Spread:
@@ -97,13 +116,15 @@ class ShapingWorker(TimedWorker):
         return Spread(groups_with_spread(values_B, n).numpy(), float(scores_B.double().mean()))
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
-    def truncated(self, batch: DataProto) -> np.ndarray:
-        """The responses that were cut at the greatest length, (B) bool.
+    def left_out(self, batch: DataProto, truncated: bool) -> np.ndarray:
+        """The samples that are in no update, (B) bool.
 
         Args:
-            batch: `finish_reason`.
+            batch: `finish_reason`; `reward_failed`, where failed scores leave their samples out.
+            truncated: whether responses that were cut at the greatest length are left out.
         """
-        return np.asarray(batch.non_tensor_batch["finish_reason"] == "length", dtype=bool)
+        cut = np.asarray(batch.non_tensor_batch["finish_reason"] == "length", dtype=bool) & truncated
+        return cut | batch.dense("reward_failed").numpy() if "reward_failed" in batch else cut
 
 
 def metric_values(batch: DataProto, metric: str) -> torch.Tensor:

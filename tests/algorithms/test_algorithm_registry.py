@@ -8,7 +8,6 @@ import torch
 
 from tandem.algorithms.advantages.gae import gae
 from tandem.algorithms.advantages.grpo import grpo
-from tandem.algorithms.loading import import_submodules
 from tandem.algorithms.registry import (
     ADVANTAGES,
     POLICY_LOSSES,
@@ -19,6 +18,7 @@ from tandem.algorithms.registry import (
     policy_loss,
 )
 from tandem.errors import ConfigError
+from tandem.loading import import_submodules
 
 OWN_FILE = """
 def mean_baseline(token_level_rewards, response_mask, *, scale=1.0, centre=True):

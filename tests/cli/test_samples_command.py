@@ -35,6 +35,7 @@ def test_the_last_step_unless_told(run: str, capsys: pytest.CaptureFixture[str])
         "── u0 #1 · score 0 · acc 0 · 2 + 2 tokens · ended by stop · right is 7",
     ]
     assert " | user: q0\n > bad\\x1b[2J\\r\n > ── u9 #9\\u202e\n" in out
+    assert out.count(" why:") == 2 and " why: because of\n why: \\x1b[2J0.5\n" in out
     assert "x" * 1001 not in out and "3,000 characters" in out
     assert out.endswith("2 of 2 samples of step 2, mean score 0.25; steps with samples: 2, from 1 to 2\n")
     assert main(["samples", run, "--full"]) == 0
@@ -61,7 +62,7 @@ def test_which_ones(
     assert main(["samples", run, *words, "--json"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["score"] for row in rows][: len(scores)] == scores
-    assert {"prompt", "response", "extra", "response_tokens"} <= set(rows[0])
+    assert {"prompt", "response", "extra", "why", "response_tokens"} <= set(rows[0])
 
 
 @pytest.mark.parametrize(

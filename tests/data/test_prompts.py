@@ -15,6 +15,7 @@ import torch
 
 from tandem.data.prompts import PromptDataset
 from tandem.errors import DataError
+from tandem.rewards.signatures import VERLS, Reads
 
 Row = Callable[..., dict[str, Any]]
 
@@ -67,6 +68,16 @@ def test_several_files_of_several_formats_and_shapes(files: Any, tokenizer: Any,
     assert batch.non_tensor_batch["ground_truth"][2] == "9"
     assert batch.non_tensor_batch["extra_info"][2] == {}
     assert batch.non_tensor_batch["extra_info"][4]["level"] == 3
+
+
+def test_functions_of_either_form_get_what_they_read(files: Any, tokenizer: Any, prompt_row: Row) -> None:
+    path = files.parquet([prompt_row("x")])
+    plain = PromptDataset(path, tokenizer).batch([0], uid_prefix="e")
+    assert "columns" not in plain.non_tensor_batch
+    both = VERLS + Reads(("prompt",), ())
+    dataset = PromptDataset(path, tokenizer, needs=both.needs, optional=both.optional)
+    (columns,) = dataset.batch([0], uid_prefix="e").non_tensor_batch["columns"]
+    assert columns["prompt"][0]["content"] == "x" and columns["reward_model"]["ground_truth"]
 
 
 def test_text_needs_no_template(files: Any, tokenizer: Any, prompt_row: Row) -> None:

@@ -112,11 +112,11 @@ def test_problem_file_is_in_the_users_format(tmp_path: Path) -> None:
 
 
 def test_demonstration_file_teaches_the_answer_and_its_end(tmp_path: Path) -> None:
-    rows = [(Problem(37, 65), "12,9=92"), (Problem(12, 13), "5,2=25")]
+    rows = [("37+65?", "12,9=92"), ("12+13?", "5,2=25")]
     path = tmp_path / "sft.parquet"
     write_demonstrations(path, rows)
     tokenizer = build_tokenizer()
     dataset = SFTDataset(str(path), tokenizer, max_length=LONGEST_PROMPT + LONGEST_RESPONSE)
-    for (problem, answer), tokens, mask in zip(rows, dataset.tokens, dataset.response_mask, strict=True):
-        assert tokenizer.decode(tokens[~mask]) == problem.question
+    for (question, answer), tokens, mask in zip(rows, dataset.tokens, dataset.response_mask, strict=True):
+        assert tokenizer.decode(tokens[~mask]) == question
         assert tokenizer.decode(tokens[mask]) == answer + "<|endoftext|>"

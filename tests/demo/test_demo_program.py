@@ -23,8 +23,8 @@ def test_ranks_and_further_words_reach_the_training(tmp_path: Path, monkeypatch:
         return False
 
     monkeypatch.setattr(program, "run_ppo", run)
-    monkeypatch.setattr(program, "warm_up", lambda folder, seed, say: folder / "model")
-    monkeypatch.setattr(program, "_report", lambda outcome, curve, say: None)
+    monkeypatch.setattr(program, "warm_up", lambda folder, seed, say, task: folder / "model")
+    monkeypatch.setattr(program, "_report", lambda outcome, curve, task, seed, say: None)
     assert main(["demo", "--out", str(tmp_path), "--ranks", "2", "trainer.max_restarts=3"]) == 0
     assert given[0].trainer.pools == {"global_pool": (2,)}
     assert given[0].trainer.resolved_backend == "ray"

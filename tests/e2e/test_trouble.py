@@ -52,7 +52,8 @@ def test_a_reward_function_that_fails(user: User, kind: str) -> None:
         "calls = 0\n" + good.replace("    return 1.0\n", "    global calls\n    calls += 1\n"
         f"    if calls == 15:\n        {body}\n    return 1.0\n")
     )  # fmt: skip
-    words = (f"custom_reward_function.path={file}", "trainer.total_training_steps=3", "trainer.save_freq=1")
+    words = (f"custom_reward_function.path={file}", "trainer.total_training_steps=3", "trainer.save_freq=1",
+             "reward.num_workers=1")  # fmt: skip
     outcome = user.types(*words)
     assert outcome.status == 1
     assert f"the reward function compute_score ({file}) {telling}" in outcome.error

@@ -111,7 +111,7 @@ def test_samples(folder: RunFolder) -> None:
     assert rows[2] == {
         "step": 3, "uid": "u1", "sample": 0, "data_source": "sums", "ground_truth": "7",
         "finish_reason": "stop", "prompt": "user: q1", "response": "r2", "score": 0.5, "extra": {"acc": 0.5},
-        "prompt_tokens": 2, "response_tokens": 3,
+        "prompt_tokens": 2, "response_tokens": 3, "why": "because of\n\x1b[2J0.5",
     }  # fmt: skip
     assert [row["response_tokens"] for row in rows] == [1, 2, 3]
     assert [row["step"] for row in run.samples()] == [12]

@@ -119,7 +119,8 @@ def test_numbers_of_all_kinds(value: Any, expected: float) -> None:
 
 def test_numbers_beside_the_score_are_kept() -> None:
     value = {"score": 1, "acc": True, "format": np.float64(0.5), "pred": "42", "why": None, "all": [1]}
-    expected = Scored(1.0, {"acc": 1.0, "format": 0.5}, "42", reads_answers=True)
+    why = "answer 42, expected 1"
+    expected = Scored(1.0, {"acc": 1.0, "format": 0.5}, "42", reads_answers=True, why=why)
     assert score(ITEMS[:1], returning(value)) == [expected]
     assert value["score"] == 1
 
@@ -160,7 +161,8 @@ def test_raising_names_the_sample_and_keeps_the_traceback() -> None:
     error = caught.value
     text = str(error)
     assert text.startswith(
-        "sample 1, data_source 'b': the reward function mine raised ZeroDivisionError: division by zero\n"
+        "sample 1, data_source 'b': the reward function mine raised ZeroDivisionError: division by zero "
+        "(test_base.py, line "
     )
     assert repr(("second " * 100)[:200]) in text
     assert "second " * 29 not in text
@@ -201,7 +203,7 @@ def test_batched_that_returns_no_list(value: Any) -> None:
 
 def test_batched_with_one_bad_entry_names_it() -> None:
     assert "sample 1, data_source 'b': " in raised(batched(lambda **_: [1.0, math.nan]))
-    assert "raised KeyError: 'x' (it is batched" in raised(batched(lambda **_: {}["x"]))
+    assert "(it is batched" in raised(batched(lambda **_: {}["x"]))
 
 
 def test_mixed_sources_keep_their_order_and_places() -> None:

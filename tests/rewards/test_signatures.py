@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tandem.errors import RewardError
-from tandem.rewards.base import Item, score
+from tandem.rewards import Item, score
 from tandem.rewards.custom import load_custom
 from tandem.rewards.signatures import Reads
 from tandem.rewards.weighted import WeightedSum
@@ -31,13 +31,13 @@ def scores(reward: Any, *items: Item) -> list[float]:
 @pytest.mark.parametrize(
     ("parameters", "needs", "optional"),
     [
-        ("prompt, response, answer", ("answer",), ()),
-        ("prompt, response, answer, hint=None", ("answer",), ("hint",)),
-        ("prompt, response, **columns", (), None),
-        ("prompts, responses, answer", ("answer",), ()),
-        ("prompt, responses", (), ()),
-        ("completions, solution, **kwargs", ("solution",), None),
-        ("prompts, completions, completion_ids, log_extra, log_metric", (), ()),
+        ("prompt, response, answer", ("prompt", "answer"), ()),
+        ("prompt, response, answer, hint=None", ("prompt", "answer"), ("hint",)),
+        ("prompt, response, **columns", ("prompt",), None),
+        ("prompts, responses, answer", ("prompt", "answer"), ()),
+        ("prompt, responses", ("prompt",), ()),
+        ("completions, solution, **kwargs", ("prompt", "solution"), None),
+        ("prompts, completions, completion_ids, log_extra, log_metric", ("prompt",), ()),
         ("solution_str, **kwargs", ("data_source", "reward_model"), ("extra_info",)),
     ],
 )
@@ -92,6 +92,7 @@ def test_a_function_of_trls(tmp_path: Path) -> None:
 async def f(prompts, completions, completion_ids, answer, log_extra, log_metric, **kwargs):
     assert kwargs.keys() <= {"hint"}, kwargs
     log_extra("first", [c[0]["content"][0] == "x" for c in completions])
+    log_extra("heard", [c[0]["content"] for c in completions])
     log_metric("count", len(prompts))
     assert all(c[0]["role"] == "assistant" for c in completions)
     return [None if a is None else float(len(ids)) for ids, a in zip(completion_ids, answer)]
@@ -101,12 +102,13 @@ async def f(prompts, completions, completion_ids, answer, log_extra, log_metric,
     trl = load(tmp_path, code)
     (found,) = score(items[:1], trl)
     assert (found.score, found.extra) == (2.0, {"first": 1.0, "count": 1.0})
+    assert found.why == "heard: xy"
     with pytest.raises(RewardError, match="None"):
         score(items, trl)
     (tmp_path / "other.py").write_text("def g(response, **columns): return 1.0")
     both = WeightedSum((("f", trl, 2.0), ("g", load_custom(str(tmp_path / "other.py"), "g"), 3.0)))
     assert scores(both, *items) == [7.0, 3.0]
-    assert both.reads == Reads(("answer",), None)
+    assert both.reads == Reads(("prompt", "answer"), None)
     assert scores(
         load(tmp_path, "def f(completions): return [len(c) for c in completions]"), item("abc")
     ) == [3]

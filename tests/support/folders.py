@@ -39,6 +39,7 @@ def write_samples(
             "messages": [[{"role": "user", "content": text}] for text in texts],
             "response_text": responses or [f"r{number}" for number in range(count)],
             "reward_extra": [{"acc": score} for score in scores],
+            "reward_why": [f"because of\n\x1b[2J{score}" if score else "" for score in scores],
             "ground_truth": ["7"] * count,
             "data_source": ["sums"] * count,
             "finish_reason": ["stop"] * count,

@@ -192,5 +192,5 @@ def test_rewards_that_fail_cost_no_checkpoint(lab: Lab) -> None:
         "    return 1 / (calls < 27)\n"
     )
     with pytest.raises(RewardError, match="ZeroDivisionError"):
-        lab.run("late", *BESIDE, f"custom_reward_function.path={file}")
+        lab.run("late", *BESIDE, f"custom_reward_function.path={file}", "reward.num_workers=1")
     assert names(lab.folder / "late") == ["step_000001", "step_000002"]

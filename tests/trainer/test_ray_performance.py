@@ -34,6 +34,7 @@ def test_roles_report_their_time(lab: Lab) -> None:
         "usage",
         f"custom_reward_function.path={lab.folder / 'slow.py'}",
         "algorithm.adv_estimator=gae",
+        "reward.num_workers=1",
         "trainer.test_freq=1",
         f"data.val_files={lab.val}",
     )
@@ -43,12 +44,14 @@ def test_roles_report_their_time(lab: Lab) -> None:
         assert row["perf/busy_share/reward"] == pytest.approx(row["timing/reward"] / step_s, rel=0.1)
         shares = [row[f"perf/busy_share/{role}"] for role in ("actor", "critic", "reward", "batch", "data")]
         assert all(0 < share < 1 for share in shares)
-        assert 0.5 < sum(shares) <= 1.01  # in one process they take turns
+        # In one process they take turns, but for the reward, which waits for processes of its own.
+        assert sum(shares) - row["perf/busy_share/reward"] <= 1.01
+        assert sum(shares) > 0.5
         assert row["timing/update_actor"] / step_s < row["perf/busy_share/actor"]
         for name in ("wait_s", "transfer_s", "transfer_bytes"):
             assert row[f"perf/{name}/actor"] == 0
         assert not any(name.startswith("controller/") for name in row)
-        assert row["timing/gen"] < step_s - row["timing/reward"]  # the clock stands while samples are scored
+        assert row["timing/gen"] < step_s
         assert row["timing/adv"] > 0
 
 
@@ -69,7 +72,8 @@ def test_steps_are_not_charged_with_loading_and_saving(lab: Lab, monkeypatch: py
     run = lab.run("saves", "trainer.save_freq=1", "trainer.total_training_steps=4")
     assert [row["step"] for row in run.rows] == [1, 2, 3, 4]
     for row in run.rows:
-        assert sum(value for name, value in row.items() if name.startswith("perf/busy_share/")) <= 1.01
+        shares = {name: value for name, value in row.items() if name.startswith("perf/busy_share/")}
+        assert sum(shares.values()) - shares["perf/busy_share/reward"] <= 1.01
         assert not {"timing/slow", "actor/slow"} & set(row)
 
 

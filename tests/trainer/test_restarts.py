@@ -66,9 +66,11 @@ def backends(monkeypatch: pytest.MonkeyPatch) -> list[LocalBackend]:
         closed = False
 
         def __init__(self) -> None:
+            super().__init__()
             made.append(self)
 
         def shutdown(self) -> None:
+            super().shutdown()
             self.closed = True
 
     monkeypatch.setattr(launch, "LocalBackend", Watched)

@@ -1,4 +1,4 @@
-"""Runs on the rows of verl's data sources: DAPO's and Search-R1's train as they are, programs are refused."""
+"""Runs on rows of verl's data sources: DAPO's and Search-R1's train as they are, programs in a sandbox."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tandem.errors import RewardError
+from tandem.sandbox import local
 from tests.support.runs import Lab, lab
 from tests.support.tiny import problem, write_rows
 
@@ -34,11 +35,23 @@ def test_rows_train_as_they_are(lab: Lab, tmp_path: Path, source: str, truth: An
     assert means == [wrong]  # an untrained model answers in no form
 
 
-@pytest.mark.parametrize("source", ["codecontests", "apps", "codeforces", "taco"])
-def test_programs_are_refused_before_any_step(lab: Lab, tmp_path: Path, source: str) -> None:
-    data = rows(tmp_path, source, '{"inputs": [], "outputs": []}')
-    with pytest.raises(
-        RewardError, match=f"data_source '{source}': responses of this data source cannot be scored"
-    ):
+def test_programs_train_in_a_sandbox_which_is_said(lab: Lab, tmp_path: Path) -> None:
+    data = rows(tmp_path, "codeforces", '{"inputs": ["1"], "outputs": ["1"]}')
+    finished = lab.run("codeforces", f"data.train_files={data}", "trainer.total_training_steps=1")
+    assert [line["reward/extra/tests"] for line in finished.rows if "reward/extra/tests" in line] == [1]
+    assert (
+        sum(said.startswith("programs that answer codeforces run here, under ") for said in finished.said)
+        == 1
+    )
+
+
+def test_programs_are_refused_before_any_step_without_a_sandbox(
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "find_spec", lambda name: None)
+    monkeypatch.setattr(local, "_bwrap", lambda: None)
+    local._found.cache_clear()
+    data = rows(tmp_path, "apps", '{"inputs": ["1"], "outputs": ["1"]}')
+    with pytest.raises(RewardError, match="sandlock is not installed; bubblewrap is not installed"):
         lab.trainer(tmp_path / "run", f"data.train_files={data}")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

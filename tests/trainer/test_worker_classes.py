@@ -41,7 +41,7 @@ class OwnCritic(CriticWorker):
 class Constant(BaseWorker):
     """A reward from nothing, by the name a reward model has."""
 
-    def __init__(self, tokenizer, reward, run):
+    def __init__(self, tokenizer, reward, config, run):
         super().__init__()
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 
+from tandem.config.rewards import RewardConfig
 from tandem.observability.run import RunFolder
 from tandem.protocol import DataProto, Ragged
 from tandem.workers.reward import RewardWorker, at_last_token
@@ -30,10 +31,11 @@ def test_responses_are_decoded_without_prompt_and_special_tokens_and_scored(tmp_
             "uid": ["a", "b"],
         },
     )
-    worker = RewardWorker(tokenizer, None, RunFolder(tmp_path / "run"))
+    worker = RewardWorker(tokenizer, None, RewardConfig(), RunFolder(tmp_path / "run"))
     out = worker.compute_scores(batch)
     assert out.dense("scores").tolist() == [1.0, 0.0]
     assert list(out.non_tensor_batch["response_text"]) == ["3", "5"]
+    assert list(out.non_tensor_batch["reward_why"]) == ["answer 3, expected 3", "answer 5, expected 4"]
     assert out.ragged("token_level_scores").row(0).tolist() == [0, 0, 0, 0, 0, 1.0]
     nothing = worker.compute_scores(batch[:0])
     assert len(nothing) == 0

@@ -13,6 +13,7 @@ from tandem.errors import RewardError
 from tandem.observability.run import RunFolder
 from tandem.protocol import DataProto, Ragged
 from tandem.workers.batch import BatchWorker
+from tandem.workers.reward import at_last_token
 
 
 @pytest.fixture
@@ -55,10 +56,21 @@ def test_the_punishment_is_at_the_last_response_token(worker: BatchWorker) -> No
         [[0.0], [0.0, 0.0, 1.0], [0.0, 0.0, 0.25, 0.25, 0.0, 0.5]], dtype=torch.float32
     )
     batch = DataProto(
-        {"response_mask": mask, "token_level_scores": rewards, "scores": torch.tensor([0.0, 1.0, 1.0])},
-        {"reward_extra": [{}, {"acc": 1.0}, {}], "response_text": ["", "ab", "abcd"]},
+        {
+            "response_mask": mask,
+            "token_level_scores": rewards,
+            "scores": torch.tensor([0.0, 1.0, 1.0]),
+            "reward_failed": torch.tensor([True, False, False]),
+        },
+        {
+            "reward_extra": [{}, {"acc": 1.0}, {}],
+            "reward_why": ["a", "b", "c"],
+            "response_text": ["", "ab", "abcd"],
+        },
     )
     out = worker.punish_overlong(batch, 4, 3, 2.0, True)
+    assert out.dense("reward_failed").tolist() == [True, False, False] and "response_mask" not in out
+    assert list(out.non_tensor_batch["reward_why"]) == ["a", "b", "c"]
     taken = [0.0, -2 / 3, -2.0]
     assert out.dense("scores").tolist() == pytest.approx([0.0, 1 / 3, -1.0])
     rows = [row.tolist() for row in out.ragged("token_level_scores")]
@@ -77,4 +89,37 @@ def test_the_punishment_is_at_the_last_response_token(worker: BatchWorker) -> No
 
 def test_cut_responses_are_those_that_ended_at_the_limit(worker: BatchWorker) -> None:
     batch = DataProto(non_tensor_batch={"finish_reason": ["stop", "length", "abort", "length"]})
-    assert np.array_equal(worker.truncated(batch), [False, True, False, True])
+    assert np.array_equal(worker.left_out(batch, True), [False, True, False, True])
+
+
+def test_advantages_without_failed_scores_are_those_of_the_other_samples_alone(worker: BatchWorker) -> None:
+    """Two prompts with three and two responses; of each one failed, and of the second all."""
+    generator = np.random.default_rng(7)
+    lengths = [4, 3, 5, 2, 3]
+    scores = torch.from_numpy(generator.normal(size=5)).to(torch.float32)
+    mask = Ragged.from_list([[False] + [True] * length for length in lengths])
+
+    def batch_of(rows: list[int], failed: list[bool]) -> DataProto:
+        part = mask[rows]
+        return DataProto(
+            {
+                "response_mask": part,
+                "scores": scores[rows],
+                "token_level_scores": at_last_token(scores[rows], part),
+                "reward_failed": torch.tensor(failed),
+            },
+            {"uid": ["a", "a", "a", "b", "b"][: len(rows)]},
+        )
+
+    whole = batch_of([0, 1, 2, 3, 4], [False, True, False, True, True])
+    found = worker.stand_in(whole)
+    assert found.dense("scores").tolist() == pytest.approx(
+        [scores[0].item(), (scores[0] + scores[2]).item() / 2, scores[2].item(), 0.0, 0.0]
+    )
+    assert [row.sum().item() for row in found.ragged("token_level_scores")] == pytest.approx(
+        found.dense("scores").tolist()
+    )
+    whole = DataProto({**whole.batch, **found.batch}, whole.non_tensor_batch)
+    advantages = worker.compute_advantages(whole, 0.0).ragged("advantages")
+    alone = worker.compute_advantages(batch_of([0, 2], [False, False]), 0.0).ragged("advantages")
+    torch.testing.assert_close(advantages[[0, 2]].values, alone.values)

@@ -2,6 +2,6 @@
 weights, rejection, and the measures of how far the two are apart. Every module here is imported and
 registers what it defines."""
 
-from tandem.algorithms.loading import import_submodules
+from tandem.loading import import_submodules
 
 import_submodules(__name__, __path__)

@@ -127,7 +127,8 @@ def write_function(function: Callable[..., Any], folder: Path) -> tuple[Path, st
     Raises:
         ConfigError: it holds what cannot be written, such as an open file or a lock.
     """
-    name = getattr(function, "__name__", type(function).__name__).strip("<>")
+    whole = getattr(function, "func", function)  # of functools.partial
+    name = getattr(whole, "__name__", type(whole).__name__).strip("<>")
     try:
         pickled = cloudpickle.dumps({name: function})
     except Exception as error:

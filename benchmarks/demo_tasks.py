@@ -1,0 +1,78 @@
+"""Runs of the demo's tasks of reasoning-gym: seconds with the warm start, accuracy before, during and after.
+
+python benchmarks/demo_tasks.py [TASK …] [--seed 0] [--out benchmarks/results/demo_tasks.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tandem.demo.gym import GYMS
+from tandem.demo.program import run_demo
+from tandem.observability.run import read_metrics
+
+
+def measure(task: str, seed: int) -> dict[str, Any]:
+    """One run, its curve as pairs of step and validation accuracy."""
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory() as folder:
+        done = run_demo(
+            Path(folder),
+            task=task,
+            algorithm="grpo",
+            seed=seed,
+            control="none",
+            ranks=1,
+            overrides=[],
+            say=print,
+        )
+        rows = read_metrics(done.run / "metrics.jsonl")
+    curve = [[row["step"], round(row["val/accuracy"], 3)] for row in rows if "val/accuracy" in row]
+    return {
+        "seconds": round(done.seconds, 1),
+        "before": curve[0][1],
+        "after": curve[-1][1],
+        "load_at_start": round(load, 2),
+        "curve": curve,
+    }
+
+
+def device() -> dict[str, Any]:
+    """Where it ran."""
+    facts = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    models = [line.partition(":")[2].strip() for line in facts.splitlines() if line.startswith("model name")]
+    packages = ("torch", "transformers", "reasoning-gym")
+    return {
+        "processor": models[0] if models else platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "note": "shared with other work while it ran",
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("tasks", nargs="*")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/demo_tasks.json"))
+    given = parser.parse_args()
+    found = json.loads(given.out.read_text()) if given.out.exists() else {"tasks": {}}
+    found |= {"device": device(), "command": f"tandem demo TASK --seed {given.seed}"}
+    for task in given.tasks or GYMS:
+        found["tasks"][task] = row = measure(task, given.seed)
+        print({task: row})
+        given.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""Times the README's six lines, from the start of Python to the first step and to the reward 0.9.
+
+    python benchmarks/six_lines.py
+
+The model is untrained and has a million parameters; a response is worth the share of its characters that are
+the letter in its prompt. Prints one JSON line: `import_s` (of tandem), `first_step_s` and `reward_s` (the
+first step whose mean reward is 0.9), since the start of Python, and `step`, its number."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tandem.demo.model import write_model
+
+PROGRAM = """
+import json, time
+started = time.time()
+import tandem
+imported = time.time()
+rows = [{"prompt": f"{letter}:", "letter": letter} for letter in "abcdefghijklmnopqrstuvwxyz" * 40]
+def repeats(prompt, response, letter): return response.count(letter) / 8
+config = {"data.max_response_length": 8, "actor_rollout_ref.actor.optim.lr": 1e-3}
+times = [imported - started]
+def seen(step, metrics): times.append((time.time(), metrics["reward/mean"]))
+run = tandem.train("model", train=rows, rewards=repeats, steps=60, out="run", config=config, on_step=seen)
+"""
+REWARD = 0.9
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(Path(folder, "model"), seed=0)
+        began = time.time()
+        program = PROGRAM + "print(json.dumps(times))"
+        words = [sys.executable, "-c", program]
+        ran = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=900, check=True)
+    imported, *steps = json.loads(ran.stdout.splitlines()[-1])
+    reached = next((number for number, (_, reward) in enumerate(steps) if reward >= REWARD), None)
+    facts = {"import_s": imported, "first_step_s": steps[0][0] - began}
+    if reached is not None:
+        facts |= {"reward_s": steps[reached][0] - began, "step": reached + 1}
+    print(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""Tasks of reasoning-gym for the demo: problems of the generators themselves, and demonstrations of which
+half slip."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tandem.errors import ConfigError
+from tandem.tasks import PREFIX, parse
+
+ARITHMETIC = "arithmetic"
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Gym:
+    """A generator made small.
+
+    Attributes:
+        parameters: of the generator, as in a reference to it.
+        prompt, response: the longest, in tokens of the demo's tokenizer; the response's with its end.
+        warm_up: steps of supervised fine-tuning.
+        steps: of reinforcement.
+    """
+
+    parameters: str
+    prompt: int
+    response: int
+    warm_up: int = 250
+    steps: int = 30
+
+    def reference(self, name: str, size: int, seed: int) -> str:
+        """The task as `data.train_files` takes it. Problem i of a generator depends on its seed + i."""
+        return f"{PREFIX}{name}?{self.parameters}&size={size}&seed={seed * size}&answer=text"
+
+
+GYMS = {  # of many different answers: one that all problems share would be learnt instead
+    "letter_jumble": Gym("min_words=1&max_words=1&min_word_len=3&max_word_len=3", 8, 6),
+    "palindrome_generation": Gym("min_length=3&max_length=4", 16, 6),
+    "rotate_matrix": Gym("min_n=2&max_n=2&min_rotations=1&max_rotations=1", 9, 8),
+    "spell_backward": Gym("min_word_len=4&max_word_len=4", 6, 6),
+    "spiral_matrix": Gym("min_n=2&max_n=2", 9, 8),
+    "string_insertion": Gym("min_string_length=5&max_string_length=6", 10, 9),
+}
+CHOICES = (ARITHMETIC, *GYMS)
+SLIPS = 0.55
+"""The share of demonstrations that slip: a model that imitates them is right less than half of the time."""
+
+
+def check_task(name: str) -> None:
+    """Refuses what is none of the demo's tasks with a ConfigError."""
+    if name not in CHOICES:
+        close = difflib.get_close_matches(name, CHOICES, n=1)
+        raise ConfigError(
+            "unknown task",
+            field="TASK",
+            got=name,
+            expected=f"one of {', '.join(CHOICES)}",
+            remedy=f"tandem demo {close[0]}" if close else None,
+        )
+
+
+def draw(name: str, *, seed: int, train: int, validation: int) -> tuple[list[Row], list[Row]]:
+    """Problems to learn from and others to be examined on, as rows in the usual form.
+
+    Args:
+        name: a key of GYMS.
+        seed: fixes the draw.
+        train: how many to learn from, less those that are examined.
+        validation: how many different ones to be examined on.
+
+    Raises:
+        DataError: reasoning-gym is not installed.
+    """
+    rows = parse(GYMS[name].reference(name, train + validation, seed)).rows()
+    examined = {question(row): row for row in reversed(rows)}
+    kept = list(examined)[-validation:]
+    return [row for row in rows if question(row) not in kept], [examined[each] for each in kept]
+
+
+def question(row: Row) -> str:
+    """What a row asks."""
+    return str(row["prompt"][0]["content"])
+
+
+def phrases(rows: Sequence[Row]) -> list[str]:
+    """What all questions begin and end with: a token each, they leave of a prompt what is its own."""
+    return [phrase for phrase in _ends([question(row) for row in rows]) if len(phrase) > 1]
+
+
+def own_parts(questions: Sequence[str]) -> list[str]:
+    """The questions without what all of them begin and end with."""
+    head, tail = _ends(questions)
+    return [asked[len(head) : len(asked) - len(tail)] for asked in questions]
+
+
+def _ends(texts: Sequence[str]) -> tuple[str, str]:
+    shared = os.path.commonprefix  # of characters, not of a path's parts
+    head = shared(list(texts))
+    return head, shared([text[len(head) :][::-1] for text in texts])[::-1]
+
+
+def slip(answer: str) -> str:
+    """A wrong answer of a common kind: the last two numbers or words change places; where there are no two,
+    or they are alike, the last number is one too large, or the last two letters change places."""
+    parts = list(re.finditer(r"-?[\w.]+", answer))
+    last = parts[-1]
+    if len(parts) > 1 and parts[-2].group() != last.group():
+        other = parts[-2]
+        middle = answer[other.end() : last.start()]
+        return f"{answer[: other.start()]}{last.group()}{middle}{other.group()}{answer[last.end() :]}"
+    word = last.group()
+    if word[-1].isdigit():
+        wrong = str(float(word) + 1 if "." in word else int(word) + 1)
+    elif word[-2:-1].lower() in ("", word[-1].lower()):
+        wrong = word[:-1]
+    else:
+        wrong = f"{word[:-2]}{word[-1]}{word[-2]}"
+    return f"{answer[: last.start()]}{wrong}{answer[last.end() :]}"
+
+
+def demonstrations(rows: Sequence[Row], *, seed: int, count: int) -> list[tuple[str, str]]:
+    """Questions and answers to imitate, SLIPS of them with a slip.
+
+    Args:
+        rows: each occurs as often as the others, or once more.
+        seed: fixes order and slips.
+        count: how many demonstrations.
+    """
+    rng = np.random.default_rng([seed, 1])
+    order = np.concatenate([rng.permutation(len(rows)) for _ in range(-(-count // len(rows)))])[:count]
+    chosen = [rows[place] for place in order]
+    answers = [str(row["reward_model"]["ground_truth"]) for row in chosen]
+    return [
+        (question(row), slip(answer) if rng.random() < SLIPS else answer)
+        for row, answer in zip(chosen, answers, strict=True)
+    ]

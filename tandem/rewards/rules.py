@@ -1,0 +1,325 @@
+"""Ready reward functions: rules that score any text, to be named in a config or given to Python, alone or in
+a weighted sum.
+
+A rule takes the response and, by name, what else it needs: columns of the data, or values that are the same
+for all rows (`reward_kwargs`; `functools.partial` in Python). The right answer is the column `answer`, else
+the `ground_truth` of `reward_model`. The answer of a response stands between the last pair of the tags that
+`tag` names, else after the last `</think>`, else anywhere. Each score comes with its reason, `why`.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import operator
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from decimal import Decimal
+from fractions import Fraction
+from importlib import import_module
+from typing import Any, Literal
+
+import regex
+
+from tandem.errors import RewardError
+from tandem.rewards import gsm8k
+from tandem.rewards.base import register_reward
+from tandem.rewards.boxes import last_boxed
+from tandem.rewards.instructions import instructions as instructions
+from tandem.rewards.numbers import number_text
+from tandem.rewards.truths import truths
+
+MAX_EXPRESSION = 200
+"""Characters of an expression; a longer one is none."""
+MARKS = r"(?:[\s*_($\[{:]|\\(?:text|textbf|mathrm|mathbf|boxed)\b)*+"
+CHOSEN = re.compile(rf"{MARKS}([A-Z])[\s*_$]*+(?:[)\]}}.:]|\Z)")
+"""A letter that stands for itself, at the beginning of a line or a box."""
+ANNOUNCED = re.compile(
+    rf"(?i:\banswer[\s*_]*+(?:is|would\s+be|[:=]){MARKS}(?:(?:option|choice|letter)\s+)?{MARKS})"
+    r"([A-Z](?![\w'])|[a-z](?=[)\].*_\s]*(?:\n|\Z)))"
+)
+OPTION = re.compile(r"(?i:\b(?:option|choice))[\s*_(\[]+([A-Z])(?![\w'])")
+ANOTHER = re.compile(r"[\s*_)\]}.$]*+(?:,|/|&|or\b|and\b)[\s*_(\[{$]*+[A-Z](?![\w'])(?!\s+(?:is|was)\b)")
+FENCED = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.DOTALL)
+TEMPLATE = re.compile(r"…|<[^<>]*>|[^<…]+|<")
+WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|\w+")
+"""A word; of Chinese and Japanese text, a character."""
+OPERATIONS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+
+
+def final(response: str, tag: str = "answer") -> str:
+    """What the last pair of tags holds, else what stands after the last `</think>`, else everything."""
+    before, closed, _ = response.rpartition(f"</{tag}>")
+    _, opened, inside = before.rpartition(f"<{tag}>")
+    return inside if closed and opened else response.rpartition("</think>")[2]
+
+
+def _golds(answer: Any, reward_model: Mapping[str, Any] | None) -> list[str]:
+    return truths((reward_model or {}).get("ground_truth") if answer is None else answer)
+
+
+def _verdict(right: bool, why: str, **more: Any) -> dict[str, Any]:
+    return {"score": float(right), "acc": float(right), "why": why, **more}
+
+
+def _answered(right: bool, pred: str | None, golds: Sequence[str]) -> dict[str, Any]:
+    told = "no answer found" if pred is None else f"answer {pred:.200}, expected {' or '.join(golds):.200}"
+    return _verdict(right, told, pred=pred)
+
+
+@register_reward(bounded=True)
+def exact(
+    response: str,
+    answer: Any = None,
+    reward_model: Mapping[str, Any] | None = None,
+    ignore_case: bool = False,
+    tag: str = "answer",
+) -> dict[str, Any]:
+    """1 for the very text of a right answer, else 0; blanks count as one."""
+    golds, pred = _golds(answer, reward_model), " ".join(final(response, tag).split())
+    told = [" ".join(gold.split()) for gold in golds]
+    right = pred.lower() in map(str.lower, told) if ignore_case else pred in told
+    return _answered(right, pred or None, golds)
+
+
+@register_reward(bounded=True)
+def numeric(
+    response: str,
+    answer: Any = None,
+    reward_model: Mapping[str, Any] | None = None,
+    absolute: float = 0.0,
+    relative: float = 0.0,
+    tag: str = "answer",
+) -> dict[str, Any]:
+    """1 for a number that is as near to the right one as `absolute`, or `relative` times that one, says, else
+    0. The answer is the last number: in the last box, where there is one.
+
+    Raises:
+        ValueError: the right answer is no number.
+    """
+    golds, part = _golds(answer, reward_model), final(response, tag)
+    pred = gsm8k.answer(last_boxed(part) or part, "flexible")
+    right = False
+    for gold in golds:
+        number = gsm8k.answer(gold, "flexible")
+        if number is None:
+            raise ValueError(f"the right answer {gold!r:.80} is not a number")
+        allowed = max(Decimal(str(absolute)), Decimal(str(relative)) * abs(number))
+        right = right or (pred is not None and abs(pred - number) <= allowed)
+    return _answered(right, number_text(pred), golds)
+
+
+@register_reward(bounded=True)
+def choice(
+    response: str,
+    answer: Any = None,
+    reward_model: Mapping[str, Any] | None = None,
+    letters: str = "ABCDEFGHIJ",
+    tag: str = "answer",
+) -> dict[str, Any]:
+    """1 for the right letter of a multiple choice, else 0. The right answer is a letter, or the choice's
+    number from 0.
+
+    Raises:
+        ValueError: the right answer is neither.
+    """
+    golds = []
+    for gold in _golds(answer, reward_model):
+        named = letters[int(gold) : int(gold) + 1] if gold.isdecimal() else _letter(gold)
+        if not named or named not in letters:
+            raise ValueError(f"the right answer {gold!r:.80} is no letter of {letters}, nor its number")
+        golds.append(named)
+    pred = _letter(final(response, tag)[-gsm8k.MAX_TAIL_CHARACTERS :])
+    return _answered(pred in golds, pred, golds)
+
+
+def _letter(text: str) -> str | None:
+    """The letter that a text chooses: boxed, alone, announced last, or the only one that it names."""
+    boxed = last_boxed(text)
+    alone = (boxed or text).strip(" \n()[].*_$")
+    if len(alone) == 1 and alone.isalpha():
+        return alone.upper()
+    if boxed is not None:
+        found = CHOSEN.match(boxed)
+        return found and found.group(1)
+    if announced := list(ANNOUNCED.finditer(text)):
+        last = announced[-1]
+        return None if ANOTHER.match(text, last.end()) else last.group(1).upper()
+    named = {
+        *OPTION.findall(text),
+        *(found.group(1) for found in map(CHOSEN.match, text.split("\n")) if found),
+    }
+    return named.pop() if len(named) == 1 else None
+
+
+@register_reward()
+def matches(
+    response: str, pattern: str, whole: bool = False, seconds: float = 1.0, tag: str = "answer"
+) -> dict[str, Any]:
+    """1 for a text in which a regular expression (of the package `regex`) is found, or which is `whole` one,
+    else 0. One that takes more than `seconds` is ended and counts as not found."""
+    part = final(response, tag).strip()
+    search = regex.fullmatch if whole else regex.search
+    try:
+        found = search(pattern, part, timeout=seconds)
+    except TimeoutError:
+        return _verdict(False, f"the pattern took more than {seconds:g} s")
+    told = f"found {found.group()!r:.200}" if found else "not found"
+    return _verdict(bool(found), f"{told}, of {pattern:.200}")
+
+
+@register_reward()
+def json_schema(response: str, schema: Any, tag: str = "answer") -> dict[str, Any]:
+    """1 for JSON, in the last fence of backticks where there is one, that a JSON schema admits, else 0. Needs
+    the package jsonschema.
+
+    Args:
+        schema: a mapping, or JSON text; nothing that it refers to is fetched.
+    """
+    try:
+        checkers, registry = import_module("jsonschema"), import_module("referencing").Registry()
+    except ModuleNotFoundError as error:
+        raise RewardError("jsonschema is not installed", remedy="pip install 'tandem[schema]'") from error
+    part = final(response, tag)
+    try:
+        value = json.loads((FENCED.findall(part) or [part])[-1])
+    except (ValueError, RecursionError) as error:
+        return _verdict(False, f"no JSON: {error}")
+    schema = json.loads(schema) if isinstance(schema, str) else schema
+    checker = checkers.validators.validator_for(schema)
+    checker.check_schema(schema)
+    wrong = checkers.exceptions.best_match(checker(schema, registry=registry).iter_errors(value))
+    return _verdict(not wrong, f"at {wrong.json_path}: {wrong.message}" if wrong else "the schema admits it")
+
+
+@register_reward(bounded=True)
+def countdown(
+    response: str,
+    numbers: Sequence[int] | None = None,
+    target: int | None = None,
+    reward_model: Mapping[str, Any] | None = None,
+    form: float = 0.0,
+    tag: str = "answer",
+) -> dict[str, Any]:
+    """1 for an expression of +, -, *, / and brackets that has each of the numbers once and the target's
+    value, `form` for one of another value, else 0. What follows an equals sign does not count.
+
+    Args:
+        numbers, target: columns, else entries of the `ground_truth` of `reward_model`.
+    """
+    truth = (reward_model or {}).get("ground_truth") or {}
+    numbers = truth["numbers"] if numbers is None else numbers
+    target = truth["target"] if target is None else target
+    part = final(response, tag)
+    text = (last_boxed(part) or part).partition("=")[0].strip().translate(str.maketrans("×·÷−", "**/-"))
+    used: list[int] = []
+    try:
+        if len(text) > MAX_EXPRESSION:
+            raise SyntaxError("too long")
+        value = _value(ast.parse(text, mode="eval").body, used)
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+        return _verdict(False, "no expression found")
+    if Counter(used) != Counter(int(number) for number in numbers):
+        return _verdict(False, f"uses {used}, of {list(numbers)}", pred=text)
+    right = value == Fraction(str(target))
+    found = _verdict(right, f"{text} is {value}, expected {target}", pred=text)
+    return found if right else {**found, "score": form}
+
+
+def _value(node: ast.expr, used: list[int]) -> Fraction:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        used.append(node.value)
+        return Fraction(node.value)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_value(node.operand, used)
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATIONS:
+        return OPERATIONS[type(node.op)](_value(node.left, used), _value(node.right, used))
+    raise ValueError("neither a number nor one of + - * /")
+
+
+@register_reward(bounded=True)
+def format(
+    response: str, template: str = "<think>…</think><answer>…</answer>", prefilled: str = ""
+) -> dict[str, Any]:
+    """1 for a response of the template's form, else 0: its tags and other texts in their order, none more
+    often than there; text where it has … (or ...), and only there.
+
+    Args:
+        prefilled: what the prompt has of the response already, such as `<think>`.
+    """
+    text, parts = prefilled + response, TEMPLATE.findall(template.replace("...", "…"))
+    at, free = 0, False
+    for part in (part.strip() for part in [*parts, ""]):
+        if part == "…":
+            free = True
+            continue
+        place = text.find(part, at) if part else len(text)
+        shown = part or "the end"
+        if place < 0 or (part and text.count(part) > template.count(part)):
+            return {"score": 0.0, "why": f"{shown} is {'missing' if place < 0 else 'there too often'}"}
+        if bool(text[at:place].strip()) != free:
+            return {"score": 0.0, "why": f"{'no ' if free else ''}text before {shown}"}
+        at, free = place + len(part), False
+    return {"score": 1.0, "why": "as the template"}
+
+
+@register_reward(bounded=True)
+def length(
+    completions: Sequence[Any],
+    completion_ids: Sequence[Sequence[int]],
+    least: int = 0,
+    most: int | None = None,
+    target: int | None = None,
+    unit: Literal["tokens", "characters", "words"] = "tokens",
+) -> list[dict[str, Any]]:
+    """0 for a response of at least `least` and at most `most` units, or of exactly `target`, else less: by
+    the share of the bound that it misses it by, down to -1.
+
+    With a target as in Aggarwal & Welleck, "L1: Controlling How Long A Reasoning Model Thinks With
+    Reinforcement Learning", arXiv 2503.04697.
+    """
+    least, most = (least, most) if target is None else (target, target)
+    found = []
+    for completion, ids in zip(completions, completion_ids, strict=True):
+        text = completion if isinstance(completion, str) else completion[0]["content"]
+        count = {"tokens": len(ids), "characters": len(text), "words": len(text.split())}[unit]
+        bound = most if most is not None and count > most else max(count, least)
+        missed = min(1.0, abs(count - bound) / max(1, bound))
+        found.append({"score": 0.0 - missed, "why": f"{count} {unit}" + (f", not {bound}" if missed else "")})
+    return found
+
+
+@register_reward(bounded=True)
+def repetition(response: str, size: int = 3) -> dict[str, Any]:
+    """The share of a response's n-grams that were there before, negated: 0 where no `size` words come twice,
+    near -1 for endless repetition. Yeo et al., "Demystifying Long Chain-of-Thought Reasoning in LLMs", arXiv
+    2502.03373, appendix C.2, as a single score for the response."""
+    words = WORD.findall(response.lower())
+    count = len(words) - size + 1
+    again = count - len(set(zip(*(words[at:] for at in range(size)), strict=False))) if count > 0 else 0
+    return {
+        "score": 0.0 - again / max(1, count),
+        "why": f"{again} of {max(0, count)} {size}-grams come again",
+    }
+
+
+@register_reward(bounded=True)
+def language(response: str, script: str | Sequence[str] = "Latin") -> dict[str, Any]:
+    """The share of a response's letters that belong to a script, 1 where it has none. DeepSeek-AI,
+    "DeepSeek-R1", arXiv 2501.12948, gives such a share of a language.
+
+    Args:
+        script: Unicode's name, such as Latin, Han, Cyrillic, or several.
+    """
+    names = [script] if isinstance(script, str) else list(script)
+    letters = len(regex.findall(r"\p{L}", response))
+    of_script = "".join(rf"\p{{Script={name}}}" for name in names)
+    own = len(regex.findall(rf"[[{of_script}]&&\p{{L}}]", response, regex.VERSION1))
+    share = own / letters if letters else 1.0
+    return {"score": share, "why": f"{own} of {letters} letters are {' or '.join(names)}"}

@@ -1,0 +1,120 @@
+"""The scoring of a batch: the calls that it takes, and what is known of its scores."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from tandem.config.rewards import RewardConfig
+from tandem.errors import RewardError
+from tandem.rewards.base import Item, Reward, Scored, Scorer, reward_for
+
+ASIDE = 64
+"""Asynchronous calls of one process that wait side by side."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a function.
+
+    Attributes:
+        reward: the function.
+        own: whether it is the user's own, or the data source's.
+        part: which of the scorer's functions.
+        places: of the samples that it scores.
+        tries: calls before it that failed.
+    """
+
+    reward: Reward
+    own: bool
+    part: int
+    places: tuple[int, ...]
+    tries: int = 0
+
+    @property
+    def divisible(self) -> bool:
+        """Whether its samples may be scored by calls of their own."""
+        return len(self.places) > 1 and not self.reward.batched
+
+
+def calls_of(items: Sequence[Item], own: Scorer | None) -> Iterator[Call]:
+    """The calls that score some items: a function for one response is called for each, asynchronous calls go
+    together, a batched function takes all, one for groups takes the responses to one prompt."""
+    scorers: dict[Scorer, list[int]] = {}
+    for place, item in enumerate(items):
+        scorers.setdefault(own or reward_for(item.data_source), []).append(place)
+    for scorer, places in scorers.items():
+        for part, reward in enumerate(scorer.parts):
+            if reward.grouped:
+                groups: dict[str, list[int]] = {}
+                for place in places:
+                    groups.setdefault(items[place].uid, []).append(place)
+                divided = list(groups.values())
+            else:
+                size = len(places) if reward.batched else ASIDE if reward.asynchronous else 1
+                divided = [places[at : at + size] for at in range(0, len(places), size)]
+            yield from (Call(reward, own is not None, part, tuple(some)) for some in divided)
+
+
+class Scoring:
+    """The scores of a batch, as far as they are known: calls that wait, scores, and failures by place."""
+
+    def __init__(self, items: Sequence[Item], own: Scorer | None, config: RewardConfig) -> None:
+        self.items = items
+        self.waiting = deque(calls_of(items, own))
+        self.failures: dict[int, RewardError] = {}
+        self.counts: Counter[str] = Counter()
+        self._own, self._config = own, config
+        self._left = sum(len(call.places) for call in self.waiting)
+        self._found: dict[tuple[int, int], Scored | None] = {}
+
+    @property
+    def done(self) -> bool:
+        return len(self._found) == self._left
+
+    def of(self, call: Call) -> dict[int, Item]:
+        """The items of a call, by their place."""
+        return {place: self.items[place] for place in call.places}
+
+    def answered(self, call: Call, scores: Mapping[int, Scored | None]) -> None:
+        self._found.update({(place, call.part): scored for place, scored in scores.items()})
+
+    def failed(self, call: Call, error: RewardError) -> None:
+        """Takes a call's failure: it is divided, tried again, or its samples have no score.
+
+        Raises:
+            RewardError: the given one, where `reward.on_error` is raise.
+        """
+        if call.divisible:
+            self.waiting.extend(replace(call, places=(place,)) for place in call.places)
+        elif call.tries < self._config.retries:
+            self.counts["retried"] += len(call.places)
+            self.waiting.append(replace(call, tries=call.tries + 1))
+        else:
+            self.answered(call, dict.fromkeys(call.places, self._none(call.places, error)))
+
+    def _none(self, places: Sequence[int], error: RewardError) -> Scored:
+        """What stands for the score of samples that have none."""
+        if self._config.on_error == "raise":
+            raise error
+        self.failures |= dict.fromkeys(places, error)
+        return Scored(0.0, why=f"failed: {str(error).splitlines()[0]}")
+
+    def scores(self) -> list[Scored]:
+        """All scores, in the order of the items.
+
+        Raises:
+            RewardError: no function has something to say of one, and `reward.on_error` is raise.
+        """
+        found = []
+        for place, item in enumerate(self.items):
+            scorer = self._own or reward_for(item.data_source)
+            parts = [self._found[place, part] for part in range(len(scorer.parts))]
+            try:
+                scored = scorer.joined(place, item, parts)
+            except RewardError as error:
+                scored = self._none([place], error)
+            found.append(replace(scored, failed=place in self.failures))
+        self.counts["failed"] = len(self.failures)
+        return found

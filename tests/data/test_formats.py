@@ -1,0 +1,83 @@
+"""The same rows from files of every format, from folders and from patterns."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+import pyarrow.csv as pa_csv
+import pyarrow.feather as pa_feather
+import pyarrow.parquet as pq
+import pytest
+
+from tandem.config.data_files import files_of
+from tandem.config.load import load_train_config
+from tandem.data.files import count_rows, read_files
+from tandem.errors import ConfigErrors, DataError
+
+ROWS = [{"prompt": f"{a}+{b}=", "answer": a + b} for a in range(7) for b in range(3)]
+TABLE = pa.Table.from_pylist(ROWS)
+
+
+def arrow_stream(path: Path) -> None:
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, TABLE.schema) as writer:
+        writer.write_table(TABLE, max_chunksize=4)
+
+
+LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
+WRITERS = {
+    "a.parquet": lambda path: pq.write_table(TABLE, path),
+    "a.jsonl": lambda path: path.write_text(LINES),
+    "lines.json": lambda path: path.write_text(LINES),
+    "list.json": lambda path: path.write_text(json.dumps(ROWS, indent=1)),
+    "a.csv": lambda path: pa_csv.write_csv(TABLE, path),
+    "a.jsonl.gz": lambda path: path.write_bytes(gzip.compress(LINES.encode())),
+    "list.json.gz": lambda path: path.write_bytes(gzip.compress(json.dumps(ROWS).encode())),
+    "a.feather": lambda path: pa_feather.write_feather(TABLE, str(path)),
+    "a.arrow": arrow_stream,
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_file_of_each_format(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    WRITERS[name](path)
+    assert read_files(str(path), ("prompt",), optional=None).table.to_pylist() == ROWS
+    assert count_rows([str(path)]) == len(ROWS)
+    path.write_bytes(path.read_bytes()[:12])
+    with pytest.raises(DataError, match=r"not a readable (parquet|Arrow|CSV|JSON(-lines)?) file"):
+        read_files(str(path), ("prompt", "answer"), optional=None)
+
+
+def test_a_folder_and_a_pattern_are_their_files_in_order(tmp_path: Path) -> None:
+    for name, write in WRITERS.items():
+        write(tmp_path / name)
+    (tmp_path / "notes.txt").write_text("no data")
+    every = sorted(str(tmp_path / name) for name in WRITERS)
+    assert files_of(str(tmp_path)) == every
+    assert files_of(str(tmp_path / "a.*")) == [file for file in every if "/a." in file]
+    assert files_of(str(tmp_path / "a.csv")) == [str(tmp_path / "a.csv")]
+    assert len(read_files(files_of(str(tmp_path)), ("prompt",))) == len(ROWS) * len(WRITERS)
+
+
+def test_a_data_set_that_datasets_saved(tmp_path: Path) -> None:
+    rows = datasets.Dataset.from_list(ROWS)
+    datasets.DatasetDict(train=rows, test=rows.select(range(5))).save_to_disk(
+        str(tmp_path), num_shards={"train": 2, "test": 1}
+    )
+    files = files_of(str(tmp_path / "train"))
+    assert len(files) == 2
+    assert read_files(files, ("prompt",), optional=None).table.to_pylist() == ROWS
+    with pytest.raises(ConfigErrors) as caught:
+        load_train_config(None, ["actor_rollout_ref.model.path=/none", f"data.train_files={tmp_path}"])
+    assert f"{tmp_path}/train or {tmp_path}/test" in str(caught.value)
+
+
+def test_a_pattern_without_files_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigErrors, match="no data files there"):
+        load_train_config(
+            None, ["actor_rollout_ref.model.path=/none", f"data.train_files={tmp_path}/*.parquet"]
+        )

@@ -1,0 +1,237 @@
+"""The pool of scoring processes, with real processes that hang, die, leak and print."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tandem.config.rewards import RewardConfig
+from tandem.errors import RewardError
+from tandem.rewards import Item, Scorer
+from tandem.rewards.custom import load_custom
+from tandem.rewards.pool import Pool
+from tandem.rewards.weighted import WeightedSum
+
+SOURCE = """
+import asyncio, ctypes, os, signal, time
+
+kept = []
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    kind, value = solution_str.split()
+    if kind == "hang":
+        time.sleep(600)
+    if kind == "exit":
+        os._exit(3)
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "segfault":
+        ctypes.string_at(0)
+    if kind == "leak":
+        kept.append(bytearray(os.urandom(1)) * (64 << 20))
+    if kind == "print":
+        print("printed", value)
+    return {"score": float(value), "pid": os.getpid()}
+
+def column(response, **columns):
+    return len(response)
+
+def format(prompt, response):
+    if response == "hang":
+        time.sleep(600)
+    return 1.0 if response.startswith("ok") else None
+
+def group(prompt, responses, **columns):
+    return [float(len(responses)) + 0.1 * place for place in range(len(responses))]
+
+async def waiting(data_source, solution_str, ground_truth, extra_info=None):
+    await asyncio.sleep(0.5)
+    return float(solution_str.split()[1])
+"""
+
+
+def items_of(texts: list[str]) -> list[Item]:
+    return [Item("any", text, None, index=row) for row, text in enumerate(texts)]
+
+
+Maker = Callable[..., Pool]
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Iterator[Maker]:
+    """Makes pools of a scorer and keys, with the log `reward.log`, and closes them."""
+    pools: list[Pool] = []
+
+    def make(scorer: Scorer, say: Callable[[str], None] = print, **keys: Any) -> Pool:
+        pools.append(Pool(scorer, RewardConfig(**keys), tmp_path / "reward.log", say))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        pool.close()
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    file = tmp_path / "own.py"
+    file.write_text(SOURCE)
+    return file
+
+
+def test_each_failure_costs_its_own_sample_alone(source: Path, tmp_path: Path, made: Maker, capfd) -> None:
+    kinds = ["ok"] * 24
+    bad = {3: "hang", 4: "segfault", 9: "kill", 15: "exit"}
+    texts = [f"{bad.get(row, kind)} {row + 1}" for row, kind in enumerate(kinds)]
+    texts[20] = "print 21"
+    pool = made(load_custom(str(source)), num_workers=2, timeout=1.0, on_error="zero")
+    scored = pool.score(items_of(texts))
+    assert [s.score for s in scored] == [0.0 if row in bad else row + 1.0 for row in range(24)]
+    assert (pool.counts["failed"], pool.counts["timeouts"], pool.counts["died"]) == (4, 1, 2)
+    assert sorted(pool.failures) == sorted(bad)
+    assert [s.failed for s in scored] == [row in bad for row in range(24)]
+    assert "took more than 1 s" in str(pool.failures[3])
+    assert "reward.timeout" in str(pool.failures[3])
+    assert "sample 9, row 9 of the data" in str(pool.failures[9])
+    assert "printed 21" in (tmp_path / "reward.log").read_text()
+    assert "printed" not in "".join(capfd.readouterr())
+    pids = {int(s.extra["pid"]) for s in scored if s.extra}
+    assert os.getpid() not in pids
+    pool.close()
+    assert not any(map(psutil.pid_exists, pids))
+
+
+def test_a_leak_replaces_its_process_but_not_what_the_first_call_keeps(source: Path, made: Maker) -> None:
+    pool = made(load_custom(str(source)), num_workers=1, max_growth_mb=48)
+    scored = pool.score(items_of(["leak 0", "leak 1", "ok 2", "ok 3"]))
+    assert [s.score for s in scored] == [0.0, 1.0, 2.0, 3.0]
+    first, leaky, fresh, same = (s.extra["pid"] for s in scored)
+    assert first == leaky != fresh == same
+    assert pool.counts == {"recycled": 1}
+
+
+def test_a_failure_raises_after_its_retries_and_the_next_batch_is_scored(source: Path, made: Maker) -> None:
+    pool = made(load_custom(str(source)), num_workers=1, retries=2)
+    with pytest.raises(RewardError, match="sample 1, row 1 of the data"):
+        pool.score(items_of(["ok 1", "kill 2"]))
+    assert (pool.counts["died"], pool.counts["failed"]) == (3, 0)
+    assert [s.score for s in pool.score(items_of(["ok 5"]))] == [5.0]
+
+
+@pytest.mark.parametrize("wait", [0.0, 0.001, 0.05, 1.0])
+def test_a_pool_is_closed_while_another_thread_scores(source: Path, made: Maker, wait: float) -> None:
+    pool = made(load_custom(str(source)), num_workers=2, timeout=60.0)
+    raised: list[BaseException] = []
+
+    def score() -> None:
+        try:
+            pool.score(items_of(["hang 1", "hang 2"]))
+        except BaseException as error:
+            raised.append(error)
+
+    scoring = threading.Thread(target=score)
+    scoring.start()
+    time.sleep(wait)
+    pool.close()
+    scoring.join(10)
+    assert not scoring.is_alive()
+    assert [type(error) for error in raised] == [RewardError]
+    assert not pool._children
+    with pytest.raises(RewardError, match="closed"):
+        pool.score(items_of(["ok 1"]))
+
+
+def test_a_process_that_died_between_batches_costs_no_score(source: Path, made: Maker) -> None:
+    pool = made(load_custom(str(source)), num_workers=1)
+    (scored,) = pool.score(items_of(["ok 1"]))
+    ended = psutil.Process(int(scored.extra["pid"]))
+    ended.kill()
+    ended.wait(10)
+    time.sleep(0.2)  # until the server that made it has said so
+    assert [s.score for s in pool.score(items_of(["ok 2", "ok 3"]))] == [2.0, 3.0]
+    assert pool.counts == {"died": 1}
+
+
+def test_a_failure_is_handled_in_this_process_too(source: Path, made: Maker) -> None:
+    pool = made(load_custom(str(source)), num_workers=0, on_error="zero")
+    scored = pool.score(items_of(["ok 1", "exit 2", "ok three", "ok 4"]))
+    assert [(s.score, s.failed) for s in scored] == [(1, False), (0, True), (0, True), (4, False)]
+    assert scored[0].extra["pid"] == os.getpid()
+
+
+def test_asynchronous_calls_wait_side_by_side_and_a_failed_one_fails_alone(source: Path, made: Maker) -> None:
+    pool = made(load_custom(str(source), "waiting"), num_workers=1, on_error="zero")
+    pool.score(items_of(["ok 0"]))
+    began = time.monotonic()
+    assert [s.score for s in pool.score(items_of([f"ok {n}" for n in range(16)]))] == list(range(16))
+    assert time.monotonic() - began < 4
+    scored = pool.score(items_of(["ok 1", "bad", "ok 3"]))
+    assert [(s.score, s.failed) for s in scored] == [(1, False), (0, True), (3, False)]
+
+
+def test_functions_of_a_sum_are_called_apart(source: Path, made: Maker) -> None:
+    terms = [("format", 1.0), ("waiting", 0.5), ("group", 10.0)]
+    total = WeightedSum(tuple((name, load_custom(str(source), name), weight) for name, weight in terms))
+    pool = made(total, num_workers=2, timeout=1.5, on_error="zero")
+    rows = [("ok 4", "a"), ("no 6", "b"), ("ok 8", "a")]
+    scored = pool.score([Item("any", text, None, columns={"prompt": "p"}, uid=uid) for text, uid in rows])
+    assert [s.score for s in scored] == pytest.approx([1 + 2 + 20, 3 + 10, 1 + 4 + 21])
+    assert "format" not in scored[1].extra
+    scored = pool.score(
+        [Item("any", text, None, columns={"prompt": "p"}, uid="c") for text in ("hang", "ok 2")]
+    )
+    assert [(s.score, s.failed) for s in scored] == [(20.0, True), (1 + 1 + 21.0, False)]
+
+
+def test_a_response_of_which_no_function_has_anything_to_say_has_failed(source: Path, made: Maker) -> None:
+    pool = made(load_custom(str(source), "format"), num_workers=1, on_error="drop")
+    rows = [Item("any", text, None, columns={"prompt": "p"}) for text in ("ok", "no")]
+    assert [(s.score, s.failed) for s in pool.score(rows)] == [(1.0, False), (0.0, True)]
+    assert pool.counts == {"failed": 1}
+
+
+def test_a_silent_function_is_spoken_of_once(source: Path, made: Maker, monkeypatch) -> None:
+    monkeypatch.setattr("tandem.rewards.pool.SLOW_SECONDS", 0.5)
+    told: list[str] = []
+    pool = made(load_custom(str(source)), told.append, num_workers=1, timeout=3, on_error="zero")
+    pool.score(items_of(["ok 1"]))
+    told.clear()
+    pool.score(items_of(["hang 1"]))
+    assert len(told) == 1
+    assert "row 0" in told[0]
+    assert "3 s (reward.timeout)" in told[0]
+
+
+def test_no_process_outlives_a_killed_parent(source: Path, tmp_path: Path) -> None:
+    """The parent is killed while its processes hang in a function."""
+    program = f"""
+from pathlib import Path
+from tandem.config.rewards import RewardConfig
+from tandem.rewards import Item
+from tandem.rewards.custom import load_custom
+from tandem.rewards.pool import Pool
+pool = Pool(load_custom({str(source)!r}), RewardConfig(num_workers=2), Path({str(tmp_path / "reward.log")!r}))
+pool.score([Item("any", "ok 1", None)] * 4)
+print("started", flush=True)
+pool.score([Item("any", "hang 1", None)] * 4)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    assert parent.stdout.readline() == "started\n"
+    time.sleep(0.5)
+    below = psutil.Process(parent.pid).children(recursive=True)
+    assert len(below) >= 3  # two that score, and the server that started them
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    parent.stdout.close()
+    _, alive = psutil.wait_procs(below, timeout=5)
+    assert not [each for each in alive if each.status() != psutil.STATUS_ZOMBIE]

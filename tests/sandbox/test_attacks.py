@@ -1,0 +1,242 @@
+"""No program escapes from the sandbox, as root and as nobody: seen from outside, by what it was after."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.sandbox.attacks import LEFT_BEHIND, LIMITED, REFUSED
+
+SECRET = "tandem-tests-secret"
+NOBODY = 65534
+SECONDS = 2.0
+
+
+def environment() -> dict[str, str]:
+    folders = [str(Path(__file__).parents[2]), *(path for path in sys.path if path.endswith("-packages"))]
+    return {"PYTHONPATH": ":".join(folders), SECRET: "x", "PATH": os.environ["PATH"]}
+
+
+def interpreter(user: int) -> str:
+    """A Python that a user may execute, with Tandem's packages; without one the test is skipped."""
+    for path in (sys.executable, *map(str, Path("/usr/bin").glob("python3.1[0-9]"))):
+        command = [path, "-c", "import os, sys, tandem.sandbox; open(os.path.realpath(sys.executable))"]
+        try:
+            tried = subprocess.run(
+                command, user=user, group=user, env=environment(), capture_output=True, check=False
+            )
+        except OSError:
+            continue
+        if tried.returncode == 0:
+            return path
+    pytest.skip("nobody may execute no Python that has the packages")
+
+
+class Helper:
+    """A process that runs programs in sandboxes as a user.
+
+    Attributes:
+        scratch: holds the sandboxes' folders.
+    """
+
+    def __init__(self, user: int) -> None:
+        same = user == os.getuid()
+        who: dict[str, Any] = {} if same else {"user": user, "group": user, "extra_groups": []}
+        self.scratch = Path(tempfile.mkdtemp(dir="/tmp", prefix="scratch-"))
+        self.scratch.chmod(0o777)
+        self.process = subprocess.Popen(
+            [sys.executable if same else interpreter(user), "-m", "tests.sandbox.helper"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment() | {"TMPDIR": str(self.scratch)},
+            **who,
+        )
+        self.user = user
+
+    def run(self, program: str, seconds: float = SECONDS) -> Any:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(json.dumps([program, "", seconds]) + "\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        assert line, "the helper has died"
+        return SimpleNamespace(**json.loads(line))
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+        shutil.rmtree(self.scratch)
+
+
+USERS = {"root": 0, "nobody": NOBODY} if os.getuid() == 0 else {"self": os.getuid()}
+
+
+def by_user(names: Iterable[str]) -> pytest.MarkDecorator:
+    """Each name with each user; the quick suite has each name with one user, by turns."""
+    pairs = [
+        pytest.param(who, name, marks=pytest.mark.slow if turn != at % len(USERS) else ())
+        for turn, who in enumerate(USERS)
+        for at, name in enumerate(names)
+    ]
+    return pytest.mark.parametrize(("helper", "name"), pairs, indirect=["helper"])
+
+
+@pytest.fixture(scope="module")
+def helper(request: pytest.FixtureRequest) -> Iterator[Helper]:
+    made = Helper(USERS[request.param])
+    yield made
+    made.close()
+
+
+class Field:
+    """What the attacks are after. It belongs to the user that attacks, who could reach it outside.
+
+    Attributes:
+        names: of what is there, for the programs.
+        reached: an entry for each time that a socket was reached.
+    """
+
+    def __init__(self, folder: Path, user: int) -> None:
+        folder.chmod(0o777)
+        self.reached: list[Any] = []
+        self.outside, self.target, secret = (folder / name for name in ("outside", "target", "secret"))
+        self.outside.mkdir()
+        for path in (self.target, secret):
+            path.write_text("as it was")
+        for path in (self.outside, self.target, secret):
+            os.chown(path, user, -1)
+        who: dict[str, Any] = {} if user == os.getuid() else {"user": user, "group": user}
+        self.victim = subprocess.Popen(["sleep", "1000"], start_new_session=True, **who)
+        abstract = f"tandem-{folder.name}"
+        self.sockets = [
+            self._listen(socket.AF_INET, socket.SOCK_STREAM, ("127.0.0.1", 0)),
+            self._listen(socket.AF_INET, socket.SOCK_DGRAM, ("127.0.0.1", 0)),
+            self._listen(socket.AF_UNIX, socket.SOCK_STREAM, str(folder / "s")),
+            self._listen(socket.AF_UNIX, socket.SOCK_STREAM, "\0" + abstract),
+        ]
+        (folder / "s").chmod(0o777)
+        self.names = {
+            "tcp": self.sockets[0].getsockname()[1],
+            "udp": self.sockets[1].getsockname()[1],
+            "unix": folder / "s",
+            "abstract": abstract,
+            "secret": secret,
+            "target": self.target,
+            "outside": self.outside,
+            "variable": SECRET,
+            "pid": self.victim.pid,
+        }
+        self.before = self.seen()
+
+    def _listen(self, family: int, kind: int, address: Any) -> socket.socket:
+        made = socket.socket(family, kind)
+        made.bind(address)
+        if kind == socket.SOCK_STREAM:
+            made.listen()
+        threading.Thread(target=self._hear, args=(made,), daemon=True).start()
+        return made
+
+    def _hear(self, made: socket.socket) -> None:
+        while True:
+            try:
+                self.reached.append(made.recv(9) if made.type == socket.SOCK_DGRAM else made.accept())
+            except OSError:
+                return
+
+    def seen(self) -> Any:
+        """What an attack could have changed."""
+        status = self.target.stat()
+        return (
+            self.target.read_text(),
+            (status.st_mode, status.st_uid, status.st_gid, status.st_mtime_ns),
+            os.listxattr(self.target),
+            os.listdir(self.outside),
+            os.path.exists(f"/dev/shm/{SECRET}"),
+            self.victim.poll(),
+            os.getpriority(os.PRIO_PROCESS, self.victim.pid),
+            os.sched_getaffinity(self.victim.pid),
+            Path(f"/proc/{self.victim.pid}/limits").read_text(),
+            len(self.reached),
+        )
+
+    def close(self) -> None:
+        self.victim.kill()
+        self.victim.wait()
+        for made in self.sockets:
+            made.close()
+
+
+@pytest.fixture(scope="module")
+def field(helper: Helper) -> Iterator[Field]:
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="field-") as folder:
+        made = Field(Path(folder), helper.user)
+        yield made
+        made.close()
+
+
+def sandboxed(helper: Helper) -> list[str]:
+    """The processes of a helper's sandboxes that are alive: their command names their folder."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            dead = (entry / "stat").read_text().rsplit(")")[-1].split()[0] == "Z"
+            if not dead and str(helper.scratch).encode() in (entry / "cmdline").read_bytes():
+                found.append(entry.name)
+    return found
+
+
+@contextmanager
+def nothing_left(helper: Helper, field: Field) -> Iterator[None]:
+    """Fails if anything of the field changed, or a process or a folder of the sandbox stays."""
+    yield
+    until = time.monotonic() + 2
+    while sandboxed(helper) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert sandboxed(helper) == []
+    assert field.seen() == field.before
+    assert os.listdir(helper.scratch) == []
+    assert helper.process.poll() is None
+
+
+@by_user(REFUSED)
+def test_an_attack_comes_to_nothing(name: str, helper: Helper, field: Field) -> None:
+    with nothing_left(helper, field):
+        ran = helper.run(REFUSED[name].format(**field.names), seconds=20)
+        assert "ESCAPED" not in ran.stdout
+        assert ran.status in ("finished", "error")
+
+
+@by_user(LEFT_BEHIND)
+def test_nothing_outlives_a_program(name: str, helper: Helper, field: Field) -> None:
+    with nothing_left(helper, field):
+        ran = helper.run(LEFT_BEHIND[name], seconds=20)
+        assert ran.status in ("finished", "error", "disk") and ran.seconds < 15  # disk: a folder is hidden
+
+
+@pytest.mark.slow
+@by_user(LIMITED)
+def test_a_limit_ends_a_program(name: str, helper: Helper, field: Field) -> None:
+    program, limit = LIMITED[name]
+    seconds = SECONDS if limit == "timeout" else 20
+    with nothing_left(helper, field):
+        ran = helper.run(program, seconds)
+        assert ran.status == limit
+        assert ran.seconds < seconds + 5
+
+
+def test_there_are_sixty() -> None:
+    assert len(REFUSED) + len(LIMITED) + len(LEFT_BEHIND) >= 60

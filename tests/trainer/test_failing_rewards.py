@@ -1,0 +1,116 @@
+"""Real runs whose reward hangs, ends its process, prints, or raises."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from tandem.errors import RewardError
+from tandem.observability.run import read_samples
+from tandem.runtime import BatchFuture, Dispatch, WorkerGroup, register
+from tandem.runtime.local_backend import LocalBackend
+from tandem.runtime.resource_pool import ResourcePool
+from tandem.runtime.worker import Worker
+from tandem.trainer import steps
+from tests.support.runs import Lab
+
+SOURCE = """
+import os, signal, time
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    print("scored in", os.getpid())
+    if extra_info["index"] % 4 == 1:
+        time.sleep(600)
+    if extra_info["index"] % 4 == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 1.0 + len(solution_str)
+"""
+
+
+@pytest.fixture
+def words(lab: Lab) -> list[str]:
+    file = lab.folder / "failing.py"
+    file.write_text(SOURCE)
+    return [
+        f"custom_reward_function.path={file}",
+        "reward.timeout=1.5",
+        "reward.num_workers=2",
+        "data.shuffle=false",
+    ]
+
+
+def test_a_failed_score_counts_as_nothing(lab: Lab, words: list[str], capfd) -> None:
+    finished = lab.run("zero", *words, "reward.on_error=zero")
+    (table,) = (read_samples(path) for path in (finished.folder / "samples").glob("step_000001.parquet"))
+    failed = np.isin([json.loads(info)["index"] % 4 for info in table["extra_info"]], [1, 2])
+    assert [score == 0 for score in table["scores"]] == failed.tolist()
+    shares = [row["reward/failed"] for row in finished.rows]
+    assert shares[0] == pytest.approx(failed.mean())
+    assert sum(shares) > 0
+    assert sum(row.get("reward/timeouts", 0) + row.get("reward/died", 0) for row in finished.rows) == sum(
+        round(12 * share) for share in shares
+    )
+    printed = "".join(capfd.readouterr())
+    assert printed.count("a score failed, and counts as 0") == 1
+    assert "of the data, data_source 'arithmetic'" in printed
+    assert "scored in" in (finished.folder / "log" / "rewards-0.log").read_text()
+    assert "scored in" not in printed
+    servers = [p for p in psutil.Process().children(recursive=True) if "tandem.rewards" in str(p.cmdline())]
+    assert len(servers) <= 1  # from which processes are made; they have ended
+
+
+def test_a_failed_score_leaves_its_sample_out(lab: Lab, words: list[str], monkeypatch) -> None:
+    asked: list[np.ndarray] = []
+
+    def minibatches(*args: Any) -> Iterator[BatchFuture]:
+        asked.append(args[4])
+        return steps.minibatches(*args)
+
+    monkeypatch.setattr("tandem.trainer.ppo.minibatches", minibatches)
+    finished = lab.run("drop", *words, "reward.on_error=drop", "trainer.total_training_steps=1")
+    (table,) = (read_samples(path) for path in (finished.folder / "samples").glob("step_000001.parquet"))
+    failed = np.isin([json.loads(info)["index"] % 4 for info in table["extra_info"]], [1, 2])
+    assert failed.any()
+    scores = np.array(table["scores"])
+    assert (scores[failed] == 0).all()  # all responses to these prompts failed
+    assert finished.rows[0]["reward/failed"] == failed.mean()
+    (left_out,) = asked
+    assert left_out.tolist() == failed.tolist()
+
+
+def test_a_reward_that_hangs_ends_the_run_with_its_name(lab: Lab, words: list[str]) -> None:
+    began = time.monotonic()
+    with pytest.raises(RewardError, match=r"took more than 1.5 s|exit code -9"):
+        lab.run("raise", *words)
+    assert time.monotonic() - began < 60
+
+
+class Waiting(Worker):
+    aside = True
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
+    def slow(self, seconds: float) -> float:
+        time.sleep(seconds)
+        return seconds
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
+    def raises(self) -> None:
+        raise ValueError("told")
+
+
+def test_in_one_process_calls_of_a_worker_aside_run_beside_the_others() -> None:
+    group = WorkerGroup(LocalBackend(), Waiting, ResourcePool([1], "aside", on_device=False), role="waits")
+    began = time.monotonic()
+    first, second = group.slow(0.5), group.slow(0.25)
+    assert time.monotonic() - began < 0.2
+    assert (second.get(), first.get()) == ([0.25], [0.5])
+    assert time.monotonic() - began == pytest.approx(0.75, abs=0.2)
+    with pytest.raises(ValueError, match="told"):
+        group.raises().get()
+    group.shutdown()
