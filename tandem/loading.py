@@ -116,6 +116,20 @@ def execute_file(path: Path, name: str) -> ModuleType:
     return module
 
 
+def _pickled(functions: dict[str, Callable[..., Any]], module: ModuleType | None) -> bytes:
+    """What cloudpickle makes of a module's functions; by value where nobody else could import the module,
+    as one that `runpy.run_path` executes."""
+    by_value = module is not None and module.__name__ != "__main__" and module.__spec__ is None
+    if by_value:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        pickled: bytes = cloudpickle.dumps(functions)
+    finally:
+        if by_value:
+            cloudpickle.unregister_pickle_by_value(module)
+    return pickled
+
+
 def write_function(function: Callable[..., Any], folder: Path) -> tuple[Path, str]:
     """Writes a function, with what it refers to, into a file that `load_module` reads, as cloudpickle does:
     what can be imported goes by name, all else as it is now. The file's name tells the source: a function
@@ -130,7 +144,7 @@ def write_function(function: Callable[..., Any], folder: Path) -> tuple[Path, st
     whole = getattr(function, "func", function)  # of functools.partial
     name = getattr(whole, "__name__", type(whole).__name__).strip("<>")
     try:
-        pickled = cloudpickle.dumps({name: function})
+        pickled = _pickled({name: function}, sys.modules.get(getattr(whole, "__module__", "")))
     except Exception as error:
         raise ConfigError(
             f"the function cannot be sent to other processes: {error}",
