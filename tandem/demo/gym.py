@@ -42,13 +42,23 @@ class Gym:
 
 
 GYMS = {  # of many different answers: one that all problems share would be learnt instead
+    "chain_sum": Gym("min_terms=2&max_terms=2&min_digits=1&max_digits=2", 9, 5, warm_up=1000),
     "letter_jumble": Gym("min_words=1&max_words=1&min_word_len=3&max_word_len=3", 8, 6),
+    "manipulate_matrix": Gym(
+        "min_rows=2&max_rows=2&min_cols=2&max_cols=2&min_transforms=1&max_transforms=1&w_dmirror=99", 9, 8
+    ),
+    "number_sorting": Gym(
+        "min_numbers=3&max_numbers=3&min_decimals=0&max_decimals=0&min_value=0&max_value=9", 16, 22
+    ),
     "palindrome_generation": Gym("min_length=3&max_length=4", 16, 6),
     "rotate_matrix": Gym("min_n=2&max_n=2&min_rotations=1&max_rotations=1", 9, 8),
     "spell_backward": Gym("min_word_len=4&max_word_len=4", 6, 6),
     "spiral_matrix": Gym("min_n=2&max_n=2", 9, 8),
     "string_insertion": Gym("min_string_length=5&max_string_length=6", 10, 9),
+    "word_sorting": Gym("min_words=2&max_words=2&min_word_length=3&max_word_length=4", 15, 11),
 }
+LONG = 12
+"""Characters that a text between a question's own parts needs, to be a token."""
 CHOICES = (ARITHMETIC, *GYMS)
 SLIPS = 0.55
 """The share of demonstrations that slip: a model that imitates them is right less than half of the time."""
@@ -91,14 +101,29 @@ def question(row: Row) -> str:
 
 
 def phrases(rows: Sequence[Row]) -> list[str]:
-    """What all questions begin and end with: a token each, they leave of a prompt what is its own."""
-    return [phrase for phrase in _ends([question(row) for row in rows]) if len(phrase) > 1]
+    """What all questions begin and end with, and long texts that all have between: a token each, they leave
+    of a prompt what is its own."""
+    asked = [question(row) for row in rows]
+    head, tail = _ends(asked)
+    return [phrase for phrase in (head, *_shared(own_parts(asked)), tail) if len(phrase) > 1]
 
 
 def own_parts(questions: Sequence[str]) -> list[str]:
     """The questions without what all of them begin and end with."""
     head, tail = _ends(questions)
     return [asked[len(head) : len(asked) - len(tail)] for asked in questions]
+
+
+def _shared(texts: Sequence[str]) -> list[str]:
+    """The texts of at least LONG characters that all have, in their order."""
+    shortest = min(texts, key=len)
+    for size in range(len(shortest), LONG - 1, -1):
+        for start in range(len(shortest) - size + 1):
+            part = shortest[start : start + size]
+            if all(part in text for text in texts):
+                before, after = zip(*(text.split(part, 1) for text in texts), strict=True)
+                return [*_shared(before), part, *_shared(after)]
+    return []
 
 
 def _ends(texts: Sequence[str]) -> tuple[str, str]:
@@ -109,7 +134,8 @@ def _ends(texts: Sequence[str]) -> tuple[str, str]:
 
 def slip(answer: str) -> str:
     """A wrong answer of a common kind: the last two numbers or words change places; where there are no two,
-    or they are alike, the last number is one too large, or the last two letters change places."""
+    or they are alike, the last number is two too large (some scorers let one pass), or the last two letters
+    change places."""
     parts = list(re.finditer(r"-?[\w.]+", answer))
     last = parts[-1]
     if len(parts) > 1 and parts[-2].group() != last.group():
@@ -118,7 +144,7 @@ def slip(answer: str) -> str:
         return f"{answer[: other.start()]}{last.group()}{middle}{other.group()}{answer[last.end() :]}"
     word = last.group()
     if word[-1].isdigit():
-        wrong = str(float(word) + 1 if "." in word else int(word) + 1)
+        wrong = str(float(word) + 2 if "." in word else int(word) + 2)
     elif word[-2:-1].lower() in ("", word[-1].lower()):
         wrong = word[:-1]
     else:

@@ -144,6 +144,10 @@ class Fault:
         return failure
 
 
+TAIL_BYTES = 65536
+"""How much of a log is read for its last lines."""
+
+
 def log_header(pid: int) -> str:
     """The first line that a process writes to its log, which may hold those of earlier starts."""
     return f"── process {pid} ──"
@@ -158,11 +162,15 @@ def tail(log: Path, pid: int, *, but: str = "", lines: int = LOG_LINES) -> str:
     try:
         with log.open("rb") as file:
             size = file.seek(0, 2)
-            file.seek(max(0, size - 200 * lines - len(but.encode())))
+            file.seek(max(0, size - TAIL_BYTES - len(but.encode())))
             text = file.read().decode(errors="replace")
     except OSError:
         return ""
     own = text.rpartition(log_header(pid))[2].strip().removesuffix(but.rstrip())
+    _, crash, dump = own.rpartition("Fatal Python error")
+    if crash:  # of a dump of all threads and the names of all extension modules, the thread that crashed
+        _, current, stack = dump.partition("Current thread")
+        own = f"{crash}{dump.splitlines()[0]}\n{current}{stack.split(chr(10) * 2)[0]}"
     return "\n".join(own.rstrip().splitlines()[-lines:])
 
 

@@ -65,11 +65,11 @@ def test_the_answers_are_right_and_slips_are_wrong(name: str) -> None:
 @pytest.mark.parametrize(
     ("answer", "wrong"),
     [
-        ("9 4 1 1", "9 4 1 2"),
+        ("9 4 1 1", "9 4 1 3"),
         ("2 1 5 1", "2 1 1 5"),
         ("7 6\n1 4", "7 6\n4 1"),
-        ("-12", "-11"),
-        ("9", "10"),
+        ("-12", "-10"),
+        ("9", "11"),
         ("neon", "neno"),
         ("noraA", "nora"),
         ("['1.0', '2.0']", "['2.0', '1.0']"),
@@ -89,6 +89,14 @@ def test_phrases_are_what_all_questions_share() -> None:
     assert tokenizer.decode(ids) == question(rows[0])
     texts = [{"prompt": [{"content": text}]} for text in ("ask 12 now", "ask 34 now", "ask 5 now")]
     assert phrases(texts) == ["ask ", " now"]
+    middle = " and then, as before, "
+    texts = [
+        {"prompt": [{"content": f"sort {own}{middle}{other}."}]}
+        for own, other in (("1", "up"), ("22", "down"), ("3,4", "up"))
+    ]
+    assert phrases(texts) == ["sort ", middle]  # a single character is a token already
+    short = [{"prompt": [{"content": text}]} for text in ("a 1 then b", "c 2 then d")]
+    assert phrases(short) == []
 
 
 def test_demonstrations_slip_as_often_as_said() -> None:

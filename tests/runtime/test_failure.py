@@ -33,6 +33,19 @@ def test_the_end_of_a_log_is_that_of_this_process(tmp_path: Path) -> None:
     assert tail(log, 8) == ""
 
 
+def test_of_a_crash_the_tail_is_the_thread_that_crashed(tmp_path: Path) -> None:
+    log = tmp_path / "worker.log"
+    threads = "".join(
+        f'Thread 0x{n} (most recent call first):\n  File "other.py", line {n}\n\n' for n in range(99)
+    )
+    crashed = 'Current thread 0x7 (most recent call first):\n  File "faulty.py", line 3 in fail'
+    modules = "Extension modules: " + ", ".join(f"package.module_{n}" for n in range(999))
+    log.write_text(
+        f"{log_header(8)}\nbegins\nFatal Python error: Segmentation fault\n\n{threads}{crashed}\n\n{modules}"
+    )
+    assert tail(log, 8) == f"Fatal Python error: Segmentation fault\n{crashed}"
+
+
 def test_the_report_says_who_where_what_and_what_the_others_did(tmp_path: Path) -> None:
     log = tmp_path / "policy_1.log"
     log.write_text(f"{log_header(101)}\nloading\n")
