@@ -42,7 +42,7 @@ class Gym:
 
 
 GYMS = {  # of many different answers: one that all problems share would be learnt instead
-    "chain_sum": Gym("min_terms=2&max_terms=2&min_digits=1&max_digits=2", 9, 5, warm_up=1000),
+    "ab": Gym("length=5", 16, 15, warm_up=400),
     "letter_jumble": Gym("min_words=1&max_words=1&min_word_len=3&max_word_len=3", 8, 6),
     "manipulate_matrix": Gym(
         "min_rows=2&max_rows=2&min_cols=2&max_cols=2&min_transforms=1&max_transforms=1&w_dmirror=99", 9, 8
@@ -55,7 +55,7 @@ GYMS = {  # of many different answers: one that all problems share would be lear
     "spell_backward": Gym("min_word_len=4&max_word_len=4", 6, 6),
     "spiral_matrix": Gym("min_n=2&max_n=2", 9, 8),
     "string_insertion": Gym("min_string_length=5&max_string_length=6", 10, 9),
-    "word_sorting": Gym("min_words=2&max_words=2&min_word_length=3&max_word_length=4", 15, 11),
+    "word_sequence_reversal": Gym("min_words=2&max_words=2", 32, 31, warm_up=400),
 }
 LONG = 12
 """Characters that a text between a question's own parts needs, to be a token."""
