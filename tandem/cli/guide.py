@@ -43,6 +43,7 @@ COMMANDS = {
     "eval": "tandem eval model.path=MODEL data.path=rows.parquet data.output_path=report.json rollout.n=8",
     "runs": "tandem runs",
     "samples": "tandem samples runs/mine --step 40 --worst --n 3",
+    "data": "tandem data validate train.parquet data.max_prompt_length=512",
     "node": "srun tandem node -- tandem train config.yaml trainer.cluster.address=auto",
     "export": "tandem export runs/mine my-model --best",
     "check": "tandem check config.yaml actor_rollout_ref.rollout.n=8 --here",

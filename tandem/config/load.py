@@ -114,6 +114,27 @@ def load_eval_config(path: str | None = None, overrides: Sequence[str] = ()) -> 
     return _load(EvalConfig, OTHER_NAMES.get, path, overrides)
 
 
+def load_data_config(root: type[C], overrides: Sequence[str]) -> C:
+    """The config of a command that only looks at data: any key of `root` may be given, single values are
+    checked, and the model may be missing; its path is then "".
+
+    Raises:
+        ConfigErrors: everything that is wrong.
+    """
+    rules = rule_of if root is TrainConfig else _no_rule
+    tree, errors, _ = read_sources(None, overrides)
+    flat, unknown = _flatten(root, rules, tree)
+    found = translate(flat, keys(root), rules, _trainer(flat).devices_of)
+    found.given.update(_snapshots(found.given))
+    config, wrong = _build(root, found.given)
+    wrong = [
+        each for each in wrong if each.message != "missing" or not str(each.field).endswith("model.path")
+    ]
+    if problems := errors + unknown + found.errors + wrong:
+        raise ConfigErrors(problems, found.readings)
+    return config
+
+
 def to_dict(config: Section) -> dict[str, Any]:
     """The whole config as plain dicts, lists, numbers and texts."""
     return config.model_dump(mode="json")

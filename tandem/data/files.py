@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import gzip
 import json
 from bisect import bisect_right
@@ -97,10 +98,10 @@ def read_files(
         raise DataError("no data file is named", field="files", expected="at least one path")
     if max_samples < -1 or max_samples == 0:
         raise DataError("out of range", field="max_samples", got=max_samples, expected="-1 (all) or >= 1")
-    opened = [_open(path) for path in paths]
-    wanted = _shared_columns(opened, alternatives, keys)
+    there = [_open(path) for path in paths]
+    wanted = _shared_columns(there, alternatives, keys)
     names = None if optional is None else list(dict.fromkeys([*wanted, *optional]))
-    tables = [_read(file, file.columns if names is None else names) for file in opened]
+    tables = [_read(file, file.columns if names is None else names) for file in there]
     starts = [0]
     for table in tables[:-1]:
         starts.append(starts[-1] + table.num_rows)
@@ -137,7 +138,7 @@ def count_rows(files: Sequence[str], max_samples: int = -1) -> int:
             elif format_of(path) == PARQUET:
                 rows += pa_parquet.read_metadata(path).num_rows
             elif format_of(path) == LINES:
-                with _opened(path) as lines:
+                with opened(path) as lines:
                     rows += sum(1 for line in lines if line.strip())
             else:
                 rows += _whole(path).num_rows
@@ -182,7 +183,8 @@ def format_of(path: Path) -> str:
     return FORMATS.get(name.suffix, PARQUET)
 
 
-def _opened(path: Path) -> IO[bytes]:
+def opened(path: Path) -> IO[bytes]:
+    """The bytes of a file, which may be packed by gzip."""
     return gzip.open(path) if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]
 
 
@@ -196,10 +198,14 @@ def _whole(path: Path) -> pa.Table:
             is_file = file.read(len(_ARROW_FILE)) == _ARROW_FILE
             file.seek(0)
             return (pa.ipc.open_file if is_file else pa.ipc.open_stream)(file).read_all()
-    with _opened(path) as file:
+    with opened(path) as file:
         if kind == JSON and file.read(64).lstrip()[:1] == b"[":
             file.seek(0)
-            return pa.Table.from_pylist(json.load(file))
+            rows = json.load(file)
+            if not all(isinstance(row, dict) for row in rows):
+                raise ValueError("a list of other things than objects")
+            names = dict.fromkeys(name for row in rows for name in row)
+            return pa.table({name: [row.get(name) for row in rows] for name in names})
     return pa_json.read_json(path, read_options=pa_json.ReadOptions(block_size=JSON_BLOCK_BYTES))
 
 
@@ -219,7 +225,9 @@ def _shared_columns(
                 field=str(file.path),
                 got=f"columns {', '.join(file.columns)}",
                 expected=expected,
-                remedy="rename the columns" + (f", or name yours with {', '.join(keys)}" if keys else ""),
+                remedy=_nearest([name for names in missing for name in names], file.columns)
+                + "rename the columns"
+                + (f", or name yours with {', '.join(keys)}" if keys else ""),
             )
     raise DataError(
         "the files have different columns",
@@ -229,9 +237,17 @@ def _shared_columns(
     )
 
 
+def _nearest(missing: Sequence[str], columns: Sequence[str]) -> str:
+    """Which columns may be meant by those that are missing, as the beginning of a remedy."""
+    lower = {name.lower(): name for name in columns}
+    close = {name: difflib.get_close_matches(name.lower(), lower, n=1) for name in missing}
+    return "".join(f"is {lower[near[0]]!r} the {name!r}? " for name, near in close.items() if near)
+
+
 def _read(file: _File, columns: list[str]) -> pa.Table:
     try:
         table = file.read([name for name in columns if name in file.columns])
+        table.validate(full=True)  # texts that are no UTF-8 come to light here, and not row by row
     except (OSError, pa.ArrowException) as error:
         raise _unreadable(file.path, error) from error
     if table.num_rows == 0:

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tandem.data.chat import ChatTemplate, Piece
 from tandem.data.files import DataFiles, read_files
-from tandem.data.reader import check_rows, read_sequences
+from tandem.data.reader import RowCheck, check_rows, read_sequences
 from tandem.data.sft import turns_problem
 from tandem.data.truncation import Limit
 from tandem.data.validate import kind, prompt_problem
@@ -66,7 +66,7 @@ class PreferenceDataset:
         needs = (*answers, *([] if margin_key is None else [margin_key]))
         table = read_files(files, (prompt_key, *needs), needs, keys=_KEYS)
         template = ChatTemplate(tokenizer, chat_template_kwargs)
-        as_text = _are_text(table, answers)
+        as_text = are_text(table, answers)
         if as_text and prompt_key not in table.columns:
             read_files(files, (prompt_key, *needs), keys=_KEYS)  # no prompt for these answers
         prompts = _checked(table, answers, prompt_key if as_text else None, margin_key, template)
@@ -113,7 +113,7 @@ def _side_by_side(first: Ragged, second: Ragged) -> Ragged:
     return Ragged(both[turns].values, first.offsets + second.offsets)
 
 
-def _are_text(files: DataFiles, answers: Sequence[str]) -> bool:
+def are_text(files: DataFiles, answers: Sequence[str]) -> bool:
     """Tells whether the answers are texts, by what the first row holds."""
     (first,) = files.take([0])
     return all(isinstance(first[key], str) for key in answers)
@@ -133,6 +133,22 @@ def _checked(
     template: ChatTemplate,
 ) -> list[str]:
     """The prompts as texts (none for conversations), once every row has been found to be in shape."""
+    conversation = "[{role, content}, …] that the assistant ends"
+    wanted = conversation if prompt_key is None else "text"
+    columns = [name for name in (prompt_key, *answers, margin_key) if name is not None]
+    prompt = "" if prompt_key is None else f"{prompt_key}: [{{role, content}}, …] or text; "
+    margin = "" if margin_key is None else f"; {margin_key}: a number"
+    check_rows(
+        files,
+        preference_check(answers, prompt_key, margin_key),
+        columns=columns,
+        expected=f"{prompt}{' and '.join(answers)}: {wanted}{margin}",
+    )
+    return [] if prompt_key is None else template.rows(files, prompt_key, template.prompt_text)
+
+
+def preference_check(answers: Sequence[str], prompt_key: str | None, margin_key: str | None) -> RowCheck:
+    """Looks at a row's answers, texts where there is a `prompt_key`, else conversations, and its margin."""
 
     def problem(row: dict[str, Any]) -> str | None:
         if prompt_key is not None and (wrong := prompt_problem(row[prompt_key])):
@@ -143,18 +159,7 @@ def _checked(
                 return f"{key}: {wrong}"
         return None if margin_key is None else _margin_problem(margin_key, row[margin_key])
 
-    conversation = "[{role, content}, …] that the assistant ends"
-    wanted = conversation if prompt_key is None else "text"
-    columns = [name for name in (prompt_key, *answers, margin_key) if name is not None]
-    prompt = "" if prompt_key is None else f"{prompt_key}: [{{role, content}}, …] or text; "
-    margin = "" if margin_key is None else f"; {margin_key}: a number"
-    check_rows(
-        files,
-        problem,
-        columns=columns,
-        expected=f"{prompt}{' and '.join(answers)}: {wanted}{margin}",
-    )
-    return [] if prompt_key is None else template.rows(files, prompt_key, template.prompt_text)
+    return problem
 
 
 def _text_problem(answer: Any) -> str | None:

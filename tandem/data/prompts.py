@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from tandem.data.chat import plain_messages
-from tandem.data.reader import PromptRows
+from tandem.data.reader import PromptRows, RowCheck
 from tandem.data.validate import reward_problem
 from tandem.protocol import DataProto, Ragged
 
@@ -67,19 +67,14 @@ class PromptDataset:
         shape = (
             f"{reward_fn_key}: a name; reward_model: {{style, ground_truth}}; extra_info: a mapping, if any"
         )
-        beside = [name for name in needs if name not in ("prompt", prompt_key)]
-        needed = [reward_fn_key if name == "data_source" else name for name in beside]
-        reserved = RESERVED if prompt_key == "prompt" else ("prompt", *RESERVED)
-        problem = (
-            partial(reward_problem, reward_fn_key=reward_fn_key) if scored else partial(_clash, reserved)
-        )
+        needed, check = reward_columns(needs, prompt_key, reward_fn_key, media_keys)
         rows = PromptRows(
             files,
             tokenizer,
             prompt_key=prompt_key,
             needs=needed,
             optional=None if optional is None else (*optional, *media_keys, reward_fn_key),
-            check=lambda row: _media_problem(row, media_keys) or problem(row),
+            check=check,
             expected=shape if scored else "",
             column_keys=("data.prompt_key", *(["data.reward_fn_key"] if scored else [])),
             template_key="actor_rollout_ref.model.custom_chat_template",
@@ -148,6 +143,18 @@ class PromptDataset:
     def records(self, rows: Sequence[int]) -> list[dict[str, Any]]:
         """The named prompts as the files hold them: the columns that were read."""
         return self._files.take(self._kept[np.asarray(rows, dtype=np.int64)])
+
+
+def reward_columns(
+    needs: Sequence[str], prompt_key: str, reward_fn_key: str, media_keys: Sequence[str]
+) -> tuple[list[str], RowCheck]:
+    """The columns that must be there beside the prompt, and what looks at them; see `PromptDataset`."""
+    beside = [name for name in needs if name not in ("prompt", prompt_key)]
+    needed = [reward_fn_key if name == "data_source" else name for name in beside]
+    reserved = RESERVED if prompt_key == "prompt" else ("prompt", *RESERVED)
+    scored = partial(reward_problem, reward_fn_key=reward_fn_key)
+    problem = scored if "reward_model" in needs else partial(_clash, reserved)
+    return needed, lambda row: _media_problem(row, media_keys) or problem(row)
 
 
 def _clash(reserved: Sequence[str], row: Mapping[str, Any]) -> str | None:

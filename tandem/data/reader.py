@@ -72,11 +72,10 @@ class PromptRows:
         limit = Limit(max_prompt_length, "data.max_prompt_length", truncation, filter_overlong_prompts)
         columns = (prompt_key, *needs)
         self.files = read_files(files, columns, optional=optional, max_samples=max_samples, keys=column_keys)
-        as_ids = _holds_ids(self.files, prompt_key)
-        problem = _ids_problem if as_ids else prompt_problem
+        as_ids = holds_ids(self.files, prompt_key)
         check_rows(
             self.files,
-            lambda row: f"{prompt_key}: {wrong}" if (wrong := problem(row[prompt_key])) else check(row),
+            prompt_check(prompt_key, check, as_ids=as_ids),
             expected=f"{prompt_key}: [{{role, content}}, …], text, or token ids{expected and '; '}{expected}",
         )
         if as_ids:
@@ -102,7 +101,14 @@ class PromptRows:
         return self.files.where(int(self.kept[row]))
 
 
-def _holds_ids(files: DataFiles, prompt_key: str) -> bool:
+def prompt_check(prompt_key: str, check: RowCheck, *, as_ids: bool) -> RowCheck:
+    """Looks at a row's prompt, of token ids or not, then at the rest with `check`."""
+    problem = _ids_problem if as_ids else prompt_problem
+    return lambda row: f"{prompt_key}: {wrong}" if (wrong := problem(row[prompt_key])) else check(row)
+
+
+def holds_ids(files: DataFiles, prompt_key: str) -> bool:
+    """Whether the prompts are lists of token ids."""
     kind = files.table.schema.field(prompt_key).type
     return bool(pa.types.is_list(kind) and pa.types.is_integer(kind.value_type))
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tandem.data.chat import ChatTemplate
 from tandem.data.files import DataFiles, read_files
-from tandem.data.reader import check_rows, read_sequences
+from tandem.data.reader import RowCheck, check_rows, read_sequences
 from tandem.data.truncation import Limit
 from tandem.data.validate import conversation_problem, kind, prompt_problem
 from tandem.protocol import DataProto
@@ -89,10 +89,15 @@ class SFTDataset:
 def _check_conversations(files: DataFiles, key: str) -> None:
     check_rows(
         files,
-        lambda row: f"{key}: {problem}" if (problem := turns_problem(row[key])) else None,
+        conversation_check(key),
         columns=[key],
         expected=f"{key}: [{{role, content}}, …] with a turn of the assistant that is not the first",
     )
+
+
+def conversation_check(key: str) -> RowCheck:
+    """Looks at a row's conversation."""
+    return lambda row: f"{key}: {problem}" if (problem := turns_problem(row[key])) else None
 
 
 def turns_problem(messages: Any) -> str | None:
@@ -105,12 +110,19 @@ def turns_problem(messages: Any) -> str | None:
     return None if "assistant" in roles else "no turn of the assistant"
 
 
-def _check_pairs(files: DataFiles, prompt_key: str, response_key: str) -> None:
+def pair_check(prompt_key: str, response_key: str) -> RowCheck:
+    """Looks at a row's prompt and its response."""
+
     def problem(row: dict[str, Any]) -> str | None:
         if prompt := prompt_problem(row[prompt_key]):
             return f"{prompt_key}: {prompt}"
         response = row[response_key]
         return None if isinstance(response, str) else f"{response_key}: {kind(response)}, not text"
 
+    return problem
+
+
+def _check_pairs(files: DataFiles, prompt_key: str, response_key: str) -> None:
+    problem = pair_check(prompt_key, response_key)
     expected = f"{prompt_key}: [{{role, content}}, …] or text; {response_key}: text"
     check_rows(files, problem, columns=[prompt_key, response_key], expected=expected)

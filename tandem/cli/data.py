@@ -1,0 +1,91 @@
+"""`tandem data validate|convert|show|split|dedupe …`"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from inspect import getdoc
+from typing import Annotated, Any
+
+import typer
+
+from tandem.cli.typed import run_typed
+from tandem.config.load import load_data_config
+from tandem.config.root import TrainConfig
+from tandem.config.supervised import RMConfig, SFTConfig
+from tandem.errors import ConfigError, DataError
+from tandem.observability.terminal import say
+
+Words = Annotated[list[str], typer.Argument(help="data files, and key=value words as of the training")]
+_KEY = re.compile(r"[+~]{0,2}\w+(\.\w+)+=|~")
+
+
+def data(arguments: list[str]) -> int:
+    word, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
+    if word in ACTIONS:
+        function, example = ACTIONS[word]
+        return run_typed(f"data {word}", function, rest, example=example)
+    if word not in ("-h", "--help"):
+        raise ConfigError("no such work on data", got=word or None, expected=", ".join(ACTIONS))
+    lines = [f"  {example}\n      {getdoc(work)}" for work, example in ACTIONS.values()]
+    print("\n".join(["usage: tandem data WORK …", "", *lines, "", "tandem data WORK --help says more."]))
+    return 0
+
+
+def _validate(
+    words: Words,
+    sft: Annotated[bool, typer.Option("--sft", help="rows of `tandem sft`, not of `tandem train`")] = False,
+    rm: Annotated[bool, typer.Option("--rm", help="rows of `tandem rm`")] = False,
+    allow: Annotated[
+        list[str] | None, typer.Option(help="duplicate or role: rows that training takes are no problem")
+    ] = None,
+) -> None:
+    """Says everything that is wrong with rows, with their numbers: from 0 as in the messages of training,
+    and the line in a text file. Exit status 1 where there is anything. With a model
+    (actor_rollout_ref.model.path=…; with --sft and --rm model.path=…) tokens are counted too."""
+    module = import_module("tandem.offline.validate")
+    if sft and rm:
+        raise ConfigError("one or the other", field="--sft, --rm", got="both")
+    if wrong := set(allow or ()) - set(module.ALLOWED):
+        raise ConfigError("cannot be allowed", got=", ".join(wrong), expected=" or ".join(module.ALLOWED))
+    root: Any = SFTConfig if sft else RMConfig if rm else TrainConfig
+    config = _config(words, root)
+    files = config.data.train_files
+    report = module.Report(say, len(files) > 1, allow or ())
+    module.validate(config, _tokenizer(config), report)
+    if report.kinds:
+        kinds = [f"{count:,} × {kind}" for kind, count in report.kinds.most_common()]
+        raise DataError(
+            f"{report.kinds.total():,} problem(s) in {report.rows:,} row(s)",
+            field=", ".join(files),
+            got="\n            ".join(kinds),
+        )
+    say(f"no problem in {report.rows:,} row(s) of {', '.join(files)}")
+
+
+def _config(words: Sequence[str], root: Any = TrainConfig) -> Any:
+    """The config that key=value words give, the other words being its files."""
+    files = [word for word in words if not _KEY.match(word)]
+    if not files:
+        raise ConfigError("no data file is named", expected="FILE … key=value …")
+    keys = [word for word in words if _KEY.match(word)]
+    return load_data_config(root, [f"data.train_files={json.dumps(files)}", *keys])
+
+
+def _tokenizer(config: Any) -> Any:
+    """That of the model; None where none is named."""
+    model = config.actor_rollout_ref.model if isinstance(config, TrainConfig) else config.model
+    if not model.path:
+        return None
+    return import_module("tandem.models.loading").load_tokenizer(
+        model.tokenizer_path,
+        custom_chat_template=model.custom_chat_template,
+        trust_remote_code=model.trust_remote_code,
+    )
+
+
+ACTIONS: Mapping[str, tuple[Callable[..., None], str]] = {
+    "validate": (_validate, "tandem data validate train.parquet val.jsonl data.max_prompt_length=512"),
+}

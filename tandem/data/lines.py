@@ -1,0 +1,110 @@
+"""Where the rows of text files stand, and what is wrong with the lines of one that cannot be read."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from tandem.data.files import CSV, JSON, LINES, format_of, opened
+from tandem.tasks import is_task
+
+Scanned = Iterator[tuple[int, dict[str, Any] | None, str | None]]
+"""Row numbers from 0, each with its row or with what is wrong with it."""
+_KINDS = {
+    str: "text",
+    bool: "true or false",
+    int: "a number",
+    float: "a number",
+    dict: "an object",
+    list: "a list",
+}
+
+
+def line_numbers(path: Path) -> Sequence[int]:
+    """The line, from 1, on which each row begins; none of a file whose rows have no lines."""
+    kind = format_of(path)
+    if is_task(str(path)) or kind not in (CSV, LINES, JSON) or (kind == JSON and _is_list(path)):
+        return ()
+    with opened(path) as file:
+        if kind == CSV:
+            return array("q", (line for line, _ in _csv(file)))[1:]
+        return array("q", (line for line, text in enumerate(file, 1) if text.strip()))
+
+
+def scan(path: Path) -> Scanned:
+    """Reads a text file row by row, as far as it can be read. Rows of CSV are only looked at."""
+    kind = format_of(path)
+    try:
+        with opened(path) as file:
+            if kind == CSV:
+                yield from _scan_csv(file)
+            elif kind == JSON and _is_list(path):
+                yield from _typed((number, row, None) for number, row in enumerate(json.load(file)))
+            elif kind in (JSON, LINES):
+                texts = (text for text in file if text.strip())
+                yield from _typed((number, *_parsed(text)) for number, text in enumerate(texts))
+    except (OSError, EOFError, ValueError):  # cut off: what the reader says of the file stands
+        return
+
+
+def _is_list(path: Path) -> bool:
+    with opened(path) as file:
+        return file.read(64).lstrip()[:1] == b"["
+
+
+def _csv(file: IO[bytes]) -> Iterator[tuple[int, list[str]]]:
+    """The fields of each row that has any, with the line on which it begins."""
+    lines = csv.reader(io.TextIOWrapper(file, "utf-8", errors="replace", newline=""))
+    begins = 1
+    for fields in lines:
+        if fields:
+            yield begins, fields
+        begins = lines.line_num + 1
+
+
+def _scan_csv(file: IO[bytes]) -> Scanned:
+    rows = (fields for _, fields in _csv(file))
+    columns = next(rows, [])
+    for number, fields in enumerate(rows):
+        if len(fields) != len(columns):
+            yield number, None, f"{len(fields)} fields, where the header has {len(columns)}"
+
+
+def _parsed(text: bytes) -> tuple[Any, str | None]:
+    try:
+        return json.loads(text.decode("utf-8-sig")), None
+    except UnicodeDecodeError as error:
+        return None, f"not UTF-8: {error.reason} at byte {error.start} of the line"
+    except ValueError as error:
+        return None, f"broken JSON: {error}"
+
+
+def _typed(rows: Iterable[tuple[int, Any, str | None]]) -> Scanned:
+    """The rows, of which those are wrong that are no objects or hold another type than an earlier one."""
+    seen: dict[str, tuple[str, int]] = {}
+    for number, row, problem in rows:
+        if problem is None and not isinstance(row, dict):
+            problem = f"{_KINDS.get(type(row), 'null')}, not an object"
+        if problem is None:
+            problem = next(_others("", row, number, seen), None)
+        yield number, row if problem is None else None, problem
+
+
+def _others(at: str, value: Any, number: int, seen: dict[str, tuple[str, int]]) -> Iterator[str]:
+    if value is None:
+        return
+    kind = _KINDS[type(value)]
+    usual, row = seen.setdefault(at, (kind, number))
+    if kind != usual:
+        yield f"{at.removeprefix('.')}: {kind}, but {usual} in row {row}"
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _others(f"{at}.{name}", inner, number, seen)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _others(f"{at}[]", inner, number, seen)

@@ -1,0 +1,373 @@
+"""`tandem data validate`: looks at every row of data files as training does, and says all that is wrong."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from array import array
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from jinja2.exceptions import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from tandem.config.root import TrainConfig
+from tandem.config.supervised import RMConfig, SFTConfig
+from tandem.data.chat import ChatTemplate, tokenize
+from tandem.data.files import CHUNK_ROWS, DataFiles, read_files
+from tandem.data.lines import line_numbers, scan
+from tandem.data.preferences import are_text, preference_check
+from tandem.data.prompts import reward_columns
+from tandem.data.reader import RowCheck, holds_ids, prompt_check
+from tandem.data.sft import conversation_check, pair_check
+from tandem.errors import DataError, RewardError
+from tandem.rewards import Item, own_reward, reward_for
+from tandem.rewards.signatures import VERLS
+from tandem.trainer.supervised import rm_task, sft_task
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+DUPLICATE, ROLE = "duplicate", "role"
+ALLOWED = (DUPLICATE, ROLE)
+"""Problems that training takes, so that a user may too."""
+
+Check = Callable[[DataFiles], RowCheck]
+Found = Iterator[tuple[str, str]]
+"""Kinds of problems, and the problems."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a command reads its rows.
+
+    Attributes:
+        columns: sets of columns, of which one must be there; the prompt is first.
+        optional: further columns.
+        check: makes what the command checks rows with.
+        further: what a row has beside, that only shows later.
+    """
+
+    columns: tuple[tuple[str, ...], ...]
+    optional: tuple[str, ...] | None
+    check: Check
+    further: Callable[[Mapping[str, Any]], Found] = lambda row: iter(())
+
+
+def prompts_shape(config: TrainConfig) -> Shape:
+    """What `tandem train` reads."""
+    data, own = config.data, own_reward(config.custom_reward_function)
+    reads = VERLS if own is None else own.reads
+    media = (data.image_key, data.video_key, data.audio_key)
+    needed, check = reward_columns(reads.needs, data.prompt_key, data.reward_fn_key, media)
+    scored = own is None and not config.reward_model.enable
+
+    def further(row: Mapping[str, Any]) -> Found:
+        yield from _odd_roles(data.prompt_key, row[data.prompt_key])
+        if scored:
+            yield from _unscored(row, data.reward_fn_key)
+
+    return Shape(
+        ((data.prompt_key, *needed),),
+        None if reads.optional is None else (*reads.optional, *media, data.reward_fn_key),
+        lambda files: prompt_check(data.prompt_key, check, as_ids=holds_ids(files, data.prompt_key)),
+        further,
+    )
+
+
+def sft_shape(config: SFTConfig) -> Shape:
+    """What `tandem sft` reads."""
+    data = config.data
+    pair = (data.prompt_key, data.response_key)
+
+    def check(files: DataFiles) -> RowCheck:
+        whole = data.messages_key in files.columns
+        return conversation_check(data.messages_key) if whole else pair_check(*pair)
+
+    def further(row: Mapping[str, Any]) -> Found:
+        key = data.messages_key if data.messages_key in row else data.prompt_key
+        return _odd_roles(key, row[key], ended=True)
+
+    return Shape(((data.messages_key,), pair), (), check, further)
+
+
+def rm_shape(config: RMConfig) -> Shape:
+    """What `tandem rm` reads."""
+    data = config.data
+    answers = (data.chosen_key, data.rejected_key)
+    needs = (*answers, *([] if data.margin_key is None else [data.margin_key]))
+
+    def check(files: DataFiles) -> RowCheck:
+        prompt = data.prompt_key if are_text(files, answers) else None
+        if prompt is not None and prompt not in files.columns:
+            read_files([str(path) for path in files.paths], (prompt, *needs))  # which is refused
+        return preference_check(answers, prompt, data.margin_key)
+
+    def further(row: Mapping[str, Any]) -> Found:
+        for key in answers:
+            yield from _odd_roles(key, row[key], ended=True)
+        if row[answers[0]] == row[answers[1]]:
+            yield "equal answers", f"{answers[0]} and {answers[1]} are the same"
+
+    return Shape(((data.prompt_key, *needs), needs), (), check, further)
+
+
+class Report:
+    """Says problems as they are found, those of neighbouring rows that are the same together; counts them.
+
+    Args:
+        say: shows a line.
+        named: rows are named with their files.
+        allowed: kinds that are none.
+
+    Attributes:
+        kinds: how many there are of each kind.
+        rows: seen so far, of all files.
+    """
+
+    def __init__(self, say: Callable[[str], None], named: bool, allowed: Sequence[str] = ()) -> None:
+        self._say, self._named, self._allowed = say, named, allowed
+        self._held: tuple[int, int, str] | None = None
+        self._files: list[tuple[int, Path]] = []
+        self._lines: dict[Path, Sequence[int]] = {}
+        self.kinds: Counter[str] = Counter()
+        self.rows = 0
+
+    def begin(self, file: str) -> None:
+        """The rows that follow are this file's."""
+        self._files.append((self.rows, Path(file)))
+
+    def number(self, row: int) -> int:
+        """The number in all files of a row of the last one."""
+        self.rows = max(self.rows, self._files[-1][0] + row + 1)
+        return self._files[-1][0] + row
+
+    def row(self, row: int, problem: str, kind: str | None = None) -> None:
+        """A problem of one row; its kind is its text without numbers unless it is told."""
+        kind = re.sub(r"(?<![-\w])\d+", "N", problem)[:80] if kind is None else kind
+        if kind in self._allowed:
+            return
+        self.kinds[kind] += 1
+        if self._held and self._held[1:] == (row - 1, problem):
+            self._held = (self._held[0], row, problem)
+        else:
+            self.flush()
+            self._held = (row, row, problem)
+
+    def file(self, error: DataError) -> None:
+        """What is wrong with a file as a whole."""
+        self.flush()
+        self.kinds[error.message] += 1
+        self._say(str(error))
+
+    @contextmanager
+    def catching(self) -> Iterator[None]:
+        """What is refused in here is a problem of the files."""
+        try:
+            yield
+        except DataError as error:
+            self.file(error)
+
+    def flush(self) -> None:
+        """Says what is held back."""
+        if self._held:
+            first, last, problem = self._held
+            self._say(f"{self.place(first)}{f' to {self.place(last)}' if last > first else ''}: {problem}")
+        self._held = None
+
+    def place(self, row: int) -> str:
+        """A row's number in its file, from 0 as training counts them, and its line, if it has one."""
+        start, file = self._files[bisect_right(self._files, row, key=itemgetter(0)) - 1]
+        if file not in self._lines:
+            self._lines = {file: line_numbers(file)}  # one file's at a time
+        number, lines = row - start, self._lines[file]
+        line = f" (line {lines[number]})" if number < len(lines) else ""
+        return f"{f'{file.name} ' if self._named else ''}row {number}{line}"
+
+
+class Prompts:
+    """Counts the tokens of prompts, some rows at a time.
+
+    Args:
+        config: has the template's options and the limit.
+        tokenizer: of the model.
+    """
+
+    def __init__(self, config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._data, self._tokenizer = config.data, tokenizer
+        self._template = ChatTemplate(
+            tokenizer,
+            config.data.apply_chat_template_kwargs,
+            "actor_rollout_ref.model.custom_chat_template",
+        )
+        self._longer = self._kept = 0
+
+    def look(self, rows: Sequence[tuple[int, Any]], report: Report) -> None:
+        """Reports the prompts that the template refuses, that have no tokens, or too many.
+
+        Raises:
+            DataError: the tokenizer has no template.
+        """
+        ids = dict((row, prompt) for row, prompt in rows if _is_ids(prompt))
+        texts: dict[int, str] = {}
+        for row, prompt in rows:
+            try:
+                texts |= {} if row in ids else {row: self._template.prompt_text(prompt)}
+            except TemplateError as error:
+                report.row(row, f"the chat template refuses it: {error}")
+        counted = zip(texts, tokenize(self._tokenizer, list(texts.values())), strict=True)
+        limit, refuses = self._data.max_prompt_length, self._data.truncation == "error"
+        for row, tokens in sorted((row, len(found)) for row, found in (*ids.items(), *counted)):
+            self._longer += tokens > limit
+            self._kept += tokens <= limit
+            if not tokens:
+                report.row(row, "the prompt has no tokens")
+            if tokens > limit and refuses and not self._data.filter_overlong_prompts:
+                report.row(row, f"{tokens} tokens, over data.max_prompt_length={limit}", "over the limit")
+
+    def require_any(self, files: Sequence[str]) -> None:
+        """
+        Raises:
+            DataError: all prompts are filtered out.
+        """
+        if self._data.filter_overlong_prompts and self._longer and not self._kept:
+            raise DataError("all prompts are over data.max_prompt_length", field=", ".join(files))
+
+
+def validate(
+    config: TrainConfig | SFTConfig | RMConfig, tokenizer: PreTrainedTokenizerBase | None, report: Report
+) -> None:
+    """Looks at all rows of a config's training files.
+
+    Args:
+        tokenizer: of the model, whose tokens are counted; None: none are.
+        report: is told what is wrong.
+    """
+    files = config.data.train_files
+    if isinstance(config, TrainConfig):
+        _look(files, prompts_shape(config), report, None if tokenizer is None else Prompts(config, tokenizer))
+        return
+    task = sft_task(config) if isinstance(config, SFTConfig) else rm_task(config)
+    _look(files, sft_shape(config) if isinstance(config, SFTConfig) else rm_shape(config), report, None)
+    if tokenizer is not None and not report.kinds.keys() - {DUPLICATE, ROLE}:
+        with report.catching():
+            task.dataset(list(files), tokenizer)
+
+
+def _look(files: Sequence[str], shape: Shape, report: Report, prompts: Prompts | None) -> None:
+    hashes, numbers = array("Q"), array("q")
+    identity = list(dict.fromkeys(name for names in shape.columns for name in names))
+    for file in files:
+        report.begin(file)
+        records = _records(file, shape, report)
+        while chunk := list(islice(records, CHUNK_ROWS)):
+            good = [(row, record) for row, record, check in chunk if _sound(row, check(record), report)]
+            for row, record in good:
+                for kind, problem in shape.further(record):
+                    report.row(row, problem, kind)
+            numbers.extend(row for row, _ in good)
+            hashes.extend(_hash(record.get(name) for name in identity) for _, record in good)
+            if prompts is not None:
+                with report.catching():
+                    prompts.look([(row, record[identity[0]]) for row, record in good], report)
+    if prompts is not None:
+        with report.catching():
+            prompts.require_any(files)
+    for row, first in _repeated(np.array(hashes), np.array(numbers)):
+        report.row(row, f"the same as {report.place(first)}", DUPLICATE)
+    report.flush()
+    if len(files) > 1 and not report.kinds.keys() - {DUPLICATE}:
+        with report.catching():
+            read_files(files, *shape.columns, optional=shape.optional)  # together, as training does
+
+
+def _sound(row: int, problem: str | None, report: Report) -> bool:
+    if problem:
+        report.row(row, problem)
+    return not problem
+
+
+def _is_ids(prompt: Any) -> bool:
+    return isinstance(prompt, list) and isinstance(prompt[0], int)
+
+
+def _records(file: str, shape: Shape, report: Report) -> Iterator[tuple[int, dict[str, Any], RowCheck]]:
+    """The rows of a file with what checks them; of one that cannot be read, those that can, line by line."""
+    try:
+        table = read_files(file, *shape.columns, optional=shape.optional)
+        check = shape.check(table)
+    except DataError as error:
+        yield from _rescued(error, file, shape, report)
+        return
+    for number, record in table.records():
+        yield report.number(number), record, check
+
+
+def _rescued(
+    error: DataError, file: str, shape: Shape, report: Report
+) -> Iterator[tuple[int, dict[str, Any], RowCheck]]:
+    """What there is of a file that training refuses with `error`: its good rows; the others are reported."""
+    path, broken, check = Path(file), False, None
+    for number, record, problem in scan(path) if error.message.startswith("not a readable") else ():
+        row = report.number(number)
+        if problem:
+            broken = True
+            report.row(row, problem)
+        elif record is not None:
+            record = dict.fromkeys(shape.columns[0]) | record
+            if check is None:
+                check = shape.check(DataFiles(pa.Table.from_pylist([record]), (path,), (0,)))
+            yield row, record, check
+    if not broken:
+        report.file(error)
+
+
+def _odd_roles(key: str, prompt: Any, *, ended: bool = False) -> Found:
+    """Roles that models are not taught; the assistant's last word, unless it is to be `ended`; no text."""
+    if not isinstance(prompt, list) or not isinstance(prompt[0], Mapping):
+        if isinstance(prompt, str) and not prompt.strip():
+            yield "blank text", f"{key}: nothing but white space"
+        return
+    for place, message in enumerate(prompt):
+        if message["role"] not in ROLES:
+            yield ROLE, f"{key}: message {place}: {message['role']!r} is none of {', '.join(ROLES)}"
+    if not ended and prompt[-1]["role"] == "assistant":
+        yield ROLE, f"{key}: the assistant has the last word, and nothing is left to answer"
+    if not any(message["content"].strip() for message in prompt):
+        yield "blank text", f"{key}: nothing but white space"
+
+
+def _unscored(row: Mapping[str, Any], source_key: str) -> Found:
+    """What the data source's reward will lack: there is none, or it cannot use the ground truth."""
+    source, truth = row[source_key], row["reward_model"]["ground_truth"]
+    if truth == [] or (isinstance(truth, str) and not truth.strip()):
+        yield "no answer", "reward_model.ground_truth: empty"
+        return
+    try:
+        reward = reward_for(source)
+        if reward.bounded:  # it soon says what it thinks of this ground truth, whatever the response
+            reward.scores({0: Item(source, "", truth, row.get("extra_info") or {})})
+    except RewardError as error:
+        missing = error.field == f"data_source '{source}'"
+        kind = "no reward function" if missing else "no answer that the reward can use"
+        yield kind, f"{source_key} {source!r}: {error.message}"
+
+
+def _hash(values: Iterable[Any]) -> int:
+    text = json.dumps(list(values), default=str, sort_keys=True)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
+
+
+def _repeated(hashes: np.ndarray, rows: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Rows that were there before, each with the first that is the same."""
+    _, first, inverse = np.unique(hashes, return_index=True, return_inverse=True)
+    for place in np.flatnonzero(first[inverse] != np.arange(len(rows))).tolist():
+        yield int(rows[place]), int(rows[first[inverse[place]]])

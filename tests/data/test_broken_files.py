@@ -1,0 +1,393 @@
+"""`tandem data validate`: what it says of broken files, and that it and training agree."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from tandem.cli.main import main
+from tandem.data.prompts import PromptDataset
+from tandem.errors import DataError
+from tests.support.tiny import problem
+
+Rows = list[dict[str, Any]]
+Broken = Callable[[Rows], bytes]
+LAST = 5
+
+
+def parquet(rows: Rows) -> bytes:
+    file = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(rows), file)
+    return file.getvalue()
+
+
+def no_rows(rows: Rows) -> bytes:
+    file = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(rows).slice(0, 0), file)
+    return file.getvalue()
+
+
+def lines(rows: Rows) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def edit(change: Callable[[dict[str, Any]], Any], write: Callable[[Rows], bytes] = lines) -> Broken:
+    """The file with its last row changed."""
+
+    def broken(rows: Rows) -> bytes:
+        change(rows[-1])
+        return write(rows)
+
+    return broken
+
+
+def every(change: Callable[[dict[str, Any]], Any], write: Callable[[Rows], bytes] = parquet) -> Broken:
+    def broken(rows: Rows) -> bytes:
+        for row in rows:
+            change(row)
+        return write(rows)
+
+    return broken
+
+
+def sets(column: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda row: row.update({column: value})
+
+
+def truth(value: Any, source: str = "arithmetic") -> Callable[[dict[str, Any]], None]:
+    return lambda row: row.update(data_source=source, reward_model={"style": "rule", "ground_truth": value})
+
+
+def says(*messages: tuple[str, str]) -> Callable[[dict[str, Any]], None]:
+    return sets("prompt", [{"role": role, "content": content} for role, content in messages])
+
+
+def renamed(old: str, new: str) -> Callable[[dict[str, Any]], None]:
+    return lambda row: row.update({new: row.pop(old)})
+
+
+AT = f"row {LAST} (line {LAST + 1}): "
+"""The last row of a text file."""
+ALL = f"row 0 to row {LAST}: "
+FILES: dict[str, tuple[str, Broken, str]] = {
+    # how it is broken: (file name, how, what must be said)
+    "an empty file": ("a.parquet", lambda rows: b"", "the data file is empty"),
+    "no rows": ("a.parquet", no_rows, "the data file is empty"),
+    "parquet cut off": ("a.parquet", lambda rows: parquet(rows)[:-30], "not a readable parquet file"),
+    "parquet that is none": ("a.parquet", lambda rows: b"PAR1 but no more", "not a readable parquet file"),
+    "lines named parquet": ("a.parquet", lines, "not a readable parquet file"),
+    "parquet named lines": ("a.jsonl", parquet, "row 0 (line 1) to row 2 (line 3): broken JSON"),
+    "gzip cut off": (
+        "a.jsonl.gz",
+        lambda rows: gzip.compress(lines(rows))[:-12],
+        "not a readable JSON-lines",
+    ),
+    "gzip that is none": ("a.jsonl.gz", lines, "not a readable JSON-lines file"),
+    "Arrow that is none": ("a.arrow", lines, "not a readable Arrow file"),
+    "half a last line": ("a.jsonl", lambda rows: lines(rows)[:-40], AT + "broken JSON: "),
+    "half a first line": (
+        "a.jsonl",
+        lambda rows: lines(rows)[40:],
+        "row 0 (line 1): broken JSON: Extra data",
+    ),
+    "a line after blank ones": (
+        "a.jsonl",
+        lambda rows: lines(rows) + b"\n\n{'a': 1}\n",
+        "row 6 (line 9): broken",
+    ),
+    "a list among lines": (
+        "a.jsonl",
+        lambda rows: lines(rows) + b"[1]\n",
+        "row 6 (line 7): a list, not an obj",
+    ),
+    "null among lines": (
+        "a.jsonl",
+        lambda rows: lines(rows) + b"null\n",
+        "row 6 (line 7): prompt: not a list of messages but null",
+    ),
+    "Latin-1": (
+        "a.jsonl",
+        lambda rows: lines(rows) + b'{"prompt": "caf\xe9"}\n',
+        "row 6 (line 7): not UTF-8: invalid continuation byte at byte 15",
+    ),
+    "UTF-16": ("a.jsonl", lambda rows: lines(rows).decode().encode("utf-16"), "row 0 (line 1): not UTF-8"),
+    "a JSON list cut off": (
+        "a.json",
+        lambda rows: json.dumps(rows).encode()[:-9],
+        "not a readable JSON file",
+    ),
+    "a number in a JSON list": (
+        "a.json",
+        lambda rows: json.dumps([*rows, 7]).encode(),
+        "row 6: a number, not",
+    ),
+    "types mixed in a JSON list": (
+        "a.json",
+        edit(sets("prompt", "text"), lambda rows: json.dumps(rows).encode()),
+        f"row {LAST}: prompt: text, but a list in row 0",
+    ),
+    "types mixed in lines": (
+        "a.jsonl",
+        edit(truth(7)),
+        "reward_model.ground_truth: a number, but text in row 0",
+    ),
+    "types mixed in messages": (
+        "a.jsonl",
+        edit(sets("prompt", [{"role": "user", "content": ["a"]}])),
+        AT + "prompt[].content: a list, but text in row 0",
+    ),
+    "fields too many in CSV": (
+        "a.csv",
+        lambda rows: b"prompt,answer\n1,2\n\n1,2,3\n",
+        "row 1 (line 4): 3 fields",
+    ),
+    "a CSV of texts": (
+        "a.csv",
+        lambda rows: b"prompt,data_source,reward_model\na,b,c\n",
+        "row 0 (line 2): rew",
+    ),
+    "a column of another name": (
+        "a.parquet",
+        every(renamed("prompt", "Prompts")),
+        "is 'Prompts' the 'prompt'?",
+    ),
+    "two columns missing": (
+        "a.parquet",
+        every(lambda row: [row.pop(name) for name in ("data_source", "reward_model")]),
+        "missing column 'data_source' and 'reward_model'",
+    ),
+    "a column of nulls": (
+        "a.parquet",
+        every(sets("prompt", None)),
+        ALL + "prompt: not a list of messages but n",
+    ),
+    "no answers at all": ("a.parquet", every(sets("reward_model", None)), ALL + "reward_model is null, not"),
+    "one answer missing": ("a.jsonl", edit(truth(None)), AT + "reward_model has no ground_truth"),
+    "an empty answer": ("a.jsonl", edit(truth("  ")), AT + "reward_model.ground_truth: empty"),
+    "an answer that is no number": (
+        "a.jsonl",
+        edit(truth("much", "gsm8k")),
+        AT + "data_source 'gsm8k': the rew",
+    ),
+    "a source without a reward": (
+        "a.jsonl",
+        edit(truth("1", "mine")),
+        AT + "data_source 'mine': no reward funct",
+    ),
+    "a source that is empty": (
+        "a.jsonl",
+        edit(sets("data_source", "")),
+        AT + "data_source is '', not a name",
+    ),
+    "a source that is a number": (
+        "a.parquet",
+        every(sets("data_source", 3)),
+        ALL + "data_source is 3, not a name",
+    ),
+    "extra_info that is text": (
+        "a.parquet",
+        every(sets("extra_info", "x")),
+        ALL + "extra_info is of type str",
+    ),
+    "no messages": ("a.jsonl", edit(sets("prompt", [])), AT + "prompt: an empty list of messages"),
+    "an empty text": (
+        "a.parquet",
+        every(sets("prompt", "")),
+        "prompt: an empty text",
+    ),
+    "white space": ("a.jsonl", edit(says(("user", " \n"))), AT + "prompt: nothing but white space"),
+    "numbers for prompts": (
+        "a.parquet",
+        every(sets("prompt", 1.5)),
+        ALL + "prompt: not a list of messages but of",
+    ),
+    "token ids below 0": (
+        "a.parquet",
+        every(sets("prompt", [3, -1])),
+        ALL + "prompt: a negative token id, -1",
+    ),
+    "no content": (
+        "a.jsonl",
+        edit(sets("prompt", [{"role": "user"}])),
+        AT + "prompt: message 0: 'content' is null, not text",
+    ),
+    "no role": (
+        "a.parquet",
+        every(sets("prompt", [{"from": "human", "content": "x"}])),
+        ALL + "prompt: message 0: 'role' is missing, not text",
+    ),
+    "a role of another format": (
+        "a.jsonl",
+        edit(says(("human", "1+1="))),
+        AT + "prompt: message 0: 'human' is none",
+    ),
+    "the assistant is last": (
+        "a.jsonl",
+        edit(says(("user", "1"), ("assistant", "2"))),
+        AT + "prompt: the assistant has the last word",
+    ),
+    "a row twice": (
+        "a.jsonl",
+        lambda rows: lines([*rows, {**rows[2], "extra_info": None}]),
+        "row 6 (line 7): the same as row 2 (line 3)",
+    ),
+    "images": (
+        "a.parquet",
+        every(sets("images", ["cat.png"])),
+        ALL + "images: not empty; models of text alone",
+    ),
+    "control characters": ("a.jsonl", edit(truth("1", "\x1b[2J")), AT + r"data_source '\x1b[2J': no reward"),
+}
+
+
+def good() -> Rows:
+    return [problem(10 + at, 7) for at in range(LAST + 1)]
+
+
+def test_there_are_forty() -> None:
+    assert len(FILES) >= 40
+
+
+@pytest.mark.parametrize("how", FILES)
+def test_a_broken_file(how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name, broken, message = FILES[how]
+    (tmp_path / name).write_bytes(broken(good()))
+    assert main(["data", "validate", str(tmp_path / name)]) == 1
+    said = capsys.readouterr()
+    assert message in said.out
+    assert " problem(s) in " in said.err and "\x1b" not in said.out + said.err
+
+
+def test_all_problems_are_said_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [problem(a, 7) for a in range(3000)]
+    for at in range(100, 2900, 7):
+        rows[at]["reward_model"]["ground_truth"] = None
+    rows[2999]["data_source"] = "mine"
+    (tmp_path / "a.jsonl").write_bytes(lines(rows))
+    assert main(["data", "validate", str(tmp_path / "a.jsonl")]) == 1
+    said = capsys.readouterr()
+    assert [line.split()[1] for line in said.out.splitlines() if "no ground_truth" in line] == [
+        str(at) for at in range(100, 2900, 7)
+    ]
+    assert "401 problem(s) in 3,000 row(s)" in said.err
+    assert "400 × reward_model has no ground_truth\n" in said.err
+    assert "1 × no reward function" in said.err
+
+
+def test_several_files_are_looked_at_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, rows in (("a.jsonl", good()), ("b.parquet", [problem(50, 7), good()[1]])):
+        (tmp_path / name).write_bytes(lines(rows) if name == "a.jsonl" else parquet(rows))
+    words = ["data", "validate", str(tmp_path / "a.jsonl"), str(tmp_path / "b.parquet")]
+    assert main(words) == 1
+    assert capsys.readouterr().out == "b.parquet row 1: the same as a.jsonl row 1 (line 2)\n"
+    assert main([*words, "--allow", "duplicate"]) == 0
+    (tmp_path / "b.parquet").write_bytes(every(truth(3))(good()))
+    assert main([*words, "--allow", "duplicate"]) == 1
+    assert "the files have different types in one column" in capsys.readouterr().out
+
+
+def test_with_a_model_long_prompts_are_named(
+    tmp_path: Path, tokenizer_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = good()
+    rows[2]["prompt"][0]["content"] = "x" * 500
+    (tmp_path / "a.parquet").write_bytes(parquet(rows))
+    words = ["data", "validate", str(tmp_path / "a.parquet"), "data.max_prompt_length=100"]
+    assert main(words) == 0
+    words += [f"actor_rollout_ref.model.path={tokenizer_folder}"]
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    (count,) = (
+        len(ids)
+        for ids in [
+            tokenizer.apply_chat_template(rows[2]["prompt"], add_generation_prompt=True, return_dict=False)
+        ]
+    )
+    capsys.readouterr()
+    assert main(words) == 1
+    assert capsys.readouterr().out == f"row 2: {count} tokens, over data.max_prompt_length=100\n"
+    assert main([*words, "data.filter_overlong_prompts=true"]) == 0
+    assert main([*words, "data.truncation=left"]) == 0
+    assert main([*words, "data.filter_overlong_prompts=true", "data.max_prompt_length=3"]) == 1
+    assert "all prompts are over data.max_prompt_length" in capsys.readouterr().out
+
+
+def test_rows_of_the_other_commands(
+    tmp_path: Path, tokenizer_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked, told = {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}
+    (tmp_path / "sft.jsonl").write_bytes(lines([{"messages": [asked, told]}, {"messages": [told, asked]}]))
+    assert main(["data", "validate", "--sft", str(tmp_path / "sft.jsonl")]) == 1
+    assert capsys.readouterr().out == "row 1 (line 2): messages: the assistant speaks first\n"
+    pairs = [{"prompt": "1+1=", "chosen": "2", "rejected": wrong} for wrong in ("3", "2", None)]
+    (tmp_path / "rm.jsonl").write_bytes(lines(pairs))
+    assert main(["data", "validate", "--rm", str(tmp_path / "rm.jsonl")]) == 1
+    assert capsys.readouterr().out == (
+        "row 2 (line 3): rejected: null, not text\nrow 1 (line 2): chosen and rejected are the same\n"
+    )
+    (tmp_path / "rm.jsonl").write_bytes(lines(pairs[:1]))
+    words = ["data", "validate", "--rm", str(tmp_path / "rm.jsonl"), f"model.path={tokenizer_folder}"]
+    assert main(words) == 0
+    assert main([*words, "data.max_length=3"]) == 1
+    assert "1 row(s) of 1 are over the length limit" in capsys.readouterr().out
+
+
+def test_a_reward_of_ones_own_needs_its_own_columns(tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text("def right(prompt, response, answer):\n    return 1.0\n")
+    (tmp_path / "a.csv").write_text("prompt,answer\n1+1=,2\n1+2=,3\n")
+    words = ["data", "validate", str(tmp_path / "a.csv")]
+    assert main(words) == 1
+    own = [f"custom_reward_function.path={tmp_path / 'reward.py'}", "custom_reward_function.name=right"]
+    assert main([*words, *own]) == 0
+
+
+VALUES = st.one_of(
+    st.none(),
+    st.text("ab \n", max_size=3),
+    st.integers(-1, 3),
+    st.just([]),
+    st.just({"style": "rule", "ground_truth": None}),
+    st.just([{"role": "user", "content": "x"}]),
+    st.just([{"role": "user"}]),
+)
+CHANGES = st.lists(
+    st.tuples(
+        st.integers(0, LAST), st.sampled_from(["prompt", "data_source", "reward_model", "extra_info"]), VALUES
+    ),
+    max_size=3,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(changes=CHANGES, whole=st.booleans(), cut=st.sampled_from([0, 0, 0, 9]))
+def test_validation_and_training_agree(
+    tokenizer_folder: Path, changes: list[tuple[int, str, Any]], whole: bool, cut: int
+) -> None:
+    """What validation passes trains; what training refuses does not pass."""
+    rows = good()
+    for at, column, value in changes:
+        rows[at][column] = value
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / ("a.json" if whole else "a.jsonl")
+        content = json.dumps(rows).encode() if whole else lines(rows)
+        file.write_bytes(content[: len(content) - cut])
+        words = [str(file), f"actor_rollout_ref.model.path={tokenizer_folder}"]
+        passed = main(["data", "validate", *words]) == 0
+        try:
+            PromptDataset(str(file), AutoTokenizer.from_pretrained(tokenizer_folder))
+            trains = True
+        except DataError:
+            trains = False
+    assert trains or not passed
+    assert passed or changes or cut
