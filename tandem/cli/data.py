@@ -7,18 +7,24 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from inspect import getdoc
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from tandem.cli.typed import run_typed
+from tandem.config.data_files import files_of
 from tandem.config.load import load_data_config
 from tandem.config.root import TrainConfig
 from tandem.config.supervised import RMConfig, SFTConfig
+from tandem.data.rows import write_rows
 from tandem.errors import ConfigError, DataError
 from tandem.observability.terminal import say
 
 Words = Annotated[list[str], typer.Argument(help="data files, and key=value words as of the training")]
+Output = Annotated[Path, typer.Argument(help="file to write, .parquet or .jsonl", metavar="OUT")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="replace files that are there")]
+SUFFIXES = (".parquet", ".jsonl")
 _KEY = re.compile(r"[+~]{0,2}\w+(\.\w+)+=|~")
 
 
@@ -65,6 +71,55 @@ def _validate(
     say(f"no problem in {report.rows:,} row(s) of {', '.join(files)}")
 
 
+def _convert(
+    source: Annotated[
+        str, typer.Argument(help="data file, folder, pattern, or hf:OWNER/NAME?…", metavar="IN")
+    ],
+    output: Output,
+    form: Annotated[
+        str | None, typer.Option("--from", help="the format; found by the columns unless named")
+    ] = None,
+    columns: Annotated[str, typer.Option(help="prompt=YOURS,answer=YOURS: the format's columns in IN")] = "",
+    data_source: Annotated[str | None, typer.Option("--source", help="data_source of all rows")] = None,
+    instruction: Annotated[
+        str | None, typer.Option(help="put after each question; the format has its own")
+    ] = None,
+    skip: Annotated[bool, typer.Option("--skip", help="leave out rows that cannot be converted")] = False,
+    overwrite: Overwrite = False,
+) -> None:
+    """Writes rows of a known format as rows that training reads: gsm8k, math, deepmath, dapo and table (any
+    columns of prompts and answers) for `tandem train`, sharegpt and alpaca for sft, preference for rm."""
+    module = import_module("tandem.offline.convert")
+    _check_outputs([output], overwrite)
+    pairs = [pair.partition("=") for pair in columns.split(",") if pair]
+    if wrong := ["".join(pair) for pair in pairs if not (pair[0] and pair[2])]:
+        raise ConfigError("no pair", field="--columns", got=wrong[0], expected="NAME=YOURS,NAME=YOURS")
+    settings = module.Settings({name: theirs for name, _, theirs in pairs}, data_source, instruction, skip)
+    files = files_of(source)
+    named = form or module.detect(files, settings.columns)
+    if named not in module.FORMATS:
+        raise ConfigError("unknown", field="--from", got=named, expected=", ".join(module.FORMATS))
+    table, left_out = module.convert(files, named, settings)
+    write_rows(output, table, {})
+    without = f", {left_out:,} left out" if left_out else ""
+    found = "" if form else f"the columns are those of {named}; "
+    say(f"{found}wrote {output}: {len(table):,} rows for `tandem {module.FORMATS[named].reader}`{without}")
+
+
+def _check_outputs(paths: Sequence[Path], overwrite: bool) -> None:
+    for path in paths:
+        if not path.name.endswith(SUFFIXES):
+            raise ConfigError(
+                "unknown format", field=str(path), expected=f"a name in {' or '.join(SUFFIXES)}"
+            )
+        if not path.parent.is_dir():
+            raise ConfigError("no such folder", field=str(path), got=path.parent)
+        if path.exists() and not overwrite:
+            raise ConfigError("is there already", field=str(path), remedy="name another, or add --overwrite")
+    if len(set(paths)) < len(paths):
+        raise ConfigError("named twice", field=str(paths[0]))
+
+
 def _config(words: Sequence[str], root: Any = TrainConfig) -> Any:
     """The config that key=value words give, the other words being its files."""
     files = [word for word in words if not _KEY.match(word)]
@@ -88,4 +143,5 @@ def _tokenizer(config: Any) -> Any:
 
 ACTIONS: Mapping[str, tuple[Callable[..., None], str]] = {
     "validate": (_validate, "tandem data validate train.parquet val.jsonl data.max_prompt_length=512"),
+    "convert": (_convert, "tandem data convert gsm8k/train.parquet train.parquet --from gsm8k"),
 }

@@ -30,19 +30,17 @@ from tandem.data.preferences import are_text, preference_check
 from tandem.data.prompts import reward_columns
 from tandem.data.reader import RowCheck, holds_ids, prompt_check
 from tandem.data.sft import conversation_check, pair_check
-from tandem.errors import DataError, RewardError
-from tandem.rewards import Item, own_reward, reward_for
+from tandem.errors import DataError
+from tandem.offline.faults import ROLE, Found, odd_roles, unscored
+from tandem.rewards import own_reward
 from tandem.rewards.signatures import VERLS
 from tandem.trainer.supervised import rm_task, sft_task
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
-DUPLICATE, ROLE = "duplicate", "role"
+DUPLICATE = "duplicate"
 ALLOWED = (DUPLICATE, ROLE)
 """Problems that training takes, so that a user may too."""
 
 Check = Callable[[DataFiles], RowCheck]
-Found = Iterator[tuple[str, str]]
-"""Kinds of problems, and the problems."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +69,9 @@ def prompts_shape(config: TrainConfig) -> Shape:
     scored = own is None and not config.reward_model.enable
 
     def further(row: Mapping[str, Any]) -> Found:
-        yield from _odd_roles(data.prompt_key, row[data.prompt_key])
+        yield from odd_roles(data.prompt_key, row[data.prompt_key])
         if scored:
-            yield from _unscored(row, data.reward_fn_key)
+            yield from unscored(row, data.reward_fn_key)
 
     return Shape(
         ((data.prompt_key, *needed),),
@@ -94,7 +92,7 @@ def sft_shape(config: SFTConfig) -> Shape:
 
     def further(row: Mapping[str, Any]) -> Found:
         key = data.messages_key if data.messages_key in row else data.prompt_key
-        return _odd_roles(key, row[key], ended=True)
+        return odd_roles(key, row[key], ended=True)
 
     return Shape(((data.messages_key,), pair), (), check, further)
 
@@ -113,7 +111,7 @@ def rm_shape(config: RMConfig) -> Shape:
 
     def further(row: Mapping[str, Any]) -> Found:
         for key in answers:
-            yield from _odd_roles(key, row[key], ended=True)
+            yield from odd_roles(key, row[key], ended=True)
         if row[answers[0]] == row[answers[1]]:
             yield "equal answers", f"{answers[0]} and {answers[1]} are the same"
 
@@ -328,37 +326,6 @@ def _rescued(
             yield row, record, check
     if not broken:
         report.file(error)
-
-
-def _odd_roles(key: str, prompt: Any, *, ended: bool = False) -> Found:
-    """Roles that models are not taught; the assistant's last word, unless it is to be `ended`; no text."""
-    if not isinstance(prompt, list) or not isinstance(prompt[0], Mapping):
-        if isinstance(prompt, str) and not prompt.strip():
-            yield "blank text", f"{key}: nothing but white space"
-        return
-    for place, message in enumerate(prompt):
-        if message["role"] not in ROLES:
-            yield ROLE, f"{key}: message {place}: {message['role']!r} is none of {', '.join(ROLES)}"
-    if not ended and prompt[-1]["role"] == "assistant":
-        yield ROLE, f"{key}: the assistant has the last word, and nothing is left to answer"
-    if not any(message["content"].strip() for message in prompt):
-        yield "blank text", f"{key}: nothing but white space"
-
-
-def _unscored(row: Mapping[str, Any], source_key: str) -> Found:
-    """What the data source's reward will lack: there is none, or it cannot use the ground truth."""
-    source, truth = row[source_key], row["reward_model"]["ground_truth"]
-    if truth == [] or (isinstance(truth, str) and not truth.strip()):
-        yield "no answer", "reward_model.ground_truth: empty"
-        return
-    try:
-        reward = reward_for(source)
-        if reward.bounded:  # it soon says what it thinks of this ground truth, whatever the response
-            reward.scores({0: Item(source, "", truth, row.get("extra_info") or {})})
-    except RewardError as error:
-        missing = error.field == f"data_source '{source}'"
-        kind = "no reward function" if missing else "no answer that the reward can use"
-        yield kind, f"{source_key} {source!r}: {error.message}"
 
 
 def _hash(values: Iterable[Any]) -> int:

@@ -1,0 +1,276 @@
+"""`tandem data convert`: rows as they are published, as rows that training reads."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import pyarrow as pa
+
+from tandem.data.files import CHUNK_ROWS, DataFiles, read_files
+from tandem.data.preferences import preference_check
+from tandem.data.sft import turns_problem
+from tandem.data.validate import RowProblems, conversation_problem, kind
+from tandem.errors import ConfigError, DataError
+from tandem.offline.faults import UNREWARDED, odd_roles, unscored
+from tandem.rewards.boxes import last_boxed
+
+Row = Mapping[str, Any]
+_SPEAKERS = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "observation": "tool",
+}
+_HUMAN = re.compile(r"\n\n(Human|Assistant):")
+_BOXED = "Put the final answer in \\boxed{}."
+_CONVERSATIONS = preference_check(("chosen", "rejected"), None, None)
+
+
+class Unfit(ValueError):
+    """A row that cannot be converted; its text says why."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The user's wishes.
+
+    Attributes:
+        columns: a format's name of a column, and the file's.
+        source: the data source of all rows; None: the rows' own, or the format's.
+        instruction: put after each question; None: the format's.
+        skip: leave out rows that cannot be converted.
+    """
+
+    columns: Mapping[str, str] = field(default_factory=dict)
+    source: str | None = None
+    instruction: str | None = None
+    skip: bool = False
+
+
+@dataclass(frozen=True)
+class Format:
+    """A published format.
+
+    Attributes:
+        columns: those that tell it, and are needed.
+        convert: a row, its number and the settings to a row of training; raises Unfit.
+        reader: the command that reads the result.
+    """
+
+    columns: tuple[str, ...]
+    convert: Callable[[Row, int, Settings], dict[str, Any]]
+    reader: str = "train"
+
+
+def convert(files: Sequence[str], form: str, settings: Settings) -> tuple[pa.Table, int]:
+    """The rows of files of a format as a table that training reads, and how many were left out.
+
+    Raises:
+        DataError: columns are missing; rows cannot be converted, by number.
+    """
+    chosen = FORMATS[form]
+    needs = [settings.columns.get(name, name) for name in chosen.columns]
+    needs += settings.columns.values()
+    rows = read_files(files, needs, optional=None, keys=["--columns"])
+    problems, tables = RowProblems(rows.where), []
+    made = _converted(rows, chosen, settings, problems)
+    while chunk := list(islice(made, CHUNK_ROWS)):
+        tables.append(pa.Table.from_pylist(chunk))
+    if not settings.skip or not tables:
+        problems.raise_if_any(
+            f"that cannot be converted from {form}",
+            field=rows.names,
+            expected=", ".join(chosen.columns),
+            remedy="mend them, or leave them out with --skip; rows are counted from 0",
+        )
+    try:
+        return pa.concat_tables(tables, promote_options="permissive"), problems.count
+    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+        raise DataError("rows hold different types in one column", field=rows.names, got=error) from error
+
+
+def detect(files: Sequence[str], columns: Mapping[str, str]) -> str:
+    """The format of files, by their columns.
+
+    Raises:
+        ConfigError: they are of none.
+    """
+    rows = read_files(files, (), optional=None)
+    there = {*rows.columns, *columns}
+    (first,) = rows.take([0])
+    for name, form in FORMATS.items():
+        unmarked = name == "gsm8k" and "####" not in str(first.get(columns.get("answer", "answer")))
+        if there.issuperset(form.columns) and not unmarked:
+            return name
+    wanted = "; ".join(f"{name}: {', '.join(form.columns)}" for name, form in FORMATS.items())
+    raise ConfigError(
+        "of no known format by its columns",
+        field=rows.names,
+        got=", ".join(rows.columns),
+        expected=wanted,
+        remedy="name the format with --from, and its columns with --columns prompt=YOURS,answer=YOURS",
+    )
+
+
+def _converted(
+    rows: DataFiles, form: Format, settings: Settings, problems: RowProblems
+) -> Iterator[dict[str, Any]]:
+    for number, record in rows.records():
+        row = {**record, **{name: record.get(theirs) for name, theirs in settings.columns.items()}}
+        try:
+            yield form.convert(row, number, settings)
+        except Unfit as error:
+            problems.add(number, str(error))
+
+
+def _scored(
+    row: Row,
+    number: int,
+    settings: Settings,
+    question: Any,
+    truth: Any,
+    source: str | None,
+    hint: str,
+    *keep: str,
+) -> dict[str, Any]:
+    """A row of `tandem train`."""
+    hint = hint if settings.instruction is None else settings.instruction
+    name = settings.source or row.get("data_source") or source
+    prompt = [{"role": "user", "content": question}] if isinstance(question, str) else question
+    if not name:
+        raise Unfit("no data_source, which chooses the reward; name one with --source")
+    if problem := conversation_problem(prompt):
+        raise Unfit(f"prompt: {problem}")
+    _refuse(odd_roles("prompt", prompt))
+    if truth is None:
+        raise Unfit("no answer")
+    if hint:
+        prompt = [*prompt[:-1], {**prompt[-1], "content": f"{prompt[-1]['content']}\n\n{hint}"}]
+    own = row.get("extra_info")
+    kept = {key: row[key] for key in keep if key in row}
+    made = {
+        "data_source": str(name),
+        "prompt": prompt,
+        "ability": str(row.get("ability") or "math"),
+        "reward_model": {"style": "rule", "ground_truth": truth if isinstance(truth, list) else str(truth)},
+        "extra_info": {"index": number, **kept, **(own if isinstance(own, Mapping) else {})},
+    }
+    _refuse(unscored(made, "data_source"))
+    return made
+
+
+def _refuse(found: Iterable[tuple[str, str]]) -> None:
+    """What validation would say, but of a reward: the user may have one."""
+    for fault, problem in found:
+        if fault != UNREWARDED:
+            raise Unfit(problem)
+
+
+def _gsm8k(row: Row, number: int, settings: Settings) -> dict[str, Any]:
+    _, marker, answer = str(row["answer"]).rpartition("####")
+    truth = answer.strip().replace(",", "") if marker else None
+    hint = 'Give the final number after "####".'
+    return _scored(row, number, settings, row["question"], truth, "openai/gsm8k", hint, "question", "answer")
+
+
+def _math(row: Row, number: int, settings: Settings) -> dict[str, Any]:
+    truth = row.get("answer")
+    truth = last_boxed(str(row["solution"])) if truth is None else truth
+    source = "DigitalLearningGmbH/MATH-lighteval"
+    return _scored(row, number, settings, row["problem"], truth, source, _BOXED, "level", "type", "subject")
+
+
+def _deepmath(row: Row, number: int, settings: Settings) -> dict[str, Any]:
+    truth = row["final_answer"]
+    return _scored(row, number, settings, row["question"], truth, "MATH", _BOXED, "difficulty", "topic")
+
+
+def _dapo(row: Row, number: int, settings: Settings) -> dict[str, Any]:
+    model = row["reward_model"]
+    truth = model.get("ground_truth") if isinstance(model, Mapping) else None
+    prompt = row.get("source_prompt") or row["prompt"]
+    return _scored(row, number, settings, prompt, truth, "math_dapo", "")
+
+
+def _table(row: Row, number: int, settings: Settings) -> dict[str, Any]:
+    others = [
+        name for name in row if name not in ("prompt", "answer", "data_source", "ability", "extra_info")
+    ]
+    used = settings.columns.values()
+    keep = [name for name in others if name not in used]
+    return _scored(row, number, settings, row["prompt"], row["answer"], None, "", *keep)
+
+
+def _sharegpt(row: Row, number: int, settings: Settings) -> dict[str, Any]:
+    turns = row["conversations"]
+    if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
+        raise Unfit(f"conversations: not a list of turns but {kind(turns)}")
+    said = [
+        (turn.get("from") or turn.get("role"), turn.get("value") or turn.get("content")) for turn in turns
+    ]
+    messages = [{"role": _SPEAKERS.get(str(who), who), "content": text} for who, text in said]
+    return _conversation(row, messages)
+
+
+def _alpaca(row: Row, number: int, settings: Settings) -> dict[str, Any]:
+    asked = "\n\n".join(text for text in (row["instruction"], row.get("input")) if text)
+    if not asked or not row["output"]:
+        raise Unfit("no instruction" if not asked else "no output")
+    answer = {"role": "assistant", "content": row["output"]}
+    return _conversation(row, [{"role": "user", "content": asked}, answer])
+
+
+def _conversation(row: Row, messages: list[dict[str, Any]]) -> dict[str, Any]:
+    if row.get("system"):
+        messages = [{"role": "system", "content": row["system"]}, *messages]
+    if problem := turns_problem(messages):
+        raise Unfit(problem)
+    _refuse(odd_roles("messages", messages, ended=True))
+    return {"messages": messages}
+
+
+def _preference(row: Row, number: int, settings: Settings) -> dict[str, Any]:
+    prompt = row.get("prompt")
+    before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt or ())
+    made: dict[str, Any] = {name: _answered(before, row[name]) for name in ("chosen", "rejected")}
+    if problem := _CONVERSATIONS(made):
+        raise Unfit(problem)
+    _refuse(fault for name in made for fault in odd_roles(name, made[name], ended=True))
+    if made["chosen"] == made["rejected"]:
+        raise Unfit("chosen and rejected are the same")
+    margin = row.get("margin")
+    return {**made, "margin": float(margin)} if isinstance(margin, int | float) else made
+
+
+def _answered(before: list[Row], answer: Any) -> Any:
+    """The conversation that ends with an answer: a text, the last turns, a whole conversation, or a dialogue
+    written as text, with "Human:" and "Assistant:" before the turns."""
+    if isinstance(answer, str) and before:
+        return [*before, {"role": "assistant", "content": answer}]
+    if isinstance(answer, str):
+        parts = _HUMAN.split(answer)[1:]
+        roles = ("user" if who == "Human" else "assistant" for who in parts[::2])
+        return [
+            {"role": role, "content": text.strip()} for role, text in zip(roles, parts[1::2], strict=True)
+        ]
+    first = answer[0] if isinstance(answer, list) and answer else None
+    is_end = isinstance(first, Mapping) and first.get("role") == "assistant"
+    return [*before, *answer] if is_end else answer
+
+
+FORMATS: Mapping[str, Format] = {
+    "dapo": Format(("prompt", "reward_model"), _dapo),
+    "sharegpt": Format(("conversations",), _sharegpt, "sft"),
+    "preference": Format(("chosen", "rejected"), _preference, "rm"),
+    "alpaca": Format(("instruction", "output"), _alpaca, "sft"),
+    "deepmath": Format(("question", "final_answer"), _deepmath),
+    "gsm8k": Format(("question", "answer"), _gsm8k),
+    "math": Format(("problem", "solution"), _math),
+    "table": Format(("prompt", "answer"), _table),
+}
+"""In the order in which they are looked for."""
