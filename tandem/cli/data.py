@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from inspect import getdoc
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from tandem.cli.samples import LONGEST, framed
 from tandem.cli.typed import run_typed
 from tandem.config.data_files import files_of
 from tandem.config.load import load_data_config
 from tandem.config.root import TrainConfig
 from tandem.config.supervised import RMConfig, SFTConfig
+from tandem.data.files import read_files
 from tandem.data.rows import write_rows
 from tandem.errors import ConfigError, DataError
 from tandem.observability.terminal import say
 
 Words = Annotated[list[str], typer.Argument(help="data files, and key=value words as of the training")]
+Source = Annotated[str, typer.Argument(help="data file, folder, pattern, or hf:OWNER/NAME?…", metavar="IN")]
 Output = Annotated[Path, typer.Argument(help="file to write, .parquet or .jsonl", metavar="OUT")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="replace files that are there")]
 SUFFIXES = (".parquet", ".jsonl")
@@ -106,6 +111,123 @@ def _convert(
     say(f"{found}wrote {output}: {len(table):,} rows for `tandem {module.FORMATS[named].reader}`{without}")
 
 
+def _show(
+    words: Words,
+    n: Annotated[int, typer.Option("--n", min=0, help="examples")] = 2,
+    full: Annotated[bool, typer.Option("--full", help="long texts to their end")] = False,
+) -> None:
+    """Shows what is in data files: rows, columns, data sources, lengths, examples. With a model
+    (actor_rollout_ref.model.path=…) lengths are of tokens, and the first prompt is as the model gets it."""
+    module = import_module("tandem.offline.show")
+    config = _config(words)
+    rows = read_files(config.data.train_files, (), optional=None)
+    tokenizer, key = _tokenizer(config), config.data.prompt_key
+    for line in module.summary(rows, config.data.reward_fn_key):
+        say(line)
+    form = _Form(tokenizer, config) if tokenizer else None
+    for line in module.lengths(rows, key, form and form.count):
+        say(line)
+    for row, record in islice(rows.records(), n):
+        say(f"── {rows.where(row)}")
+        for name, value in record.items():
+            say(f"{name}:\n{framed(module.plain(value), None if full else LONGEST)}", end="")
+    if form is not None and key in rows.columns:
+        (first,) = rows.take([0])
+        text = form.text(first[key])
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"] if isinstance(text, str) else text
+        say(f"── the first prompt as the model gets it, {len(ids):,} tokens")
+        say(framed(text if isinstance(text, str) else tokenizer.decode(ids), None), end="")
+        for line in module.pieces(tokenizer, ids):
+            say(line)
+
+
+class _Form:
+    """The form in which a model gets what stands in a row."""
+
+    def __init__(self, tokenizer: Any, config: TrainConfig) -> None:
+        self._chat, self._tokenizer = import_module("tandem.data.chat"), tokenizer
+        self._template = self._chat.ChatTemplate(tokenizer, config.data.apply_chat_template_kwargs)
+
+    def text(self, value: Any) -> Any:
+        """A text, or token ids."""
+        if isinstance(value, list) and value and isinstance(value[0], Mapping):
+            answered = value[-1].get("role") == "assistant"
+            return self._template.render(value, generation_prompt=not answered)
+        return value if isinstance(value, str | list) else ""
+
+    def count(self, values: list[Any]) -> list[int]:
+        """The tokens of each."""
+        made = list(map(self.text, values))
+        texts = [each for each in made if isinstance(each, str)]
+        ids = iter(self._chat.tokenize(self._tokenizer, texts))
+        return [len(next(ids)) if isinstance(each, str) else len(each) for each in made]
+
+
+def _split(
+    source: Source,
+    most: Annotated[Path, typer.Argument(help="file to write", metavar="OUT_A")],
+    part: Annotated[Path, typer.Argument(help="file to write the share to", metavar="OUT_B")],
+    share: Annotated[float, typer.Option(help="of each data source's rows that go to OUT_B")] = 0.1,
+    seed: Annotated[int, typer.Option(min=0, help="the same seed gives the same files")] = 0,
+    overwrite: Overwrite = False,
+) -> None:
+    """Divides rows by chance: a share of each data source goes to OUT_B, the rest to OUT_A. Rows whose
+    prompts are the same but for blanks and case stay together, and all keep their order."""
+    if not 0 < share < 1:
+        raise ConfigError("out of range", field="--share", got=share, expected="a number between 0 and 1")
+    _check_outputs([most, part], overwrite)
+    rows = read_files(files_of(source), (), optional=None)
+    chosen = import_module("tandem.offline.parts").split(rows, share, seed)
+    if chosen.all() or not chosen.any():
+        raise DataError(
+            "one side would have no rows", field=rows.names, got=f"{len(rows)} rows", remedy="another --share"
+        )
+    for path, mask in ((most, ~chosen), (part, chosen)):
+        write_rows(path, rows.table.filter(mask), {})
+        say(f"wrote {path}: {mask.sum():,} rows")
+
+
+def _dedupe(
+    source: Source,
+    output: Output,
+    against: Annotated[
+        str | None, typer.Option(help="data whose prompts no row may have, nor nearly")
+    ] = None,
+    ngram: Annotated[int, typer.Option(min=0, help="words of an n-gram; 0: only rows that are the same")] = 5,
+    overlap: Annotated[
+        float, typer.Option(min=0, max=1, help="share of n-grams in common from which texts are near")
+    ] = 0.7,
+    overwrite: Overwrite = False,
+) -> None:
+    """Leaves out rows that repeat an earlier one but for blanks and case, or nearly: most of their word
+    n-grams are shared, and all numbers. With --against also those whose prompt is in other data."""
+    module = import_module("tandem.offline.parts")
+    _check_outputs([output], overwrite)
+    rows = read_files(files_of(source), (), optional=None)
+    gone: dict[int, str] = {}
+    if against is not None:
+        other = read_files(files_of(against), (), optional=None)
+        texts = [module.Texts(each, prompt=True) for each in (other, rows)]
+        for one, later, shared in module.alike(texts, ngram, overlap):
+            row = later - len(other)
+            if one < len(other) <= later and gone.setdefault(row, "leaked") == "leaked":
+                say(f"{rows.where(row)}: its prompt is in {against}, {other.where(one)}{_near(shared)}")
+    for one, later, shared in module.alike([module.Texts(rows, prompt=False)], ngram, overlap):
+        if later not in gone and (shared == 1 or one not in gone):
+            gone[later] = "repeated" if shared == 1 else "near"
+            say(f"{rows.where(later)}: repeats {rows.where(one)}{_near(shared)}")
+    kept = [row for row in range(len(rows)) if row not in gone]
+    if not kept:
+        raise DataError("no row would be left", field=rows.names)
+    write_rows(output, rows.table.take(kept), {})
+    why = ", ".join(f"{count:,} {name}" for name, count in Counter(gone.values()).items())
+    say(f"wrote {output}: {len(kept):,} of {len(rows):,} rows{f'; left out: {why}' if why else ''}")
+
+
+def _near(shared: float) -> str:
+    return "" if shared == 1 else f" ({shared:.2f} of their n-grams)"
+
+
 def _check_outputs(paths: Sequence[Path], overwrite: bool) -> None:
     for path in paths:
         if not path.name.endswith(SUFFIXES):
@@ -144,4 +266,7 @@ def _tokenizer(config: Any) -> Any:
 ACTIONS: Mapping[str, tuple[Callable[..., None], str]] = {
     "validate": (_validate, "tandem data validate train.parquet val.jsonl data.max_prompt_length=512"),
     "convert": (_convert, "tandem data convert gsm8k/train.parquet train.parquet --from gsm8k"),
+    "show": (_show, "tandem data show train.parquet --n 3 actor_rollout_ref.model.path=MODEL"),
+    "split": (_split, "tandem data split all.parquet train.parquet val.parquet --share 0.1 --seed 1"),
+    "dedupe": (_dedupe, "tandem data dedupe train.parquet clean.parquet --against val.parquet"),
 }

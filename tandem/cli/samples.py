@@ -74,11 +74,11 @@ def _show(row: dict[str, Any], longest: int | None) -> None:
     head += [f"{row['prompt_tokens']} + {row['response_tokens']} tokens", f"ended by {row['finish_reason']}"]
     head += [f"right is {row['ground_truth']}"] if row["ground_truth"] is not None else []
     say("── " + " · ".join(_short(part, 120) for part in head))
-    why = _framed(row["why"], None, mark=" why:") if row["why"] else ""
-    say(_framed(row["prompt"], longest) + _framed(row["response"], longest, mark=" >") + why)
+    why = framed(row["why"], None, mark=" why:") if row["why"] else ""
+    say(framed(row["prompt"], longest) + framed(row["response"], longest, mark=" >") + why)
 
 
-def _framed(text: str, longest: int | None, mark: str = " |") -> str:
+def framed(text: str, longest: int | None, mark: str = " |") -> str:
     """The text with a mark before each line, so that no line of it can pass for one of ours."""
     if longest is not None and len(text) > longest:
         left_out = len(text) - longest

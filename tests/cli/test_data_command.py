@@ -6,10 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from tandem.cli.data import ACTIONS
 from tandem.cli.main import main
+from tandem.data.files import DataFiles
+from tandem.offline.parts import Texts, alike, split
+from tests.support.tiny import CHARACTERS, make_tokenizer
 
 Rows = list[dict[str, Any]]
 BOXED = "\n\nPut the final answer in \\boxed{}."
@@ -205,3 +212,162 @@ def test_what_cannot_be_converted(
     assert main(["data", "convert", write(tmp_path / "in.jsonl", [row]), str(out), *words]) == 1
     assert message in capsys.readouterr().err
     assert not out.exists()
+
+
+LONG = (
+    "a train leaves the town at {} in the morning and drives {} miles an hour to the {} by the sea, "
+    "where it waits until noon before it goes all the way back with twice as many people as in the morning"
+)
+
+
+def test_repeated_near_and_leaked_rows_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = [
+        LONG.format(8, 40, "harbour"),
+        LONG.format(9, 50, "village"),
+        "  A TRAIN leaves " + LONG.format(8, 40, "harbour")[len("a train leaves ") :],  # 2: is 0
+        LONG.format(8, 40, "lighthouse"),  # 3: nearly 0
+        LONG.format(8, 41, "harbour"),  # 4: another number, so another question
+        "1+1=",
+        "1+2=",
+        LONG.format(9, 50, "Village"),  # 7: is 1
+    ]
+    rows = [scored("arithmetic", text, "1") for text in texts]
+    held = [scored("arithmetic", text, "1") for text in ("7+7=", LONG.format(9, 50, "lighthouse"), "1+2= ")]
+    source, val, out = (
+        write(tmp_path / "in.jsonl", rows),
+        write(tmp_path / "val.jsonl", held),
+        tmp_path / "o.jsonl",
+    )
+    assert main(["data", "dedupe", source, str(out)]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[:2] == ["row 2: repeats row 0", "row 7: repeats row 1"]
+    assert said[2].startswith("row 3: repeats row 0 (0.") and len(said) == 4
+    assert said[3].endswith("5 of 8 rows; left out: 2 repeated, 1 near")
+    assert read(out) == [rows[at] for at in (0, 1, 4, 5, 6)]
+    assert main(["data", "dedupe", source, str(out), "--against", val, "--overwrite"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert f"row 6: its prompt is in {val}, row 2" in said
+    assert any(line.startswith(f"row 1: its prompt is in {val}, row 1 (0.") for line in said)
+    assert read(out) == [rows[at] for at in (0, 4, 5)]
+    assert main(["data", "dedupe", source, str(out), "--overwrite", "--ngram", "0"]) == 0
+    assert read(out) == [rows[at] for at in (0, 1, 3, 4, 5, 6)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_near_pairs_are_those_of_a_slow_search(data: st.DataObject) -> None:
+    words = st.lists(st.sampled_from("abc12"), min_size=1, max_size=9).map(" ".join)
+    texts = data.draw(st.lists(words, min_size=1, max_size=9))
+    overlap = data.draw(st.sampled_from([0.4, 0.7, 1.0]))
+
+    def grams(text: str) -> set[tuple[str, ...]]:
+        parts = text.split()
+        return {tuple(parts[at : at + 2]) for at in range(max(1, len(parts) - 1))}
+
+    near = {}
+    for j, later in enumerate(texts):
+        for i, earlier in enumerate(texts[:j]):
+            digits = [[c for c in text if c.isdigit()] for text in (earlier, later)]
+            share = len(grams(earlier) & grams(later)) / len(grams(earlier) | grams(later))
+            first = earlier not in texts[:i] and later not in texts[:j]
+            if first and digits[0] == digits[1] and share >= overlap:
+                near[i, j] = share
+    rows = DataFiles(pa.table({"prompt": texts}), (Path("x"),), (0,))
+    found = {
+        (i, j): share for i, j, share in alike([Texts(rows, prompt=True)], 2, overlap) if texts[i] != texts[j]
+    }
+    assert found == near
+    same = {(i, j) for i, j, share in alike([Texts(rows, prompt=True)], 0, overlap)}
+    assert same == {(texts.index(text), j) for j, text in enumerate(texts) if texts.index(text) < j}
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    prompts=st.lists(st.tuples(st.sampled_from("abcdefgh"), st.sampled_from("xy")), min_size=1, max_size=40),
+    share=st.floats(0.05, 0.95),
+    seed=st.integers(0, 3),
+)
+def test_a_split_keeps_prompts_together(prompts: list[tuple[str, str]], share: float, seed: int) -> None:
+    table = pa.table({"prompt": [p for p, _ in prompts], "data_source": [s for _, s in prompts]})
+    chosen = split(DataFiles(table, (Path("x"),), (0,)), share, seed)
+    assert chosen.shape == (len(prompts),)
+    sides: dict[str, set[bool]] = {}
+    for (prompt, _), side in zip(prompts, chosen.tolist(), strict=True):
+        sides.setdefault(prompt, set()).add(side)
+    assert all(len(side) == 1 for side in sides.values())
+    first = {prompt: source for prompt, source in reversed(prompts)}
+    largest = max(sum(p == each for p, _ in prompts) for each in first)
+    for source in "xy":
+        rows = [side for (p, _), side in zip(prompts, chosen.tolist(), strict=True) if first[p] == source]
+        assert abs(sum(rows) - share * len(rows)) <= largest
+
+
+def test_split_is_a_partition_by_source_and_the_same_for_a_seed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [scored(source, f"{at}+1=", str(at)) for at in range(200) for source in ("arithmetic", "gsm8k")]
+    rows = [{**row, "data_source": "gsm8k" if at < 100 else "arithmetic"} for at, row in enumerate(rows)]
+    source = write(tmp_path / "in.jsonl", rows)
+
+    def halves(seed: int, name: str) -> tuple[Rows, Rows]:
+        outs = tmp_path / f"{name}a.jsonl", tmp_path / f"{name}b.parquet"
+        words = ["data", "split", source, *map(str, outs), "--share", "0.1", "--seed", str(seed)]
+        assert main(words) == 0
+        return read(outs[0]), read(outs[1])
+
+    train, val = halves(1, "one")
+    assert [len([r for r in val if r["data_source"] == name]) for name in ("gsm8k", "arithmetic")] == [10, 30]
+    assert sorted(map(json.dumps, train + val)) == sorted(map(json.dumps, rows))
+    prompts = [{row["prompt"][0]["content"] for row in part} for part in (train, val)]
+    assert not prompts[0] & prompts[1]
+    assert halves(1, "again") == (train, val)
+    assert halves(2, "other") != (train, val)
+    capsys.readouterr()
+    few = write(tmp_path / "few.jsonl", rows[:2])
+    assert main(["data", "split", few, str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]) == 1
+    assert "one side would have no rows" in capsys.readouterr().err
+    assert main(["data", "split", few, str(tmp_path / "a.jsonl"), str(tmp_path / "a.jsonl")]) == 1
+    assert "named twice" in capsys.readouterr().err
+    assert main(["data", "split", few, str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl")]) == 1
+    assert "unknown format" in capsys.readouterr().err
+    assert main(["data", "split", few, *[str(tmp_path / f"{x}.jsonl") for x in "ab"], "--share", "1"]) == 1
+    assert "between 0 and 1" in capsys.readouterr().err
+
+
+def test_show_says_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        scored("arithmetic", "1+1=", "2"),
+        scored("gsm\x1b[2J", "x\u202e\n── row 9", "3"),
+        scored("arithmetic", "1+22=", "23"),
+    ]
+    file = write(tmp_path / "in.jsonl", rows)
+    assert main(["data", "show", file, "--n", "2"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"{file}: 3 rows\n  data_source: string\n")
+    assert "data sources:\n  arithmetic: 2\n  gsm\\x1b[2J: 1\n" in out and "\x1b" not in out
+    assert "prompt, characters: 0% 10, 5% 10, 50% 11, 95% 17, 99% 17, 100% 17\n" in out
+    assert "── row 1\n" in out and "── row 2\n" not in out
+    assert "prompt:\n | user: x\\u202e\n | ── row 9\n" in out
+    make_tokenizer(tmp_path / "model")
+    assert main(["data", "show", file, f"actor_rollout_ref.model.path={tmp_path / 'model'}"]) == 0
+    out = capsys.readouterr().out
+    ids = [3 + CHARACTERS.index(character) for character in "1+1="]
+    shown = "  ".join(f"{number} {character!r}" for number, character in zip(ids, "1+1=", strict=True))
+    assert out.endswith(f"── the first prompt as the model gets it, 4 tokens\n | 1+1=\n  {shown}\n")
+    assert "prompt, tokens: 0% 4, 5% 4, 50% 5" in out
+
+
+@pytest.mark.parametrize("work", sorted(ACTIONS))
+def test_help_of_each_work_begins_with_an_example(work: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", work, "--help"]) == 0
+    said = capsys.readouterr().out
+    assert ACTIONS[work][1].split(" --")[0] in " ".join(said.split())
+    assert main(["data", "--help"]) == 0
+    assert f"tandem data {work} " in capsys.readouterr().out
+
+
+def test_unknown_work(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "shuffle"]) == 1
+    assert "expected: validate, convert, show, split, dedupe" in capsys.readouterr().err
