@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from tandem.cli.data import ACTIONS
 from tandem.cli.main import main
-from tandem.data.files import DataFiles
+from tandem.data.files import DataFiles, read_files
 from tandem.offline.parts import Texts, alike, split
 from tests.support.tiny import CHARACTERS, make_tokenizer
 
@@ -371,3 +372,27 @@ def test_help_of_each_work_begins_with_an_example(work: str, capsys: pytest.Capt
 def test_unknown_work(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "shuffle"]) == 1
     assert "expected: validate, convert, show, split, dedupe" in capsys.readouterr().err
+
+
+def test_the_page_shows_what_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+    ((raw, session),) = re.findall(r"```json\n(.*?)```\n\n```console\n(.*?)```", page, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    Path("raw.jsonl").write_text(raw)
+    steps = session.split("$ tandem ")[1:]
+    assert len(steps) == 6
+    for step in steps:
+        command, _, printed = step.partition("\n")
+        main(command.split())
+        said = capsys.readouterr()
+        assert said.out + said.err == printed
+
+
+def test_a_json_list_keeps_columns_that_its_first_row_lacks(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('[{"prompt": "x"}, {"prompt": "y", "answer": "2"}]')
+    assert read_files(str(tmp_path / "a.json"), ("answer",), optional=None).table.to_pylist() == [
+        {"answer": None, "prompt": "x"},
+        {"answer": "2", "prompt": "y"},
+    ]
