@@ -25,6 +25,7 @@ ARROW, CSV, JSON, LINES, PARQUET = "Arrow", "CSV", "JSON", "JSON-lines", "parque
 FORMATS = {".arrow": ARROW, ".feather": ARROW, ".csv": CSV, ".json": JSON, ".jsonl": LINES}
 """By the file's ending, before `.gz`; others are parquet. A JSON file is a list, or has a row per line."""
 _ARROW_FILE = b"ARROW1"
+_UNREADABLE = (OSError, EOFError, ValueError, OverflowError, RecursionError, pa.ArrowException)
 JSON_BLOCK_BYTES = 64 << 20
 """The longest line of a JSON-lines file; Arrow's default, 1 MiB, is less than a long conversation."""
 
@@ -142,7 +143,7 @@ def count_rows(files: Sequence[str], max_samples: int = -1) -> int:
                     rows += sum(1 for line in lines if line.strip())
             else:
                 rows += _whole(path).num_rows
-        except (OSError, EOFError, ValueError, pa.ArrowException) as error:
+        except _UNREADABLE as error:
             raise _unreadable(path, error) from error
     return min(rows, max_samples) if max_samples > 0 else rows
 
@@ -173,7 +174,7 @@ def _open(path: Path) -> _File:
             return _File(path, table.column_names, table.select)
         parquet = pa_parquet.ParquetFile(path)
         return _File(path, parquet.schema_arrow.names, lambda columns: parquet.read(columns=columns))
-    except (OSError, EOFError, ValueError, pa.ArrowException) as error:
+    except _UNREADABLE as error:
         raise _unreadable(path, error) from error
 
 

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+import pyarrow as pa
+
 from tandem.data.files import CSV, JSON, LINES, format_of, opened
 from tandem.tasks import is_task
 
@@ -80,7 +82,7 @@ def _parsed(text: bytes) -> tuple[Any, str | None]:
         return json.loads(text.decode("utf-8-sig")), None
     except UnicodeDecodeError as error:
         return None, f"not UTF-8: {error.reason} at byte {error.start} of the line"
-    except ValueError as error:
+    except (RecursionError, ValueError) as error:
         return None, f"broken JSON: {error}"
 
 
@@ -91,8 +93,17 @@ def _typed(rows: Iterable[tuple[int, Any, str | None]]) -> Scanned:
         if problem is None and not isinstance(row, dict):
             problem = f"{_KINDS.get(type(row), 'null')}, not an object"
         if problem is None:
-            problem = next(_others("", row, number, seen), None)
+            problem = next(_others("", row, number, seen), None) or _unheld(row)
         yield number, row if problem is None else None, problem
+
+
+def _unheld(row: dict[str, Any]) -> str | None:
+    """What no table holds: halves of characters, numbers beyond 64 bits."""
+    try:
+        pa.array([row])
+    except (pa.ArrowException, OverflowError, ValueError) as error:
+        return f"cannot be read: {error}"
+    return None
 
 
 def _others(at: str, value: Any, number: int, seen: dict[str, tuple[str, int]]) -> Iterator[str]:
