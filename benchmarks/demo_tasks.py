@@ -55,7 +55,6 @@ def device() -> dict[str, Any]:
         "processor": models[0] if models else platform.machine(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "load_in_this_run": "load_at_start of each task: other processes that ran",
         "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
     }
 

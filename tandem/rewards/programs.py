@@ -15,6 +15,7 @@ import math
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -173,14 +174,12 @@ def _values(value: Any) -> list[Any]:
 
 def _statement(text: str) -> Test:
     """A test of `assert f(…) == …` with plain values is a call; others are executed beside the solution."""
-    try:
+    with suppress(SyntaxError, ValueError, TypeError, RecursionError):  # Python may execute it all the same
         match ast.parse(text).body:
             case [ast.Assert(ast.Compare(ast.Call(ast.Name(name), given, []), [ast.Eq()], [wanted]))]:
                 plain = [[ast.literal_eval(each) for each in given], ast.literal_eval(wanted)]
                 if json.loads(json.dumps(plain)) == plain:  # tuples, sets and numbers as keys are not
                     return Test(plain[0], plain[1], name)
-    except (SyntaxError, ValueError, TypeError, RecursionError):
-        pass  # it may still be one that Python executes
     return Test(text, cooperative=True)
 
 
