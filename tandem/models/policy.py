@@ -5,7 +5,8 @@ Shapes: N input tokens, K predicted tokens, T entries of the micro-batch's token
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from tandem.models.heads import Head, token_log_probs
 from tandem.models.heads.exact import kl_divergence, sum_pi_squared
 from tandem.models.heads.tiled import Tiles, tiles_for
 from tandem.models.kernels import Kernels
-from tandem.models.lora import plain_name
+from tandem.models.lora import plain_name, without_adapters
 from tandem.models.packing import PackedInputs
 from tandem.models.tensor_group import TensorGroup, local
 from tandem.models.vocab_parallel import own_entries, split_token_log_probs
@@ -130,6 +131,25 @@ class PolicyModel(nn.Module):
     def hf_name(self, name: str) -> str:
         """The Hugging Face name of a parameter of this module."""
         return plain_name(name.removeprefix("model."))
+
+
+@contextmanager
+def varied(module: Any, *, adapter: bool, temperature: float | None) -> Iterator[None]:
+    """Inside, the model computes without its adapters, or a policy at another temperature.
+
+    Args:
+        adapter: whether adapters count.
+        temperature: None: the policy's own.
+    """
+    own = getattr(module, "temperature", None)
+    with nullcontext() if adapter else without_adapters(module):
+        if temperature is not None:
+            module.temperature = temperature
+        try:
+            yield
+        finally:
+            if temperature is not None:
+                module.temperature = own
 
 
 def decode(decoder: Any, inputs: PackedInputs) -> Tensor:

@@ -29,6 +29,7 @@ from tandem.runtime import Backend, ResourcePool, Worker, WorkerGroup
 from tandem.runtime.worker import WorkerFactory
 from tandem.trainer.checks import check_algorithms, models_of, say_idle_offload
 from tandem.trainer.gathering import Evaluator, Gathered, Gatherer
+from tandem.trainer.integrity import Facts
 from tandem.trainer.launch import Launcher, make_backend, plain_errors, recipes
 from tandem.trainer.loop import Listener, Rhythm
 from tandem.trainer.placing import CONTROLLER_POOL, cast_roles, configured_placement, pools_of, tenants
@@ -86,7 +87,7 @@ def build_ppo(
         launcher = Launcher(
             cast,
             plan,
-            recipes(config, plan, tokenizer, reward, run.folder),
+            recipes(config, plan, tokenizer, reward, run.folder, stops),
             backend,
             balance=config.trainer.balance_batch,
             scores_parts=reward is None or not reward.batched,
@@ -103,6 +104,7 @@ def build_ppo(
             kl_controller(kl.type, kl.kl_coef, kl.target_kl, kl.horizon),
             _entropy_controller(policy.actor),
             schedule,
+            Facts.of(config, plan),
         )
         made.listeners += [*_own_listener(config.trainer.on_step), *listeners]
         return made

@@ -21,6 +21,7 @@ from tandem.runtime.worker import WorkerFactory
 from tandem.trainer.placing import Cast, Tenant, pools_of, tenants
 from tandem.trainer.roles import Roles
 from tandem.trainer.steps import Plan, updates_per_step
+from tandem.workers.integrity import SpecialTokens
 
 RAY = "tandem.runtime.ray_backend:RayBackend"
 
@@ -99,7 +100,12 @@ Recipe = Callable[[Tenant], WorkerFactory]
 
 
 def recipes(
-    config: TrainConfig, plan: Plan, tokenizer: PreTrainedTokenizerBase, reward: Scorer | None, run: RunFolder
+    config: TrainConfig,
+    plan: Plan,
+    tokenizer: PreTrainedTokenizerBase,
+    reward: Scorer | None,
+    run: RunFolder,
+    stops: tuple[int, ...],
 ) -> dict[str, Recipe]:
     """What the workers of each role are made with, besides those of the data.
 
@@ -107,6 +113,7 @@ def recipes(
         tokenizer: the policy's.
         reward: the user's own; None takes each data source's.
         run: the run folder.
+        stops: the tokens that end a response.
     """
     trainer, actor = config.trainer, config.actor_rollout_ref.actor
     engine = {"device": trainer.device, "run": run, "collective_timeout_s": trainer.timeouts.collective}
@@ -129,9 +136,11 @@ def recipes(
         **engine,
     }
     scorer = {"tokenizer": tokenizer, **engine}
+    ignored = config.actor_rollout_ref.rollout.ignore_eos
+    special = SpecialTokens.of(tokenizer, () if ignored else stops)
     return {
         **dict.fromkeys(("actor", "rollout", "ref"), policy),
-        "batch": lambda tenant: partial(tenant.worker, config.algorithm, run, actor),
+        "batch": lambda tenant: partial(tenant.worker, config.algorithm, run, actor, special),
         "critic": lambda tenant: partial(tenant.worker, config.critic, **critic),
         "reward": lambda tenant: partial(tenant.worker, tokenizer, reward, config.reward, run),
         "reward_model": lambda tenant: partial(tenant.worker, config.reward_model, **scorer),

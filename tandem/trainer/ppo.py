@@ -25,6 +25,7 @@ from tandem.protocol import DataProto, SamplingParams
 from tandem.runtime import BatchFuture, Future, Placement, WorkerGroup
 from tandem.trainer.exact_kl import ExactKL
 from tandem.trainer.gathering import Evaluator, Gathered, Gatherer
+from tandem.trainer.integrity import PROMPTS_USED, Facts
 from tandem.trainer.launch import Launcher
 from tandem.trainer.loop import Loop, Rhythm
 from tandem.trainer.perf import take_observed, take_usage, throughput
@@ -32,7 +33,7 @@ from tandem.trainer.roles import Roles
 from tandem.trainer.schedule import Schedule
 from tandem.trainer.session import Session
 from tandem.trainer.steps import Plan, minibatches
-from tandem.trainer.trust import TrustProbe
+from tandem.trainer.trust import EXPLAINED_SAMPLES, TrustProbe
 
 
 class PPOTrainer(Loop[Gathered]):
@@ -47,6 +48,7 @@ class PPOTrainer(Loop[Gathered]):
         evaluator: validation, or None without validation data.
         kl_controller: the coefficient of the KL in the reward.
         entropy_controller: that of the entropy bonus, where it moves.
+        facts: by which each step is judged; None: it is not.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class PPOTrainer(Loop[Gathered]):
         kl_controller: FixedKLController | AdaptiveKLController,
         entropy_controller: AdaptiveEntropyController | None,
         schedule: Schedule[Gathered] | None = None,
+        facts: Facts | None = None,
     ) -> None:
         super().__init__(rhythm, gatherer.prompts, session, launcher.backend, schedule)
         self.plan = plan
@@ -70,7 +73,12 @@ class PPOTrainer(Loop[Gathered]):
         self.evaluator = evaluator
         self.kl = kl_controller
         self.entropy = entropy_controller
-        self.trust = TrustProbe(gatherer.params.temperature, session.say)
+        self.trust = TrustProbe(
+            gatherer.params.temperature,
+            session.warn,
+            facts,
+            experiments=hasattr(roles.actor, "explain_gap"),
+        )
         self._rollout_is_current = False
         self.exact_kl = ExactKL(plan.exact_kl)
         self._reference_step = 0
@@ -98,6 +106,8 @@ class PPOTrainer(Loop[Gathered]):
         """
         roles, plan, samples = self.roles, self.plan.at(step), gathered.samples
         left_out = self._left_out(samples, gathered.scores)
+        if self.trust.puzzled:
+            roles.actor.explain_gap(samples.rows(slice(EXPLAINED_SAMPLES)))
         learns = step > plan.critic_warmup
         reference = self.exact_kl.refer(roles, samples)
         columns = [gathered.scores, *reference.log_probs, *gathered.baselines]
@@ -202,7 +212,9 @@ class PPOTrainer(Loop[Gathered]):
         measured: Future[Metrics] = roles.batch.measure(batch)
         learnt = [prefixed(role, future.get()) for role, future in updates]
         metrics = Metrics.merged([measured.get(), *learnt, take_observed(self.groups)]).to_floats()
-        metrics = self.trust.read(metrics, self.gatherer.params)
+        metrics[PROMPTS_USED] = float(self.prompts.used * self.prompts.batch_size)
+        self.trust.before = self.trust.before or self.session.restored
+        metrics = self.trust.read(metrics, self.gatherer.params, step)
         if written is not None:
             written.get()
         metrics["training/epoch"] = self.prompts.epoch

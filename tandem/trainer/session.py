@@ -318,8 +318,12 @@ class Session:
             raise AssertionError("restore comes before the first log")
         self._sinks.log(step, metrics)
         for name, sentence in self._watch.read(metrics):
-            self.folder.event("warning", name=name, step=step, text=sentence)
-            self.say(f"Warning after step {step}: {sentence}.")
+            self.warn(name, sentence, step)
+
+    def warn(self, name: str, sentence: str, step: int) -> None:
+        """Tells the user what is wrong after a step, and writes it into the run folder's events."""
+        self.folder.event("warning", name=name, step=step, text=sentence)
+        self.say(f"Warning after step {step}: {sentence}.")
 
     def show_generations(self, step: int, count: int) -> None:
         """Sends the loggers so many responses of the validation after a step."""

@@ -62,6 +62,7 @@ class ActorWorker(EngineWorker):
     load_weights = offered("rollout", RolloutPart.load_weights)
 
     compute_log_prob = offered("actor", ActorPart.compute_log_prob)
+    explain_gap = offered("actor", ActorPart.explain_gap)
     update_actor = offered("actor", ActorPart.update_actor)
     hold_reference_head = offered("actor", ActorPart.hold_reference_head)
     reset_optimizer = offered("actor", ActorPart.reset_optimizer)

@@ -15,6 +15,7 @@ from tandem.protocol import DataProto
 from tandem.runtime import Dispatch, register
 from tandem.workers.base import EngineWorker, micro_batching
 from tandem.workers.correction import KEPT, without_rejected
+from tandem.workers.experiments import add_experiments
 from tandem.workers.losses import ActorLoss
 from tandem.workers.probes import add_evidence, add_rollout_gap, difference_limit, gap_columns
 
@@ -35,6 +36,7 @@ class ActorPart:
         self.engine = engine
         self._actor = config.actor_rollout_ref.actor
         self._rollout = config.actor_rollout_ref.rollout
+        self._adapters = config.actor_rollout_ref.model.lora_rank > 0
         self._outputs = old_outputs | {"log_probs"}
         correction = config.algorithm.rollout_correction
         self._bypasses = correction.bypass_mode
@@ -56,6 +58,25 @@ class ActorPart:
             self._add_evidence(worker, batch)
         others = {name: column for name, column in computed.batch.items() if name != "log_probs"}
         return DataProto({"old_log_probs": out, **others})
+
+    @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, mesh="actor", collect="first")
+    def explain_gap(self, worker: EngineWorker, batch: DataProto) -> None:
+        """Measures under which fault the difference from the rollout would vanish; see `add_experiments`.
+
+        Args:
+            batch: a few samples that the weights wrote as they are now.
+        """
+        with worker.timeline.phase("explain_gap"), worker.on_device(self.engine):
+            measured = Metrics()
+            add_experiments(
+                measured,
+                self.engine,
+                batch,
+                adapters=self._adapters,
+                temperature=self._rollout.temperature,
+            )
+        if self.engine.share.leads:
+            worker.observed = Metrics.merged([worker.observed, measured])
 
     def _add_evidence(self, worker: EngineWorker, batch: DataProto) -> None:
         rollout, engine = self._rollout, self.engine

@@ -22,6 +22,7 @@ from tandem.protocol import DataProto, Ragged
 from tandem.runtime import Dispatch, register
 from tandem.workers.advantage_inputs import refuse_non_finite, reward_components
 from tandem.workers.correction import KEPT, WEIGHTS, Correction, correction_columns
+from tandem.workers.integrity import SpecialTokens, add_checks
 from tandem.workers.loss_terms import configured_loss
 from tandem.workers.shaping import ShapingWorker
 
@@ -33,12 +34,20 @@ class BatchWorker(ShapingWorker):
         config: the resolved algorithm section.
         run: the run folder.
         actor: the policy's section, whose loss may choose tokens over the whole batch.
+        special: the tokens that a batch is checked by.
     """
 
-    def __init__(self, config: AlgorithmConfig, run: RunFolder, actor: ActorConfig | None = None) -> None:
+    def __init__(
+        self,
+        config: AlgorithmConfig,
+        run: RunFolder,
+        actor: ActorConfig | None = None,
+        special: SpecialTokens | None = None,
+    ) -> None:
         super().__init__(run, "batch")
         assert self.world_size == 1, "groups must not be split"
         self.config = config
+        self.special = special or SpecialTokens()
         self.spec: AdvantageSpec = advantage_estimator(config.adv_estimator)
         shared = {
             "gamma": config.gamma,
@@ -154,6 +163,7 @@ class BatchWorker(ShapingWorker):
             metrics.add_mean("critic/explained_variance", variance, 1.0)
         if self.config.use_kl_in_reward:
             metrics.add_mean("actor/kl_in_reward", self._kl_penalised(batch, 0.0).kl, 1.0)
+        add_checks(metrics, batch, self.special)
         return metrics
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)

@@ -25,6 +25,9 @@ from tandem.workers.correction import WEIGHTS, Correction, bypassing, count_kept
 from tandem.workers.loss_terms import EntropyTerm, Term, configured_terms
 from tandem.workers.probes import SAMPLED, add_rollout_gap
 
+TOKEN_SHARE = "trust/token_share"
+"""Tokens of all micro-batches over those that the loss was divided by: 1, or its scale is wrong."""
+
 
 @dataclass(frozen=True)
 class ActorLoss:
@@ -106,6 +109,7 @@ class ActorLoss:
     ) -> tuple[Tensor, Metrics]:
         metrics = Metrics()
         given = {**out, **columns, "offsets": offsets}
+        metrics.add_sum(TOKEN_SHARE, columns["response_mask"].sum().double() / max(counts.tokens, 1))
         if not self.recomputed:
             given["old_log_probs"] = out["log_probs"].detach()
         self._correct(given, metrics)

@@ -18,6 +18,8 @@ from tandem.protocol import DataProto, Ragged
 SAMPLED = "rollout_log_probs"
 UNTRUNCATED = "rollout_log_probs_untruncated"
 FINGERPRINT = "token_fingerprint"
+SCORED = "scored_fingerprint"
+"""The column of the fingerprints of the samples that a reward worker scored."""
 MOMENT = "rollout/moment/"
 """Prefix of the means from which the correlation is computed; they are no metrics of their own."""
 
@@ -47,9 +49,7 @@ def add_rollout_gap(
         columns: the rollout's: `SAMPLED`, and `UNTRUNCATED`, which is compared where it is there and not NaN.
         mask_T: the tokens that count.
     """
-    sampled_T = columns[SAMPLED]
-    if UNTRUNCATED in columns:
-        sampled_T = torch.where(columns[UNTRUNCATED].isnan(), sampled_T, columns[UNTRUNCATED])
+    sampled_T = compared(columns)
     count = mask_T.sum()
     gap_T = torch.where(mask_T, log_probs_T - sampled_T, 0.0).double()
     p_T = torch.where(mask_T, log_probs_T.exp(), 0.0).double()
@@ -70,6 +70,14 @@ def add_rollout_gap(
         "moment/pq": p_T * q_T,
     }.items():
         metrics.add_mean(f"rollout/{name}", values_T.sum(), count)
+
+
+def compared(columns: Mapping[str, Tensor]) -> Tensor:
+    """(T) nats: the rollout's log-probs before tokens were cut from its distribution, where known."""
+    sampled_T = columns[SAMPLED]
+    if UNTRUNCATED not in columns:
+        return sampled_T
+    return torch.where(columns[UNTRUNCATED].isnan(), sampled_T, columns[UNTRUNCATED])
 
 
 def add_evidence(metrics: Metrics, batch: DataProto, version: int, limit: float) -> None:

@@ -16,6 +16,7 @@ from tandem.protocol import DataProto, Ragged
 from tandem.rewards import Item, Pool, Scored, Scorer
 from tandem.runtime import Dispatch, register
 from tandem.workers.base import TimedWorker, response_texts
+from tandem.workers.probes import FINGERPRINT, SCORED, fingerprint
 
 
 class RewardWorker(TimedWorker):
@@ -72,6 +73,8 @@ class RewardWorker(TimedWorker):
             "scores": scores_B,
             "token_level_scores": at_last_token(scores_B, batch.ragged("response_mask")),
         }
+        if FINGERPRINT in batch:
+            found[SCORED] = fingerprint(batch.ragged("tokens"))
         if self.pool.config.on_error == "drop":
             found["reward_failed"] = torch.tensor([s.failed for s in scored], dtype=torch.bool)
         extras, whys = [s.extra for s in scored], [s.why for s in scored]

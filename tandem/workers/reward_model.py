@@ -13,6 +13,7 @@ from tandem.observability.run import RunFolder
 from tandem.protocol import DataProto
 from tandem.runtime import Dispatch, register
 from tandem.workers.base import EngineWorker, micro_batching, response_texts
+from tandem.workers.probes import SCORED, fingerprint
 from tandem.workers.reward import at_last_token
 
 
@@ -76,7 +77,7 @@ class RewardModelWorker(EngineWorker):
         placed = at_last_token(scores_B, batch.ragged("response_mask"))
         texts = response_texts(self.tokenizer, batch)
         return DataProto(
-            {"scores": scores_B, "token_level_scores": placed},
+            {"scores": scores_B, "token_level_scores": placed, SCORED: fingerprint(batch.ragged("tokens"))},
             {"reward_extra": [{} for _ in texts], "response_text": texts},
         )
 

@@ -134,14 +134,19 @@ class RolloutPart:
 
     def _update(self, worker: EngineWorker, source: WeightSource, sent: Sent) -> None:
         with worker.timeline.phase("weight_sync"):
-            self._check("engine", sent, self.engine.update_weights(source, sent.version))
+            self._check(worker, "engine", sent, self.engine.update_weights(source, sent.version))
 
-    def _check(self, receiver: str, sent: Sent, found: Digest) -> None:
-        """
+    def _check(self, worker: EngineWorker, receiver: str, sent: Sent, found: Digest) -> None:
+        """Counts the updates since the weights that were sent before, apart for those that changed nothing.
+
         Raises:
             WeightSyncError: the receiver holds others than it was sent.
         """
-        check_arrival(sent, found, engine=self._rollout.name, before=self._sent.get(receiver))
+        before = self._sent.get(receiver)
+        check_arrival(sent, found, engine=self._rollout.name, before=before)
+        if before is not None and before.version != sent.version:
+            name = "trust/unmoved_updates" if before.digest == sent.digest else "trust/moving_updates"
+            worker.observed.add_max(name, float(sent.version - before.version))
         self._sent[receiver] = sent
 
     def batch(
@@ -165,4 +170,4 @@ class RolloutPart:
         with worker.timeline.phase("weight_sync"):
             self.policy.load_weights(bucket.tensors.items(), bucket.version, whole=False)
             if bucket.sent is not None:
-                self._check("rollout", bucket.sent, self.policy.digest())
+                self._check(worker, "rollout", bucket.sent, self.policy.digest())

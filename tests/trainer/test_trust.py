@@ -69,7 +69,7 @@ def read(
     said: list[str] = []
     worker.take_observed()
     worker.compute_log_prob(batch)
-    probe = TrustProbe(1.0, said.append)
+    probe = TrustProbe(1.0, lambda name, sentence, step: said.append(sentence))
     raw = worker.take_observed().to_floats()
     metrics = probe.read(raw, params)
     assert probe.read(raw, params) == metrics and said == list(probe.named.values())
@@ -214,7 +214,7 @@ def test_changed_tokens_are_no_difference_of_log_probs() -> None:
 
 def test_each_cause_is_said_once(worker: Any) -> None:
     said: list[str] = []
-    probe = TrustProbe(1.0, said.append)
+    probe = TrustProbe(1.0, lambda name, sentence, step: said.append(sentence))
     metrics = {
         "rollout/log_prob_diff_mean": 1.0, "rollout/log_prob_diff_raised": 0.5,
         "rollout/log_prob_diff_limit": 0.1, "rollout/moment/p": 0.5, "rollout/moment/q": 0.5,
@@ -242,7 +242,7 @@ def test_the_metrics_are_their_definitions() -> None:
             {name: column[part] for name, column in columns.items()},
             torch.from_numpy(mask)[part],
         )
-    found = TrustProbe(1.0, lambda sentence: None).read(
+    found = TrustProbe(1.0, lambda name, sentence, step: None).read(
         metrics.to_floats() | {"rollout/log_prob_diff_limit": 10.0}, PLAIN
     )
     compared = np.where(np.isnan(cut), log_q, cut)[mask]

@@ -166,10 +166,13 @@ def test_the_share_of_prompts_whose_responses_score_alike(tmp_path: Path, seed: 
         {
             "scores": torch.tensor(scores),
             "response_mask": mask,
+            "tokens": mask.with_values(torch.zeros(60, dtype=torch.int64)),
             "token_level_rewards": mask.with_values(torch.zeros(60)),
+            "advantages": mask.with_values(torch.zeros(60)),
         },
         {
             "uid": uids,
+            "sample": np.arange(30),
             "finish_reason": np.array(["stop"] * 30, dtype=object),
             "reward_extra": np.array([{}] * 30, dtype=object),
             "data_source": np.array(["sums"] * 30, dtype=object),

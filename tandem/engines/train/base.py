@@ -117,7 +117,13 @@ class TrainEngine(Protocol):
         """The type of outputs: fp32, or fp64 where the model computes in fp64."""
 
     def forward(
-        self, batch: DataProto, *, outputs: frozenset[str], micro: MicroBatching, adapter: bool = True
+        self,
+        batch: DataProto,
+        *,
+        outputs: frozenset[str],
+        micro: MicroBatching,
+        adapter: bool = True,
+        temperature: float | None = None,
     ) -> DataProto:
         """Without gradient: each output as a ragged column aligned with `tokens`, fp32, or fp64 where
         the model computes in fp64. Entry t of log_probs, entropy, values concerns token t given the
@@ -125,6 +131,7 @@ class TrainEngine(Protocol):
 
         Args:
             adapter: false: what the base model gives, bit for bit, whose adapters are trained.
+            temperature: of a policy; None: its own.
         """
 
     def train_step(self, batch: DataProto, loss: LossFn, *, micro: MicroBatching) -> Metrics:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from tandem.engines.train.microbatch import (
     global_counts,
     most_tokens,
 )
-from tandem.engines.train.module import Kind, check_options, unsharded_module
+from tandem.engines.train.module import Kind, check_options, dtypes, unsharded_module
 from tandem.engines.train.optim import learning_rate
 from tandem.engines.train.pipelined import Pipelined
 from tandem.engines.train.recomputation import Recomputation
@@ -38,16 +38,15 @@ from tandem.errors import EngineError
 from tandem.models.activations import Managed, Switch, manage_activations
 from tandem.models.collectives import CollectiveMeter, all_reduce_bytes
 from tandem.models.compiled import compile_model
-from tandem.models.lora import draw_adapters, without_adapters
+from tandem.models.lora import draw_adapters
 from tandem.models.packed_check import LIMITS, check_sequences, require_packed
 from tandem.models.parallel import shard
 from tandem.models.pipeline import present
+from tandem.models.policy import varied
 from tandem.models.tensor_parallel import parallelize
 from tandem.models.wrap import wrapped
 from tandem.observability.metrics import Metrics
 from tandem.protocol import DataProto, Ragged
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
 class FSDPEngine:
@@ -94,8 +93,7 @@ class FSDPEngine:
         self._total_steps, self._updates_per_step = total_steps, updates_per_step
         self._interrupted = False
         self._pad_to_longest = not model.use_remove_padding
-        self._master = _DTYPES[fsdp.model_dtype]
-        self._compute = _compute_dtype(fsdp, device)
+        self._master, self._compute = dtypes(fsdp, device)
         self._meter = CollectiveMeter()
         division = Division.of(model_path, model, fsdp, sequence_parallel, device=device, meter=self._meter)
         self.grid, self.share, self._split = division.grid, division.grid.share, division.sequence
@@ -200,7 +198,13 @@ class FSDPEngine:
 
     @repeatable
     def forward(
-        self, batch: DataProto, *, outputs: frozenset[str], micro: MicroBatching, adapter: bool = True
+        self,
+        batch: DataProto,
+        *,
+        outputs: frozenset[str],
+        micro: MicroBatching,
+        adapter: bool = True,
+        temperature: float | None = None,
     ) -> DataProto:
         """See `TrainEngine.forward`. Outputs are evaluated where `response_mask` is true, if the
         batch has one, and zero elsewhere; they come back on the host.
@@ -209,7 +213,7 @@ class FSDPEngine:
             EngineError: an output this kind of model does not have.
         """
         try:
-            with torch.no_grad(), nullcontext() if adapter else without_adapters(self.module):
+            with torch.no_grad(), varied(self.module, adapter=adapter, temperature=temperature):
                 runs = self._execution.outputs(self._micro_batches(batch, frozenset(), micro), outputs)
                 return collected(runs, outputs, batch.ragged("tokens"))
         finally:
@@ -393,8 +397,3 @@ class FSDPEngine:
             "offload_applies": self.device.type != "cpu",
             **self._state.bytes_by_device(),
         }
-
-
-def _compute_dtype(fsdp: FSDPConfig, device: torch.device) -> torch.dtype:
-    auto = torch.bfloat16 if device.type == "cuda" else _DTYPES[fsdp.model_dtype]
-    return _DTYPES.get(fsdp.dtype, auto)

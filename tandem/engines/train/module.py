@@ -28,6 +28,13 @@ from tandem.models.value import ValueModel
 from tandem.models.weight_files import Model, WeightFiles
 
 Kind = Literal["policy", "value", "score"]
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+
+
+def dtypes(fsdp: FSDPConfig, device: torch.device) -> tuple[torch.dtype, torch.dtype]:
+    """The types of the weights that are kept, and of forward and backward."""
+    master = _DTYPES[fsdp.model_dtype]
+    return master, _DTYPES.get(fsdp.dtype, torch.bfloat16 if device.type == "cuda" else master)
 
 
 def check_options(

@@ -1,0 +1,198 @@
+"""Rules that hold of every step whatever is learnt, and what it means where one is broken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from tandem.config.root import TrainConfig
+from tandem.trainer.steps import Plan, updates_per_step
+from tandem.workers.integrity import CHECK
+
+Row = Mapping[str, float]
+PROMPTS_USED = "training/prompts_used"
+_POSITIVE_KL = {"abs", "k2", "mse", "k3", "low_var_kl", "full"}
+_OPPOSED = -0.5
+_TOLERANCE = 1e-3
+
+BROKEN = {
+    "mixed_groups": "{0:.0f} samples are in a group of responses to another prompt: rows and uids have come "
+    "apart. Remedy: keep uid, tokens and scores of a sample in one row whenever a batch is reordered",
+    "repeated": "{0:.0f} samples of this step are in the batch twice. Remedy: look at what joins or repeats "
+    "batches, and at a sampler that draws a prompt twice",
+    "foreign_scores": "{0:.0f} samples have a score that was given to another sample. Remedy: return scores "
+    "in the order of the samples",
+    "late_mask": "in {0:.0f} samples tokens that the policy wrote are outside the response mask: it begins "
+    "too late or ends too early. Remedy: response_mask is true exactly where the engine has log-probs",
+    "early_mask": "in {0:.0f} samples the response mask begins at a token that the engine did not write, "
+    "for it has no log-prob: the mask begins one token too early. Remedy: response_mask is true exactly "
+    "where the engine has log-probs",
+    "two_begins": "{0:.0f} prompts begin with two begin-of-text tokens. Remedy: the chat template writes one "
+    "already; encode its text with add_special_tokens=false",
+    "ended_prompts": "{0:.0f} prompts end with a token that ends a text or a turn, so that nothing asks for "
+    "an answer. Remedy: apply the chat template with add_generation_prompt=true, and add no end token to "
+    "prompts",
+    "padded_prompts": "{0:.0f} prompts hold padding tokens. Remedy: pass ragged token ids, without padding",
+    "run_on": "{0:.0f} responses go on after a token that ends a turn or a text and is not among the "
+    "engine's stop tokens. Remedy: put it into generation_config.json (eos_token_id), or use the tokenizer "
+    "of the model",
+}
+"""What a count of samples under this name means."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What must be known of a run to judge its steps.
+
+    Attributes:
+        prompts: of a step.
+        updates: of the actor in a step.
+        recompute_old: whether these compare with log-probs that were computed before the first.
+        learns: whether the learning rate that is asked for is not zero.
+        kl_is_positive: whether the KL's estimate cannot be negative.
+    """
+
+    prompts: int
+    updates: int
+    recompute_old: bool
+    learns: bool = True
+    kl_is_positive: bool = False
+
+    @classmethod
+    def of(cls, config: TrainConfig, plan: Plan) -> Facts:
+        """Those of a run."""
+        actor = config.actor_rollout_ref.actor
+        return cls(
+            prompts=config.data.train_batch_size,
+            updates=updates_per_step(plan.batch_samples, plan.actor),
+            recompute_old=plan.recompute_old and not plan.bypasses,
+            learns=actor.optim.lr > 0,
+            kl_is_positive=actor.use_kl_loss and actor.kl_loss_type.rstrip("+") in _POSITIVE_KL,
+        )
+
+
+def broken_rules(metrics: Row, before: Row, facts: Facts) -> dict[str, str]:
+    """The rules that a step breaks, each with a sentence that says the cause.
+
+    Args:
+        metrics: of the step, with what workers counted under `CHECK`.
+        before: of the step before; empty at a run's first.
+    """
+    found = {
+        name: sentence.format(metrics[CHECK + name])
+        for name, sentence in BROKEN.items()
+        if metrics.get(CHECK + name, 0.0) > 0
+    }
+    for rule in RULES:
+        sentence = rule(metrics, before, facts)
+        if sentence:
+            found[rule.__name__.strip("_")] = sentence
+    return found
+
+
+def _loss_scale(metrics: Row, before: Row, facts: Facts) -> str | None:
+    """The tokens of all micro-batches are those that the loss is divided by."""
+    share = metrics.get(f"{CHECK}token_share", 1.0)
+    if abs(share - 1) <= _TOLERANCE:
+        return None
+    return (
+        f"the loss is {share:.3g} times as large as it should be: micro-batches, or ranks, are divided by "
+        "their own number of tokens. Remedy: divide by the counts of the whole mini-batch over all ranks"
+    )
+
+
+def _opposed(metrics: Row, before: Row, facts: Facts) -> str | None:
+    """What scores more than the rest of its group has the greater advantage."""
+    correlation = metrics.get(f"{CHECK}advantage_correlation", 0.0)
+    if correlation >= _OPPOSED:
+        return None
+    return (
+        f"advantages run against rewards (correlation within groups {correlation:.2f}): better responses "
+        "become less likely. Remedy: look for a changed sign in the advantage estimator, or a penalty that "
+        "outweighs the reward"
+    )
+
+
+def _learnt(row: Row) -> bool:
+    return row.get("actor/lr", 0.0) > 0 and row.get("actor/grad_norm", 0.0) > 0
+
+
+def _unmoved(metrics: Row, before: Row, facts: Facts) -> str | None:
+    """An update with a gradient and a learning rate changes weights."""
+    updates = metrics.get(f"{CHECK}unmoved_updates", 0.0)
+    if not updates or not _learnt(before):
+        return None
+    return (
+        f"{updates:.0f} updates changed no weight, although the gradient and the learning rate are not "
+        "zero. Remedy: give the optimizer the parameters that the model uses; with "
+        "fsdp_config.model_dtype=bf16 steps below a weight's resolution are lost, fp32 keeps them"
+    )
+
+
+def _same_ratio(metrics: Row, before: Row, facts: Facts) -> str | None:
+    """After a first update of a step the policy is no longer the one that wrote its samples."""
+    exact = metrics.get("actor/ppo_kl") == 0 and metrics.get("actor/clip_fraction") == 0
+    if not (facts.recompute_old and facts.updates > 1 and exact and _learnt(metrics)):
+        return None
+    return (
+        f"all {facts.updates} updates of a step had a ratio of exactly 1: the old log-probs are taken anew "
+        "from the policy that is being updated. Remedy: compute them once, before the first update of a "
+        "step"
+    )
+
+
+def _same_reference(metrics: Row, before: Row, facts: Facts) -> str | None:
+    """A policy that has moved is no longer its reference."""
+    moved = metrics.get(f"{CHECK}moving_updates", 0.0) > 0 and _learnt(before)
+    if not moved or metrics.get("actor/kl") != 0 or "actor/reference_step" in metrics:
+        return None
+    return (
+        "the policy has moved and its KL to the reference is exactly zero: the reference is trained along, "
+        "or is the policy itself. Remedy: give the reference weights of its own that nothing updates"
+    )
+
+
+def _negative_kl(metrics: Row, before: Row, facts: Facts) -> str | None:
+    """Estimates of the KL that are positive for every token have a positive mean."""
+    kl = metrics.get("actor/kl", 0.0)
+    if not facts.kl_is_positive or kl >= -_TOLERANCE:
+        return None
+    return (
+        f"the KL to the reference is {kl:.2g}, and its estimate cannot be negative: a sign or a ratio is "
+        "turned round. Remedy: k3 is r - 1 - log r with r = p_reference / p_policy"
+    )
+
+
+def _no_learning_rate(metrics: Row, before: Row, facts: Facts) -> str | None:
+    """A learning rate that is asked for comes to something, after a first step of warm-up at most."""
+    if not facts.learns or metrics.get("actor/lr") != 0 or before.get("actor/lr") != 0:
+        return None
+    return (
+        "the learning rate has been zero for two steps, although it is set to more: nothing is learnt. "
+        "Remedy: look at optim.lr_warmup_steps, lr_warmup_steps_ratio and total_training_steps, from which "
+        "the schedule follows"
+    )
+
+
+def _lost_prompts(metrics: Row, before: Row, facts: Facts) -> str | None:
+    """A step goes on in the data where the one before it, in this process or another, had come to."""
+    used, was = metrics.get(PROMPTS_USED), before.get(PROMPTS_USED)
+    if used is None or was is None or "sampling/gen_batches" in metrics or 0 < used - was < 2 * facts.prompts:
+        return None
+    return (
+        f"this step ends after {used:.0f} prompts of the data, and the step before it ended after "
+        f"{was:.0f}, with {facts.prompts} to a step: a resume has left prompts out, or has gone back. "
+        "Remedy: save the position of the data that were learnt from, not of those that were read ahead"
+    )
+
+
+RULES: tuple[Callable[[Row, Row, Facts], str | None], ...] = (
+    _loss_scale,
+    _opposed,
+    _unmoved,
+    _same_ratio,
+    _same_reference,
+    _negative_kl,
+    _no_learning_rate,
+    _lost_prompts,
+)

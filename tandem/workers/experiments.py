@@ -1,0 +1,87 @@
+"""Experiments that tell why the log-probs of rollout and training differ: training's forward is made once
+more, each time with one thing as a known fault would have it. The fault under which the difference vanishes
+is the cause.
+
+Shapes: T tokens of all samples, flat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.engines.train.base import MicroBatching, TrainEngine
+from tandem.observability.metrics import Metrics
+from tandem.protocol import DataProto, Ragged
+from tandem.workers.probes import compared, gap_columns
+
+EXPERIMENT = "rollout/experiment/"
+"""Prefix of mean differences under a fault, nats; they are no metrics of their own."""
+AS_IT_IS = "as_it_is"
+
+
+def add_experiments(
+    metrics: Metrics, engine: TrainEngine, batch: DataProto, *, adapters: bool, temperature: float
+) -> None:
+    """Adds mean |log p - log q| over response tokens, nats, as it is and under each fault, where p is
+    training's probability of a token and q the rollout's. Collective.
+
+    - `again`: between two forwards that should be the same.
+    - `alone`: each sample in a forward of its own.
+    - `without_adapters`: the base model, where adapters are trained.
+    - `unscaled`: at temperature 1.
+    - `headless`: samples without their first token.
+    - `early`, `late`: q as it stands one token before, or behind.
+
+    Args:
+        batch: this rank's samples, a few, with `rollout_log_probs`.
+        adapters: whether these are trained.
+        temperature: of training.
+    """
+
+    def log_probs(of: DataProto = batch, **how: Any) -> Ragged:
+        given, how = of.select(["tokens", "response_mask"], ()), {"micro": MicroBatching()} | how
+        return engine.forward(given, outputs=frozenset({"log_probs"}), **how).ragged("log_probs")
+
+    mask = batch.ragged("response_mask")
+    sampled_T = compared({name: batch.ragged(name).values for name in gap_columns(batch)})
+    as_it_is = log_probs()
+    found = {AS_IT_IS: as_it_is.values, "alone": log_probs(micro=MicroBatching(max_samples=1)).values}
+    if adapters:
+        found["without_adapters"] = log_probs(adapter=False).values
+    if temperature != 1:
+        found["unscaled"] = log_probs(temperature=1.0).values
+    for name, p_T in found.items():
+        _add(metrics, name, p_T - sampled_T, mask.values)
+    _add(metrics, "again", log_probs().values - as_it_is.values, mask.values)
+    headless = batch_without_first(batch)
+    kept_T = mask.positions() > 0
+    _add(metrics, "headless", log_probs(headless).values - sampled_T[kept_T], mask.values[kept_T])
+    for name, places in {"early": 1, "late": -1}.items():
+        both_T = mask.values & mask.values.roll(-places)
+        _add(metrics, name, as_it_is.values.roll(-places) - sampled_T, both_T)
+
+
+def batch_without_first(batch: DataProto) -> DataProto:
+    """The samples' tokens and masks without their first entries."""
+    tokens = batch.ragged("tokens")
+    kept_T = tokens.positions() > 0
+    columns = {name: batch.ragged(name).values[kept_T] for name in ("tokens", "response_mask")}
+    lengths_B = (tokens.lengths - 1).clamp(min=0)
+    return DataProto({name: Ragged.from_lengths(value, lengths_B) for name, value in columns.items()})
+
+
+def _add(metrics: Metrics, name: str, gap_T: Tensor, mask_T: Tensor) -> None:
+    metrics.add_mean(
+        f"{EXPERIMENT}{name}", torch.where(mask_T, gap_T, 0.0).double().abs().sum(), mask_T.sum()
+    )
+
+
+def experiments_of(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The differences by experiment, of a step's metrics."""
+    return {
+        name.removeprefix(EXPERIMENT): value for name, value in metrics.items() if name.startswith(EXPERIMENT)
+    }

@@ -1,0 +1,75 @@
+"""Each fault of the museum in a real run: what the run says, and how soon."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tandem.errors import TandemError
+from tandem.observability.reading import Run
+from tests.support import sick
+from tests.support.museum import FAULTS, Fault
+from tests.support.runs import Lab
+
+SOON = 2
+"""Steps, the first in which a fault can show among them, within which it is named."""
+REWARD = (f"custom_reward_function.path={sick.__file__}", "custom_reward_function.name=digits")
+
+
+def found(lab: Lab, name: str, fault: Fault) -> tuple[str, int]:
+    """What a run says of the fault: the warning's name or the error's text, and the step before which it is
+    said."""
+    steps = 16 if fault.named == "reward_constant" else fault.effect + SOON - 1
+    folder = name.replace(" ", "_")
+    reward = ("custom_reward_function.name=nothing",) if fault.named == "reward_constant" else ()
+    words = [*REWARD, *reward, *fault.words]
+    with pytest.MonkeyPatch.context() as patch:
+        fault.put_in(patch)
+        try:
+            if fault.named == "lost_prompts":
+                lab.run(folder, *words, "trainer.save_freq=2")
+            run = lab.run(folder, *words, f"trainer.total_training_steps={steps}")
+        except TandemError as error:
+            path = lab.folder / folder / "metrics.jsonl"
+            return str(error), 1 + (len(path.read_text().splitlines()) if path.exists() else 0)
+    warnings = [event for event in Run(run.folder).events if event["event"] == "warning"]
+    told = [event for event in warnings if event["name"] == fault.named]
+    assert told, (name, [event["name"] for event in warnings])
+    return told[0]["name"], told[0]["step"]
+
+
+QUICK = ("weights damaged", "top-p", "adapters never sent", "loss scale", "ratio", "groups", "lost prompts")
+"""The others are tried by the long set."""
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAULTS]
+)
+def test_the_fault_is_named(lab: Lab, name: str) -> None:
+    fault = FAULTS[name]
+    said, step = found(lab, name, fault)
+    assert fault.named in said
+    if fault.named != "reward_constant":
+        assert fault.effect <= step <= fault.effect + SOON - 1, step
+
+
+@pytest.mark.slow
+def test_healthy_runs_are_told_nothing(lab: Lab) -> None:
+    words = {word for fault in FAULTS.values() for word in fault.words if "lora" not in word}
+    for number, extra in enumerate(sorted(words)):
+        run = lab.run(f"healthy{number}", *REWARD, extra, "trainer.total_training_steps=4")
+        assert not [event for event in Run(run.folder).events if event["event"] == "warning"], extra
+
+
+def test_most_faults_are_named_by_their_cause() -> None:
+    assert len(FAULTS) >= 25
+    assert sum(not fault.symptom for fault in FAULTS.values()) >= 20
+
+
+def test_the_page_lists_them_all() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "trust.md").read_text()
+    for fault in FAULTS.values():
+        row = next(line for line in page.splitlines() if line.startswith(f"| {fault.what} |"))
+        assert f"| {fault.met} | {fault.effect} |" in row and fault.named in row
+        assert ("symptom" in row) == fault.symptom
