@@ -1,12 +1,11 @@
-"""Whether runs in which all is well bring warnings about learning. Each is a real run, through the trainer,
-on one core, of two kinds: every advantage estimator and every policy loss with two seeds on a task that a
-random model learns within seconds, digits and not letters; and settings that have looks of their own (few
+"""Whether runs in which all is well bring warnings. Each is a real run, through the trainer, on one core, of
+two kinds: every advantage estimator and every policy loss with several seeds on a task that a random model learns within seconds, digits and not letters; and settings that have looks of their own (few
 prompts a step, a KL term, an entropy bonus, prompts left out) on the task of `tandem demo`, from its warm
 model. What its metrics warn of and its reward in the first and last sixth of its steps are printed, and the
 number of runs without a warning at the end. Runs in which the reward did not rise are counted apart; finished
 runs that are in the folder are not done again.
 
-    python benchmarks/learning_warnings.py [--only NAME …] [--limit SECONDS] [--folder DIR] [--out FILE.json]
+    python benchmarks/learning_warnings.py [--only NAME …] [--seeds N] [--limit SECONDS] [--folder DIR] [--out FILE.json]
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from learning_curves import ACTOR, Cell, cells, machine, task
 from tandem.algorithms.registry import ADVANTAGES
 from tandem.config.load import load_train_config
 from tandem.errors import ConfigErrors
-from tandem.observability.learning import LearningWatch
 from tandem.observability.reading import Run, is_run
 from tandem.trainer.run import run_ppo
 
@@ -94,8 +92,8 @@ class Healthy:
         ]
 
 
-def healthy_runs() -> list[Healthy]:
-    of_algorithms = sorted(cells([], 2), key=lambda cell: cell.seed)
+def healthy_runs(seeds: int) -> list[Healthy]:
+    of_algorithms = sorted(cells([], seeds), key=lambda cell: cell.seed)
     of_settings = [Healthy(Cell(estimator, "vanilla", 0), name) for name, (estimator, _) in SETTINGS.items()]
     return [Healthy(cell) for cell in of_algorithms] + of_settings
 
@@ -113,8 +111,8 @@ def outcome(healthy: Healthy, folder: Path) -> dict[str, Any]:
             sys.exit("interrupted")
     read = Run(run)
     rewards = [reward for _, reward in read.curve("reward/mean")]
-    watch = LearningWatch((), set(), config.data.train_batch_size)
-    warnings = [(row["step"], *found) for row in read.metrics for found in watch.read(row)]
+    told = [event for event in read.events if event["event"] == "warning"]
+    warnings = [(event["step"], event["name"], event["text"]) for event in told]
     edge = len(rewards) // 6
     return {
         "run": healthy.name,
@@ -132,6 +130,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="parts of the runs' names")
+    parser.add_argument("--seeds", type=int, default=2, help="of each estimator and loss")
     parser.add_argument("--limit", type=float, default=3600.0, help="begin no run after so many seconds")
     parser.add_argument(
         "--folder",
@@ -142,7 +141,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="also write what was found here")
     options = parser.parse_args()
     found, began = [], time.monotonic()
-    for healthy in healthy_runs():
+    for healthy in healthy_runs(options.seeds):
         wanted = not options.only or any(part in healthy.name for part in options.only)
         if wanted and time.monotonic() - began < options.limit:
             found.append(outcome(healthy, options.folder))
