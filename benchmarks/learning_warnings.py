@@ -1,11 +1,13 @@
 """Whether runs in which all is well bring warnings. Each is a real run, through the trainer, on one core, of
-two kinds: every advantage estimator and every policy loss with several seeds on a task that a random model learns within seconds, digits and not letters; and settings that have looks of their own (few
-prompts a step, a KL term, an entropy bonus, prompts left out) on the task of `tandem demo`, from its warm
-model. What its metrics warn of and its reward in the first and last sixth of its steps are printed, and the
-number of runs without a warning at the end. Runs in which the reward did not rise are counted apart; finished
-runs that are in the folder are not done again.
+two kinds: every advantage estimator and every policy loss with several seeds on a task that a random model
+learns within seconds, digits and not letters; and settings that have looks of their own (few prompts a step,
+a KL term, an entropy bonus, prompts left out) on the task of `tandem demo`, from its warm model. What a run
+warns of and its reward in the first and last sixth of its steps are printed, and the number of runs without a
+warning at the end. Runs in which the reward did not rise are counted apart; finished runs that are in the
+folder are not done again.
 
-    python benchmarks/learning_warnings.py [--only NAME …] [--seeds N] [--limit SECONDS] [--folder DIR] [--out FILE.json]
+    python benchmarks/learning_warnings.py [--only NAME …] [--seeds N] [--limit SECONDS] [--folder DIR]
+        [--out FILE.json]
 """
 
 from __future__ import annotations
