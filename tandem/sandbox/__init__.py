@@ -6,7 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tandem.sandbox import local, remote
-from tandem.sandbox.local import Limits, Run, protection
+from tandem.sandbox.local import Run, protection
+from tandem.sandbox.protections import Limits
 
 __all__ = ["Limits", "Place", "Run", "place", "protection", "run", "use"]
 

@@ -1,19 +1,28 @@
 """The program that a sandbox starts: it takes on the limits, gives up what root could do, and becomes the
-solution. It runs alone, by `python -c`, and so imports little, and nothing of Tandem.
+solution. It runs alone, by `python -c`, and imports nothing of Tandem.
 
-    python -c inside.py FOLDER SECONDS MEMORY_BYTES FILE_BYTES OPEN_FILES PROCESSES
+    python -c inside.py FOLDER [SECONDS MEMORY_BYTES FILE_BYTES OPEN_FILES PROCESSES]
 
-FOLDER holds program.py and stdin.txt; PROCESSES may be 0, where the sandbox counts them itself.
+FOLDER holds program.py and stdin.txt. Without limits it waits for lines of arguments, but PROCESSES, which the
+sandbox counts then; each becomes a process forked from it, of a folder in FOLDER.
 """
 
 from __future__ import annotations
 
 import _ctypes
+import gc
 import os
 import sys
 
 RLIMIT_CPU, RLIMIT_FSIZE, RLIMIT_CORE, RLIMIT_NPROC, RLIMIT_NOFILE, RLIMIT_AS = 0, 1, 4, 6, 7, 9
 RLIMIT_MSGQUEUE = 12
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF, PATH_BENEATH = 444, 445, 446, 1
+WRITES, FILE_WRITES = 0xFFF2, 0xC002
+"""Landlock's rights but those to execute files and to read files and folders; those that files have."""
+SIGNALS_AND_SOCKETS = 3
+KNOWN = "bisect collections copy functools heapq itertools json math operator random re string typing".split()
+"""Modules that solutions import, which the process that waits has imported."""
 PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 22, 2
 LINUX_CAPABILITY_VERSION_3 = 0x20080522
 LOAD, EQUAL, AT_LEAST, ANY_OF, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -96,10 +105,57 @@ def confine(seconds: int, memory: int, file: int, files: int, processes: int) ->
         raise OSError("system calls cannot be filtered")
 
 
+def keep_apart(folder: str) -> None:
+    """Confines this process further, in the sandbox of the one that it was forked from: it changes files of
+    its own box alone, and signals none but those that it starts.
+
+    Raises:
+        OSError: the kernel refuses it.
+    """
+    rules = call("syscall", LANDLOCK_CREATE_RULESET, packed(8, WRITES, 0, SIGNALS_AND_SOCKETS), 24, 0)
+    refused = rules < 0
+    for path, rights in ((f"{folder}/box", WRITES), ("/dev/null", FILE_WRITES)):
+        rule = packed(8, rights) + packed(4, os.open(path, os.O_PATH))
+        refused |= call("syscall", LANDLOCK_ADD_RULE, rules, PATH_BENEATH, rule, 0) != 0
+    call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    if refused or call("syscall", LANDLOCK_RESTRICT_SELF, rules, 0):
+        raise OSError("a run cannot be kept apart from others")
+
+
+def wait(parent: str) -> list[str]:
+    """Forks for what each line of standard input asks: returns its arguments in the new process, whose output
+    goes to the pipes of its folder. Tells of each how it ended, and whether it left another process behind."""
+    call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    for name in KNOWN:
+        __import__(name)
+    gc.freeze()  # at its end, each looks through what it has itself
+    while asked := os.read(0, 4096).decode().split():
+        child = os.fork()
+        if not child:
+            call("prctl", PR_SET_PDEATHSIG, 9, 0, 0, 0)
+            folder = f"{parent}/{asked[0]}"
+            for descriptor, name in ((1, "stdout"), (2, "stderr")):
+                os.dup2(os.open(f"{folder}/{name}", os.O_WRONLY), descriptor)
+            os.chdir(f"{folder}/box")
+            keep_apart(folder)
+            return [folder, *asked[1:], "0"]
+        code, left = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), ""
+        try:
+            while not left:
+                left = "" if os.waitpid(-1, os.WNOHANG)[0] else " left"
+        except ChildProcessError:  # all have ended
+            pass
+        os.write(1, f"{code}{left}".encode())
+    os._exit(0)
+
+
 if __name__ == "__main__":
-    folder = sys.argv[1]
-    confine(*map(int, sys.argv[2:7]))
+    folder, *limits = sys.argv[1:]
+    if not limits:
+        folder, *limits = wait(folder)
+    confine(*map(int, limits))
     os.dup2(os.open(f"{folder}/stdin.txt", os.O_RDONLY), 0)
+    sys.stdin = open(0, errors=sys.stdin.errors, closefd=False)  # what it knows is of another file
     with open(f"{folder}/program.py", encoding="utf-8") as file:
         program = compile(file.read(), "program.py", "exec", dont_inherit=True)
     os.closerange(3, 64)

@@ -9,7 +9,8 @@ from typing import Any
 import httpx2
 
 from tandem.errors import RewardError
-from tandem.sandbox.local import OUTPUT_BYTES, Limits, Run, Status
+from tandem.sandbox.local import OUTPUT_BYTES, Run, Status
+from tandem.sandbox.protections import Limits
 
 TRIES = 4
 PAUSE_SECONDS = 0.5

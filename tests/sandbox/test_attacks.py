@@ -189,12 +189,14 @@ def field(helper: Helper) -> Iterator[Field]:
 
 
 def sandboxed(helper: Helper) -> list[str]:
-    """The processes of a helper's sandboxes that are alive: their command names their folder."""
+    """The processes of a helper's sandboxes that are alive, but what it started itself: their command names
+    their folder."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            dead = (entry / "stat").read_text().rsplit(")")[-1].split()[0] == "Z"
-            if not dead and str(helper.scratch).encode() in (entry / "cmdline").read_bytes():
+            state, parent, *_ = (entry / "stat").read_text().rsplit(")")[-1].split()
+            started = state == "Z" or int(parent) == helper.process.pid
+            if not started and str(helper.scratch).encode() in (entry / "cmdline").read_bytes():
                 found.append(entry.name)
     return found
 
@@ -208,7 +210,7 @@ def nothing_left(helper: Helper, field: Field) -> Iterator[None]:
         time.sleep(0.02)
     assert sandboxed(helper) == []
     assert field.seen() == field.before
-    assert os.listdir(helper.scratch) == []
+    assert [path for path in helper.scratch.glob("*/*") if path.is_dir()] == []
     assert helper.process.poll() is None
 
 

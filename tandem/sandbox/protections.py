@@ -1,0 +1,249 @@
+"""What holds programs on this machine: sandlock (Landlock and seccomp), from whose waiting process each run is
+forked, or bubblewrap (namespaces), which starts a process for each; `inside.py` mends what neither holds."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib import import_module, metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+PROCESSES, OPEN_FILES, FILE_BYTES = 8, 64, 16 << 20
+FOLDER_BYTES, FOLDER_ENTRIES = 64 << 20, 1000
+ENVIRONMENT = {"LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
+DENIED = """
+    chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat utime utimes utimensat futimesat
+    setxattr lsetxattr fsetxattr removexattr lremovexattr fremovexattr
+    setpriority sched_setscheduler sched_setattr sched_setparam sched_setaffinity ioprio_set
+    move_pages migrate_pages process_madvise kcmp
+    clock_settime settimeofday adjtimex clock_adjtime chroot memfd_create
+    fallocate unlink unlinkat rename renameat renameat2
+"""
+"""What Landlock lets through: changes to files outside by their owner, priorities, the clock, memory that no
+limit counts, and files whose name is gone, which nobody could see grow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a program may use.
+
+    Attributes:
+        seconds: of the clock, and of the processor for each of its processes.
+        memory_mb: MiB of address space, for each of its processes.
+    """
+
+    seconds: float = 10.0
+    memory_mb: int = 1024
+
+    @property
+    def words(self) -> list[str]:
+        """As `inside.py` reads them."""
+        return [str(n) for n in (-int(-self.seconds // 1), self.memory_mb << 20, FILE_BYTES, OPEN_FILES)]
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A run that has begun.
+
+    Attributes:
+        stdout, stderr: to read what it writes.
+        done: can be read from once its first process has ended.
+        end: ends all its processes, if it is told to or any is left, and returns the first one's exit code.
+    """
+
+    stdout: int
+    stderr: int
+    done: int
+    end: Callable[[bool], int]
+
+
+class Protection(Protocol):
+    """What holds the programs of one thread, one after the other.
+
+    Attributes:
+        folder: where the folders of its runs are made; None: where temporary files are.
+        alive: whether it can hold a further one.
+    """
+
+    folder: str | None
+    alive: bool
+
+    @staticmethod
+    def version() -> str | None:
+        """What is installed of it; None: nothing."""
+
+    def begin(self, folder: str, limits: Limits) -> Begun:
+        """Begins the program of a folder."""
+
+    def close(self) -> None:
+        """Ends what it has started."""
+
+
+class Bubblewrap:
+    """Starts a process under bubblewrap for each run."""
+
+    folder: ClassVar[str | None] = None
+    alive: ClassVar[bool] = False
+
+    @staticmethod
+    def version() -> str | None:
+        return shutil.which("bwrap")
+
+    def begin(self, folder: str, limits: Limits) -> Begun:
+        box = os.path.join(folder, "box")
+        options = ["--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--clearenv"]
+        for name, value in ENVIRONMENT.items():
+            options += ["--setenv", name, value]
+        for path in [*_readable(), folder]:
+            options += ["--ro-bind", path, path]
+        for path in ("/dev/null", "/dev/urandom", "/dev/zero"):
+            options += ["--dev-bind", path, path]
+        options += ["--size", str(FOLDER_BYTES), "--tmpfs", box, "--remount-ro", "/", "--chdir", box]
+        command = _command(folder, *limits.words, str(2 * PROCESSES))  # threads too
+        process = subprocess.Popen(
+            [self.version() or "bwrap", *options, "--", *command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={},
+            bufsize=0,
+            start_new_session=True,
+        )
+        assert process.stdout is not None and process.stderr is not None
+        alive = os.pidfd_open(process.pid)
+
+        def end(_: bool) -> int:
+            os.close(alive)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, 9)
+            with process:
+                return process.wait()
+
+        return Begun(process.stdout.fileno(), process.stderr.fileno(), alive, end)
+
+    def close(self) -> None:
+        pass
+
+
+class Sandlock:
+    """A Python that waits under sandlock, from which each run is forked, to be confined further: to a folder of
+    its own, and away from the process that it comes from. Where a run meets a limit, or leaves a process
+    behind, all end together and the next run has another."""
+
+    def __init__(self) -> None:
+        library = import_module("sandlock")
+        self.folder = tempfile.mkdtemp(prefix="tandem-sandbox-")
+        box = library.Sandbox(
+            fs_readable=[*_readable(), self.folder, "/dev/urandom", "/dev/zero"],
+            fs_writable=[self.folder, "/dev/null"],
+            clean_env=True,
+            env=ENVIRONMENT,
+            max_processes=PROCESSES + 1,
+            extra_deny_syscalls=DENIED.split(),
+            no_coredump=True,
+        )
+        piped = dict.fromkeys(("stdin", "stdout", "stderr"), library.StdioMode.PIPED)
+        self.alive, command = True, _command(self.folder)
+        try:
+            # The system ends it with the thread that started it, which is to be one that stays.
+            self._process: Any = _starter(os.getpid()).submit(box.popen, command, **piped).result()
+        except BaseException:
+            os.rmdir(self.folder)
+            raise
+
+    @staticmethod
+    def version() -> str | None:
+        return metadata.version("sandlock") if find_spec("sandlock") else None
+
+    def begin(self, folder: str, limits: Limits) -> Begun:
+        paths = [os.path.join(folder, name) for name in ("stdout", "stderr")]
+        for path in paths:
+            os.mkfifo(path)
+        stdout, stderr = (os.open(path, os.O_RDONLY | os.O_NONBLOCK) for path in paths)
+        with suppress(BrokenPipeError):  # it has died, which is read next
+            self._process.stdin.write(" ".join([os.path.basename(folder), *limits.words]).encode())
+        done = self._process.stdout.fileno()
+
+        def end(at_once: bool) -> int:
+            os.close(stdout)
+            os.close(stderr)
+            code, *left = [b"-9", b"left"] if at_once else os.read(done, 64).split() or [b"", b""]
+            self.alive = not left
+            if left:
+                self._end()
+            if not code:
+                raise OSError(f"it has ended: {self._process.stderr.read().decode(errors='replace')[-300:]}")
+            return int(code)
+
+        return Begun(stdout, stderr, done, end)
+
+    def _end(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid or 0, 9)
+
+    def close(self) -> None:
+        with self._process:  # ends it and all of its group
+            self.alive = False
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@functools.cache
+def _starter(_: int) -> ThreadPoolExecutor:
+    """The thread of a process that starts what holds programs."""
+    return ThreadPoolExecutor(1, "sandbox")
+
+
+@contextmanager
+def holding(kind: type[Protection]) -> Iterator[Protection]:
+    """One of a kind that holds no program now, which is kept for the next one."""
+    kept = _kept(kind, os.getpid())
+    held = kept.pop() if kept else kind()
+    try:
+        yield held
+    finally:
+        if held.alive:
+            kept.append(held)
+        else:
+            held.close()
+
+
+@functools.cache
+def _kept(_: type[Protection], process: int) -> list[Protection]:
+    kept: list[Protection] = []
+
+    def close() -> None:
+        while kept and os.getpid() == process:  # a fork's are its parent's
+            kept.pop().close()
+
+    atexit.register(close)
+    return kept
+
+
+def _command(*arguments: str) -> list[str]:
+    inside = Path(__file__).with_name("inside.py").read_text(encoding="utf-8")
+    return [_python(), "-P", "-s", "-S", "-B", "-c", inside, *arguments]
+
+
+def _python() -> str:
+    return os.path.realpath(sys.executable)
+
+
+@functools.cache
+def _readable() -> list[str]:
+    """What a Python program reads: the interpreter, the standard library and shared libraries."""
+    paths = sysconfig.get_paths()
+    wanted = [_python(), paths["stdlib"], paths["platstdlib"], f"{sys.base_exec_prefix}/lib"]
+    wanted += ["/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo"]
+    return list(dict.fromkeys(path for path in wanted if os.path.exists(path)))
