@@ -1,10 +1,10 @@
 """The program that a sandbox starts: it takes on the limits, gives up what root could do, and becomes the
 solution. It runs alone, by `python -c`, and imports nothing of Tandem.
 
-    python -c inside.py FOLDER [SECONDS MEMORY_BYTES FILE_BYTES OPEN_FILES PROCESSES]
+    python -c inside.py FOLDER [SECONDS MEMORY_BYTES FILE_BYTES OPEN_FILES [PROCESSES USER]]
 
-FOLDER holds program.py and stdin.txt. Without limits it waits for lines of arguments, but PROCESSES, which the
-sandbox counts then; each becomes a process forked from it, of a folder in FOLDER.
+FOLDER holds program.py and stdin.txt; USER is whom root becomes. Without limits it waits for lines of
+arguments, and each becomes a process forked from it, of a folder in FOLDER.
 """
 
 from __future__ import annotations
@@ -21,20 +21,28 @@ LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF, PATH_BENEATH
 WRITES, FILE_WRITES = 0xFFF2, 0xC002
 """Landlock's rights but those to execute files and to read files and folders; those that files have."""
 SIGNALS_AND_SOCKETS = 3
-KNOWN = "bisect collections copy functools heapq itertools json math operator random re string typing".split()
+KNOWN = ["bisect", "collections", "copy", "functools", "heapq", "itertools", "json", "math", "random", "re"]
 """Modules that solutions import, which the process that waits has imported."""
 PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 22, 2
 LINUX_CAPABILITY_VERSION_3 = 0x20080522
 LOAD, EQUAL, AT_LEAST, ANY_OF, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 ALLOWED, REFUSED, NOT_THERE = 0x7FFF0000, 0x00050001, 0x00050026
 FIRST_ARGUMENT, THIRD_ARGUMENT = 16, 32
-SYSCALLS = {
-    # the architecture; socket, setsid, setpgid; io_uring_setup, openat2; openat; prlimit64
-    "x86_64": (0xC000003E, (41, 112, 109), (425, 437), 257, 302),
-    "aarch64": (0xC00000B7, (198, 157, 154), (425, 437), 56, 261),
-}
+ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+CALLS = """
+    socket 41 198 setsid 112 157 setpgid 109 154 unlink 87 - unlinkat 263 35 rename 82 - renameat 264 38
+    renameat2 316 276 fallocate 285 47 ptrace 101 117 process_vm_readv 310 270 process_vm_writev 311 271
+    unshare 272 97 setns 308 268 memfd_create 319 279 memfd_secret 447 447 add_key 248 217 request_key 249 218
+    keyctl 250 219 shmget 29 194 semget 64 190 msgget 68 186 bpf 321 280 perf_event_open 298 241
+    userfaultfd 323 282 openat 257 56 clone 56 220 prlimit64 302 261
+"""
+"""What is refused, with its number on each architecture; the last three only with some arguments."""
+UNKNOWN = (425, 435, 437)
+"""io_uring_setup, clone3 and openat2, on both: programs go on without them."""
 NAMELESS = 0o20000000
 """Set in O_TMPFILE and in no other flag: a file without a name, which nobody could see grow."""
+NAMESPACES = 0x7E020000
+"""Any of clone's flags for a namespace of its own."""
 ANY = 0xFFFFFFFF
 
 
@@ -59,16 +67,23 @@ def step(code: int, if_so: int, if_not: int, value: int) -> bytes:
 
 def refused_calls() -> bytes:
     """A seccomp filter on top of the sandbox's own: no socket of any kind, no leaving the process group that
-    is killed in the end, no file without a name, no other process' limits."""
-    architecture, refused, unknown, openat, prlimit = SYSCALLS[os.uname().machine]
+    is killed in the end, no file without a name, no namespace, no memory beside what the limits count, no
+    other process' memory or limits."""
+    machine = os.uname().machine
+    numbers = CALLS.split()[1 + list(ARCHITECTURES).index(machine) :: 3]
+    *refused, openat, clone, prlimit = (int(number) for number in numbers if number != "-")
     refuse, allow = step(RETURN, 0, 0, REFUSED), step(RETURN, 0, 0, ALLOWED)
-    steps = [step(LOAD, 0, 0, 4), step(EQUAL, 1, 0, architecture), refuse]
+    steps = [step(LOAD, 0, 0, 4), step(EQUAL, 1, 0, ARCHITECTURES[machine]), refuse]
     steps += [step(LOAD, 0, 0, 0), step(AT_LEAST, 0, 1, 0x40000000), refuse]
     for number in refused:
         steps += [step(EQUAL, 0, 1, number), refuse]
-    for number in unknown:
+    for number in UNKNOWN:
         steps += [step(EQUAL, 0, 1, number), step(RETURN, 0, 0, NOT_THERE)]
-    for number, argument, bits in ((openat, THIRD_ARGUMENT, NAMELESS), (prlimit, FIRST_ARGUMENT, ANY)):
+    for number, argument, bits in (
+        (openat, THIRD_ARGUMENT, NAMELESS),
+        (clone, FIRST_ARGUMENT, NAMESPACES),
+        (prlimit, FIRST_ARGUMENT, ANY),
+    ):
         steps += [
             step(EQUAL, 0, 4, number),
             step(LOAD, 0, 0, argument),
@@ -79,8 +94,8 @@ def refused_calls() -> bytes:
     return b"".join([*steps, allow])
 
 
-def confine(seconds: int, memory: int, file: int, files: int, processes: int) -> None:
-    """Takes the limits on, for this process and all that it starts.
+def confine(seconds: int, memory: int, file: int, files: int, processes: int = 0, user: int = 0) -> None:
+    """Takes the limits on, for this process and all that it starts; those that are 0 are left to the sandbox.
 
     Raises:
         OSError: the kernel refuses one of them.
@@ -96,6 +111,10 @@ def confine(seconds: int, memory: int, file: int, files: int, processes: int) ->
     ):
         if call("setrlimit", limit, packed(8, most, most)):
             raise OSError("a limit cannot be set")
+    if user:  # of root's processes the system counts none
+        os.setgroups([])
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
     if call("capset", packed(4, LINUX_CAPABILITY_VERSION_3, 0), bytes(24)):
         raise OSError("capabilities cannot be given up")
     filters = refused_calls()
@@ -124,7 +143,7 @@ def keep_apart(folder: str) -> None:
 
 def wait(parent: str) -> list[str]:
     """Forks for what each line of standard input asks: returns its arguments in the new process, whose output
-    goes to the pipes of its folder. Tells of each how it ended, and whether it left another process behind."""
+    goes to the pipes of its folder. Tells of each how it ended, and whether it left another process."""
     call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     for name in KNOWN:
         __import__(name)
@@ -138,7 +157,7 @@ def wait(parent: str) -> list[str]:
                 os.dup2(os.open(f"{folder}/{name}", os.O_WRONLY), descriptor)
             os.chdir(f"{folder}/box")
             keep_apart(folder)
-            return [folder, *asked[1:], "0"]
+            return [folder, *asked[1:]]
         code, left = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), ""
         try:
             while not left:
@@ -155,7 +174,7 @@ if __name__ == "__main__":
         folder, *limits = wait(folder)
     confine(*map(int, limits))
     os.dup2(os.open(f"{folder}/stdin.txt", os.O_RDONLY), 0)
-    sys.stdin = open(0, errors=sys.stdin.errors, closefd=False)  # what it knows is of another file
+    sys.stdin = open(0, errors=sys.stdin.errors, closefd=False)  # noqa: SIM115  what it knows is of another
     with open(f"{folder}/program.py", encoding="utf-8") as file:
         program = compile(file.read(), "program.py", "exec", dont_inherit=True)
     os.closerange(3, 64)

@@ -1,11 +1,14 @@
-"""What holds programs on this machine: sandlock (Landlock and seccomp), from whose waiting process each run is
-forked, or bubblewrap (namespaces), which starts a process for each; `inside.py` mends what neither holds."""
+"""What holds programs on this machine: sandlock (Landlock and seccomp), from whose waiting process each run
+is forked, or bubblewrap (namespaces), which starts one for each. `inside.py` mends what neither holds."""
 
 from __future__ import annotations
 
 import atexit
 import functools
+import json
 import os
+import secrets
+import select
 import shutil
 import subprocess
 import sys
@@ -22,6 +25,8 @@ from typing import Any, ClassVar, Protocol
 
 PROCESSES, OPEN_FILES, FILE_BYTES = 8, 64, 16 << 20
 FOLDER_BYTES, FOLDER_ENTRIES = 64 << 20, 1000
+END_SECONDS = 10.0
+"""How long processes that were killed may take to end."""
 ENVIRONMENT = {"LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
 DENIED = """
     chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat utime utimes utimensat futimesat
@@ -77,8 +82,11 @@ class Protection(Protocol):
         alive: whether it can hold a further one.
     """
 
-    folder: str | None
-    alive: bool
+    @property
+    def folder(self) -> str | None: ...
+
+    @property
+    def alive(self) -> bool: ...
 
     @staticmethod
     def version() -> str | None:
@@ -92,7 +100,7 @@ class Protection(Protocol):
 
 
 class Bubblewrap:
-    """Starts a process under bubblewrap for each run."""
+    """Starts a process under bubblewrap for each run. For root it is one of a user who is nobody else."""
 
     folder: ClassVar[str | None] = None
     alive: ClassVar[bool] = False
@@ -102,44 +110,63 @@ class Bubblewrap:
         return shutil.which("bwrap")
 
     def begin(self, folder: str, limits: Limits) -> Begun:
-        box = os.path.join(folder, "box")
-        options = ["--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--clearenv"]
+        box, user = os.path.join(folder, "box"), 0
+        options = ["--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
+        if os.geteuid() == 0:  # without a namespace of users, in which root could become no other
+            user = 1 << 30 | secrets.randbits(29)
+            os.chmod(folder, 0o711)
+            os.chown(box, user, user)
+            options += [f"--unshare-{each}" for each in ("ipc", "pid", "net", "uts", "cgroup-try")]
+            options += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+        else:
+            options += ["--unshare-all"]
         for name, value in ENVIRONMENT.items():
             options += ["--setenv", name, value]
         for path in [*_readable(), folder]:
-            options += ["--ro-bind", path, path]
+            options += ["--dir", os.path.dirname(path), "--ro-bind", path, path]  # a folder that all may pass
         for path in ("/dev/null", "/dev/urandom", "/dev/zero"):
             options += ["--dev-bind", path, path]
-        options += ["--size", str(FOLDER_BYTES), "--tmpfs", box, "--remount-ro", "/", "--chdir", box]
-        command = _command(folder, *limits.words, str(2 * PROCESSES))  # threads too
+        options += ["--bind", box, box, "--remount-ro", "/", "--chdir", box]
+        first, told = os.pipe()
+        command = _command(folder, *limits.words, str(2 * PROCESSES), str(user))  # threads too
         process = subprocess.Popen(
-            [self.version() or "bwrap", *options, "--", *command],
+            [self.version() or "bwrap", "--info-fd", str(told), *options, "--", *command],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env={},
             bufsize=0,
             start_new_session=True,
+            pass_fds=[told],
         )
+        os.close(told)
+        with open(first, encoding="utf-8") as info:
+            facts = info.read()
+        # The first process of its own count, with which all others of it end, and then no file is written.
+        last = os.pidfd_open(json.loads(facts)["child-pid"]) if facts else None
+        done = os.pidfd_open(process.pid)
         assert process.stdout is not None and process.stderr is not None
-        alive = os.pidfd_open(process.pid)
 
         def end(_: bool) -> int:
-            os.close(alive)
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, 9)
             with process:
-                return process.wait()
+                code = process.wait()
+            if last is not None:
+                select.select([last], [], [], END_SECONDS)
+            for descriptor in filter(None, (last, done)):
+                os.close(descriptor)
+            return code
 
-        return Begun(process.stdout.fileno(), process.stderr.fileno(), alive, end)
+        return Begun(process.stdout.fileno(), process.stderr.fileno(), done, end)
 
     def close(self) -> None:
         pass
 
 
 class Sandlock:
-    """A Python that waits under sandlock, from which each run is forked, to be confined further: to a folder of
-    its own, and away from the process that it comes from. Where a run meets a limit, or leaves a process
+    """A Python that waits under sandlock, from which each run is forked, to be confined further: to a folder
+    of its own, and away from the process that it comes from. Where a run meets a limit, or leaves a process
     behind, all end together and the next run has another."""
 
     def __init__(self) -> None:
@@ -155,13 +182,19 @@ class Sandlock:
             no_coredump=True,
         )
         piped = dict.fromkeys(("stdin", "stdout", "stderr"), library.StdioMode.PIPED)
-        self.alive, command = True, _command(self.folder)
+        self._well, command = True, _command(self.folder)
         try:
             # The system ends it with the thread that started it, which is to be one that stays.
             self._process: Any = _starter(os.getpid()).submit(box.popen, command, **piped).result()
         except BaseException:
             os.rmdir(self.folder)
             raise
+
+    @property
+    def alive(self) -> bool:
+        return (
+            self._well and not select.select([self._process.stdout], [], [], 0)[0]
+        )  # it says nothing by itself
 
     @staticmethod
     def version() -> str | None:
@@ -180,7 +213,7 @@ class Sandlock:
             os.close(stdout)
             os.close(stderr)
             code, *left = [b"-9", b"left"] if at_once else os.read(done, 64).split() or [b"", b""]
-            self.alive = not left
+            self._well = not left
             if left:
                 self._end()
             if not code:
@@ -195,7 +228,7 @@ class Sandlock:
 
     def close(self) -> None:
         with self._process:  # ends it and all of its group
-            self.alive = False
+            self._well = False
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -209,7 +242,11 @@ def _starter(_: int) -> ThreadPoolExecutor:
 def holding(kind: type[Protection]) -> Iterator[Protection]:
     """One of a kind that holds no program now, which is kept for the next one."""
     kept = _kept(kind, os.getpid())
-    held = kept.pop() if kept else kind()
+    held = kept.pop() if kept else None
+    if held is not None and not held.alive:  # somebody has killed it
+        held.close()
+        held = None
+    held = held or kind()
     try:
         yield held
     finally:

@@ -54,6 +54,18 @@ REFUSED = {  # what must come to nothing, at once
     "signal by a handle": "import os, signal; signal.pidfd_send_signal(os.pidfd_open({pid}), 9); print('ESCAPED')",
     "trace another": LIBC + "print('ESCAPED' if C.ptrace(16, {pid}, 0, 0) == 0 else '')",
     "leave the group": "import os\nif os.fork() == 0: os.setsid(); print('ESCAPED')\nelse: os.wait()",
+    "trace the parent": LIBC + "import os; print('ESCAPED' if C.ptrace(16, os.getppid(), 0, 0) == 0 else '')",
+    "the parent's memory by a call": LIBC + "import os; b = ctypes.create_string_buffer(8)\n"
+    "v = (ctypes.c_void_p * 2)(ctypes.addressof(b), 8)\n"
+    "for f in C.process_vm_readv, C.process_vm_writev:\n"
+    "    if f(os.getppid(), v, 1, v, 1, 0) > 0: print('ESCAPED')",
+    "write to the folder of all runs": "open('../../x', 'w').write('x'); print('ESCAPED')",
+    "many processes": "import os, time\ntry:\n    for n in range(40):\n        if os.fork() == 0: time.sleep(9)\n"
+    "    print('ESCAPED')\nexcept OSError: pass",
+    "secret memory": LIBC + "print('ESCAPED' if C.syscall(447, 0) >= 0 else '')",
+    "namespaces": LIBC
+    + "for f in 0x20000, 0x10000000, 0x40000000:\n    if C.unshare(f) == 0: print('ESCAPED')",
+    "a namespace by a fork": LIBC + "print('ESCAPED' if C.syscall(56, 0x10000011, 0, 0, 0, 0) >= 0 else '')",
     "mount": LIBC + "print('ESCAPED' if C.mount(b'x', b'.', b'tmpfs', 0, 0) == 0 else '')",
     "change the root": "import os; os.chroot('/'); print('ESCAPED')",
     "a user namespace": LIBC
@@ -144,3 +156,16 @@ LEFT_BEHIND = {  # what ends at once, and must leave nothing that runs
     "kill all": "import os, signal; signal.signal(15, 1); os.kill(-1, 15)",
     "a folder that none may read": "import os; os.mkdir('a'); open('a/x', 'w'); os.mkdir('a/b', 0)",
 }
+MARKING = """
+import builtins, json, os, random, sys, threading
+open('file', 'w').write('x')
+os.environ['MARK'] = 'x'; os.umask(0)
+json.dumps = builtins.len = sys.exit; sys.modules['re'] = None; sys.path.append('x'); random.seed(1)
+"""
+LOOKING = """
+import json, os, random, re, sys
+print(os.listdir('.'), os.environ.get('MARK'), os.umask(0), json.dumps(len('ab')), re.escape('a'))
+print('x' in sys.path, hash('a'), sys.stdin.read(), sys.argv, os.path.basename(os.getcwd()))
+print(random.random())
+"""
+"""What leaves marks, and what would see them in a later run."""

@@ -1,4 +1,8 @@
-"""Runs what a line of standard input asks for in a sandbox, as the user that started it."""
+"""Runs what a line of standard input asks for in a sandbox, as the user that started it.
+
+    python -m tests.sandbox.helper Sandlock
+
+The first line that it writes says why that sandbox does not work here, or "null"."""
 
 from __future__ import annotations
 
@@ -7,10 +11,18 @@ import sys
 import time
 from dataclasses import asdict
 
-from tandem.sandbox import local
+from tandem.errors import RewardError
+from tandem.sandbox import local, protections
 
+kind = getattr(protections, sys.argv[1])
+try:
+    tried = local.run("print(1)", "", local.Limits(), kind)
+    problem = None if tried.stdout == "1\n" else f"{tried.status}: {tried.stderr}"
+except RewardError as error:
+    problem = str(error)
+print(json.dumps(problem), flush=True)
 for line in sys.stdin:
     program, stdin, seconds = json.loads(line)
     begin = time.monotonic()
-    ran = local.run(program, stdin, local.Limits(seconds, 1024))
+    ran = local.run(program, stdin, local.Limits(seconds, 1024), kind)
     print(json.dumps(asdict(ran) | {"seconds": time.monotonic() - begin}), flush=True)

@@ -1,4 +1,5 @@
-"""No program escapes from the sandbox, as root and as nobody: seen from outside, by what it was after."""
+"""No program escapes from the sandbox, as root and as nobody, under sandlock and under bubblewrap: seen from
+outside, by what it was after."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from typing import Any
 
 import pytest
 
-from tests.sandbox.attacks import LEFT_BEHIND, LIMITED, REFUSED
+from tandem.sandbox import local, protections
+from tests.sandbox.attacks import LEFT_BEHIND, LIMITED, LOOKING, MARKING, REFUSED
 
 SECRET = "tandem-tests-secret"
 NOBODY = 65534
@@ -49,17 +51,21 @@ def interpreter(user: int) -> str:
 class Helper:
     """A process that runs programs in sandboxes as a user.
 
+    Args:
+        user: who.
+        kind: the class of what holds them; where it cannot, the test is skipped.
+
     Attributes:
         scratch: holds the sandboxes' folders.
     """
 
-    def __init__(self, user: int) -> None:
+    def __init__(self, user: int, kind: str) -> None:
         same = user == os.getuid()
         who: dict[str, Any] = {} if same else {"user": user, "group": user, "extra_groups": []}
         self.scratch = Path(tempfile.mkdtemp(dir="/tmp", prefix="scratch-"))
         self.scratch.chmod(0o777)
         self.process = subprocess.Popen(
-            [sys.executable if same else interpreter(user), "-m", "tests.sandbox.helper"],
+            [sys.executable if same else interpreter(user), "-m", "tests.sandbox.helper", kind],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -67,6 +73,10 @@ class Helper:
             **who,
         )
         self.user = user
+        assert self.process.stdout is not None
+        if problem := json.loads(self.process.stdout.readline()):
+            self.close()
+            pytest.skip(problem)
 
     def run(self, program: str, seconds: float = SECONDS) -> Any:
         assert self.process.stdin is not None and self.process.stdout is not None
@@ -83,13 +93,19 @@ class Helper:
 
 
 USERS = {"root": 0, "nobody": NOBODY} if os.getuid() == 0 else {"self": os.getuid()}
+HELPERS = [(who, kind) for kind in ("Sandlock", "Bubblewrap") for who in USERS]
 
 
-def by_user(names: Iterable[str]) -> pytest.MarkDecorator:
-    """Each name with each user; the quick suite has each name with one user, by turns."""
+def by_helper(names: Iterable[str]) -> pytest.MarkDecorator:
+    """Each name with each user and sandbox; the quick suite has each name with one of them, by turns."""
     pairs = [
-        pytest.param(who, name, marks=pytest.mark.slow if turn != at % len(USERS) else ())
-        for turn, who in enumerate(USERS)
+        pytest.param(
+            made,
+            name,
+            marks=pytest.mark.slow if turn != at % len(HELPERS) else (),
+            id="-".join([*made, name]),
+        )
+        for turn, made in enumerate(HELPERS)
         for at, name in enumerate(names)
     ]
     return pytest.mark.parametrize(("helper", "name"), pairs, indirect=["helper"])
@@ -97,7 +113,8 @@ def by_user(names: Iterable[str]) -> pytest.MarkDecorator:
 
 @pytest.fixture(scope="module")
 def helper(request: pytest.FixtureRequest) -> Iterator[Helper]:
-    made = Helper(USERS[request.param])
+    who, kind = request.param
+    made = Helper(USERS[who], kind)
     yield made
     made.close()
 
@@ -214,7 +231,7 @@ def nothing_left(helper: Helper, field: Field) -> Iterator[None]:
     assert helper.process.poll() is None
 
 
-@by_user(REFUSED)
+@by_helper(REFUSED)
 def test_an_attack_comes_to_nothing(name: str, helper: Helper, field: Field) -> None:
     with nothing_left(helper, field):
         ran = helper.run(REFUSED[name].format(**field.names), seconds=20)
@@ -222,7 +239,7 @@ def test_an_attack_comes_to_nothing(name: str, helper: Helper, field: Field) -> 
         assert ran.status in ("finished", "error")
 
 
-@by_user(LEFT_BEHIND)
+@by_helper(LEFT_BEHIND)
 def test_nothing_outlives_a_program(name: str, helper: Helper, field: Field) -> None:
     with nothing_left(helper, field):
         ran = helper.run(LEFT_BEHIND[name], seconds=20)
@@ -230,7 +247,7 @@ def test_nothing_outlives_a_program(name: str, helper: Helper, field: Field) -> 
 
 
 @pytest.mark.slow
-@by_user(LIMITED)
+@by_helper(LIMITED)
 def test_a_limit_ends_a_program(name: str, helper: Helper, field: Field) -> None:
     program, limit = LIMITED[name]
     seconds = SECONDS if limit == "timeout" else 20
@@ -238,6 +255,29 @@ def test_a_limit_ends_a_program(name: str, helper: Helper, field: Field) -> None
         ran = helper.run(program, seconds)
         assert ran.status == limit
         assert ran.seconds < seconds + 5
+
+
+@by_helper(["marks"])
+def test_a_run_finds_nothing_of_another(name: str, helper: Helper, field: Field) -> None:
+    before = helper.run(LOOKING).stdout.splitlines()
+    assert before[0] == f"[] None {int(before[0].split()[2])} 2 a"
+    assert before[1].startswith("False ") and before[1].endswith(" ['program.py'] box")
+    assert helper.run(MARKING).status == "finished"
+    after = helper.run(LOOKING).stdout.splitlines()
+    assert after[:2] == before[:2] and after[2] != before[2]
+
+
+def test_a_waiting_process_that_was_killed_is_replaced() -> None:
+    if protections.Sandlock.version() is None:
+        pytest.skip("sandlock is not installed")
+    limits = protections.Limits()
+    first = local.run("import os; print(os.getppid())", "", limits, protections.Sandlock)
+    again = local.run("import os; print(os.getppid())", "", limits, protections.Sandlock)
+    assert first == again  # of one process
+    os.kill(int(first.stdout), 9)
+    os.waitid(os.P_PID, int(first.stdout), os.WEXITED | os.WNOWAIT)
+    after = local.run("import os; print(os.getppid())", "", limits, protections.Sandlock)
+    assert after.status == "finished" and after != first
 
 
 def test_there_are_sixty() -> None:
