@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,11 @@ def reward_keys(rewards: Rewards, inputs: Path) -> dict[str, Any]:
     found = [_place(function, weight, inputs) for function, weight in _weighted(rewards)]
     if not found:
         return {}
+    seen: Counter[str] = Counter()
+    for each in found:
+        seen[each["name"]] += 1
+        if seen[each["name"]] > 1:
+            each["label"] = f"{each['name']}_{seen[each['name']]}"
     if len(found) == 1 and found[0]["weight"] == 1.0:
         return {f"custom_reward_function.{name}": found[0][name] for name in ("path", "name")}
     return {"custom_reward_function.terms": found}

@@ -21,6 +21,9 @@ UNNAMED = "data"
 RESERVED = ("response", "responses", "completion", "completions", "completion_ids")
 """Names of what the policy writes, in reward functions that read columns by name."""
 
+PARAMETERS = "the parameters of your reward function"
+"""What else can be changed where a column that these name is missing."""
+
 _SCORED = {"data_source", "reward_model", "extra_info"}
 
 
@@ -76,7 +79,7 @@ class PromptDataset:
             optional=None if optional is None else (*optional, *media_keys, reward_fn_key),
             check=check,
             expected=shape if scored else "",
-            column_keys=("data.prompt_key", *(["data.reward_fn_key"] if scored else [])),
+            column_keys=("data.prompt_key", "data.reward_fn_key" if scored else PARAMETERS),
             template_key="actor_rollout_ref.model.custom_chat_template",
             **limits,
         )

@@ -20,7 +20,7 @@ from tandem.config.generate import EvalConfig, EvalDataConfig
 from tandem.config.load import to_dict
 from tandem.config.rewards import CustomRewardConfig
 from tandem.data.files import read_files
-from tandem.data.prompts import UNNAMED
+from tandem.data.prompts import PARAMETERS, UNNAMED
 from tandem.data.rows import check_new_columns, json_line, write_rows
 from tandem.data.validate import RowProblems, kind, reward_problem
 from tandem.errors import ConfigError
@@ -43,7 +43,7 @@ from tandem.protocol import Sample
 from tandem.rewards import Item, Pool, Scorer, check_sources, own_reward
 from tandem.rewards.signatures import VERLS
 
-SCORE_COLUMNS = ("scores", "right", "answers")
+SCORE_COLUMNS = ("scores", "right", "answers", "reward_why")
 """The columns added to each row: lists, one entry per response."""
 
 _SCORED_AT_ONCE = 16
@@ -126,7 +126,8 @@ class Given:
 
     def __init__(self, config: EvalConfig, needs: Sequence[str]) -> None:
         data, name = config.data, config.data.response_key
-        keys, columns = ("data.response_key", "data.reward_fn_key"), (name, *needs)
+        named = "data.reward_fn_key" if "reward_model" in needs else PARAMETERS
+        keys, columns = ("data.response_key", named), (name, *needs)
         files = read_files(data.path, columns, optional=None, max_samples=data.max_samples, keys=keys)
         self.table = files.table
         self.where: Callable[[int], str] = files.where
@@ -200,8 +201,7 @@ def _evaluate(
     )
     check_new_columns(responses.table, SCORE_COLUMNS)
     problems = _problems(responses, config.data, reward)
-    if reward is None:
-        check_sources({problem.data_source for problem in problems}, config.reward.sandbox, say)
+    check_sources({problem.data_source for problem in problems}, reward, config.reward.sandbox, say)
     ks = _ks(config.eval.k, min(responses.counts))
     settings = responses.settings | _reward_settings(custom, problems)
     journal = Journal(journals[0], settings, overwrite=overwrite)
@@ -235,7 +235,7 @@ def _verdicts(
     def score_waiting() -> None:
         items = [replace(problems[each.row], solution_str=each.text) for each in waiting]
         new = [
-            Verdict(each.row, each.sample, scored.score, scored.right, scored.answer, scored.reads_answers)
+            Verdict(*each[:2], scored.score, scored.right, scored.answer, scored.reads_answers, scored.why)
             for each, scored in zip(waiting, pool.score(items), strict=True)
         ]
         journal.append(verdict._asdict() for verdict in new)
@@ -324,10 +324,11 @@ def _hash(value: Any) -> str:
 
 def _columns(verdicts: Mapping[int, Sequence[Verdict]]) -> dict[str, pa.Array]:
     """The columns `SCORE_COLUMNS` of all rows."""
-    scores, right, answers = SCORE_COLUMNS
+    scores, right, answers, why = SCORE_COLUMNS
     problems = [verdicts[row] for row in range(len(verdicts))]
     return {
         scores: pa.array([[verdict.score for verdict in problem] for problem in problems]),
         right: pa.array([[verdict.right for verdict in problem] for problem in problems]),
         answers: pa.array([[v.answer for v in problem] for problem in problems], pa.list_(pa.string())),
+        why: pa.array([[verdict.why for verdict in problem] for problem in problems], pa.list_(pa.string())),
     }

@@ -16,8 +16,8 @@ OVERALL = "overall"
 
 
 class Verdict(NamedTuple):
-    """The verdict of the reward on a response; `answer` is the answer that the response gives, if any, and
-    `reads_answers` whether the reward looks for one."""
+    """The verdict of the reward on a response; `answer` is the answer that the response gives, if any,
+    `reads_answers` whether the reward looks for one, and `why` what it says of the score."""
 
     row: int
     sample: int
@@ -25,6 +25,7 @@ class Verdict(NamedTuple):
     right: bool
     answer: str | None
     reads_answers: bool
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Protocol, TypeVar
@@ -99,6 +99,8 @@ class Reward:
         kwargs: further arguments of every call.
         answer: reads the answer in a response, with `kwargs`, where the function does not give it as "pred".
         bounded: whether it ends soon whatever the response is, and needs no limit.
+        check: takes the further arguments before any call, refuses those with which all would fail, and
+            returns the columns that it needs then.
     """
 
     name: str
@@ -106,6 +108,7 @@ class Reward:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     answer: Callable[..., str | None] | None = None
     bounded: bool = False
+    check: Callable[..., Sequence[str]] | None = None
 
     @property
     def batched(self) -> bool:
@@ -170,10 +173,12 @@ class Reward:
         Raises:
             RewardError: it raised, or returned anything else but a finite number or a dict of one.
         """
-        values = zip(items, self(items), strict=True)
+        return self._checked(items, self(items))
+
+    def _checked(self, items: Mapping[int, Item], values: Sequence[Any]) -> dict[int, Scored | None]:
         return {
             place: None if value is None else checked(self, value, place, items[place])
-            for place, value in values
+            for place, value in zip(items, values, strict=True)
         }
 
     def joined(self, place: int, item: Item, parts: Sequence[Scored | None]) -> Scored:
@@ -197,10 +202,7 @@ class Reward:
             except (Exception, SystemExit) as error:
                 raise self.error(told(error), place, item) from error
 
-        found = await asyncio.gather(*(call(*pair) for pair in items.items()), return_exceptions=True)
-        for failed in filter(lambda each: isinstance(each, BaseException), found):
-            raise failed
-        return found
+        return await _side_by_side([call(*pair) for pair in items.items()])
 
     def _call_batched(self, items: Mapping[int, Item]) -> list[Any]:
         first = next(iter(items.items()))
@@ -229,6 +231,27 @@ class Reward:
             expected="a finite number, or a dict with one under 'score'",
             remedy="mend the reward function; it must cope with any text a model may write",
         )
+
+
+def scores_of(rewards: Sequence[Reward], items: Mapping[int, Item]) -> list[dict[int, Scored | None]]:
+    """The scores of items by each of several rewards, as `Reward.scores` gives those of one; asynchronous
+    functions for one response wait side by side.
+
+    Raises:
+        RewardError: as there.
+    """
+    if len(rewards) == 1:
+        return [rewards[0].scores(items)]
+    values = awaited(_side_by_side([reward._call_all(items) for reward in rewards]))
+    return [reward._checked(items, found) for reward, found in zip(rewards, values, strict=True)]
+
+
+async def _side_by_side(calls: Sequence[Awaitable[Any]]) -> list[Any]:
+    """The results of calls once all have ended, of which the first failure is raised."""
+    found = await asyncio.gather(*calls, return_exceptions=True)
+    for failed in filter(lambda each: isinstance(each, BaseException), found):
+        raise failed
+    return found
 
 
 class Scorer(Protocol):
@@ -310,22 +333,24 @@ _SHIPPED: list[Reward] = []
 
 
 def register_reward(
-    *data_sources: str, answer: Callable[..., str | None] | None = None, bounded: bool = False
+    *data_sources: str,
+    answer: Callable[..., str | None] | None = None,
+    bounded: bool = False,
+    check: Callable[..., Sequence[str]] | None = None,
 ) -> Callable[[Function], Function]:
     """Decorator: the reward function of these data sources; "name*" stands for all that begin with name. With
     none the function is one that users name.
 
     Args:
-        answer, bounded: see `Reward`.
+        answer, bounded, check: see `Reward`.
 
     Raises:
         RewardError: one of them has a reward already.
     """
 
     def register(function: Function) -> Function:
-        reward = Reward(
-            f"{function.__module__}.{function.__name__}", function, answer=answer, bounded=bounded
-        )
+        name = f"{function.__module__}.{function.__name__}"
+        reward = Reward(name, function, answer=answer, bounded=bounded, check=check)
         for data_source in data_sources:
             if data_source in _REWARDS:
                 raise RewardError(

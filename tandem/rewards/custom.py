@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +16,7 @@ from tandem.loading import CODE_FILES, execute_file, import_named
 from tandem.rewards.base import Item, Reward, shipped
 from tandem.rewards.calling import exits_raised
 from tandem.rewards.signatures import (
+    GIVEN,
     Reads,
     Style,
     logging_like_trl,
@@ -50,10 +52,12 @@ class ColumnReward(CustomReward):
     Attributes:
         style: how it is called; not verl's way.
         takes: the parameters that it names; None: it takes all.
+        needs: columns without which its arguments do not do.
     """
 
     style: Style = "one"
     takes: frozenset[str] | None = None
+    needs: tuple[str, ...] = ()
 
     @property
     def batched(self) -> bool:
@@ -65,7 +69,7 @@ class ColumnReward(CustomReward):
 
     @property
     def reads(self) -> Reads:
-        return reads_of(self.function, self.style, self.kwargs)
+        return Reads(self.needs, ()) + reads_of(self.function, self.style, self.kwargs)
 
     def arguments(self, item: Item) -> dict[str, Any]:
         return self._taken({**item.columns, "response": item.solution_str})
@@ -115,18 +119,23 @@ def load_custom(path: str, name: str = "compute_score", kwargs: Mapping[str, Any
             expected=f"one of {', '.join(functions) or '(the file defines none)'}",
             remedy=f"custom_reward_function.name={close[0]}" if close else None,
         )
-    fixed = dict(kwargs or {})
     file = Path(path).expanduser()
-    known, source = shipped(function), (str(file.absolute()) if file.is_file() else path, name, fixed)
+    source = (str(file.absolute()) if file.is_file() else path, name, dict(kwargs or {}))
+    fixed, given = source[2], function
+    if isinstance(given, functools.partial) and not given.args:
+        function, fixed = given.func, {**given.keywords, **fixed}
+    known = shipped(function)
     style, shown = style_of(function, f"custom_reward_function {name}"), f"{name} ({path})"
     own: dict[str, Any] = {"answer": known.answer, "bounded": known.bounded, "source": source}
     if style == "verl":
         reward = CustomReward(shown, function, fixed, **own)
         _check_signature(reward)
     else:
+        _check_names(function, fixed)
         takes = None if takes_all(function) else frozenset(named_parameters(function)) - fixed.keys()
         called = logging_like_trl(function) if style == "trl" else function
-        reward = ColumnReward(shown, called, fixed, style=style, takes=takes, **own)
+        needs = tuple(known.check(**fixed)) if known.check else ()
+        reward = ColumnReward(shown, called, fixed, style=style, takes=takes, needs=needs, **own)
     _check_choices(reward)
     return reward
 
@@ -164,6 +173,20 @@ def _check_signature(reward: Reward) -> None:
             remedy="take these arguments by these names, or any with **kwargs; the entries of "
             "custom_reward_function.reward_kwargs are among them",
         ) from error
+
+
+def _check_names(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
+    """Refuses arguments that a function has no parameter for, or that each call gives it anyway."""
+    free = [name for name in named_parameters(function) if name not in GIVEN]
+    for name in given:
+        if name in GIVEN or not (name in free or takes_all(function)):
+            close = difflib.get_close_matches(name, free, n=1)
+            raise RewardError(
+                "is given by each call" if name in GIVEN else "the function has no such parameter",
+                field=f"custom_reward_function.reward_kwargs.{name}",
+                expected=f"one of {', '.join(free) or '(it has no other parameters)'}",
+                remedy=f"did you mean {close[0]}?" if close else None,
+            )
 
 
 def _check_choices(reward: Reward) -> None:

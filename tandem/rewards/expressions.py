@@ -12,11 +12,11 @@ import atexit
 import re
 from collections.abc import Sequence
 
-from tandem.rewards.judge import Judge
+from tandem.rewards.comparer import Comparer
 from tandem.rewards.measures import COMMAND, WORD, Measured, measured
 
-_JUDGE = Judge()
-atexit.register(_JUDGE.close)
+_COMPARER = Comparer()
+atexit.register(_COMPARER.close)
 
 BLANKS = re.compile("[\u00a0\u2000-\u200a\u202f\u3000\\s]+")
 THOUSANDS = re.compile(r"(?<![\d.,_])\d{1,3}(?:(?:[ ~]|\\[,;: ]|\{,\}|,\\!|\\!)\d{3})+(?![\d/])")
@@ -74,7 +74,7 @@ def _same_value(truth: Measured, given: Measured) -> bool:
         return False  # an interval from 5 to 5 is not the number 5
     if any(BRACES.fullmatch(one) and PAIR.fullmatch(two) for one, two in ((gold, answer), (answer, gold))):
         return False  # a set is no pair
-    return gold == answer or (_holds(answer) and _JUDGE.equal(gold, answer))
+    return gold == answer or (_holds(answer) and _COMPARER.equal(gold, answer))
 
 
 def _is_row(text: str) -> bool:
@@ -97,4 +97,4 @@ def _holds(answer: str) -> bool:
     if len(others) >= MAX_EQUATION_SIDES:
         return False
     numbers = [side for side in others if side.strip() and not WORD.search(COMMAND.sub(" ", side))]
-    return all(_JUDGE.equal(side, last) for side in numbers)
+    return all(_COMPARER.equal(side, last) for side in numbers)

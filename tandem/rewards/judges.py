@@ -35,12 +35,37 @@ Say in a few sentences how well the response meets the rubric. Then end with a l
 Score: N
 where N is a number from {low} (worst) to {high} (best)."""
 PATTERN = r"(?i)score[\s*_]*[:=][\s*_]*(-?\d+(?:\.\d+)?)"
+SCALE = (0, 10)
 READ_CHARACTERS = 20_000
 """How much of a judge's answer is searched, from its end."""
 NAMES = ("rubric", "prompt", "response", "answer", "mark", "low", "high")
 
 
-@register_reward()
+def check(**given: Any) -> tuple[str, ...]:
+    """Refuses arguments of `judge` with which it could score nothing, and returns the columns that the data
+    must have: a rubric, where one is asked for and not given.
+
+    Raises:
+        RewardError: one of them does not do, or the server's key is missing.
+    """
+    if not isinstance(given.get("server"), Mapping):
+        raise RewardError(
+            "is missing, or no mapping",
+            field="the judge's server",
+            got=given.get("server"),
+            expected="{url: http://…/v1, model: …}",
+            remedy="give it with reward_kwargs, or with functools.partial in Python",
+        )
+    _ = Server.of(given["server"]).key
+    _check_scale(given.get("scale", SCALE))
+    if not given.get("json_field"):
+        _check_pattern(given.get("pattern", PATTERN))
+    template = given.get("template", TEMPLATE)
+    _check_template(template)
+    return ("rubric",) if "{rubric}" in template and given.get("rubric") is None else ()
+
+
+@register_reward(check=check)
 async def judge(
     prompt: Any,
     response: str,
@@ -51,7 +76,7 @@ async def judge(
     template: str = TEMPLATE,
     pattern: str = PATTERN,
     json_field: str | None = None,
-    scale: Sequence[float] = (0, 10),
+    scale: Sequence[float] = SCALE,
 ) -> dict[str, Any]:
     """The score that a judge gives a response, from 0 for the worst of its scale to 1 for the best.
 
@@ -72,10 +97,9 @@ async def judge(
     Raises:
         RewardError: no answer, none with a score of the scale, or an argument that does not do.
     """
-    low, high = scale
-    if not low < high:
-        raise RewardError("is none", field="the judge's scale", got=scale, expected="[lowest, highest]")
+    _check_scale(scale)
     _check_pattern(pattern)
+    low, high = scale
     gold = (reward_model or {}).get("ground_truth") if answer is None else answer
     told = {"prompt": _text(prompt), "response": response, "rubric": rubric, "low": low, "high": high}
     told["answer"] = None if gold is None else " or ".join(truths(gold))
@@ -108,8 +132,7 @@ def filled(template: str, told: Mapping[str, Any]) -> str:
     Raises:
         RewardError: it has no place for the response, or one for what there is not.
     """
-    if "{response}" not in template:
-        raise RewardError("lacks {response}", field="the judge's template", got=f"{template[:200]!r}")
+    _check_template(template)
     content = json.dumps([template, {name: str(told[name]) for name in sorted(told)}])
     given = {**told, "mark": hashlib.sha256(content.encode()).hexdigest()[:12]}
 
@@ -148,10 +171,22 @@ def _in_text(text: str, pattern: str) -> float | None:
     return _number(groups[-1]) if groups else None
 
 
-def _check_pattern(pattern: str) -> None:
+def _check_scale(scale: Any) -> None:
+    match scale:
+        case [int() | float() as low, int() | float() as high] if low < high:
+            return
+    raise RewardError("is none", field="the judge's scale", got=scale, expected="[lowest, highest]")
+
+
+def _check_template(template: Any) -> None:
+    if not isinstance(template, str) or "{response}" not in template:
+        raise RewardError("lacks {response}", field="the judge's template", got=f"{template!r:.200}")
+
+
+def _check_pattern(pattern: Any) -> None:
     try:
         problem = "" if regex.compile(pattern).groups else "has no group, which would be the score"
-    except regex.error as error:
+    except (regex.error, TypeError) as error:
         problem = f"is no regular expression: {error}"
     if problem:
         raise RewardError(problem, field="the judge's pattern", got=pattern, expected=r"such as Score: (\d+)")

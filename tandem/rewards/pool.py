@@ -6,8 +6,10 @@ from __future__ import annotations
 import fcntl
 import os
 import resource
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 import weakref
@@ -22,7 +24,7 @@ from types import ModuleType
 
 from tandem.config.rewards import RewardConfig
 from tandem.errors import RewardError
-from tandem.rewards.base import Item, Reward, Scored, Scorer, reward_for
+from tandem.rewards.base import Item, Reward, Scored, Scorer, reward_for, scores_of
 from tandem.rewards.programs import place_programs
 from tandem.rewards.scoring import Call, Scoring
 
@@ -103,7 +105,9 @@ class Pool:
         self._children: list[Child] = []
         self._context = get_context("forkserver")
         self._context.set_forkserver_preload(["tandem.rewards.pool"])
-        weakref.finalize(self, _end, self._children)
+        self._scratch = tempfile.mkdtemp(prefix="tandem-rewards-")  # of processes that may be killed
+        weakref.finalize(self, shutil.rmtree, self._scratch, ignore_errors=True)
+        weakref.finalize(self, _end, self._children)  # at the program's end it goes first
 
     def score(self, items: Sequence[Item]) -> list[Scored]:
         """Scores of all items, in their order.
@@ -148,7 +152,7 @@ class Pool:
             if self._workers and not call.reward.bounded:
                 elsewhere.append(call)
                 continue
-            scores, error = _answer(call.reward, scoring.of(call))
+            scores, error = _answer(scoring.rewards(call), scoring.of(call))
             if error is None:
                 scoring.answered(call, scores)
             else:
@@ -164,7 +168,8 @@ class Pool:
             raise RewardError("scores were asked of a reward pool that is closed")
         ours, theirs = self._context.Pipe()
         process = self._context.Process(
-            target=_serve, args=(theirs, self.reward, self.config, self._workers, str(self.log))
+            target=_serve,
+            args=(theirs, self.reward, self.config, self._workers, str(self.log), self._scratch),
         )
         main = sys.modules["__main__"]
         sys.modules["__main__"] = ModuleType("__main__")  # a user's script is not to run again in the child
@@ -187,7 +192,7 @@ class Pool:
                 child.calls.extend(scoring.waiting.popleft() for _ in range(share))
                 child.deadline = time.monotonic() + self.config.timeout
                 try:
-                    child.pipe.send([(call.own, call.part, scoring.of(call)) for call in child.calls])
+                    child.pipe.send([(call.own, call.parts, scoring.of(call)) for call in child.calls])
                 except BrokenPipeError:  # it died just now, and is heard of next
                     continue
 
@@ -277,9 +282,12 @@ def _end(children: list[Child]) -> None:
         children.pop().kill()
 
 
-def _serve(pipe: Connection, own: Scorer | None, config: RewardConfig, processes: int, log: str) -> None:
+def _serve(
+    pipe: Connection, own: Scorer | None, config: RewardConfig, processes: int, log: str, scratch: str
+) -> None:
     """Scores what the pipe brings, in a process of the pool, until the pipe ends."""
     os.setsid()
+    tempfile.tempdir = scratch
     place_programs(config.sandbox, processes)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = parent_process()
@@ -298,9 +306,9 @@ def _serve(pipe: Connection, own: Scorer | None, config: RewardConfig, processes
     pipe.send("ready")
     try:
         while True:
-            for by_user, part, items in pipe.recv():
+            for by_user, parts, items in pipe.recv():
                 scorer = own if by_user and own else reward_for(next(iter(items.values())).data_source)
-                scores, error = _answer(scorer.parts[part], items)
+                scores, error = _answer([scorer.parts[part] for part in parts], items)
                 if error is not None:
                     error.__cause__ = None  # another process might not know what the function raised
                 resident = _resident_megabytes()
@@ -312,12 +320,12 @@ def _serve(pipe: Connection, own: Scorer | None, config: RewardConfig, processes
 
 
 def _answer(
-    reward: Reward, items: Mapping[int, Item]
-) -> tuple[Mapping[int, Scored | None], RewardError | None]:
+    rewards: Sequence[Reward], items: Mapping[int, Item]
+) -> tuple[Sequence[Mapping[int, Scored | None]], RewardError | None]:
     try:
-        return reward.scores(items), None
+        return scores_of(rewards, items), None
     except RewardError as error:
-        return {}, error
+        return [], error
 
 
 def _resident_megabytes() -> float:

@@ -22,7 +22,7 @@ from typing import Any
 
 from tandem import sandbox
 from tandem.config.rewards import SandboxConfig
-from tandem.rewards.base import register_reward, reward_for
+from tandem.rewards.base import Scorer, register_reward, reward_for
 from tandem.sandbox import Limits, Place, Run
 
 FIRST = 10
@@ -115,13 +115,19 @@ def place_programs(config: SandboxConfig, processes: int) -> None:
     sandbox.use(Place(config.url, limits, share if config.url else 1))
 
 
-def check_sources(sources: Iterable[str], config: SandboxConfig, say: Callable[[str], None]) -> None:
+def check_sources(
+    sources: Iterable[str], own: Scorer | None, config: SandboxConfig, say: Callable[[str], None]
+) -> None:
     """Looks whether each data source has a reward, and says what holds the programs of those that run some.
+
+    Args:
+        own: the user's own reward, which scores all sources.
 
     Raises:
         RewardError: a source has no reward, or programs would run without a sandbox.
     """
-    running = [source for source in sources if reward_for(source).function is compute_score]
+    parts = {source: own.parts if own else (reward_for(source),) for source in sources}
+    running = [s for s, some in parts.items() if any(part.function is compute_score for part in some)]
     if running:
         held = f"on {config.url}" if config.url else f"here, under {sandbox.protection()}"
         say(f"programs that answer {', '.join(sorted(running))} run {held}")

@@ -19,33 +19,40 @@ class Call:
     """One call of a function.
 
     Attributes:
-        reward: the function.
+        reward: the function, the first of them if they are several.
         own: whether it is the user's own, or the data source's.
-        part: which of the scorer's functions.
+        parts: which of the scorer's functions; several are asynchronous, for one response.
         places: of the samples that it scores.
         tries: calls before it that failed.
     """
 
     reward: Reward
     own: bool
-    part: int
+    parts: tuple[int, ...]
     places: tuple[int, ...]
     tries: int = 0
 
-    @property
-    def divisible(self) -> bool:
-        """Whether its samples may be scored by calls of their own."""
-        return len(self.places) > 1 and not self.reward.batched
+    def divided(self) -> list[Call]:
+        """Calls for less that do the same: for each sample, then for each function; none where it is one."""
+        if len(self.places) > 1 and not self.reward.batched:
+            return [replace(self, places=(place,)) for place in self.places]
+        return [replace(self, parts=(part,)) for part in self.parts] if len(self.parts) > 1 else []
 
 
 def calls_of(items: Sequence[Item], own: Scorer | None) -> Iterator[Call]:
     """The calls that score some items: a function for one response is called for each, asynchronous calls go
-    together, a batched function takes all, one for groups takes the responses to one prompt."""
+    together, of several functions too, a batched function takes all, one for groups takes the responses to
+    one prompt."""
     scorers: dict[Scorer, list[int]] = {}
     for place, item in enumerate(items):
         scorers.setdefault(own or reward_for(item.data_source), []).append(place)
     for scorer, places in scorers.items():
+        aside = tuple(
+            part for part, reward in enumerate(scorer.parts) if reward.asynchronous and not reward.batched
+        )
         for part, reward in enumerate(scorer.parts):
+            if part in aside[1:]:
+                continue
             if reward.grouped:
                 groups: dict[str, list[int]] = {}
                 for place in places:
@@ -54,7 +61,8 @@ def calls_of(items: Sequence[Item], own: Scorer | None) -> Iterator[Call]:
             else:
                 size = len(places) if reward.batched else ASIDE if reward.asynchronous else 1
                 divided = [places[at : at + size] for at in range(0, len(places), size)]
-            yield from (Call(reward, own is not None, part, tuple(some)) for some in divided)
+            parts = aside if part in aside else (part,)
+            yield from (Call(reward, own is not None, parts, tuple(some)) for some in divided)
 
 
 class Scoring:
@@ -66,7 +74,7 @@ class Scoring:
         self.failures: dict[int, RewardError] = {}
         self.counts: Counter[str] = Counter()
         self._own, self._config = own, config
-        self._left = sum(len(call.places) for call in self.waiting)
+        self._left = sum(len(call.places) * len(call.parts) for call in self.waiting)
         self._found: dict[tuple[int, int], Scored | None] = {}
 
     @property
@@ -77,8 +85,15 @@ class Scoring:
         """The items of a call, by their place."""
         return {place: self.items[place] for place in call.places}
 
-    def answered(self, call: Call, scores: Mapping[int, Scored | None]) -> None:
-        self._found.update({(place, call.part): scored for place, scored in scores.items()})
+    def rewards(self, call: Call) -> list[Reward]:
+        """The functions of a call."""
+        scorer = self._own or reward_for(self.items[call.places[0]].data_source)
+        return [scorer.parts[part] for part in call.parts]
+
+    def answered(self, call: Call, scores: Sequence[Mapping[int, Scored | None]]) -> None:
+        """Takes the scores by each of a call's functions."""
+        for part, found in zip(call.parts, scores, strict=True):
+            self._found.update({(place, part): scored for place, scored in found.items()})
 
     def failed(self, call: Call, error: RewardError) -> None:
         """Takes a call's failure: it is divided, tried again, or its samples have no score.
@@ -86,13 +101,13 @@ class Scoring:
         Raises:
             RewardError: the given one, where `reward.on_error` is raise.
         """
-        if call.divisible:
-            self.waiting.extend(replace(call, places=(place,)) for place in call.places)
+        if divided := call.divided():
+            self.waiting.extend(divided)
         elif call.tries < self._config.retries:
             self.counts["retried"] += len(call.places)
             self.waiting.append(replace(call, tries=call.tries + 1))
         else:
-            self.answered(call, dict.fromkeys(call.places, self._none(call.places, error)))
+            self.answered(call, [dict.fromkeys(call.places, self._none(call.places, error))])
 
     def _none(self, places: Sequence[int], error: RewardError) -> Scored:
         """What stands for the score of samples that have none."""

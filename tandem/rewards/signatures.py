@@ -14,9 +14,10 @@ prompt is given as the data hold it: a text, or messages; TRL's completion of me
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -26,6 +27,8 @@ Style = Literal["verl", "one", "batch", "group", "trl"]
 RESERVED = ("prompt", "prompts", "response", "responses", "completion", "completions", "completion_ids")
 """Parameters that are no columns; a column of the data but `prompt` may not have such a name."""
 _TRLS = ("completions", "completion_ids", "log_extra", "log_metric")
+GIVEN = frozenset((*RESERVED, *_TRLS))
+"""Parameters that each call gives."""
 _NOT_OFFERED = ("trainer_state", "environments")
 
 
@@ -87,9 +90,18 @@ def style_of(function: Callable[..., Any], field: str) -> Style:
             expected="(prompt, response, **columns) for one response, (prompts, responses, **columns) for "
             "many, (prompt, responses, **columns) for all to one prompt, (completions, **columns) as TRL "
             "calls it, or verl's (data_source, solution_str, ground_truth, extra_info)",
-            remedy="rename its parameters; any other is a column of the data",
+            remedy=_meant(names) + "rename its parameters; any other is a column of the data",
         )
     return found[0]
+
+
+def _meant(names: Set[str]) -> str:
+    """Which parameters may be misspelt, as the beginning of a remedy."""
+    known = (*RESERVED, "solution_str")
+    near = {
+        name: difflib.get_close_matches(name, known, n=1, cutoff=0.75) for name in sorted(names - set(known))
+    }
+    return "".join(f"is {name!r} the parameter {close[0]!r}? " for name, close in near.items() if close)
 
 
 def named_parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
@@ -108,7 +120,7 @@ def reads_of(function: Callable[..., Any], style: Style, fixed: Mapping[str, Any
     """The columns that a function of this style reads; `fixed` are arguments that are none."""
     if style == "verl":
         return VERLS
-    known = {*RESERVED, *_TRLS, *fixed}
+    known = {*GIVEN, *fixed}
     columns = {name: p for name, p in named_parameters(function).items() if name not in known}
     needs = tuple(name for name, p in columns.items() if p.default is inspect.Parameter.empty)
     others = tuple(name for name in columns if name not in needs)

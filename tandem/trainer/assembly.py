@@ -78,8 +78,8 @@ def build_ppo(
         reader = partial(placed["data"].worker, **({} if reward is None else {"reads": reward.reads}))
         data, facts = _data(backend, partial(reader, config.data, tokenizer, run.folder))
         _require_positions(config, facts.longest_prompt)
-        if "reward" in cast.played and reward is None:
-            check_sources(facts.sources, config.reward.sandbox, say)
+        if "reward" in cast.played:
+            check_sources(facts.sources, reward, config.reward.sandbox, say)
         plan = plan_run(config, spec, batches_of(facts.rows, config.data.train_batch_size))
         _say_beginning(config, run, facts.rows, plan, say)
         stops = stop_token_ids(policy.model.path, tokenizer)

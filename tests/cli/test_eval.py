@@ -84,6 +84,7 @@ def test_figures_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert all(word in printed for word in ("arithmetic/hard", "pass@4", "0.800", "0.376 … 0.964"))
     scored = pq.read_table(tmp_path / "report.samples.parquet").to_pylist()
     assert scored[1]["answers"] == ["5", "5", "5", "1"] and scored[1]["right"] == [True, True, True, False]
+    assert scored[1]["reward_why"][0] == "answer 5, expected 5"
     assert scored[2]["scores"] == [0, 0, 0, 0] and scored[2]["answers"] == ["1", "1", "1", None]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -23,7 +24,7 @@ from tandem.rewards.pool import Pool
 from tandem.rewards.weighted import WeightedSum
 
 SOURCE = """
-import asyncio, ctypes, os, signal, time
+import asyncio, ctypes, os, signal, tempfile, time
 
 kept = []
 
@@ -53,6 +54,24 @@ def format(prompt, response):
 
 def group(prompt, responses, **columns):
     return [float(len(responses)) + 0.1 * place for place in range(len(responses))]
+
+met = vars(asyncio).setdefault("met", {name: asyncio.Event() for name in ("first", "second")})  # of all loads
+
+async def meet(mine, other, text):
+    met[mine].set()
+    await asyncio.wait_for(met[other].wait(), 5)
+    if mine in text:
+        raise ValueError(mine)
+    return 1.0
+
+async def first(prompt, response):
+    return await meet("first", "second", response)
+
+async def second(prompt, response):
+    return await meet("second", "first", response)
+
+def folder(prompt, response):
+    return {"score": 0, "why": tempfile.mkdtemp()}
 
 async def waiting(data_source, solution_str, ground_truth, extra_info=None):
     await asyncio.sleep(0.5)
@@ -190,6 +209,26 @@ def test_functions_of_a_sum_are_called_apart(source: Path, made: Maker) -> None:
         [Item("any", text, None, columns={"prompt": "p"}, uid="c") for text in ("hang", "ok 2")]
     )
     assert [(s.score, s.failed) for s in scored] == [(20.0, True), (1 + 1 + 21.0, False)]
+
+
+def test_asynchronous_functions_of_a_sum_wait_side_by_side(source: Path, made: Maker) -> None:
+    terms = tuple(
+        (name, load_custom(str(source), name), weight) for name, weight in (("first", 1), ("second", 2))
+    )
+    pool = made(WeightedSum(terms), num_workers=1, timeout=20, on_error="zero", retries=1)
+    scored = pool.score([Item("any", text, None, columns={"prompt": "p"}) for text in ("a", "first", "b")])
+    assert [(s.score, s.failed) for s in scored] == [(3, False), (2, True), (3, False)]
+    assert pool.counts == {"failed": 1, "retried": 1}
+
+
+def test_temporary_files_go_with_the_pool(source: Path) -> None:
+    pool = Pool(load_custom(str(source), "folder"), RewardConfig(num_workers=1))
+    (scored,) = pool.score([Item("any", "", None, columns={"prompt": "p"})])
+    assert Path(scored.why).is_dir()
+    pool.close()
+    del pool
+    gc.collect()
+    assert not Path(scored.why).parent.exists()
 
 
 def test_a_response_of_which_no_function_has_anything_to_say_has_failed(source: Path, made: Maker) -> None:

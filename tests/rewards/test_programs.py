@@ -11,7 +11,7 @@ import pytest
 
 from tandem import sandbox
 from tandem.config.rewards import RewardConfig, SandboxConfig
-from tandem.rewards import Item, check_sources, reward_for
+from tandem.rewards import Item, check_sources, load_custom, reward_for
 from tandem.rewards.pool import Pool
 from tandem.rewards.programs import compute_score, program_in, same_text, same_value, tests_of
 from tandem.sandbox import Run
@@ -210,8 +210,11 @@ def test_the_program_in_a_response(response: str, program: str) -> None:
 def test_the_pool_runs_programs() -> None:
     said: list[str] = []
     config = RewardConfig(num_workers=2, sandbox=SandboxConfig(timeout=1.5, memory_limit_mb=256))
-    check_sources(["taco", "gsm8k"], config.sandbox, said.append)
+    check_sources(["taco", "gsm8k"], None, config.sandbox, said.append)
     assert len(said) == 1 and said[0].startswith("programs that answer taco run here, under ")
+    own = load_custom("tandem.rewards.programs", kwargs={"continuous": False})
+    check_sources(["mine"], own, SandboxConfig(url="http://there"), said.append)
+    assert said[1] == "programs that answer mine run on http://there"
     greedy = "```python\nx = bytearray(300 << 20); print(2)\n```"
     texts = [DOUBLE, "```python\nwhile True: pass\n```", greedy]
     pool = Pool(None, config)

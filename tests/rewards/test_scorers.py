@@ -12,7 +12,7 @@ import pytest
 from tandem.errors import RewardError
 from tandem.rewards import Item, arithmetic, gsm8k, math, score
 from tandem.rewards.boxes import last_boxed
-from tandem.rewards.judge import Judge
+from tandem.rewards.comparer import Comparer
 from tandem.rewards.numbers import numbers_in, to_number
 
 
@@ -166,14 +166,14 @@ def test_math_answers_from_any_thread() -> None:
 
 
 def test_judge_ends_endless_arithmetic_and_goes_on() -> None:
-    judge = Judge(time_limit_s=1.0)
-    assert judge.equal("1/2", "0.5")
+    comparer = Comparer(time_limit_s=1.0)
+    assert comparer.equal("1/2", "0.5")
     start = time.perf_counter()
-    assert not judge.equal("1", "9^{9^{9^{9}}} - 9^{9^{9^{9}}}")
+    assert not comparer.equal("1", "9^{9^{9^{9}}} - 9^{9^{9^{9}}}")
     assert time.perf_counter() - start < 10
-    assert judge.equal("1/2", "0.5")
-    judge.close()
-    judge.close()
+    assert comparer.equal("1/2", "0.5")
+    comparer.close()
+    comparer.close()
 
 
 def test_judge_that_cannot_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
@@ -181,7 +181,7 @@ def test_judge_that_cannot_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Any)
     (tmp_path / "broken").chmod(0o755)
     monkeypatch.setattr("sys.executable", str(tmp_path / "broken"))
     with pytest.raises(RewardError, match="did not start") as caught:
-        Judge().equal("1", "2")
+        Comparer().equal("1", "2")
     assert "pip install 'math-verify" in str(caught.value)
 
 

@@ -64,6 +64,21 @@ def test_an_unclear_signature_is_an_error(tmp_path: Path, parameters: str, probl
         load(tmp_path, f"def f({parameters}): return 0.0")
 
 
+def test_a_misspelt_parameter_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RewardError, match=r"is 'respnse' the parameter 'response'\? rename its"):
+        load(tmp_path, "def f(prompt, respnse, answer): return 0.0")
+
+
+def test_misspelt_arguments_are_refused_before_any_call(tmp_path: Path) -> None:
+    code = "def f(prompt, response, bonus=0.0): return bonus"
+    with pytest.raises(
+        RewardError, match=r"bonsu: the function has no such parameter(.|\n)*did you mean bonus"
+    ):
+        load(tmp_path, code, bonsu=1)
+    assert scores(load(tmp_path, code, bonus=1), item("x")) == [1]
+    assert load(tmp_path, "def f(prompt, response, **more): return 0.0", bonsu=1).kwargs == {"bonsu": 1}
+
+
 def test_one_response_at_a_time(tmp_path: Path) -> None:
     reward = load(
         tmp_path,

@@ -143,7 +143,7 @@ def test_no_server() -> None:
 def test_solutions_are_scored_there(server: Server) -> None:
     said: list[str] = []
     config = SandboxConfig(url=server.url, max_concurrent=9)
-    check_sources(["apps"], config, said.append)
+    check_sources(["apps"], None, config, said.append)
     assert said == [f"programs that answer apps run on {server.url}"]
     place_programs(config, 4)
     assert sandbox.place().at_once == 2

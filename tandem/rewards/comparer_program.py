@@ -1,6 +1,6 @@
-"""The program behind judge.Judge: reads a JSON pair of LaTeX expressions per line, writes true or false.
+"""The program behind `Comparer`: reads a JSON pair of LaTeX expressions per line, writes true or false.
 
-    python -P math_judge.py SECONDS
+    python -P comparer_program.py SECONDS
 
 The operating system's alarms, left without handlers, end the process when one pair takes more than SECONDS of
 the processor's time, so that no score depends on what else the machine does, or WAIT times that on the clock.

@@ -2,7 +2,7 @@
 
 A model may write an expression that no computer finishes, such as 9^{9^{9^9}}, and neither a Python
 signal handler nor a thread can stop arithmetic on one huge number. Expressions are therefore compared in a
-process of their own (math_judge.py), which the operating system ends when a comparison takes too long.
+process of their own (comparer_program.py), which the operating system ends when a comparison takes too long.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TIME_LIMIT_S = 5.0
 """The processor's time for one comparison; one that takes longer counts as wrong."""
 
 
-class Judge:
+class Comparer:
     """A process that compares expressions; starts with the first comparison, and anew after it was ended.
 
     Safe to use from several threads: they take turns.
@@ -58,7 +58,7 @@ class Judge:
         return process.stdout.readline().strip()
 
     def _start(self) -> subprocess.Popen[str]:
-        program = Path(__file__).with_name("math_judge.py")
+        program = Path(__file__).with_name("comparer_program.py")
         self._process = subprocess.Popen(
             # -P keeps this folder, whose modules have names of the standard library, off the path.
             [sys.executable, "-P", str(program), str(self._time_limit_s)],
