@@ -153,7 +153,7 @@ class Bubblewrap:
             with process:
                 code = process.wait()
             if last is not None:
-                select.select([last], [], [], END_SECONDS)
+                _wait(last, END_SECONDS)
             for descriptor in filter(None, (last, done)):
                 os.close(descriptor)
             return code
@@ -192,9 +192,7 @@ class Sandlock:
 
     @property
     def alive(self) -> bool:
-        return (
-            self._well and not select.select([self._process.stdout], [], [], 0)[0]
-        )  # it says nothing by itself
+        return self._well and not _wait(self._process.stdout.fileno(), 0)  # where it has ended, it says so
 
     @staticmethod
     def version() -> str | None:
@@ -232,6 +230,13 @@ class Sandlock:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
+def _wait(descriptor: int, seconds: float) -> bool:
+    """Waits until a descriptor can be read from, also beyond the first 1,024 of them; whether it can."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(seconds * 1000))
+
+
 @functools.cache
 def _starter(_: int) -> ThreadPoolExecutor:
     """The thread of a process that starts what holds programs."""
@@ -241,7 +246,7 @@ def _starter(_: int) -> ThreadPoolExecutor:
 @contextmanager
 def holding(kind: type[Protection]) -> Iterator[Protection]:
     """One of a kind that holds no program now, which is kept for the next one."""
-    kept = _kept(kind, os.getpid())
+    kept = kept_for(kind, os.getpid())
     held = kept.pop() if kept else None
     if held is not None and not held.alive:  # somebody has killed it
         held.close()
@@ -257,7 +262,8 @@ def holding(kind: type[Protection]) -> Iterator[Protection]:
 
 
 @functools.cache
-def _kept(_: type[Protection], process: int) -> list[Protection]:
+def kept_for(_: type[Protection], process: int) -> list[Protection]:
+    """Those of a kind that wait in a process, which ends them at its end."""
     kept: list[Protection] = []
 
     def close() -> None:
