@@ -142,8 +142,10 @@ class Bubblewrap:
         os.close(told)
         with open(first, encoding="utf-8") as info:
             facts = info.read()
-        # The first process of its own count, with which all others of it end, and then no file is written.
-        last = os.pidfd_open(json.loads(facts)["child-pid"]) if facts else None
+        last = None
+        with suppress(ProcessLookupError):  # it has ended
+            # The first process of the program's own count: once it has ended, no other writes a file.
+            last = os.pidfd_open(json.loads(facts)["child-pid"]) if facts else None
         done = os.pidfd_open(process.pid)
         assert process.stdout is not None and process.stderr is not None
 
@@ -213,19 +215,15 @@ class Sandlock:
             code, *left = [b"-9", b"left"] if at_once else os.read(done, 64).split() or [b"", b""]
             self._well = not left
             if left:
-                self._end()
+                self._process.kill()  # and all of its group
             if not code:
                 raise OSError(f"it has ended: {self._process.stderr.read().decode(errors='replace')[-300:]}")
             return int(code)
 
         return Begun(stdout, stderr, done, end)
 
-    def _end(self) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid or 0, 9)
-
     def close(self) -> None:
-        with self._process:  # ends it and all of its group
+        with self._process:  # whose end ends it and all of its group
             self._well = False
         shutil.rmtree(self.folder, ignore_errors=True)
 
