@@ -228,7 +228,7 @@ def _shared_columns(
                 expected=expected,
                 remedy=_nearest([name for names in missing for name in names], file.columns)
                 + "rename the columns"
-                + (f", or name yours with {', '.join(keys)}" if keys else ""),
+                + (f", or name yours with {' or '.join(keys)}" if keys else ""),
             )
     raise DataError(
         "the files have different columns",

@@ -21,8 +21,8 @@ UNNAMED = "data"
 RESERVED = ("response", "responses", "completion", "completions", "completion_ids")
 """Names of what the policy writes, in reward functions that read columns by name."""
 
-PARAMETERS = "the parameters of your reward function"
-"""What else can be changed where a column that these name is missing."""
+PARAMETERS = "the parameters or arguments of your reward function"
+"""What else names columns."""
 
 _SCORED = {"data_source", "reward_model", "extra_info"}
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tandem.errors import RewardError
-from tandem.sandbox import local
+from tandem.sandbox import local, protections
 from tests.support.runs import Lab, lab
 from tests.support.tiny import problem, write_rows
 
@@ -48,8 +48,8 @@ def test_programs_train_in_a_sandbox_which_is_said(lab: Lab, tmp_path: Path) -> 
 def test_programs_are_refused_before_any_step_without_a_sandbox(
     lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local, "find_spec", lambda name: None)
-    monkeypatch.setattr(local, "_bwrap", lambda: None)
+    for kind in (protections.Sandlock, protections.Bubblewrap):
+        monkeypatch.setattr(kind, "version", lambda: None)
     local._found.cache_clear()
     data = rows(tmp_path, "apps", '{"inputs": ["1"], "outputs": ["1"]}')
     with pytest.raises(RewardError, match="sandlock is not installed; bubblewrap is not installed"):
