@@ -122,7 +122,7 @@ def load_custom(path: str, name: str = "compute_score", kwargs: Mapping[str, Any
     file = Path(path).expanduser()
     source = (str(file.absolute()) if file.is_file() else path, name, dict(kwargs or {}))
     fixed, given = source[2], function
-    if isinstance(given, functools.partial) and not given.args:
+    if isinstance(given, functools.partial) and not given.args and not vars(given):
         function, fixed = given.func, {**given.keywords, **fixed}
     known = shipped(function)
     style, shown = style_of(function, f"custom_reward_function {name}"), f"{name} ({path})"
