@@ -27,23 +27,29 @@ PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 22, 2
 LINUX_CAPABILITY_VERSION_3 = 0x20080522
 LOAD, EQUAL, AT_LEAST, ANY_OF, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 ALLOWED, REFUSED, NOT_THERE = 0x7FFF0000, 0x00050001, 0x00050026
-FIRST_ARGUMENT, THIRD_ARGUMENT = 16, 32
+FIRST_ARGUMENT, SECOND_ARGUMENT, THIRD_ARGUMENT = 16, 24, 32
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 CALLS = """
     socket 41 198 setsid 112 157 setpgid 109 154 unlink 87 - unlinkat 263 35 rename 82 - renameat 264 38
     renameat2 316 276 fallocate 285 47 ptrace 101 117 process_vm_readv 310 270 process_vm_writev 311 271
     unshare 272 97 setns 308 268 memfd_create 319 279 memfd_secret 447 447 add_key 248 217 request_key 249 218
     keyctl 250 219 shmget 29 194 semget 64 190 msgget 68 186 bpf 321 280 perf_event_open 298 241
-    userfaultfd 323 282 openat 257 56 clone 56 220 prlimit64 302 261
+    userfaultfd 323 282 open 2 - openat 257 56 clone 56 220 prlimit64 302 261
 """
-"""What is refused, with its number on each architecture; the last three only with some arguments."""
+"""What is refused, with its number on each architecture."""
 UNKNOWN = (425, 435, 437)
 """io_uring_setup, clone3 and openat2, on both: programs go on without them."""
 NAMELESS = 0o20000000
 """Set in O_TMPFILE and in no other flag: a file without a name, which nobody could see grow."""
 NAMESPACES = 0x7E020000
 """Any of clone's flags for a namespace of its own."""
-ANY = 0xFFFFFFFF
+BITS = {
+    "open": (SECOND_ARGUMENT, NAMELESS),
+    "openat": (THIRD_ARGUMENT, NAMELESS),
+    "clone": (FIRST_ARGUMENT, NAMESPACES),
+    "prlimit64": (FIRST_ARGUMENT, 0xFFFFFFFF),
+}
+"""What is refused only where an argument has any of some bits."""
 
 
 def call(name: str, *arguments: int | bytes) -> int:
@@ -70,27 +76,20 @@ def refused_calls() -> bytes:
     is killed in the end, no file without a name, no namespace, no memory beside what the limits count, no
     other process' memory or limits."""
     machine = os.uname().machine
-    numbers = CALLS.split()[1 + list(ARCHITECTURES).index(machine) :: 3]
-    *refused, openat, clone, prlimit = (int(number) for number in numbers if number != "-")
+    words, place = CALLS.split(), 1 + list(ARCHITECTURES).index(machine)
+    numbers = {name: int(n) for name, n in zip(words[::3], words[place::3], strict=True) if n != "-"}
     refuse, allow = step(RETURN, 0, 0, REFUSED), step(RETURN, 0, 0, ALLOWED)
     steps = [step(LOAD, 0, 0, 4), step(EQUAL, 1, 0, ARCHITECTURES[machine]), refuse]
     steps += [step(LOAD, 0, 0, 0), step(AT_LEAST, 0, 1, 0x40000000), refuse]
-    for number in refused:
-        steps += [step(EQUAL, 0, 1, number), refuse]
     for number in UNKNOWN:
         steps += [step(EQUAL, 0, 1, number), step(RETURN, 0, 0, NOT_THERE)]
-    for number, argument, bits in (
-        (openat, THIRD_ARGUMENT, NAMELESS),
-        (clone, FIRST_ARGUMENT, NAMESPACES),
-        (prlimit, FIRST_ARGUMENT, ANY),
-    ):
-        steps += [
-            step(EQUAL, 0, 4, number),
-            step(LOAD, 0, 0, argument),
-            step(ANY_OF, 0, 1, bits),
-            refuse,
-            allow,
-        ]
+    for name, number in numbers.items():
+        if name not in BITS:
+            steps += [step(EQUAL, 0, 1, number), refuse]
+            continue
+        argument, bits = BITS[name]
+        steps += [step(EQUAL, 0, 4, number), step(LOAD, 0, 0, argument), step(ANY_OF, 0, 1, bits)]
+        steps += [refuse, allow]
     return b"".join([*steps, allow])
 
 

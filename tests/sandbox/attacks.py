@@ -91,6 +91,8 @@ REFUSED = {  # what must come to nothing, at once
     "inherited files": "import os\nfor f in range(3, 999):\n    try: os.write(f, b'x'); print('ESCAPED')\n"
     "    except OSError: pass",
     "a file without a name": "import os; os.open('.', os.O_TMPFILE | os.O_RDWR); print('ESCAPED')",
+    "a file without a name by an old call": LIBC
+    + "print('ESCAPED' if C.syscall(2, b'.', 0o20200002, 0o600) >= 0 else '')",
     "blocks without writing": "import os; f = os.open('a', 66); os.posix_fallocate(f, 0, 1 << 40); print('ESCAPED')",
     "a large file": "f = open('a', 'wb')\nfor _ in range(200): f.write(bytes(1 << 20))\nprint('ESCAPED')",
     "a huge sparse file": "f = open('a', 'wb'); f.truncate(1 << 40); print('ESCAPED')",
