@@ -5,6 +5,8 @@ Shapes: N tokens of all sequences together, B sequences.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -44,6 +46,31 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
     return straight_through(values, log_probs, ref_log_probs) if kind.endswith("+") else values
 
 
+def weighted_kl(
+    log_probs: Tensor, ref_log_probs: Sequence[Tensor], weights: Sequence[float], kind: str
+) -> Tensor:
+    """The KLs to several references in one penalty.
+
+    Equation:
+
+        kl_t = Σ_i w_i · k(log π(t), log ref_i(t))
+
+    with the estimator k of that kind, for each reference by itself.
+
+    Args:
+        log_probs: (N) nats; the gradient flows through it.
+        ref_log_probs: (N) nats, of each reference.
+        weights: of each.
+        kind: see `kl_penalty`.
+
+    Returns:
+        (N).
+    """
+    assert len(ref_log_probs) == len(weights) > 0, (len(ref_log_probs), len(weights))
+    terms = [w * kl_penalty(log_probs, ref, kind) for w, ref in zip(weights, ref_log_probs, strict=True)]
+    return functools.reduce(torch.add, terms)
+
+
 class PenalisedRewards(NamedTuple):
     """Rewards less the KL penalty.
 
@@ -59,12 +86,13 @@ class PenalisedRewards(NamedTuple):
 def apply_kl_penalty(
     token_level_scores: Tensor,
     old_log_probs: Tensor,
-    ref_log_probs: Tensor,
+    ref_log_probs: Tensor | Sequence[Tensor],
     response_mask: Tensor,
     offsets: Tensor,
     *,
     kind: str,
     kl_coef: float,
+    weights: Sequence[float] = (1.0,),
 ) -> PenalisedRewards:
     """KL in the reward.
 
@@ -74,11 +102,12 @@ def apply_kl_penalty(
 
     Args:
         token_level_scores: (N).
-        old_log_probs, ref_log_probs: (N) nats.
+        old_log_probs, ref_log_probs: (N) nats; of several references one each.
         response_mask: (N) bool.
         offsets: (B+1) int64.
         kind: one of KL_KINDS.
         kl_coef: the controller's value.
+        weights: of the KL to each reference, see `weighted_kl`.
 
     When to use: with a critic, which then learns the penalty too; without one the KL as a loss
     (`actor_rollout_ref.actor.use_kl_loss`) has less noise.
@@ -87,7 +116,8 @@ def apply_kl_penalty(
     Cost: a reference and a forward pass of it; old log-probs even with one update per step.
     Source: Ziegler et al. 2019, https://arxiv.org/abs/1909.08593, eq. 2.
     """
-    kl = kl_penalty(old_log_probs, ref_log_probs, kind)
+    references = [ref_log_probs] if isinstance(ref_log_probs, Tensor) else ref_log_probs
+    kl = weighted_kl(old_log_probs, references, weights, kind)
     return penalise(token_level_scores, kl, response_mask, offsets, kl_coef=kl_coef)
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from operator import attrgetter
 from typing import Annotated, Any
 
+from pydantic import BaseModel, Field
+
 from tandem.config import tables
 from tandem.config.batching import BY_SAMPLES, BY_TOKENS, Batching, LogProbSection
+from tandem.config.cluster import ByName
 from tandem.config.dynamic_sampling import AdaptiveEntropyConfig
 from tandem.config.fsdp import FORWARD_ALONE, OPTIMIZER_HAS_STATE_HERE, FSDPConfig, RefFSDPConfig
-from tandem.config.needs import divides_batch, holds_longest, own_code
+from tandem.config.needs import divides_batch, holds_longest, names, not_a_model, own_code
 from tandem.config.optim import OptimConfig
-from tandem.config.section import OneOf, Section, When, beside, key, section
+from tandem.config.section import LocalPath, OneOf, Section, When, beside, key, section
 from tandem.config.view import path, root
 from tandem.errors import ConfigError
 
@@ -243,9 +246,60 @@ def _resettable(own: Any, name: str) -> Iterator[ConfigError]:
         )
 
 
-class RefConfig(LogProbSection):
-    """The frozen policy; it exists when a KL term asks for it."""
+class ReferenceTerm(BaseModel):
+    """One of several reference policies.
 
+    Attributes:
+        path: its Hugging Face folder; None: the policy's, as it begins.
+        weight: of the KL to it in the sum; 0: it is only measured.
+    """
+
+    model_config = Section.model_config
+
+    path: LocalPath | None = None
+    weight: float = Field(default=1.0, ge=0)
+
+
+def _references(own: Any, name: str) -> Iterator[ConfigError]:
+    """Folders are there, and nothing is asked for that only one reference can give."""
+    field = path(own, name)
+    for label, term in own.models.items():
+        yield from not_a_model(term.path, "config.json", f"{field}.{label}.path")
+    if own.models and own.reset_interval:
+        yield ConfigError(
+            "which of several references is to become the actor is not said",
+            field=path(own, "reset_interval"),
+            expected="0",
+            remedy=f"set it to 0, or remove {field}",
+        )
+    if own.models and root(own).exact_kl:
+        yield ConfigError(
+            "the exact KL keeps one reference's output head beside the actor, and there are several",
+            got=", ".join(own.models),
+            expected=f"one reference, or an estimator such as k3+ in place of {tables.FULL_KL}",
+            remedy=f"remove {field}, or change algorithm.kl_penalty and actor_rollout_ref.actor.kl_loss_type",
+        )
+
+
+ONE_REFERENCE: Mapping[str, float] = {"ref_log_probs": 1.0}
+"""The column of the log-probs of the only reference, and the weight of its KL."""
+
+
+def reference_name(column: str) -> str:
+    """The name of one of several references, by the column of its log-probs or by its role."""
+    return column.partition(".")[2]
+
+
+class RefConfig(LogProbSection):
+    """The frozen policies; they exist when a KL term asks for them."""
+
+    models: Annotated[dict[str, ReferenceTerm], ByName] = key(
+        {},
+        "several references over the policy's tokens, with the weight of each one's KL in the sum: {name: "
+        "{path: …, weight: 1.0}, …}; without path the policy as it begins; each is placed as ref.NAME, or "
+        "with ref; empty: one, the policy as it begins",
+        needs=(names, _references),
+    )
     ulysses_sequence_parallel_size: int = key(
         1,
         "devices that share one sequence",
@@ -267,3 +321,13 @@ class RefConfig(LogProbSection):
         when=When(lambda own: own.reset_interval > 0, "with {reset_interval} above 0"),
     )
     fsdp_config: RefFSDPConfig = section(RefFSDPConfig(), when=_OWN_ENGINE, below=FORWARD_ALONE)
+
+    @property
+    def references(self) -> Mapping[str, ReferenceTerm]:
+        """The references by role."""
+        return {f"ref.{name}": term for name, term in self.models.items()} or {"ref": ReferenceTerm()}
+
+    @property
+    def columns(self) -> Mapping[str, float]:
+        """The weight of each reference's KL, by the column of its log-probs."""
+        return {f"ref_log_probs.{name}": term.weight for name, term in self.models.items()} or ONE_REFERENCE

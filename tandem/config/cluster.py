@@ -124,6 +124,9 @@ def place(role: str, pools: Mapping[str, Any], placement: Mapping[str, str]) -> 
         return placement[role]
     if role in ("actor", "rollout") and "actor_rollout" in placement:
         return placement["actor_rollout"]
+    kind, one_of_several, _ = role.partition(".")
+    if one_of_several:
+        return place(kind, pools, placement)
     if role == "reward":
         return None
     if role in ("actor", "actor_rollout"):

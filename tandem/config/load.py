@@ -186,7 +186,20 @@ def _snapshots(given: Mapping[str, Any]) -> dict[str, Any]:
             with suppress(ConfigError):  # the key's own rule says so
                 there = [path for file in files for path in files_of(str(file))]
                 found |= {} if there == files else {name: there}
-    return {name: place for name, place in found.items() if place is not None}
+    return {name: place for name, place in found.items() if place is not None} | _named_by_terms(given)
+
+
+def _named_by_terms(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The same of the models in mappings of several."""
+    found: dict[str, Any] = {}
+    for name in ("actor_rollout_ref.ref.models", "reward_model.models"):
+        terms = given.get(name)
+        for label, term in terms.items() if isinstance(terms, Mapping) else ():
+            path = term.get("path") if isinstance(term, Mapping) else None
+            folder = hub.find(path).folder if isinstance(path, str) and hub.is_name(path) else None
+            if folder is not None:
+                found[name] = {**found.get(name, given[name]), label: {**term, "path": folder}}
+    return found
 
 
 def _flatten(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from functools import reduce
 from typing import Any
@@ -54,24 +55,42 @@ def model_folder(marker: str) -> Need:
     """A local folder, if one is named, with the file `marker`."""
 
     def check(own: Any, name: str) -> Iterator[ConfigError]:
-        folder = getattr(own, name)
-        if not folder or os.path.isfile(os.path.join(folder, marker)):
-            return
-        if hub.is_name(folder):
-            yield ConfigError(
-                "no such folder, and as a model of the hub it cannot be had",
-                got=f"{folder} ({hub.find(folder).problem})",
-                expected=f"a Hugging Face folder with {marker}, or OWNER/NAME",
-                remedy=hub.remedy(folder),
-            )
-            return
-        yield ConfigError(
-            "not a model folder" if os.path.isdir(folder) else "no such folder",
-            expected=f"a Hugging Face folder with {marker}",
-            remedy="check the path, or name a model of the Hugging Face hub as OWNER/NAME",
-        )
+        yield from not_a_model(getattr(own, name), marker)
 
     return check
+
+
+def not_a_model(folder: str | None, marker: str, field: str | None = None) -> Iterator[ConfigError]:
+    """An error if `folder`, the value at `field`, is named and has no file `marker`."""
+    if not folder or os.path.isfile(os.path.join(folder, marker)):
+        return
+    if hub.is_name(folder):
+        yield ConfigError(
+            "no such folder, and as a model of the hub it cannot be had",
+            field=field,
+            got=f"{folder} ({hub.find(folder).problem})",
+            expected=f"a Hugging Face folder with {marker}, or OWNER/NAME",
+            remedy=hub.remedy(folder),
+        )
+        return
+    yield ConfigError(
+        "not a model folder" if os.path.isdir(folder) else "no such folder",
+        field=field,
+        got=folder,
+        expected=f"a Hugging Face folder with {marker}",
+        remedy="check the path, or name a model of the Hugging Face hub as OWNER/NAME",
+    )
+
+
+def names(own: Any, name: str) -> Iterator[ConfigError]:
+    """The entries of a mapping have names that metrics and roles can have."""
+    for entry in getattr(own, name):
+        if not re.fullmatch(r"[A-Za-z]\w*", entry):
+            yield ConfigError(
+                "not a name",
+                field=f"{path(own, name)}.{entry}",
+                expected="letters, digits and _, a letter first",
+            )
 
 
 def own_code(own: Any, name: str) -> Iterator[ConfigError]:

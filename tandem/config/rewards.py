@@ -1,26 +1,38 @@
-"""`custom_reward_function` and `reward_model`: a reward function of the user's own, and a trained model that
-scores responses in place of functions."""
+"""`custom_reward_function` and `reward_model`: reward functions of the user's own, and trained models that
+score responses, in place of functions or beside them."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
 from tandem.config.batching import BY_SAMPLES, BY_TOKENS, Batching
+from tandem.config.cluster import ByName
 from tandem.config.dynamic_sampling import OverlongBufferConfig
 from tandem.config.fsdp import FORWARD_ALONE, FSDPConfig
 from tandem.config.model import LEARNING, BackboneConfig
-from tandem.config.needs import CODE_FILES, holds_longest, model_folder, module_or_file
+from tandem.config.needs import (
+    CODE_FILES,
+    holds_longest,
+    model_folder,
+    module_or_file,
+    names,
+    not_a_model,
+    own_code,
+)
 from tandem.config.section import NOT_TRAINED, AsTuple, LocalPath, Section, When, beside, key, section
 from tandem.config.view import path, root
 from tandem.errors import ConfigError
 
 _OWN = When(lambda own: own.path is not None, "with {path}")
+FUNCTIONS = "rule"
+"""What the data sources' own rewards are called among the parts of a reward."""
 _SERVER = When(lambda own: own.url is not None, "with {url}", notice=True)
 _MODEL = beside("enable", True, notice=True)
+_BESIDE_MODELS = When(lambda own: root(own).reward_model.enable, "with reward_model.enable=true")
 
 
 class RewardTerm(BaseModel):
@@ -85,9 +97,39 @@ class SandboxConfig(Section):
     max_concurrent: int = key(64, "programs that the server is asked to run at a time", when=_SERVER, ge=1)
 
 
-class RewardConfig(Section):
-    """The calls of reward functions: processes, limits, and what becomes of a failed one."""
+def _sums(own: Any, name: str) -> Iterator[ConfigError]:
+    """Where a function makes the reward of the parts' scores, nothing else does."""
+    functions, models = root(own).custom_reward_function, root(own).reward_model
+    weights = {"custom_reward_function.terms": [term.weight for term in functions.terms]}
+    weights["reward_model.models"] = [term.weight for term in models.models.values()]
+    weights[path(own, "weight")] = [] if own.weight is None else [own.weight]
+    weighing = [field for field, given in weights.items() if any(weight != 1 for weight in given)]
+    steps = [term for term in models.scorers.values() if term.step_separator is not None]
+    if own.combine is not None and (weighing or steps):
+        yield ConfigError(
+            "is given each part's score, so that weights have no effect"
+            if weighing
+            else "makes one number of a response, so that the scores of its steps would be lost",
+            got=f"{own.combine}, with {' and '.join(weighing) or 'step_separator'}",
+            remedy="weigh the scores in the function" if weighing else f"remove {path(own, name)}",
+        )
 
+
+class RewardConfig(Section):
+    """The parts of the reward together, the calls of reward functions, and what becomes of a failed score."""
+
+    weight: float | None = key(
+        None,
+        "weight of what reward functions say beside reward models; null: 1 with custom_reward_function, else "
+        "none are called",
+        when=_BESIDE_MODELS,
+    )
+    combine: str | None = key(
+        None,
+        "function of your own, file.py:function, that makes the reward out of a mapping of the parts' scores "
+        "by name; null: their weighted sum",
+        needs=(own_code, _sums),
+    )
     num_workers: int | None = key(
         None,
         "processes that call reward functions; null: as many as cores, 8 at most; 0: none, the functions are "
@@ -106,38 +148,99 @@ class RewardConfig(Section):
     sandbox: SandboxConfig = SandboxConfig()
 
 
+class ScorerTerm(BaseModel):
+    """One of several reward models.
+
+    Attributes:
+        path: Hugging Face folder of a sequence or token classifier.
+        weight: of its score in the sum; 0: it is only measured.
+        tokenizer_path: folder of the tokenizer that it reads with; None: its own, where its folder has one.
+        custom_chat_template: Jinja template of the conversations that it reads; None: that tokenizer's.
+        normalize: whether its scores count less their mean and over their standard deviation so far.
+        step_separator: the text that ends a step of a response; each step is scored where it ends. None: a
+            response is scored as a whole.
+        step_score: what the response's score is of its steps' scores.
+    """
+
+    model_config = Section.model_config
+
+    path: LocalPath
+    weight: float = 1.0
+    tokenizer_path: LocalPath | None = None
+    custom_chat_template: str | None = None
+    normalize: bool = False
+    step_separator: str | None = Field(default=None, min_length=1)
+    step_score: Literal["sum", "min", "last"] = "sum"
+
+
 class RewardBackboneConfig(BackboneConfig):
-    """The reward model's backbone and head; it reads the policy's tokens."""
+    """The reward models' backbone and head."""
 
     path: LocalPath = key(
         "",
-        "Hugging Face folder of a sequence classifier with one label; needed with reward_model.enable",
+        "Hugging Face folder of a sequence classifier with one label; several: reward_model.models",
         needs=model_folder("config.json"),
     )
 
 
-def _one_source(own: Any, name: str) -> Iterator[ConfigError]:
-    """With a reward model there is one, and no second source of rewards."""
-    if not own.enable:
-        return
-    if not own.model.path:
+def _has_a_model(own: Any, name: str) -> Iterator[ConfigError]:
+    if own.enable and bool(own.model.path) == bool(own.models):
         yield ConfigError(
-            "missing",
+            f"named beside {path(own, 'models')}" if own.models else "missing",
             field=path(own.model, "path"),
-            expected="a Hugging Face folder of a sequence classifier with one label",
-            remedy=f"add {path(own.model, 'path')}=…, or set {path(own, name)}=false",
+            expected=f"one of the two, {path(own.model, 'path')} or {path(own, 'models')}"
+            if own.models
+            else "a Hugging Face folder of a sequence classifier with one label",
+            remedy=f"name it in {path(own, 'models')}"
+            if own.models
+            else f"add {path(own.model, 'path')}=…, or set {path(own, name)}=false",
         )
-    if root(own).custom_reward_function.given:
-        yield ConfigError(
-            "a second source of rewards, beside custom_reward_function.path",
-            remedy=f"set {path(own, name)}=false, or remove custom_reward_function.path",
-        )
+
+
+def _scorers(own: Any, name: str) -> Iterator[ConfigError]:
+    """Folders are there, and options go together."""
+    functions = root(own).custom_reward_function
+    taken = {term.label or term.name for term in functions.terms} | {functions.name, FUNCTIONS}
+    for label, term in getattr(own, name).items():
+        field = f"{path(own, name)}.{label}"
+        yield from not_a_model(term.path, "config.json", f"{field}.path")
+        yield from not_a_model(term.tokenizer_path, "tokenizer_config.json", f"{field}.tokenizer_path")
+        steps = term.step_separator is not None
+        if steps and term.normalize:
+            yield ConfigError(
+                "scores of steps are not normalised",
+                field=f"{field}.normalize",
+                got="true",
+                remedy="remove it",
+            )
+        if not steps and term.step_score != "sum":
+            yield ConfigError(
+                "has no effect",
+                field=f"{field}.step_score",
+                got=term.step_score,
+                expected="set only with step_separator",
+                remedy="set that too, or remove this entry",
+            )
+        if label in taken and root(own).calls_functions:
+            yield ConfigError("the name of a reward function", field=field, remedy="give it another name")
 
 
 class RewardModelConfig(Section):
-    """The reward model; it only computes."""
+    """The reward models; they only compute. What is said here holds for each of them."""
 
-    enable: bool = key(False, "score responses with this model, not with reward functions", needs=_one_source)
+    enable: bool = key(
+        False,
+        "score responses with reward models, in place of reward functions or beside them",
+        needs=_has_a_model,
+    )
+    models: Annotated[dict[str, ScorerTerm], ByName] = key(
+        {},
+        "several reward models: {name: {path: …, weight: 1.0, tokenizer_path: …, custom_chat_template: …, "
+        "normalize: false, step_separator: …, step_score: sum}, …}; each is placed as reward_model.NAME, or "
+        "with reward_model",
+        when=beside("enable", True),
+        needs=(names, _scorers),
+    )
     model: RewardBackboneConfig = section(
         RewardBackboneConfig(), when=_MODEL, below=dict.fromkeys(LEARNING, NOT_TRAINED)
     )
@@ -160,6 +263,14 @@ class RewardModelConfig(Section):
     overlong_buffer: OverlongBufferConfig = section(
         OverlongBufferConfig(), when=beside("overlong_buffer.enable", True)
     )
+
+    @property
+    def scorers(self) -> Mapping[str, ScorerTerm]:
+        """The reward models by role."""
+        if not self.enable:
+            return {}
+        several = {f"reward_model.{name}": term for name, term in self.models.items()}
+        return several or {"reward_model": ScorerTerm(path=self.model.path)}
 
     @property
     def forward_batching(self) -> Batching:

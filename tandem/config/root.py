@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from tandem.config.actor import ActorConfig, RefConfig
 from tandem.config.algorithm import AlgorithmConfig
 from tandem.config.cluster import ROLES
@@ -23,8 +25,9 @@ _COMPARES = When(
 _CRITIC = When(lambda own: own.needs_critic, "with an algorithm.adv_estimator that has a critic", notice=True)
 
 _FUNCTIONS = When(
-    lambda own: not own.reward_model.enable, "with reward functions, not reward_model.enable=true"
+    lambda own: own.calls_functions, "with reward functions, not reward_model.enable=true without them"
 )
+_CALLS = ("num_workers", "timeout", "retries", "max_growth_mb", "sandbox")
 
 
 class ActorRolloutRefConfig(Section):
@@ -44,7 +47,7 @@ class TrainConfig(Section):
     critic: CriticConfig = section(when=_CRITIC)
     reward_model: RewardModelConfig = RewardModelConfig()
     custom_reward_function: CustomRewardConfig = CustomRewardConfig()
-    reward: RewardConfig = section(RewardConfig(), when=_FUNCTIONS)
+    reward: RewardConfig = section(RewardConfig(), below=dict.fromkeys(_CALLS, _FUNCTIONS))
     algorithm: AlgorithmConfig = AlgorithmConfig()
     trainer: TrainerConfig = TrainerConfig()
 
@@ -56,14 +59,21 @@ class TrainConfig(Section):
     @property
     def leaves_out_failed(self) -> bool:
         """Whether a sample whose score failed is in no update."""
-        return self.reward.on_error == "drop" and not self.reward_model.enable
+        return self.reward.on_error == "drop"
+
+    @property
+    def calls_functions(self) -> bool:
+        """Whether reward functions are called: alone, or beside reward models."""
+        beside = self.custom_reward_function.given or self.reward.weight is not None
+        return beside or not self.reward_model.enable
 
     @property
     def reference_is_the_actor(self) -> bool:
         """Whether the actor's base weights are the reference policy, without a copy of their own."""
         trainer = self.trainer
         together = trainer.placed("ref") == trainer.placed("actor") and "ref" not in trainer.worker_classes
-        return self.actor_rollout_ref.model.lora_rank > 0 and together
+        policy = self.actor_rollout_ref
+        return policy.model.lora_rank > 0 and together and not policy.ref.models
 
     @property
     def exact_kl(self) -> bool:
@@ -80,11 +90,12 @@ class TrainConfig(Section):
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """The roles that this run has, of `tandem.config.cluster.ROLES`."""
-        absent = {
-            "ref": not self.needs_reference,
-            "critic": not self.needs_critic,
-            "reward_model": not self.reward_model.enable,
-            "reward": self.reward_model.enable,
+        """The roles that this run has, of `tandem.config.cluster.ROLES`; of several models of a role each as
+        role.NAME."""
+        found: dict[str, Iterable[str]] = {
+            "ref": self.actor_rollout_ref.ref.references if self.needs_reference else (),
+            "critic": ("critic",) if self.needs_critic else (),
+            "reward_model": self.reward_model.scorers,
+            "reward": ("reward",) if self.calls_functions else (),
         }
-        return tuple(role for role in ROLES if not absent.get(role, False))
+        return tuple(name for role in ROLES for name in found.get(role, (role,)))

@@ -170,7 +170,7 @@ class TrainerConfig(RunConfig):
         {},
         "the pool of a role: {role: name}, actor and rollout apart or as actor_rollout; unplaced, they have "
         "the first pool, reward functions a CPU process of their own, and ref, critic and reward_model are "
-        "with the actor",
+        "with the actor; one of several models as ref.NAME or reward_model.NAME",
     )
     worker_classes: Annotated[dict[str, str], ByName] = key(
         {},
@@ -207,7 +207,7 @@ class TrainerConfig(RunConfig):
         """The name of a role's pool; None: reward functions in a CPU process of their own.
 
         Args:
-            role: one of `tandem.config.cluster.PLACED_ROLES`.
+            role: one of `tandem.config.cluster.PLACED_ROLES`, or of `TrainConfig.roles`.
         """
         return place(role, self.pools, self.placement)
 
@@ -220,6 +220,6 @@ class TrainerConfig(RunConfig):
     def world_size(self) -> int:
         """Devices of the run, all pools together: of each process but those of a pool that has nothing but
         reward functions. What one role has is `devices_of(role)`."""
-        on_devices = {self.placed(role) for role in ROLES if role != "reward"}
+        on_devices = {self.placed(role) for role in (*ROLES, *self.placement) if role != "reward"}
         without = {self.placed("reward")} - on_devices
         return sum(sum(counts) for name, counts in self.pools.items() if name not in without)

@@ -76,7 +76,7 @@ class PreferenceDataset:
                 texts = [record[key] for _, record in table.records([key])]
                 pieces = [[(p, False), (text, True)] for p, text in zip(prompts, texts, strict=True)]
             else:
-                pieces = template.rows(table, key, lambda messages: _answered(template.pieces(messages)))
+                pieces = template.rows(table, key, lambda messages: answered(template.pieces(messages)))
             sides.append(read_sequences(table, tokenizer, pieces, limit, ended=as_text))
         (self.chosen, self.chosen_mask), (self.rejected, self.rejected_mask) = sides
         self.margins = _margins(table, margin_key)
@@ -119,7 +119,7 @@ def are_text(files: DataFiles, answers: Sequence[str]) -> bool:
     return all(isinstance(first[key], str) for key in answers)
 
 
-def _answered(pieces: list[Piece]) -> list[Piece]:
+def answered(pieces: list[Piece]) -> list[Piece]:
     """Up to the end of the assistant's last turn."""
     last = max(place for place, (_, written) in enumerate(pieces) if written)
     return pieces[: last + 1]

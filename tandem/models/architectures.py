@@ -11,6 +11,7 @@ from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     PreTrainedConfig,
 )
 
@@ -45,7 +46,7 @@ def require_task(
 
     Args:
         config: what `load_config` gives of the folder.
-        scorer: whether a sequence classifier is asked for, and not a causal language model.
+        scorer: whether a classifier is asked for, and not a causal language model.
 
     Returns:
         a class of transformers; None where the folder's own code says it.
@@ -55,10 +56,13 @@ def require_task(
     """
     if trust_remote_code and hasattr(config, _OWN_CODE):
         return None
+    by_token = scorer and judges_tokens(config)
     models: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING if scorer else MODEL_FOR_CAUSAL_LM_MAPPING
-    found = models.get(type(config), None)
+    found = (MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING if by_token else models).get(type(config), None)
     if found is None:
-        task = "a sequence classifier" if scorer else "a causal language model"
+        task = "a causal language model"
+        if scorer:
+            task = "a token classifier" if by_token else "a sequence classifier"
         problem = f"the model's architecture cannot be loaded as {task}"
         raise _unsupported(problem, folder, config.to_dict())
     return found[0] if isinstance(found, tuple) else found
@@ -81,6 +85,11 @@ def require_packable(
         raise _unsupported(
             "the model's architecture cannot be trained on packed sequences", folder, config.to_dict()
         )
+
+
+def judges_tokens(config: PreTrainedConfig) -> bool:
+    """Whether a folder's config is that of a token classifier."""
+    return str((getattr(config, "architectures", None) or [""])[0]).endswith("ForTokenClassification")
 
 
 def _unsupported(

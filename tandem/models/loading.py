@@ -15,6 +15,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -23,7 +24,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from tandem.errors import ModelError
-from tandem.models.architectures import require_known, require_task
+from tandem.models.architectures import judges_tokens, require_known, require_task
 from tandem.models.attention import PACKED
 from tandem.models.linear import speed_up_linears
 
@@ -32,7 +33,7 @@ _DROPOUTS = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop",
 _HEAD_EXTRAS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
 _WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 _COPY_AGAIN = "copy or download the folder again"
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 def load_config(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
@@ -99,7 +100,8 @@ def load_scorer(
     new_head: bool = False,
     weights: bool = True,
 ) -> PreTrainedModel:
-    """The reward model of a folder: a sequence classifier with one label, in evaluation mode.
+    """The reward model of a folder: a sequence classifier with one label, or a token classifier with one or
+    two, in evaluation mode.
 
     Args:
         path: folder with config.json and safetensors (or pytorch_model.bin) weights.
@@ -111,7 +113,7 @@ def load_scorer(
         weights: see `load_policy`.
 
     Raises:
-        ModelError: see `load_policy`; also a folder of another kind of model, or more than one label.
+        ModelError: see `load_policy`; also a folder of another kind of model, or more labels.
     """
     config = load_config(path, trust_remote_code=trust_remote_code)
     new_head = new_head and lacks_score_head(config)
@@ -122,7 +124,10 @@ def load_scorer(
     require_task(path, config, scorer=True, trust_remote_code=trust_remote_code)
     options = {"dtype": dtype, "attn_implementation": attention, "trust_remote_code": trust_remote_code}
     make: Any = partial(_load, absent={"score.weight"} if new_head else ()) if weights else _skeleton
-    model = make(AutoModelForSequenceClassification, path, config, **options)
+    classifier = (
+        AutoModelForTokenClassification if judges_tokens(config) else AutoModelForSequenceClassification
+    )
+    model = make(classifier, path, config, **options)
     if not isinstance(getattr(model, "score", None), nn.Linear) or not hasattr(model, "model"):
         raise ModelError(
             "the reward model's head is not one linear map over a decoder",
@@ -137,32 +142,42 @@ def load_scorer(
     return scorer
 
 
-def require_scorer(path: str | Path, config: PreTrainedConfig) -> None:
+def require_scorer(
+    path: str | Path, config: PreTrainedConfig, field: str = "reward_model.model.path"
+) -> None:
     """
     Args:
         path: a model's folder.
         config: what `load_config` gives of it.
+        field: the config key that names it.
 
     Raises:
-        ModelError: it is no sequence classifier with one label.
+        ModelError: it is no sequence classifier with one label, nor a token classifier with one or two.
     """
-    architecture = _architecture(config)
-    if not architecture.endswith("ForSequenceClassification"):
+    architecture, by_token = _architecture(config), judges_tokens(config)
+    if not (by_token or architecture.endswith("ForSequenceClassification")):
         raise ModelError(
             "the folder holds no reward model",
-            field="reward_model.model.path",
+            field=field,
             got=f"{path}: architecture {architecture}",
             expected="a sequence classifier, such as Qwen2ForSequenceClassification",
             remedy="name the folder of a trained reward model",
         )
-    if config.num_labels != 1:
+    if config.num_labels not in ((1, 2) if by_token else (1,)):
         raise ModelError(
             "a reward model gives one score",
-            field="reward_model.model.path",
+            field=field,
             got=f"{path}: num_labels {config.num_labels}",
-            expected="num_labels 1",
-            remedy="use a model that was trained with one label",
+            expected="num_labels 1, or of a token classifier 2",
+            remedy="use a model that was trained with so many labels",
         )
+
+
+def position_limit(config: PreTrainedConfig) -> int | None:
+    """The most tokens of a sequence; None where rotary angles are stretched, or the config does not say."""
+    text = config.get_text_config()
+    stretched = "factor" in (getattr(text, "rope_parameters", None) or {})
+    return None if stretched else getattr(text, "max_position_embeddings", None)
 
 
 def lacks_score_head(config: PreTrainedConfig) -> bool:
@@ -272,13 +287,13 @@ def load_tokenizer(
         ModelError: no tokenizer there, or one without an end-of-sequence token.
     """
     folder = Path(path).expanduser()
-    if not trust_remote_code and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+    if not trust_remote_code and not any((folder / name).is_file() for name in TOKENIZER_FILES):
         # Asked for one that is not there, transformers may make up an empty tokenizer.
         raise ModelError(
             "the folder holds no tokenizer",
             field="model.path",
             got=folder,
-            expected=" or ".join(_TOKENIZER_FILES),
+            expected=" or ".join(TOKENIZER_FILES),
             remedy="copy the tokenizer's files there, or name their folder with model.tokenizer_path",
         )
     try:
@@ -299,48 +314,6 @@ def load_tokenizer(
     if custom_chat_template is not None:
         tokenizer.chat_template = custom_chat_template
     return tokenizer
-
-
-def check_vocabulary(
-    path: str | Path,
-    vocabulary: int,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    trust_remote_code: bool = False,
-) -> None:
-    """Refuses a reward model that cannot read the policy's token ids.
-
-    Args:
-        path: the reward model's folder.
-        vocabulary: token ids it knows.
-        tokenizer: the policy's.
-
-    Raises:
-        ModelError: fewer ids than the tokenizer has, or a tokenizer in the folder that gives tokens
-            other ids.
-    """
-    if vocabulary < len(tokenizer):
-        raise ModelError(
-            "the reward model's vocabulary is smaller than that of the policy's tokenizer",
-            field="reward_model.model.path",
-            got=f"{path}: {vocabulary} tokens",
-            expected=f">= {len(tokenizer)}",
-            remedy="use a reward model over the policy's own tokenizer",
-        )
-    folder = Path(path).expanduser()
-    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        return
-    own = load_tokenizer(folder, trust_remote_code=trust_remote_code)
-    ours, theirs = tokenizer.get_vocab(), own.get_vocab()
-    other = sorted(token for token, index in ours.items() if theirs.get(token, index) != index)
-    if other:
-        raise ModelError(
-            "the reward model's tokenizer is not the policy's",
-            field="reward_model.model.path",
-            got=f"{path}: {len(other)} tokens with other ids, such as {other[0]!r}",
-            expected="the same ids, for the reward model reads the policy's tokens",
-            remedy="use a reward model over the policy's own tokenizer",
-        )
 
 
 def _unusable(problem: str, folder: Path, error: Exception) -> ModelError:

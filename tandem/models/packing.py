@@ -102,7 +102,7 @@ class PackedInputs:
     """A micro-batch as the model takes it, on the model's device.
 
     Where a model predicts tokens, the last token of a sequence predicts nothing that is asked for and
-    is left out of the input. Where it judges whole sequences, each last token is asked for.
+    is left out of the input. Where it judges sequences, those tokens are asked for that are judged.
 
     Where ranks share the tokens, each has its own inputs, and of K those among them.
 
@@ -148,8 +148,8 @@ def pack(
         device: where the model runs.
         pad_to_longest: the rectangle of old: every sequence is extended to the longest one. Costs
             the padding, changes nothing in the result.
-        whole: sequences are judged, not continued: each goes in with its last token, and the outcome
-            there is the only one needed, whatever `wanted` says.
+        whole: sequences are judged, not continued: each goes in with its last token, and the outcome is that
+            at the wanted tokens themselves; with None at the last alone.
         split: the ranks that share the tokens. More sequences, of which nothing is asked, make their number
             a multiple of the ranks'.
         fill: such sequences make the number of tokens at least this.
@@ -163,8 +163,8 @@ def pack(
     # Rows differ by how their starts moved; token t is predicted by input t - 1, and judged at t.
     shift_B = (widths_B.cumsum(0) - widths_B) - tokens.offsets[:-1]
     if whole:
-        places_K = tokens.offsets[1:] - 1
-        sources_K = places_K + shift_B
+        places_K = tokens.offsets[1:] - 1 if wanted is None else wanted.nonzero().squeeze(1)
+        sources_K = places_K + shift_B[tokens.row_ids()[places_K]]
     else:
         predicted_T = tokens.positions() > 0
         if wanted is not None:

@@ -1,4 +1,4 @@
-"""The reward model: packed token ids in, one score per sequence out.
+"""The reward model: packed token ids in, a score of each sequence, or of some of its tokens, out.
 
 Shapes: N input tokens, T entries of the micro-batch's token column.
 """
@@ -20,7 +20,8 @@ SCORE_OUTPUTS = frozenset({"scores"})
 
 
 class ScoreModel(nn.Module):
-    """A language model's decoder under the trained head of a sequence classifier with one label.
+    """A language model's decoder under the trained head of a sequence classifier with one label, or of a
+    token classifier.
 
     Args:
         model: what `load_scorer` gives.
@@ -46,8 +47,8 @@ class ScoreModel(nn.Module):
         return score
 
     def forward(self, inputs: PackedInputs, outputs: frozenset[str]) -> dict[str, Tensor]:
-        """ "scores", (T) in fp32 (fp64 for an fp64 model): at the last token of each sequence the head's
-        output there, zero elsewhere.
+        """ "scores", (T) in fp32 (fp64 for an fp64 model): at the last token of each sequence, or at those
+        that are judged, the head's output there, of two labels the probability of the second; zero elsewhere.
 
         Raises:
             EngineError: an output that a score model does not have.

@@ -69,9 +69,10 @@ class ValueModel(nn.Module):
 
 
 def one_number(head: nn.Linear, decoder: Any, inputs: PackedInputs) -> Tensor:
-    """(K): the head's single output over the last hidden state at each position asked for. In the
-    output's precision, at least fp32: bf16 would round it to three digits."""
+    """(K): the head's single output over the last hidden state at each position asked for; of two outputs the
+    second's probability. In the output's precision, at least fp32: bf16 would round it to three digits."""
     hidden_KD = decode(decoder, inputs).index_select(0, inputs.sources)
     out_type = torch.promote_types(hidden_KD.dtype, torch.float32)
     bias_1 = None if head.bias is None else local(head.bias).to(out_type)
-    return nn.functional.linear(hidden_KD.to(out_type), local(head.weight).to(out_type), bias_1).squeeze(-1)
+    out_KL = nn.functional.linear(hidden_KD.to(out_type), local(head.weight).to(out_type), bias_1)
+    return out_KL.squeeze(-1) if out_KL.shape[-1] == 1 else out_KL.softmax(-1)[:, 1]

@@ -290,10 +290,10 @@ def checked(reward: Reward, value: Any, place: int, item: Item) -> Scored:
     entries = dict(value) if isinstance(value, Mapping) else {"score": value}
     if "score" not in entries:
         raise reward.error("returned a dict without 'score'", place, item, got=_shown(value))
-    main = _number(entries.pop("score"))
+    main = as_number(entries.pop("score"))
     if main is None:
         raise reward.error("returned something that is not a number", place, item, got=_shown(value))
-    numbers = {str(name): _number(entry) for name, entry in entries.items()}
+    numbers = {str(name): as_number(entry) for name, entry in entries.items()}
     extra = {name: number for name, number in numbers.items() if number is not None}
     if not all(map(math.isfinite, (main, *extra.values()))):
         raise reward.error("returned a number that is not finite", place, item, got=_shown(value))
@@ -314,7 +314,7 @@ def _compared(answer: Any, truth: Any) -> str:
     return f"answer {answer!s:.200}" + ("" if truth is None else f", expected {truth!s:.200}")
 
 
-def _number(value: Any) -> float | None:
+def as_number(value: Any) -> float | None:
     """A plain number, a bool, or a zero-dimensional array or tensor as a float; None for anything else."""
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
         value = value.item()

@@ -69,14 +69,15 @@ class Placement:
 
     Args:
         resource_pool_spec: pool name to processes per node.
-        mapping: role to pool name.
+        mapping: role to pool name; one of several models of a role by name, such as "ref.NAME", where it is
+            not with the others.
 
     Raises:
         ConfigError: a malformed pool, or a role on a pool that is not there.
     """
 
     resource_pool_spec: Mapping[str, Sequence[int]]
-    mapping: Mapping[Role, str]
+    mapping: Mapping[Role | str, str]
     pools: Mapping[str, ResourcePool] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -93,7 +94,7 @@ class Placement:
                 near = difflib.get_close_matches(name, pools, n=1)
                 raise ConfigError(
                     "no such resource pool",
-                    field=f"pool of role {role.name}",
+                    field=f"pool of role {role_name(role)}",
                     got=name,
                     expected=f"one of {', '.join(pools) or 'no pools'}",
                     remedy=f"did you mean '{near[0]}'?" if near else "add it to the resource pools",
@@ -109,10 +110,15 @@ class Placement:
             raise ConfigError(
                 "no resource pool is mapped to this role",
                 field=role.name,
-                expected=f"one of {', '.join(placed.name for placed in self.mapping)}",
+                expected=f"one of {', '.join(map(role_name, self.mapping))}",
             )
         return self.pools[self.mapping[role]]
 
-    def roles(self, pool_name: str) -> tuple[Role, ...]:
+    def roles(self, pool_name: str) -> tuple[Role | str, ...]:
         """The roles colocated on a pool."""
         return tuple(role for role, name in self.mapping.items() if name == pool_name)
+
+
+def role_name(role: Role | str) -> str:
+    """A role of a placement by name, for messages."""
+    return role if isinstance(role, str) else role.name

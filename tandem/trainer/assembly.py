@@ -22,9 +22,15 @@ from tandem.data.loader import batches_of
 from tandem.errors import ConfigError
 from tandem.hub import fetch_weights
 from tandem.loading import load_function
-from tandem.models.loading import lacks_score_head, load_config, load_tokenizer
+from tandem.models.loading import (
+    lacks_score_head,
+    load_config,
+    load_tokenizer,
+    position_limit,
+)
 from tandem.observability.stacks import withdraw_stacks
 from tandem.rewards import check_sources, own_reward
+from tandem.rewards.combination import combination_of
 from tandem.runtime import Backend, ResourcePool, Worker, WorkerGroup
 from tandem.runtime.worker import WorkerFactory
 from tandem.trainer.checks import check_algorithms, models_of, say_idle_offload
@@ -37,6 +43,7 @@ from tandem.trainer.ppo import PPOTrainer
 from tandem.trainer.prompts import Prompts
 from tandem.trainer.sampling_params import sampling, stop_token_ids
 from tandem.trainer.schedule import Schedule
+from tandem.trainer.scoring import Scoring
 from tandem.trainer.session import OpenRun, RunsConfig, Session, open_run
 from tandem.trainer.steps import Plan, plan_run
 from tandem.trainer.supervised import SupervisedTrainer, Task, rm_task, sft_task
@@ -71,7 +78,7 @@ def build_ppo(
     cast = cast_roles(config, spec)
     placed = tenants(configured_placement(config.trainer), cast)
     say_idle_offload(config.trainer, models_of(config, cast.played), say)
-    reward = own_reward(config.custom_reward_function)
+    reward, combination = own_reward(config.custom_reward_function), combination_of(config)
     tokenizer = _tokenizer(policy.model)
     with _opened(config, say) as (run, backend):
         backend.reserve(list(pools_of(placed).values()))
@@ -90,6 +97,7 @@ def build_ppo(
             recipes(config, plan, tokenizer, reward, run.folder, stops),
             backend,
             balance=config.trainer.balance_batch,
+            scoring=Scoring(combination),
             scores_parts=reward is None or not reward.batched,
         )
         roles = launcher.launch(placed, data)
@@ -119,7 +127,8 @@ def build_rm(config: RMConfig, *, say: Say) -> SupervisedTrainer:
     """The trainer of a reward model; see `build_supervised`. A language model gets a new score head, and the
     user is told."""
     model = config.model
-    if lacks_score_head(load_config(model.path, trust_remote_code=model.trust_remote_code)):
+    stored = load_config(model.path, trust_remote_code=model.trust_remote_code)
+    if lacks_score_head(stored):
         say(f"{model.path} is a language model: its score head is new, drawn by trainer.seed.")
     return build_supervised(config, rm_task(config), say=say)
 
@@ -175,10 +184,8 @@ def _require_positions(config: TrainConfig, prompt: int) -> None:
             angles are stretched, its rollout engine judges.
     """
     model, response = config.actor_rollout_ref.model, config.data.max_response_length
-    text = load_config(model.path, trust_remote_code=model.trust_remote_code).get_text_config()
-    most = getattr(text, "max_position_embeddings", None)
-    stretched = "factor" in (getattr(text, "rope_parameters", None) or {})
-    if most is not None and not stretched and prompt + response > most:
+    most = position_limit(load_config(model.path, trust_remote_code=model.trust_remote_code))
+    if most is not None and prompt + response > most:
         raise ConfigError(
             "the longest prompt and response go beyond the model's positions",
             field="data.max_prompt_length + data.max_response_length",
@@ -196,6 +203,10 @@ def _opened(config: RunsConfig, say: Say) -> Iterator[tuple[OpenRun, Backend]]:
     for name in keys(type(config)):
         if name.endswith("model.path") and (folder := value_at(config, name)):
             fetch_weights(folder)
+        elif name.endswith((".ref.models", "reward_model.models")):
+            for term in value_at(config, name).values():
+                if term.path:
+                    fetch_weights(term.path)
     run = open_run(config, say)
     with ExitStack() as undo, plain_errors():
         undo.callback(run.folder.remove_if_unused)

@@ -24,6 +24,14 @@ def check_algorithms(config: TrainConfig) -> AdvantageSpec:
     """
     own_loss, kinds = config.actor_rollout_ref.actor.policy_loss, _kl_kinds(config)
     spec = advantage_estimator(config.algorithm.adv_estimator)
+    several = config.actor_rollout_ref.ref.models
+    if several and "ref_log_probs" in spec.columns:
+        raise ConfigError(
+            f"{spec.name} reads the log-probs of one reference, and there are several",
+            field="actor_rollout_ref.ref.models",
+            got=", ".join(several),
+            remedy="remove it, or choose another algorithm.adv_estimator",
+        )
     _check_rewards(config, spec)
     spec.select_options({}, config.algorithm.adv_kwargs)  # refuses what does not fit
     policy_loss(own_loss.loss_mode).select_options({}, own_loss.kwargs)
@@ -109,7 +117,8 @@ def models_of(config: TrainConfig, played: frozenset[str]) -> dict[str, Section]
         ("critic", "critic", config.critic),
         ("reward_model", "reward_model", config.reward_model),
     )
-    return {at: section for role, at, section in sections if role in played}
+    kinds = {role.partition(".")[0] for role in played}
+    return {at: section for role, at, section in sections if role in kinds}
 
 
 def _on_cpu(trainer: RunConfig) -> bool:

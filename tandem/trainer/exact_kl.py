@@ -15,7 +15,7 @@ class Referred:
     """The reference's answer to the samples of a step.
 
     Attributes:
-        log_probs: `ref_log_probs`; none without a reference.
+        log_probs: those of each reference; none without one.
         hidden: by term, "reward" or "loss", the reference's hidden states for it if it is exact.
     """
 
@@ -43,9 +43,9 @@ class ExactKL:
         self._head_is_current = False
 
     def refer(self, roles: Roles, samples: BatchFuture) -> Referred:
-        """Asks the reference, if there is one."""
+        """Asks the references, if there are any."""
         if roles.reference is None:
-            return Referred([], {})
+            return Referred([each.compute_ref_log_prob(samples) for each in roles.references.values()], {})
         if self._terms and not self._head_is_current:
             roles.actor.hold_reference_head(roles.reference.reference_head())
             self._head_is_current = True

@@ -170,7 +170,7 @@ class Gatherer:
 
     def _answer(self, roles: Roles, prompts: BatchFuture, n: int) -> tuple[BatchFuture, BatchFuture]:
         """Draws n samples of each prompt and their scores, and tells the sampler of prompts of them."""
-        samples, scores = roles.generate(prompts, n, self.params, self.dealer)
+        samples, scores = roles.generate(prompts, n, self.params, self.dealer, learns=True)
         if self._leaves_out_failed:
             given = samples.select("response_mask", "uid").union(scores)
             found: BatchFuture = roles.batch.stand_in(given)

@@ -18,8 +18,9 @@ from tandem.observability.run import RunFolder
 from tandem.rewards import Scorer
 from tandem.runtime import Backend, LocalBackend, Placement, ResourcePool, WorkerGroup
 from tandem.runtime.worker import WorkerFactory
-from tandem.trainer.placing import Cast, Tenant, pools_of, tenants
+from tandem.trainer.placing import Cast, Tenant, kind_of, pools_of, tenants
 from tandem.trainer.roles import Roles
+from tandem.trainer.scoring import Scoring
 from tandem.trainer.steps import Plan, updates_per_step
 from tandem.workers.integrity import SpecialTokens
 
@@ -137,18 +138,33 @@ def recipes(
     }
     scorer = {"tokenizer": tokenizer, **engine}
     ignored = config.actor_rollout_ref.rollout.ignore_eos
-    special = SpecialTokens.of(tokenizer, () if ignored else stops)
+    batch: dict[str, Any] = {"special": SpecialTokens.of(tokenizer, () if ignored else stops)}
+    ref = config.actor_rollout_ref.ref
+    if ref.models:
+        batch["references"] = ref.columns
     return {
         **dict.fromkeys(("actor", "rollout", "ref"), policy),
-        "batch": lambda tenant: partial(tenant.worker, config.algorithm, run, actor, special),
+        "batch": lambda tenant: partial(tenant.worker, config.algorithm, run, actor, **batch),
         "critic": lambda tenant: partial(tenant.worker, config.critic, **critic),
         "reward": lambda tenant: partial(tenant.worker, tokenizer, reward, config.reward, run),
-        "reward_model": lambda tenant: partial(tenant.worker, config.reward_model, **scorer),
+        "reward_model": lambda tenant: partial(
+            tenant.worker, config.reward_model, **scorer, **_named("role", tenant.role)
+        ),
     }
 
 
 def _policy(config: TrainConfig, tenant: Tenant, **options: Any) -> WorkerFactory:
-    return partial(tenant.worker, config, parts=tenant.parts, **options)
+    parts = frozenset(map(kind_of, tenant.parts))
+    return partial(tenant.worker, config, parts=parts, **options, **_named("reference", tenant.role))
+
+
+def _named(argument: str, role: str) -> dict[str, str]:
+    """The argument that tells a worker which of several models of its kind it has."""
+    return {} if role == kind_of(role) else {argument: role}
+
+
+def _of_kind(groups: Mapping[str, WorkerGroup], kind: str) -> dict[str, WorkerGroup]:
+    return {role: group for role, group in groups.items() if kind_of(role) == kind}
 
 
 class Launcher:
@@ -160,7 +176,8 @@ class Launcher:
         recipes: of the workers, see `recipes`.
         backend: where workers run.
         balance: whether the rows of a batch are shared out by their lengths.
-        scores_parts: whether samples may be scored before all have finished.
+        scoring: makes the reward of the scores.
+        scores_parts: whether reward functions may score samples before all have finished.
     """
 
     def __init__(
@@ -171,6 +188,7 @@ class Launcher:
         backend: Backend,
         *,
         balance: bool,
+        scoring: Scoring,
         scores_parts: bool,
     ) -> None:
         self.backend = backend
@@ -178,6 +196,7 @@ class Launcher:
         self._plan = plan
         self._recipes = recipes
         self._balance = balance
+        self._scoring = scoring
         self._scores_parts = scores_parts
         self._pools: dict[str, ResourcePool] = {}
 
@@ -191,7 +210,7 @@ class Launcher:
         groups = {"data": data}
         for role, tenant in placed.items():
             if role != "data":
-                make = self._recipes[role](tenant)
+                make = self._recipes[kind_of(role)](tenant)
                 group = WorkerGroup(self.backend, make, tenant.pool, role=role, balance=self._balance)
                 groups |= dict.fromkeys(tenant.parts, group)
         streams = "reward" in groups and hasattr(groups["rollout"], "stream_sequences")
@@ -199,11 +218,12 @@ class Launcher:
             data=data,
             actor=groups["actor"],
             rollout=groups["rollout"],
-            reference=groups.get("ref"),
+            references=_of_kind(groups, "ref"),
             critic=groups.get("critic"),
-            reward_model=groups.get("reward_model"),
+            reward_models=_of_kind(groups, "reward_model"),
             reward=groups.get("reward"),
             batch=groups["batch"],
+            scoring=self._scoring,
             scores_parts=self._scores_parts and streams,
             resets_reference="ref" in groups and self._plan.reset_interval > 0,
             rollout_shares=groups["rollout"].world_size // self._plan.rollout_split,

@@ -83,6 +83,16 @@ NEEDS = (
         "algorithm.mask_truncated_completions",
         lambda config, _: config.algorithm.mask_truncated_completions,
     ),
+    Need(
+        {"batch": ("combine_scores",)},
+        "reward_model.enable, reward.combine",
+        lambda config, _: config.reward_model.enable or config.reward.combine is not None,
+    ),
+    Need(
+        {"batch": ("running_scores",)},
+        "reward_model.models",
+        lambda config, _: any(term.normalize for term in config.reward_model.scorers.values()),
+    ),
     Need({"batch": ("stand_in", "left_out")}, "reward.on_error", lambda config, _: config.leaves_out_failed),
     Need(
         {"data": ("observe", "sampler_state", "load_sampler_state")},
@@ -127,7 +137,7 @@ def require_methods(
     for need in needs:
         if apart or not need.apart:
             for part in sorted(parts):
-                wanted.setdefault(need.key, []).extend(need.methods.get(part, ()))
+                wanted.setdefault(need.key, []).extend(need.methods.get(part.partition(".")[0], ()))
     for key, methods in wanted.items():
         missing = [method for method in methods if method not in registrations(worker)]
         if missing:

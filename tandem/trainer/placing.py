@@ -13,6 +13,7 @@ from tandem.config.trainer import TrainerConfig
 from tandem.errors import ConfigError
 from tandem.loading import load_module
 from tandem.runtime import Placement, ResourcePool, Role, Worker
+from tandem.runtime.resource_pool import role_name
 from tandem.runtime.worker import registrations
 from tandem.trainer.methods import Need, needs_of, require_methods
 from tandem.workers.actor import ActorWorker
@@ -60,7 +61,7 @@ class Cast:
     """The roles of a run, and the classes that play them.
 
     Attributes:
-        played: the roles that the run has, of those of `PLACES`.
+        played: the roles that the run has, of those of `PLACES`; one of several models as role.NAME.
         classes: worker classes of the user's own, by role; others are ours.
         needs: what the run calls on them.
     """
@@ -81,11 +82,13 @@ def cast_roles(config: TrainConfig, spec: AdvantageSpec) -> Cast:
 
 
 def played_roles(config: TrainConfig, spec: AdvantageSpec) -> frozenset[str]:
-    """The roles of a run besides its helpers: the reference if a KL term or the estimator needs it, the
-    critic if the estimator needs values, a reward model or reward functions."""
-    roles = {"actor", "rollout", "reward_model" if config.reward_model.enable else "reward"}
+    """The roles of a run besides its helpers: references if a KL term or the estimator needs them, the critic
+    if the estimator needs values, reward models, reward functions."""
+    roles = {"actor", "rollout", *config.reward_model.scorers}
+    if config.calls_functions:
+        roles.add("reward")
     if config.needs_reference or "ref_log_probs" in spec.columns:
-        roles.add("ref")
+        roles |= config.actor_rollout_ref.ref.references.keys()
     if "values" in spec.columns:
         roles.add("critic")
     return frozenset(roles)
@@ -94,7 +97,14 @@ def played_roles(config: TrainConfig, spec: AdvantageSpec) -> frozenset[str]:
 def configured_placement(trainer: TrainerConfig) -> Placement:
     """The placement that the config asks for."""
     placed = {places[0]: trainer.placed(role) for role, places in PLACES.items()}
-    return Placement(trainer.pools, {role: pool for role, pool in placed.items() if pool is not None})
+    known: dict[Role | str, str] = {role: pool for role, pool in placed.items() if pool is not None}
+    known |= {role: pool for role, pool in trainer.placement.items() if role != kind_of(role)}
+    return Placement(trainer.pools, known)
+
+
+def kind_of(role: str) -> str:
+    """The role of which this is one of several, such as ref of ref.NAME; else the role itself."""
+    return role.partition(".")[0]
 
 
 def load_classes(references: Mapping[str, str]) -> dict[str, type[Worker]]:
@@ -151,9 +161,10 @@ def tenants(placement: Placement, cast: Cast) -> dict[str, Tenant]:
     pools |= {"data": CONTROLLER_POOL, "batch": CONTROLLER_POOL}
     out = {"actor": Tenant("actor", frozenset(parts), pools["actor"], policy)}
     for role in ("data", *sorted(played - parts), "batch"):
-        out[role] = Tenant(role, frozenset({role}), pools[role], classes.get(role, _OURS[role]))
+        kind = kind_of(role)
+        out[role] = Tenant(role, frozenset({role}), pools[role], classes.get(kind, _OURS[kind]))
     for role, tenant in out.items():
-        named = key if role == "actor" else role
+        named = key if role == "actor" else kind_of(role)
         require_methods(tenant.worker, tenant.parts, cast.needs, role=named, apart=apart)
     return out
 
@@ -175,11 +186,12 @@ def _pool(placement: Placement, role: str) -> ResourcePool:
         for name in reversed(names)  # so that the most particular stays
         if name in placement.mapping
     }
+    placed |= {name: pool for name, pool in placement.mapping.items() if isinstance(name, str)}
     if "actor" not in placed:
         raise ConfigError(
             "no resource pool is mapped to the actor",
             field="placement",
-            got=", ".join(placed.name for placed in placement.mapping) or "no role",
+            got=", ".join(map(role_name, placement.mapping)) or "no role",
             expected="one of Actor, ActorRollout, ActorRolloutRef among the roles",
         )
     pool = place(role, placement.pools, placed)

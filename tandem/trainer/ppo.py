@@ -258,6 +258,7 @@ class PPOTrainer(Loop[Gathered]):
             "loader": self.prompts.state_dict(),
             "kl": self.kl.state_dict(),
             "reference_step": self._reference_step,
+            "scoring": self.roles.scoring.state_dict(),
             **entropy,
         }
 
@@ -279,6 +280,7 @@ class PPOTrainer(Loop[Gathered]):
             )
         self.prompts.load_state_dict(state["loader"])
         self.kl.load_state_dict(state["kl"])
+        self.roles.scoring.load_state_dict(state.get("scoring", {}))
         if self.entropy is not None and "entropy" in state:
             self.entropy.load_state_dict(state["entropy"])
 

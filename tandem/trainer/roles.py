@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from tandem.protocol import SamplingParams
 from tandem.runtime import BatchFuture, BatchStream, Future, WorkerGroup
 from tandem.trainer.dealing import Dealer
 from tandem.trainer.saving import ReferenceMember, Saves
+from tandem.trainer.scoring import Scoring
 
 
 @dataclass(frozen=True)
@@ -23,11 +24,13 @@ class Roles:
         data: prompts.
         actor: trains and recomputes log-probs.
         rollout: samples; the actor's own group unless it was placed apart.
-        reference: the frozen policy of the KL terms; may be the actor's group.
+        references: the frozen policies of the KL terms, by role; a single one may be the actor's group.
         critic: values.
-        reward_model, reward: scores, of a model or of reward functions; one of the two is there.
+        reward_models: scores of models, by role.
+        reward: scores of reward functions.
         batch: advantages, measures and sample files.
-        scores_parts: whether samples may be scored before all have finished.
+        scoring: makes the reward of the scores.
+        scores_parts: whether reward functions may score samples before all have finished.
         rollout_shares: in how many parts the rollout divides prompts.
         resets_reference: whether the reference's weights change, and belong into checkpoints.
     """
@@ -35,11 +38,12 @@ class Roles:
     data: WorkerGroup
     actor: WorkerGroup
     rollout: WorkerGroup
-    reference: WorkerGroup | None
+    references: Mapping[str, WorkerGroup]
     critic: WorkerGroup | None
-    reward_model: WorkerGroup | None
+    reward_models: Mapping[str, WorkerGroup]
     reward: WorkerGroup | None
     batch: WorkerGroup
+    scoring: Scoring
     scores_parts: bool
     rollout_shares: int = 1
     resets_reference: bool = False
@@ -48,10 +52,15 @@ class Roles:
     def groups(self) -> list[WorkerGroup]:
         """Every group once."""
         found = (
-            self.data, self.actor, self.rollout, self.reference, self.critic, self.reward_model,
-            self.reward, self.batch,
+            self.data, self.actor, self.rollout, *self.references.values(), self.critic,
+            *self.reward_models.values(), self.reward, self.batch,
         )  # fmt: skip
         return list({id(group): group for group in found if group is not None}.values())
+
+    @property
+    def reference(self) -> WorkerGroup | None:
+        """The only reference, if there is one."""
+        return self.references.get("ref")
 
     @property
     def members(self) -> dict[str, Saves]:
@@ -64,40 +73,42 @@ class Roles:
         return found
 
     def generate(
-        self, prompts: BatchFuture, n: int, params: SamplingParams, dealer: Dealer, **options: Any
+        self,
+        prompts: BatchFuture,
+        n: int,
+        params: SamplingParams,
+        dealer: Dealer,
+        *,
+        learns: bool = False,
+        **options: Any,
     ) -> tuple[BatchFuture, BatchFuture]:
         """Draws n samples of each prompt and their scores, in the order of the prompts. Reward functions are
         called as samples finish, unless one wants to see the batch as a whole.
 
         Args:
             dealer: says which prompts are better sampled by the same rank.
+            learns: whether the samples are learnt from.
             options: of the rollout's method.
         """
         order = dealer.order(prompts.index, self.rollout_shares)
-        if order is None:
-            return self._generate(prompts, n, params, **options)
-        samples, scores = self._generate(prompts.rows(order), n, params, **options)
-        back = (n * torch.argsort(order)[:, None] + torch.arange(n)).flatten()
-        return samples.rows(back), scores.rows(back)
+        asked = prompts if order is None else prompts.rows(order)
+        samples, said = self._generate(asked, n, params, **options)
+        if order is not None:
+            back = (n * torch.argsort(order)[:, None] + torch.arange(n)).flatten()
+            samples, said = samples.rows(back), None if said is None else said.rows(back)
+        models, batch = self.reward_models, self.batch
+        return samples, self.scoring.reward(samples, said, models, batch, learns=learns)
 
     def _generate(
         self, prompts: BatchFuture, n: int, params: SamplingParams, **options: Any
-    ) -> tuple[BatchFuture, BatchFuture]:
-        if not self.scores_parts:
+    ) -> tuple[BatchFuture, BatchFuture | None]:
+        """Samples, and what reward functions say of them, if any are called."""
+        if self.reward is None or not self.scores_parts:
             samples: BatchFuture = self.rollout.generate_sequences(prompts, n, params, **options)
-            return samples, self.score(samples)
+            return samples, None if self.reward is None else self.reward.compute_scores(samples)
         stream: BatchStream = self.rollout.stream_sequences(prompts, n, params, **options)
-        scores = stream.map(self.score)
-        return stream.all(), scores
-
-    def score(self, samples: BatchFuture) -> BatchFuture:
-        """`scores`, `token_level_scores`, `reward_extra`, `response_text` of samples."""
-        if self.reward_model:
-            scores: BatchFuture = self.reward_model.compute_rm_score(samples)
-        else:
-            assert self.reward is not None
-            scores = self.reward.compute_scores(samples)
-        return scores
+        said = stream.map(self.reward.compute_scores)
+        return stream.all(), said
 
     def sync_rollout(self) -> None:
         """Brings the actor's weights to a rollout of its own, bucket by bucket. One is gathered while the one

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from tandem.config.actor import ActorConfig, RefConfig
+from tandem.config.actor import ActorConfig, RefConfig, reference_name
 from tandem.config.optim import OptimConfig
 from tandem.config.root import TrainConfig
 from tandem.engines.rollout.base import RolloutEngine
@@ -20,6 +20,8 @@ from tandem.engines.rollout.registry import make_rollout_engine
 from tandem.engines.train.base import TrainEngine
 from tandem.engines.train.fsdp import FSDPEngine
 from tandem.errors import ConfigError
+from tandem.models.loading import load_config
+from tandem.models.vocabulary import check_vocabulary
 from tandem.observability.metrics import Metrics
 from tandem.observability.run import RunFolder
 from tandem.runtime import Dispatch, register
@@ -48,8 +50,10 @@ class ActorWorker(EngineWorker):
         device, run: see `EngineWorker`.
         recompute_old: whether updates read an `old_log_probs` column.
         old_outputs: what `compute_log_prob` gives besides, of "sum_pi_squared" and "ref_kl".
+        reference: which of several references its part "ref" is.
 
     Raises:
+        ModelError: a reference over other tokens than the policy's.
         ConfigError: a rollout engine that takes no weights cannot follow a policy that learns.
     """
 
@@ -91,9 +95,11 @@ class ActorWorker(EngineWorker):
         run: RunFolder,
         recompute_old: bool,
         old_outputs: frozenset[str] = frozenset(),
+        reference: str = "ref",
     ) -> None:
         name = next(part for part in ("actor", "rollout", "ref") if part in parts)
-        super().__init__(run, name, device, config.trainer.timeouts.collective)
+        track = reference if name == "ref" else name
+        super().__init__(run, track, device, config.trainer.timeouts.collective)
         self._config = config
         self.parts: dict[PolicyPart, Any] = {}
         policy = config.actor_rollout_ref
@@ -110,8 +116,9 @@ class ActorWorker(EngineWorker):
             borrowed = "actor" in parts and policy.model.lora_rank > 0  # its base needs no second copy
             if borrowed:
                 self.register_mesh("ref", engine.share.rank, engine.share.size, collects=engine.share.leads)
-            own = engine if borrowed else self._add_engine("ref", policy.ref)
-            self.parts["ref"] = self.reference_part(config, own, borrowed=borrowed)
+            own = engine if borrowed else self._reference_engine(tokenizer, reference)
+            named = {} if reference == "ref" else {"role": reference}
+            self.parts["ref"] = self.reference_part(config, own, borrowed=borrowed, **named)
         if "rollout" in parts:
             sampler = self._rollout_engine(tokenizer, engine)
             self.parts["rollout"] = self.rollout_part(config, engine, sampler, follows="actor" not in parts)
@@ -123,11 +130,12 @@ class ActorWorker(EngineWorker):
         optim: OptimConfig | None = None,
         total_steps: int = 0,
         updates_per_step: int = 1,
+        path: str | None = None,
     ) -> TrainEngine:
         policy = self._config.actor_rollout_ref
         with seeded(self._config.trainer.seed):
             engine = FSDPEngine(
-                policy.model.path,
+                path or policy.model.path,
                 kind="policy",
                 model=policy.model if role == "actor" else policy.model.without_adapters,
                 fsdp=section.fsdp_config.undivided if role == "rollout" else section.fsdp_config,
@@ -140,6 +148,23 @@ class ActorWorker(EngineWorker):
                 say=self.voice(role),
             )
         return self.hold(role, engine)
+
+    def _reference_engine(self, tokenizer: PreTrainedTokenizerBase, reference: str) -> TrainEngine:
+        policy, remote = (
+            self._config.actor_rollout_ref,
+            self._config.actor_rollout_ref.model.trust_remote_code,
+        )
+        path = policy.ref.references[reference].path
+        if path is not None:
+            check_vocabulary(
+                path,
+                load_config(path, trust_remote_code=remote).get_text_config().vocab_size,
+                tokenizer,
+                what="reference policy",
+                field=f"actor_rollout_ref.ref.models.{reference_name(reference)}.path",
+                trust_remote_code=remote,
+            )
+        return self._add_engine("ref", policy.ref, path=path)
 
     def _rollout_engine(self, tokenizer: PreTrainedTokenizerBase, policy: TrainEngine) -> RolloutEngine:
         rollout, data = self._config.actor_rollout_ref.rollout, self._config.data

@@ -40,7 +40,12 @@ class ActorPart:
         self._outputs = old_outputs | {"log_probs"}
         correction = config.algorithm.rollout_correction
         self._bypasses = correction.bypass_mode
-        self.loss = ActorLoss.from_config(self._actor, recomputed=recompute_old, correction=correction)
+        self.loss = ActorLoss.from_config(
+            self._actor,
+            recomputed=recompute_old,
+            correction=correction,
+            references=config.actor_rollout_ref.ref.columns,
+        )
         self._export = ExitStack()  # what is held between the first bucket and the last
 
     @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, mesh="actor", blocking=False, balance="tokens")

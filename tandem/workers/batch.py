@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -14,20 +15,20 @@ from torch import Tensor
 from tandem.algorithms.kl import FULL, PenalisedRewards, apply_kl_penalty, penalise
 from tandem.algorithms.masked import explained_variance, segment_sum
 from tandem.algorithms.registry import AdvantageSpec, advantage_estimator
-from tandem.config.actor import ActorConfig
+from tandem.config.actor import ONE_REFERENCE, ActorConfig, reference_name
 from tandem.config.algorithm import AlgorithmConfig
 from tandem.observability.metrics import Metrics
 from tandem.observability.run import RunFolder
 from tandem.protocol import DataProto, Ragged
 from tandem.runtime import Dispatch, register
 from tandem.workers.advantage_inputs import refuse_non_finite, reward_components
+from tandem.workers.combining import CombiningWorker
 from tandem.workers.correction import KEPT, WEIGHTS, Correction, correction_columns
 from tandem.workers.integrity import SpecialTokens, add_checks
 from tandem.workers.loss_terms import configured_loss
-from tandem.workers.shaping import ShapingWorker
 
 
-class BatchWorker(ShapingWorker):
+class BatchWorker(CombiningWorker):
     """The worker that computes advantages, measures whole batches and writes sample files.
 
     Args:
@@ -35,6 +36,7 @@ class BatchWorker(ShapingWorker):
         run: the run folder.
         actor: the policy's section, whose loss may choose tokens over the whole batch.
         special: the tokens that a batch is checked by.
+        references: the weight of each reference's KL, by the column of its log-probs.
     """
 
     def __init__(
@@ -43,11 +45,13 @@ class BatchWorker(ShapingWorker):
         run: RunFolder,
         actor: ActorConfig | None = None,
         special: SpecialTokens | None = None,
+        references: Mapping[str, float] = ONE_REFERENCE,
     ) -> None:
         super().__init__(run, "batch")
         assert self.world_size == 1, "groups must not be split"
         self.config = config
         self.special = special or SpecialTokens()
+        self.references = references
         self.spec: AdvantageSpec = advantage_estimator(config.adv_estimator)
         shared = {
             "gamma": config.gamma,
@@ -68,7 +72,7 @@ class BatchWorker(ShapingWorker):
 
         Args:
             batch: what the estimator's signature names, and where the reward is penalised `old_log_probs`
-                and `ref_log_probs`, or `ref_kl` where that KL is exact.
+                and the references' log-probs, or `ref_kl` where that KL is exact.
             kl_coef: nats to reward; 0 leaves the reward as it is.
 
         Raises:
@@ -83,7 +87,7 @@ class BatchWorker(ShapingWorker):
         mask = batch.ragged("response_mask")
         scores = batch.ragged("token_level_scores")
         read = {"token_level_scores", *self.spec.columns}
-        refuse_non_finite(batch, read | ({"old_log_probs", "ref_log_probs", "ref_kl"} if kl_coef else set()))
+        refuse_non_finite(batch, read | ({"old_log_probs", "ref_kl", *self.references} if kl_coef else set()))
         rewards_T = scores.values.to(widest_float(batch))
         if kl_coef != 0:
             rewards_T = self._kl_penalised(batch, kl_coef).token_level_rewards.to(rewards_T.dtype)
@@ -163,6 +167,9 @@ class BatchWorker(ShapingWorker):
             metrics.add_mean("critic/explained_variance", variance, 1.0)
         if self.config.use_kl_in_reward:
             metrics.add_mean("actor/kl_in_reward", self._kl_penalised(batch, 0.0).kl, 1.0)
+            for column in self.references if len(self.references) > 1 else ():
+                kl = self._kl_penalised(batch, 0.0, {column: 1.0}).kl
+                metrics.add_mean(f"actor/kl_in_reward/{reference_name(column)}", kl, 1.0)
         add_checks(metrics, batch, self.special)
         return metrics
 
@@ -181,7 +188,14 @@ class BatchWorker(ShapingWorker):
         metrics.add_mean("val/response_length", tokens, len(batch))
         return metrics
 
-    def _kl_penalised(self, batch: DataProto, kl_coef: float) -> PenalisedRewards:
+    def _kl_penalised(
+        self, batch: DataProto, kl_coef: float, references: Mapping[str, float] | None = None
+    ) -> PenalisedRewards:
+        """
+        Args:
+            references: the weights of the KLs, by column; None: the config's.
+        """
+        references = references or self.references
         mask = batch.ragged("response_mask")
         scores_T = batch.ragged("token_level_scores").values
         if self.config.kl_penalty == FULL:
@@ -190,11 +204,12 @@ class BatchWorker(ShapingWorker):
         return apply_kl_penalty(
             scores_T,
             batch.ragged("old_log_probs").values,
-            batch.ragged("ref_log_probs").values,
+            [batch.ragged(column).values for column in references],
             mask.values,
             mask.offsets,
             kind=self.config.kl_penalty,
             kl_coef=kl_coef,
+            weights=list(references.values()),
         )
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)

@@ -7,15 +7,15 @@ Shapes: T tokens of a micro-batch, flat; offsets (B+1).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
-from tandem.algorithms.kl import FULL, kl_penalty
+from tandem.algorithms.kl import FULL, kl_penalty, weighted_kl
 from tandem.algorithms.registry import PolicyLossSpec, policy_loss
-from tandem.config.actor import ActorConfig
+from tandem.config.actor import ONE_REFERENCE, ActorConfig, reference_name
 from tandem.config.tables import LOSS_KEYS
 from tandem.workers.correction import WEIGHTS
 
@@ -95,21 +95,33 @@ class EntropyTerm:
 
 @dataclass(frozen=True)
 class SampledKLTerm:
-    """The KL to the reference, nats, estimated from the tokens that were sampled.
+    """The KL to the reference, nats, estimated from the tokens that were sampled; to several, the weighted
+    sum.
 
     Attributes:
         kind: the estimator; see `kl_penalty`.
+        references: the weight of each reference's KL, by the column of its log-probs.
     """
 
     coefficient: float
     kind: str
+    references: Mapping[str, float] = field(default_factory=lambda: ONE_REFERENCE)
     share: str | None = None
     outputs: ClassVar[frozenset[str]] = frozenset({"log_probs"})
-    columns: ClassVar[frozenset[str]] = frozenset({"ref_log_probs"})
+
+    @property
+    def columns(self) -> frozenset[str]:
+        return frozenset(self.references)
 
     def __call__(self, given: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, Tensor]]:
-        kl_T = kl_penalty(given["log_probs"], given["ref_log_probs"], self.kind)
-        return kl_T, {"kl": kl_T}
+        log_probs_T, refs = given["log_probs"], {name: given[name] for name in self.references}
+        kl_T = weighted_kl(log_probs_T, list(refs.values()), list(self.references.values()), self.kind)
+        each = {
+            f"actor/kl/{reference_name(name)}": kl_penalty(log_probs_T.detach(), ref_T, self.kind)
+            for name, ref_T in refs.items()
+            if len(refs) > 1
+        }
+        return kl_T, {"kl": kl_T, **each}
 
 
 @dataclass(frozen=True)
@@ -126,8 +138,11 @@ class ExactKLTerm:
         return given["ref_kl"], {"kl": given["ref_kl"]}
 
 
-def configured_terms(actor: ActorConfig) -> tuple[Term, ...]:
+def configured_terms(actor: ActorConfig, references: Mapping[str, float] = ONE_REFERENCE) -> tuple[Term, ...]:
     """The terms of the policy's loss that a config asks for. The entropy is reported without a bonus too.
+
+    Args:
+        references: see `SampledKLTerm`.
 
     Raises:
         ConfigError: see `configured_loss`.
@@ -138,7 +153,7 @@ def configured_terms(actor: ActorConfig) -> tuple[Term, ...]:
         return terms
     if actor.kl_loss_type == FULL:
         return (*terms, ExactKLTerm(actor.kl_loss_coef))
-    return (*terms, SampledKLTerm(actor.kl_loss_coef, actor.kl_loss_type))
+    return (*terms, SampledKLTerm(actor.kl_loss_coef, actor.kl_loss_type, references))
 
 
 def configured_loss(actor: ActorConfig) -> tuple[PolicyLossSpec, dict[str, Any]]:

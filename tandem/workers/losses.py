@@ -16,7 +16,7 @@ from torch import Tensor
 from tandem.algorithms.aggregation import aggregate
 from tandem.algorithms.bradley_terry import bradley_terry_loss
 from tandem.algorithms.value_loss import clipped_value_loss
-from tandem.config.actor import ActorConfig
+from tandem.config.actor import ONE_REFERENCE, ActorConfig
 from tandem.config.critic import CriticConfig
 from tandem.config.rollout_correction import RolloutCorrectionConfig
 from tandem.engines.train.base import Counts
@@ -75,18 +75,20 @@ class ActorLoss:
         *,
         recomputed: bool,
         correction: RolloutCorrectionConfig | None = None,
+        references: Mapping[str, float] = ONE_REFERENCE,
     ) -> ActorLoss:
         """
         Args:
             recomputed: whether old log-probs are recomputed before the updates.
             correction: of the rollout; None: none.
+            references: see `SampledKLTerm`.
         """
         correction = correction or RolloutCorrectionConfig()
         bypasses = correction.bypass_mode
         actor = bypassing(actor, correction.loss_type) if bypasses else actor
         here = bypasses or (correction.corrects and not recomputed)
         return cls(
-            terms=configured_terms(actor),
+            terms=configured_terms(actor, references),
             agg_mode=actor.aggregation,
             norm_length=actor.loss_scale_factor,
             recomputed=recomputed or bypasses,

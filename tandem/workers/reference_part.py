@@ -24,11 +24,15 @@ class ReferencePart:
         config: the resolved run config.
         engine: the reference's own, or an actor's that trains adapters and whose base is the reference.
         borrowed: whether the engine is the actor's.
+        role: which of the references it is, of `config.actor_rollout_ref.ref.references`.
     """
 
-    def __init__(self, config: TrainConfig, engine: TrainEngine, *, borrowed: bool) -> None:
+    def __init__(
+        self, config: TrainConfig, engine: TrainEngine, *, borrowed: bool, role: str = "ref"
+    ) -> None:
         self.engine = engine
         self._borrowed = borrowed
+        self._column = role.replace("ref", "ref_log_probs", 1)
         self._batching = config.actor_rollout_ref.ref.log_prob_batching
         self._outputs = frozenset({"log_probs", "hidden"} if config.exact_kl else {"log_probs"})
         self._arrival = Arrival()
@@ -47,13 +51,14 @@ class ReferencePart:
 
     @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, mesh="ref", blocking=False, balance="tokens")
     def compute_ref_log_prob(self, worker: EngineWorker, batch: DataProto) -> DataProto:
-        """`ref_log_probs`, ragged fp32 (fp64 for an fp64 model), nats. Where a KL term is exact, `ref_hidden`
+        """`ref_log_probs` (of one of several references `ref_log_probs.NAME`), ragged fp32 (fp64 for an fp64
+        model), nats. Where a KL term is exact, `ref_hidden`
         too, ragged (T, D) in the compute dtype: the last hidden states that predict each token, as many
         bytes per token as the model is wide."""
         micro = micro_batching(self._batching)
         with worker.timeline.phase("ref"), worker.on_device(self.engine):
             out = self.engine.forward(batch, outputs=self._outputs, micro=micro, adapter=not self._borrowed)
-        columns = {"ref_log_probs": out.ragged("log_probs")}
+        columns = {self._column: out.ragged("log_probs")}
         if "hidden" in out:
             columns[REFERENCE] = out.ragged("hidden")
         return DataProto(columns)

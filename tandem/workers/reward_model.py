@@ -1,32 +1,39 @@
-"""A trained reward model: a sequence classifier with one label reads prompt and response and gives the
-response its score."""
+"""A trained reward model: a classifier reads prompt and response and scores the response, or each of its
+steps."""
 
 from __future__ import annotations
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from tandem.config.rewards import RewardModelConfig
+from tandem.algorithms.masked import segment_sum
+from tandem.config.rewards import RewardModelConfig, ScorerTerm
+from tandem.engines.train.base import JUDGED
 from tandem.engines.train.fsdp import FSDPEngine
-from tandem.models.loading import check_vocabulary, load_config, require_scorer
+from tandem.errors import ModelError
+from tandem.models.architectures import judges_tokens
+from tandem.models.loading import load_config, position_limit, require_scorer
+from tandem.models.vocabulary import check_size, tokenizer_of_scorer
 from tandem.observability.run import RunFolder
-from tandem.protocol import DataProto
+from tandem.protocol import DataProto, Ragged
 from tandem.runtime import Dispatch, register
 from tandem.workers.base import EngineWorker, micro_batching, response_texts
-from tandem.workers.probes import SCORED, fingerprint
+from tandem.workers.reading import Reader
 from tandem.workers.reward import at_last_token
 
 
 class RewardModelWorker(EngineWorker):
-    """The worker that scores whole sequences with a model.
+    """The worker that scores sequences, or their steps, with a model.
 
     Args:
         config: the resolved reward_model section.
-        tokenizer: the policy's, whose ids the model reads; decodes responses.
+        tokenizer: the policy's; decodes responses.
         device, collective_timeout_s, run: see `EngineWorker`.
+        role: which of the models it is, of `config.scorers`.
 
     Raises:
-        ModelError: a folder that is no reward model with one label, or one over another vocabulary.
+        ModelError: a folder that is no reward model, or does not know the tokens that it is to read.
     """
 
     def __init__(
@@ -37,18 +44,25 @@ class RewardModelWorker(EngineWorker):
         device: str,
         collective_timeout_s: float,
         run: RunFolder,
+        role: str = "reward_model",
     ) -> None:
-        super().__init__(run, "reward_model", device, collective_timeout_s)
+        super().__init__(run, role, device, collective_timeout_s)
         self.config = config
+        self.term = config.scorers[role]
         self.tokenizer = tokenizer
-        model, remote = config.model, config.model.trust_remote_code
-        folder = load_config(model.path, trust_remote_code=remote)
-        require_scorer(model.path, folder)
-        check_vocabulary(model.path, folder.get_text_config().vocab_size, tokenizer, trust_remote_code=remote)
+        model, folder = config.model, self.term.path
+        stored = load_config(folder, trust_remote_code=model.trust_remote_code)
+        field = (
+            "reward_model.model.path"
+            if role == "reward_model"
+            else f"reward_model.models.{role.partition('.')[2]}.path"
+        )
+        require_scorer(folder, stored, field)
+        self.reader = self._made_reader(stored, field)
         self.engine = self.hold(
             "reward_model",
             FSDPEngine(
-                model.path,
+                folder,
                 kind="score",
                 model=model,
                 fsdp=config.fsdp_config,
@@ -58,27 +72,100 @@ class RewardModelWorker(EngineWorker):
                 device=self.device,
             ),
         )
+        if self.reader.own is not None:
+            self.say(
+                f"the reward model {folder} has another tokenizer or chat template than the policy: it reads "
+                "conversations anew from text."
+            )
+
+    def _made_reader(self, stored: PreTrainedConfig, field: str) -> Reader:
+        term, remote = self.term, self.config.model.trust_remote_code
+        own = tokenizer_of_scorer(
+            term.path,
+            self.tokenizer,
+            tokenizer_path=term.tokenizer_path,
+            chat_template=term.custom_chat_template,
+            trust_remote_code=remote,
+        )
+        size = stored.get_text_config().vocab_size
+        check_size(term.path, size, own or self.tokenizer, what="reward model", field=field)
+        if judges_tokens(stored) and term.step_separator is None:
+            raise ModelError(
+                "a token classifier scores the steps of a response, and what parts them is not said",
+                field=field,
+                got=term.path,
+                expected="step_separator beside it",
+                remedy='name it in reward_model.models, such as {steps: {path: …, step_separator: "\\n"}}',
+            )
+        if own is not None and term.step_separator is not None and not own.is_fast:
+            raise ModelError(
+                "where steps end cannot be found with a tokenizer that does not tell where its tokens stand",
+                field=field,
+                got=type(own).__name__,
+                expected="a fast tokenizer (tokenizer.json)",
+            )
+        most, budget = position_limit(stored), self.config.forward_batching.max_tokens
+        if budget is not None:
+            budget *= self.config.ulysses_sequence_parallel_size
+        limits = [limit for limit in (most, budget) if limit is not None]
+        return Reader(self.tokenizer, own, term.step_separator, min(limits, default=None))
 
     @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, mesh="reward_model", blocking=False, balance="tokens")
     def compute_rm_score(self, batch: DataProto) -> DataProto:
         """Scores prompt and response together.
 
         Returns:
-            `scores` (B) fp32, the head's output at the last token; `token_level_scores` ragged fp32 with
-            it at the last response token; `reward_extra` (B) empty dicts; the decoded `response_text`.
+            `scores` (B) fp32: the head's output at the last token, or what `step_score` makes of its outputs
+            at the ends of the steps; `token_level_scores` ragged fp32 with the former at the last response
+            token, or the latter where the steps end; `reward_failed` (B) bool and `reward_why` (B), why a
+            sample could not be read; `reward_extra` (B) empty dicts; the decoded `response_text`.
         """
-        micro = micro_batching(self.config.forward_batching)
-        with self.timeline.phase("reward"), self.on_device(self.engine):
-            out = self.engine.forward(
-                batch.select(["tokens"], ()), outputs=frozenset({"scores"}), micro=micro
-            )
-        scores = out.ragged("scores")
-        scores_B = scores.values[scores.offsets[1:] - 1].to(torch.float32)
-        placed = at_last_token(scores_B, batch.ragged("response_mask"))
+        micro, mask = micro_batching(self.config.forward_batching), batch.ragged("response_mask")
         texts = response_texts(self.tokenizer, batch)
+        with self.timeline.phase("reward"), self.on_device(self.engine):
+            reading = self.reader.read(batch, texts)
+            read: dict[str, Tensor | Ragged] = {"tokens": reading.tokens}
+            if reading.judged is not None:
+                read[JUDGED] = reading.judged
+            out = self.engine.forward(DataProto(read), outputs=frozenset({"scores"}), micro=micro)
+        scores = out.ragged("scores")
+        if reading.judged is None or reading.places is None:
+            scores_B = scores.values[scores.offsets[1:] - 1].to(torch.float32)
+            failed = list(reading.failures)
+            scores_B[failed] = 0.0
+            placed = at_last_token(scores_B, mask)
+        else:
+            values_K = scores.values[reading.judged.values].to(torch.float32)
+            rows_K = scores.row_ids()[reading.judged.values]
+            scores_B = of_steps(values_K, rows_K, len(mask), self.term)
+            placed = mask.with_values(torch.zeros(len(mask.values)).index_put((reading.places,), values_K))
+        failed_B = torch.zeros(len(texts), dtype=torch.bool)
+        failed_B[list(reading.failures)] = True
         return DataProto(
-            {"scores": scores_B, "token_level_scores": placed, SCORED: fingerprint(batch.ragged("tokens"))},
-            {"reward_extra": [{} for _ in texts], "response_text": texts},
+            {"scores": scores_B, "token_level_scores": placed, "reward_failed": failed_B},
+            {
+                "reward_extra": [{} for _ in texts],
+                "reward_why": [reading.failures.get(row, "") for row in range(len(texts))],
+                "response_text": texts,
+            },
         )
 
     compute_scores = compute_rm_score
+
+
+def of_steps(values_K: Tensor, rows_K: Tensor, samples: int, term: ScorerTerm) -> Tensor:
+    """(B): what the steps' scores make together, as `term.step_score` says; 0 without steps.
+
+    Args:
+        values_K: the steps' scores, sample by sample.
+        rows_K: the sample of each.
+        samples: B.
+    """
+    counts_B = torch.bincount(rows_K, minlength=samples)
+    if term.step_score == "sum":
+        return segment_sum(values_K, torch.cat([counts_B.new_zeros(1), counts_B.cumsum(0)]))
+    found_B = torch.zeros(samples, dtype=values_K.dtype)
+    if term.step_score == "min":
+        return found_B.scatter_reduce(0, rows_K, values_K, "amin", include_self=False)
+    ends_B = counts_B.cumsum(0) - 1
+    return torch.where(counts_B > 0, values_K[ends_B.clamp(min=0)] if len(values_K) else found_B, found_B)

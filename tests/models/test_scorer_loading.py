@@ -8,9 +8,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, BertConfig, Qwen3Config
 
 from tandem.errors import EngineError, ModelError
-from tandem.models.loading import check_vocabulary, load_scorer
+from tandem.models.loading import load_scorer
 from tandem.models.packing import pack
 from tandem.models.score import ScoreModel
+from tandem.models.vocabulary import check_vocabulary
 from tandem.protocol import Ragged
 from tests.support.tiny import CHARACTERS, make_tokenizer
 

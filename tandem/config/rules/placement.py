@@ -23,7 +23,8 @@ POOLS, PLACEMENT, CLASSES = "trainer.resource_pools", "trainer.placement", "trai
 def placement(config: TrainConfig) -> Iterator[ConfigError | str]:
     """Roles and pools by their names, each role once; then whether every pool has a role."""
     trainer = config.trainer
-    errors = [*_reserved(trainer), *_roles(PLACEMENT, trainer.placement, PLACED_ROLES), *_pools(trainer)]
+    known = tuple(dict.fromkeys((*PLACED_ROLES, *config.roles)))
+    errors = [*_reserved(trainer), *_roles(PLACEMENT, trainer.placement, known), *_pools(trainer)]
     errors += [*_twice(PLACEMENT, trainer.placement), *_half(trainer)]
     yield from errors or _empty_pools(trainer)
     yield from _absent(config, PLACEMENT, trainer.placement)
@@ -110,15 +111,16 @@ def _models(config: TrainConfig) -> Iterator[tuple[str, str, Any, str]]:
     yield "actor", "actor_rollout_ref.actor", policy.actor, policy.model.path
     if config.needs_critic:
         yield "critic", "critic", critic, critic.model.path
-    if reward.enable:
-        yield "reward_model", "reward_model", reward, reward.model.path
+    for role, scorer in reward.scorers.items():
+        yield role, "reward_model", reward, scorer.path
     ref = policy.ref
     own = changed(ref, "ulysses_sequence_parallel_size") or any(
         changed(ref.fsdp_config, f"{part}_size") for part in ("fsdp", "tensor_parallel", "pipeline_parallel")
     )
-    apart = config.trainer.placed("ref") != config.trainer.placed("actor")
-    if config.needs_reference and (apart or own):  # else the actor's are its own
-        yield "ref", "actor_rollout_ref.ref", ref, policy.model.path
+    for role, term in ref.references.items() if config.needs_reference else ():
+        apart = config.trainer.placed(role) != config.trainer.placed("actor")
+        if apart or own or term.path:  # else the actor's are its own
+            yield role, "actor_rollout_ref.ref", ref, term.path or policy.model.path
 
 
 def supervised_split(config: SupervisedConfig) -> Iterator[ConfigError]:
@@ -270,7 +272,7 @@ def _half(trainer: TrainerConfig) -> Iterator[ConfigError]:
 
 
 def _empty_pools(trainer: TrainerConfig) -> Iterator[ConfigError]:
-    used = {trainer.placed(role) for role in ROLES}
+    used = {trainer.placed(role) for role in (*ROLES, *trainer.placement)}
     for name, counts in trainer.pools.items():
         if name not in used:
             yield ConfigError(
@@ -284,7 +286,7 @@ def _empty_pools(trainer: TrainerConfig) -> Iterator[ConfigError]:
 def _absent(config: TrainConfig, field: str, names: Iterable[str]) -> Iterator[str]:
     """Sentences for roles that exist but that this run does not have."""
     for name in names:
-        if name in ROLES and name not in config.roles:
+        if name in ROLES and name not in {role.partition(".")[0] for role in config.roles}:
             yield f"{field}.{name}: no effect; this run has no {_WORDS[name]}."
 
 
@@ -292,5 +294,5 @@ _WORDS = {
     "ref": "reference policy (no KL term asks for it)",
     "critic": "critic (algorithm.adv_estimator needs none)",
     "reward_model": "reward model (reward_model.enable=false)",
-    "reward": "reward functions (reward_model.enable=true)",
+    "reward": "reward functions (reward_model.enable=true, and none are named)",
 }

@@ -18,6 +18,8 @@ from tandem.models.parallel import Share
 from tandem.observability.metrics import Metrics
 from tandem.protocol import DataProto
 
+JUDGED = "judged_tokens"
+"""The column of the tokens whose scores are asked for, ragged bool; without it each sequence's last."""
 REFERENCE = "ref_hidden"
 """The column of the reference policy's last hidden states, ragged (T, D), that a policy is compared with."""
 
@@ -127,7 +129,8 @@ class TrainEngine(Protocol):
     ) -> DataProto:
         """Without gradient: each output as a ragged column aligned with `tokens`, fp32, or fp64 where
         the model computes in fp64. Entry t of log_probs, entropy, values concerns token t given the
-        tokens before it, entry 0 is zero; of scores, the last entry is the sequence's, the rest zero.
+        tokens before it, entry 0 is zero; of scores, the last entry is the sequence's, the rest zero, unless
+        `judged_tokens` says where else there are some.
 
         Args:
             adapter: false: what the base model gives, bit for bit, whose adapters are trained.

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from tandem.config.fsdp import FSDPConfig
 from tandem.config.model import BackboneConfig
 from tandem.config.optim import OptimConfig
-from tandem.engines.train.base import REFERENCE, Counts, LossFn, MicroBatching, RecountingLoss
+from tandem.engines.train.base import JUDGED, REFERENCE, Counts, LossFn, MicroBatching, RecountingLoss
 from tandem.engines.train.deterministic import repeatable
 from tandem.engines.train.division import Division
 from tandem.engines.train.execution import Execution, OneByOne, collected
@@ -184,7 +184,7 @@ class FSDPEngine:
     def _micro_batches(
         self, batch: DataProto, columns: frozenset[str], micro: MicroBatching
     ) -> Iterator[MicroBatch]:
-        kept = {"response_mask", "sequence_lengths", REFERENCE} & set(batch.batch)
+        kept = {"response_mask", "sequence_lengths", REFERENCE, JUDGED} & set(batch.batch)
         batch = batch.select(sorted({"tokens", *kept, *columns}), ())
         lengths = batch.ragged("tokens").lengths.tolist()
         block_tokens = CPU_BLOCK_TOKENS if self.device.type == "cpu" else None

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tandem.balance import within_budget
 from tandem.device import to_device
-from tandem.engines.train.base import REFERENCE, Counts, MicroBatching
+from tandem.engines.train.base import JUDGED, REFERENCE, Counts, MicroBatching
 from tandem.errors import NoTokensError
 from tandem.models.collectives import CollectiveMeter
 from tandem.models.packing import PackedInputs, input_lengths, pack
@@ -176,7 +176,8 @@ def assemble(
 
     Args:
         batch: the rank's share, with `tokens`; unless every token's outcome is wanted, `response_mask`;
-            where a row holds several sequences, `sequence_lengths`; `ref_hidden` where it is to be compared.
+            where a row holds several sequences, `sequence_lengths`; `ref_hidden` where it is to be compared;
+            for a model that judges more than last tokens, `judged_tokens`.
         columns: ragged or dense columns for the loss.
         pad_to_longest, whole, split, fill: see `pack`.
 
@@ -185,7 +186,8 @@ def assemble(
     """
     part = batch[rows] if rows else _ghost(batch)
     tokens = sequences(part) if rows else part.ragged("tokens")
-    wanted = part.ragged("response_mask").values.cpu() if "response_mask" in part else None
+    asked = JUDGED if whole else "response_mask"
+    wanted = part.ragged(asked).values.cpu() if asked in part else None
     names = sorted(columns)
     inputs = pack(
         tokens.to("cpu"),

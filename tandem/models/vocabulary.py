@@ -1,0 +1,103 @@
+"""Models that read what the policy wrote: by its token ids, or from text where their tokens are others."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from tandem.errors import ModelError
+from tandem.models.loading import TOKENIZER_FILES, load_tokenizer
+
+
+def check_vocabulary(
+    path: str | Path,
+    vocabulary: int,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    what: str,
+    field: str,
+    trust_remote_code: bool = False,
+) -> None:
+    """Refuses a model that cannot read the policy's token ids.
+
+    Args:
+        path: the model's folder.
+        vocabulary: token ids it knows.
+        tokenizer: the policy's.
+        what: the model, for messages.
+        field: the config key that names it.
+
+    Raises:
+        ModelError: fewer ids than the tokenizer has, or a tokenizer in the folder that gives tokens
+            other ids.
+    """
+    check_size(path, vocabulary, tokenizer, what=what, field=field)
+    own = _tokenizer_in(path, trust_remote_code=trust_remote_code)
+    other = [] if own is None else other_ids(tokenizer, own)
+    if other:
+        raise ModelError(
+            f"the {what}'s tokenizer is not the policy's",
+            field=field,
+            got=f"{path}: {len(other)} tokens with other ids, such as {other[0]!r}",
+            expected="the same ids, for it reads the policy's tokens",
+            remedy=f"use a {what} over the policy's own tokenizer",
+        )
+
+
+def check_size(
+    path: str | Path, vocabulary: int, tokenizer: PreTrainedTokenizerBase, *, what: str, field: str
+) -> None:
+    """
+    Raises:
+        ModelError: a model knows fewer token ids than the tokenizer gives. Args: see `check_vocabulary`.
+    """
+    if vocabulary < len(tokenizer):
+        raise ModelError(
+            f"the {what}'s vocabulary is smaller than that of the tokenizer whose ids it reads",
+            field=field,
+            got=f"{path}: {vocabulary} tokens",
+            expected=f">= {len(tokenizer)}",
+            remedy=f"use a {what} over this tokenizer, or with its own tokenizer in its folder",
+        )
+
+
+def tokenizer_of_scorer(
+    path: str | Path,
+    policys: PreTrainedTokenizerBase,
+    *,
+    tokenizer_path: str | None = None,
+    chat_template: str | None = None,
+    trust_remote_code: bool = False,
+) -> PreTrainedTokenizerBase | None:
+    """The tokenizer with which a reward model reads conversations anew; None where it reads the policy's ids:
+    its tokenizer gives the policy's tokens the same ids, and its chat template, if it has one, is the same.
+
+    Args:
+        path: the model's folder.
+        policys: the policy's tokenizer.
+        tokenizer_path: another folder of its tokenizer.
+        chat_template: another template than that of the folder.
+
+    Raises:
+        ModelError: see `load_tokenizer`.
+    """
+    own = _tokenizer_in(tokenizer_path or path, trust_remote_code=trust_remote_code)
+    own = copy.deepcopy(policys) if own is None else own
+    if chat_template is not None:
+        own.chat_template = chat_template
+    same_template = own.chat_template in (None, policys.chat_template)
+    return None if same_template and not other_ids(policys, own) else own
+
+
+def other_ids(policys: PreTrainedTokenizerBase, own: PreTrainedTokenizerBase) -> list[str]:
+    """The policy's tokens to which the other tokenizer gives another id, sorted."""
+    ours, theirs = policys.get_vocab(), own.get_vocab()
+    return sorted(token for token, index in ours.items() if theirs.get(token, index) != index)
+
+
+def _tokenizer_in(folder: str | Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
+    if not any((Path(folder).expanduser() / name).is_file() for name in TOKENIZER_FILES):
+        return None
+    return load_tokenizer(folder, trust_remote_code=trust_remote_code)

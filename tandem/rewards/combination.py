@@ -1,0 +1,134 @@
+"""The scores of reward models and reward functions as one reward: their weighted sum, or what a function of the
+user's makes of them; and the running statistics by which a model's scores are normalised."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tandem.config.rewards import FUNCTIONS
+from tandem.config.root import TrainConfig
+from tandem.errors import RewardError
+from tandem.loading import load_function
+from tandem.rewards.base import as_number
+from tandem.rewards.calling import exits_raised, told
+
+
+class Running(NamedTuple):
+    """The statistics of all scores so far (Welford 1962, in the form of Chan et al. 1983 for batches).
+
+    Attributes:
+        scores: how many.
+        mean: of them.
+        squares: the sum of their squared distances from it.
+    """
+
+    scores: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+
+    def after(self, scores: Sequence[float]) -> Running:
+        """The statistics with further scores."""
+        if not scores:
+            return self
+        new = math.fsum(scores) / len(scores)
+        own = math.fsum((score - new) ** 2 for score in scores)
+        count, apart = self.scores + len(scores), new - self.mean
+        mean = self.mean + apart * len(scores) / count
+        return Running(count, mean, self.squares + own + apart**2 * self.scores * len(scores) / count)
+
+    @property
+    def deviation(self) -> float:
+        """The standard deviation; 1 where there is no spread."""
+        return math.sqrt(self.squares / max(self.scores, 1)) or 1.0
+
+    def normalised(self, score: float) -> float:
+        """(score - mean) / standard deviation; before the first score as it is."""
+        return (score - self.mean) / self.deviation
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One of the parts of a reward.
+
+    Attributes:
+        name: of its metric.
+        weight: in the sum.
+        normalize: whether its scores are normalised.
+        functions: of reward functions, the names under which several tell their scores; None: of a model.
+    """
+
+    name: str
+    weight: float = 1.0
+    normalize: bool = False
+    functions: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Combination:
+    """How the parts of a reward become one.
+
+    Attributes:
+        parts: reward functions first, if any are called, then the reward models.
+        function: a user's own, `file.py:function`, of the scores by name; None: the weighted sum.
+        on_error: what becomes of a failed score; see `reward.on_error`.
+        tells: whether the parts' scores are told apart.
+    """
+
+    parts: tuple[Part, ...]
+    function: str | None = None
+    on_error: str = "raise"
+    tells: bool = True
+
+    @property
+    def normalises(self) -> bool:
+        return any(part.normalize for part in self.parts)
+
+    def made(self, scores: Mapping[str, float], sample: str) -> float:
+        """What the user's function makes of a sample's scores.
+
+        Raises:
+            RewardError: it raises, or returns no finite number.
+        """
+        assert self.function is not None
+        function = _loaded(self.function)
+        expected = "a finite number for a mapping of the parts' scores by name"
+        told_scores = ", ".join(f"{name} {score:.4g}" for name, score in scores.items())
+        where = {"field": f"reward.combine={self.function}, {sample}", "expected": expected}
+        try:
+            with exits_raised():
+                found = function(dict(scores))
+        except (Exception, SystemExit) as error:
+            raise RewardError(f"the function {told(error)}", got=told_scores, **where) from error
+        number = as_number(found)
+        if number is None or not math.isfinite(number):
+            got = f"{found!r:.80} for {told_scores}"
+            raise RewardError("the function returned no finite number", got=got, **where)
+        return number
+
+
+_loaded = functools.cache(load_function)
+
+
+def combination_of(config: TrainConfig) -> Combination | None:
+    """How a run's rewards are combined; None where reward functions alone say them.
+
+    Raises:
+        ConfigError: the user's function cannot be loaded.
+    """
+    own, models, combine = config.custom_reward_function, config.reward_model.scorers, config.reward.combine
+    if combine is not None:
+        load_function(combine)
+    parts: list[Part] = []
+    if config.calls_functions:
+        names = tuple(term.label or term.name for term in own.terms)
+        weight = 1.0 if config.reward.weight is None else config.reward.weight
+        parts.append(Part(own.name if own.path and not names else FUNCTIONS, weight, functions=names))
+    parts += [Part(role.rpartition(".")[2], term.weight, term.normalize) for role, term in models.items()]
+    if not models and combine is None:
+        return None
+    tells = len(parts) > 1 or bool(config.reward_model.models) or combine is not None
+    return Combination(tuple(parts), combine, config.reward.on_error, tells)
