@@ -97,6 +97,27 @@ class SandboxConfig(Section):
     max_concurrent: int = key(64, "programs that the server is asked to run at a time", when=_SERVER, ge=1)
 
 
+class RewardConfig(Section):
+    """The calls of reward functions: processes, limits, and what becomes of a failed one."""
+
+    num_workers: int | None = key(
+        None,
+        "processes that call reward functions; null: as many as cores, 8 at most; 0: none, the functions are "
+        "called without limits where samples are collected",
+        ge=0,
+    )
+    timeout: float = key(300.0, "seconds for one call, after which its process is ended", gt=0)
+    retries: int = key(0, "further calls for a sample whose call failed", ge=0)
+    max_growth_mb: int | None = key(
+        1024, "MiB of growth at which a process is replaced, once its call has ended; null: any", ge=1
+    )
+    on_error: Literal["raise", "zero", "drop"] = key(
+        "raise",
+        "a failed score ends the run, counts as 0, or (in training) leaves its sample out of the batch",
+    )
+    sandbox: SandboxConfig = SandboxConfig()
+
+
 def _sums(own: Any, name: str) -> Iterator[ConfigError]:
     """Where a function makes the reward of the parts' scores, nothing else does."""
     functions, models = root(own).custom_reward_function, root(own).reward_model
@@ -115,8 +136,8 @@ def _sums(own: Any, name: str) -> Iterator[ConfigError]:
         )
 
 
-class RewardConfig(Section):
-    """The parts of the reward together, the calls of reward functions, and what becomes of a failed score."""
+class CombinedRewardConfig(RewardConfig):
+    """Reward functions and reward models together."""
 
     weight: float | None = key(
         None,
@@ -130,22 +151,6 @@ class RewardConfig(Section):
         "by name; null: their weighted sum",
         needs=(own_code, _sums),
     )
-    num_workers: int | None = key(
-        None,
-        "processes that call reward functions; null: as many as cores, 8 at most; 0: none, the functions are "
-        "called without limits where samples are collected",
-        ge=0,
-    )
-    timeout: float = key(300.0, "seconds for one call, after which its process is ended", gt=0)
-    retries: int = key(0, "further calls for a sample whose call failed", ge=0)
-    max_growth_mb: int | None = key(
-        1024, "MiB of growth at which a process is replaced, once its call has ended; null: any", ge=1
-    )
-    on_error: Literal["raise", "zero", "drop"] = key(
-        "raise",
-        "a failed score ends the run, counts as 0, or (in training) leaves its sample out of the batch",
-    )
-    sandbox: SandboxConfig = SandboxConfig()
 
 
 class ScorerTerm(BaseModel):

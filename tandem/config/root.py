@@ -10,7 +10,7 @@ from tandem.config.cluster import ROLES
 from tandem.config.critic import CriticConfig
 from tandem.config.data import DataConfig
 from tandem.config.model import ModelConfig
-from tandem.config.rewards import CustomRewardConfig, RewardConfig, RewardModelConfig
+from tandem.config.rewards import CombinedRewardConfig, CustomRewardConfig, RewardModelConfig
 from tandem.config.rollout import RolloutConfig, ends_early
 from tandem.config.section import Section, When, section
 from tandem.config.tables import FULL_KL, needs
@@ -47,7 +47,7 @@ class TrainConfig(Section):
     critic: CriticConfig = section(when=_CRITIC)
     reward_model: RewardModelConfig = RewardModelConfig()
     custom_reward_function: CustomRewardConfig = CustomRewardConfig()
-    reward: RewardConfig = section(RewardConfig(), below=dict.fromkeys(_CALLS, _FUNCTIONS))
+    reward: CombinedRewardConfig = section(CombinedRewardConfig(), below=dict.fromkeys(_CALLS, _FUNCTIONS))
     algorithm: AlgorithmConfig = AlgorithmConfig()
     trainer: TrainerConfig = TrainerConfig()
 

@@ -39,10 +39,13 @@ class Scoring:
             batch: makes one of all.
             learns: whether the samples are learnt from, so that their scores belong to the statistics.
         """
-        said = [] if functions is None else [functions]
-        said += [model.compute_rm_score(samples) for model in models.values()]
         if self._combination is None:
-            return said[0]
+            assert functions is not None, "a run without reward models has reward functions"
+            return functions
+        named = {role.rpartition(".")[2]: model for role, model in models.items()}
+        asked = [named[part.name] for part in self._combination.parts if part.functions is None]
+        said = [] if functions is None else [functions]
+        said += [model.compute_rm_score(samples) for model in asked]
         if learns and self._combination.normalises:
             self._running = batch.running_scores(self._running, self._combination, *said)
         given = samples.select("response_mask", "index")

@@ -130,9 +130,12 @@ class Reader:
         assert self.own is not None
         template = ChatTemplate(self.own, None, "custom_chat_template")
         try:
-            return answered(template.pieces([*messages, {"role": "assistant", "content": text}]))
+            pieces = template.pieces([*messages, {"role": "assistant", "content": text}])
         except (TemplateError, DataError) as error:
             raise NotRead(f"its chat template does not format the conversation: {error}") from error
+        if not any(written for _, written in pieces):
+            raise NotRead("its chat template leaves out the response")
+        return answered(pieces)
 
     def _steps(self, response: str, text: str, encoded: Mapping[str, Any]) -> list[int]:
         """The tokens of the encoded response in which its steps end."""

@@ -294,5 +294,5 @@ _WORDS = {
     "ref": "reference policy (no KL term asks for it)",
     "critic": "critic (algorithm.adv_estimator needs none)",
     "reward_model": "reward model (reward_model.enable=false)",
-    "reward": "reward functions (reward_model.enable=true, and none are named)",
+    "reward": "reward functions (reward_model.enable=true)",
 }

@@ -1,0 +1,249 @@
+"""Runs with several reward models, reward functions beside them, and several references."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tandem.algorithms.kl import kl_penalty
+from tandem.errors import RewardError
+from tests.support.runs import Finished, Lab, broken_off, same_weights, without_times
+from tests.support.scorers import make_scorer
+
+SOURCE = """
+def share(prompt, response): return {"score": len(set(response)) / 6, "why": f"{len(set(response))} letters"}
+def length(prompt, response): return len(response)
+def least(scores): return min(scores["share"], scores["safe"])
+def odd(scores):
+    if scores["share"] > 0.7: raise ValueError("too many")
+    return scores["share"]
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def files(lab: Lab) -> None:
+    (lab.folder / "mine.py").write_text(SOURCE)
+    make_scorer(lab.folder / "safe", lab.model, seed=1)
+    make_scorer(lab.folder / "helpful", lab.model, seed=2)
+
+
+def words(lab: Lab, models: str, *more: str) -> tuple[str, ...]:
+    named = models.replace("SAFE", f"path: {lab.folder / 'safe'}").replace(
+        "HELPFUL", f"path: {lab.folder / 'helpful'}"
+    )
+    own = (f"custom_reward_function.path={lab.folder / 'mine.py'}", "custom_reward_function.name=share")
+    return ("reward_model.enable=true", f"reward_model.models={named}", *own, *more)
+
+
+def extras(run: Finished, step: int) -> list[dict[str, float]]:
+    return [json.loads(extra) for extra in run.samples(step)["reward_extra"]]
+
+
+ALL = "{safe: {SAFE, weight: 0.5}, helpful: {HELPFUL, normalize: true}}"
+REFS = ("actor_rollout_ref.actor.use_kl_loss=true", "algorithm.use_kl_in_reward=true")
+
+
+@pytest.fixture(scope="module")
+def whole(lab: Lab) -> Finished:
+    return lab.run("whole", *words(lab, ALL, *references(lab)))
+
+
+def references(lab: Lab) -> tuple[str, ...]:
+    return (
+        *REFS,
+        "actor_rollout_ref.actor.kl_loss_coef=0.1",
+        "reward.weight=2.0",
+        f"actor_rollout_ref.ref.models={{old: {{weight: 0.25}}, far: {{path: {far(lab)}}}}}",
+        "algorithm.kl_penalty=k2",
+        "trainer.total_training_steps=4",
+        "trainer.save_freq=2",
+    )
+
+
+def far(lab: Lab) -> Path:
+    """Another policy over the same tokens."""
+    from tests.support.tiny import make_model
+
+    path = lab.folder / "far"
+    return path if path.is_dir() else make_model(path, seed=9)
+
+
+def test_the_reward_is_the_weighted_sum_and_each_part_is_told(whole: Finished) -> None:
+    seen: list[float] = []
+    for step in (1, 2, 3, 4):
+        found = extras(whole, step)
+        seen += [extra["helpful"] for extra in found]  # the batch's own included
+        for score, extra, why in zip(
+            whole.samples(step)["scores"], found, whole.samples(step)["reward_why"], strict=True
+        ):
+            normalised = (extra["helpful"] - np.mean(seen)) / np.std(seen)
+            assert extra["helpful/normalized"] == pytest.approx(normalised, abs=1e-5)
+            assert score == pytest.approx(2 * extra["share"] + 0.5 * extra["safe"] + normalised, abs=1e-5)
+            assert why.startswith(f"share: {extra['share']:.4g}, {round(6 * extra['share'])} letters; safe: ")
+        row = whole.rows[step - 1]
+        for name in ("share", "safe", "helpful"):
+            assert row[f"reward/extra/{name}"] == pytest.approx(np.mean([extra[name] for extra in found]))
+        assert row["reward/running_mean/helpful"] == pytest.approx(np.mean(seen), abs=1e-6)
+        assert row["reward/running_std/helpful"] == pytest.approx(np.std(seen), abs=1e-6)
+
+
+def test_the_kl_is_the_weighted_sum_over_the_references(whole: Finished) -> None:
+    rows = whole.samples(2)
+    totals: dict[str, list[float]] = {"": [], "/old": [], "/far": []}
+    for sample in range(len(rows["tokens"])):
+        mask = torch.tensor(rows["response_mask"][sample])
+        old = torch.tensor(rows["old_log_probs"][sample])[mask]
+        each = {
+            name: kl_penalty(old, torch.tensor(rows[f"ref_log_probs.{name}"][sample])[mask], "k2")
+            for name in ("old", "far")
+        }
+        kl = 0.25 * each["old"] + each["far"]
+        taken = torch.tensor(rows["token_level_scores"][sample]) - torch.tensor(
+            rows["token_level_rewards"][sample]
+        )
+        assert torch.allclose(taken[mask], 0.001 * kl, atol=1e-6)
+        for name, values in (("", kl), ("/old", each["old"]), ("/far", each["far"])):
+            totals[name].append(float(values.mean()))
+    for name, values in totals.items():
+        assert whole.rows[1][f"actor/kl_in_reward{name}"] == pytest.approx(np.mean(values), rel=1e-5)
+    row = whole.rows[1]
+    assert row["actor/kl"] == pytest.approx(0.25 * row["actor/kl/old"] + row["actor/kl/far"], rel=1e-6)
+    assert row["actor/kl/far"] > 2 * row["actor/kl/old"] > 0
+
+
+def test_a_resumed_run_is_the_whole_one_bit_by_bit(lab: Lab, whole: Finished) -> None:
+    given = words(lab, ALL, *references(lab))
+    with broken_off(3):
+        lab.run("stopped", *given)
+    resumed = lab.run("stopped", *given)
+    assert same_weights(resumed, whole)
+    assert without_times(resumed.rows) == without_times(whole.rows)
+
+
+def test_two_references_of_half_weight_are_one(lab: Lab) -> None:
+    """The same policy twice; the loss's KL has a gradient from the second update on."""
+    given = (
+        *REFS,
+        "actor_rollout_ref.actor.kl_loss_coef=1.0",
+        f"custom_reward_function.path={lab.folder / 'mine.py'}",
+        "custom_reward_function.name=share",
+        "actor_rollout_ref.actor.fsdp_config.model_dtype=fp64",
+        "actor_rollout_ref.ref.fsdp_config.model_dtype=fp64",
+        "trainer.total_training_steps=3",
+    )
+    one = lab.run("one", *given)
+    two = lab.run("two", *given, "actor_rollout_ref.ref.models={a: {weight: 0.5}, b: {weight: 0.5}}")
+    assert one.trainer.roles.reference is not None and two.trainer.roles.reference is None
+    weights = two.weights()
+    for name, value in one.weights().items():
+        assert torch.allclose(value, weights[name], rtol=1e-9, atol=1e-12)
+
+
+def test_one_model_named_or_not_is_the_same(lab: Lab) -> None:
+    alone = lab.run("alone", "reward_model.enable=true", f"reward_model.model.path={lab.folder / 'safe'}")
+    named = lab.run(
+        "named", "reward_model.enable=true", f"reward_model.models={{safe: {{path: {lab.folder / 'safe'}}}}}"
+    )
+    assert same_weights(alone, named)
+    assert alone.samples(1)["scores"] == named.samples(1)["scores"]
+    assert extras(alone, 1)[0] == {} and set(extras(named, 1)[0]) == {"safe"}
+    assert alone.trainer.roles.reward is None
+
+
+def test_a_function_makes_the_reward(lab: Lab) -> None:
+    terms = "[{name: share}, {name: length, label: long}]"
+    run = lab.run(
+        "combined",
+        *words(lab, "{safe: {SAFE}}", f"reward.combine={lab.folder / 'mine.py'}:least"),
+        f"custom_reward_function.terms={terms}",
+        "trainer.total_training_steps=1",
+    )
+    rows = run.samples(1)
+    for score, extra, placed, mask in zip(
+        rows["scores"], extras(run, 1), rows["token_level_scores"], rows["response_mask"], strict=True
+    ):
+        assert set(extra) == {"share", "long", "safe"}
+        assert score == pytest.approx(min(extra["share"], extra["safe"]), abs=1e-6)
+        assert placed[max(np.flatnonzero(mask))] == pytest.approx(score) and np.count_nonzero(placed) == 1
+
+
+def test_functions_alone_may_be_combined(lab: Lab) -> None:
+    run = lab.run(
+        "functions",
+        f"custom_reward_function.path={lab.folder / 'mine.py'}",
+        "custom_reward_function.name=share",
+        f"reward.combine={lab.folder / 'mine.py'}:odd",
+        "reward.on_error=zero",
+        "trainer.total_training_steps=1",
+    )
+    for score, extra, why in zip(
+        run.samples(1)["scores"], extras(run, 1), run.samples(1)["reward_why"], strict=True
+    ):
+        assert score == (0.0 if extra["share"] > 0.7 else pytest.approx(extra["share"]))
+        assert ("ValueError: too many" in why) == (extra["share"] > 0.7)
+
+
+@pytest.mark.parametrize("on_error", ["raise", "zero", "drop"])
+def test_a_response_that_a_model_cannot_read(lab: Lab, on_error: str) -> None:
+    path = lab.folder / "short"
+    if not path.is_dir():
+        make_scorer(path, lab.model, seed=1, max_position_embeddings=10)
+    given = ["reward_model.enable=true", f"reward_model.models={{safe: {{path: {path}, normalize: true}}}}"]
+    given += [f"reward.on_error={on_error}", "trainer.total_training_steps=1"]
+    if on_error == "raise":
+        with pytest.raises(RewardError, match="the reward model safe could not score a response") as caught:
+            lab.run(on_error, *given)
+        assert "of at most 10" in str(caught.value.got)
+        return
+    run = lab.run(on_error, *given)
+    failed = [len(tokens) > 10 for tokens in run.samples(1)["tokens"]]
+    assert 0 < sum(failed) < len(failed)
+    assert run.rows[0]["reward/failed/safe"] == pytest.approx(np.mean(failed))
+    read = [extra["safe"] for extra, bad in zip(extras(run, 1), failed, strict=True) if not bad]
+    assert run.rows[0]["reward/running_mean/safe"] == pytest.approx(np.mean(read), abs=1e-6)
+    if on_error == "zero":
+        assert all(score == 0 for score, bad in zip(run.samples(1)["scores"], failed, strict=True) if bad)
+    assert any("a score failed" in line for line in (run.folder / "log" / "controller.log").read_text().splitlines()
+               ) if (run.folder / "log" / "controller.log").exists() else True  # fmt: skip
+
+
+@pytest.mark.parametrize("estimator", ["gae", "reinforce_plus_plus", "grpo"])
+def test_estimators_and_scores_of_steps(lab: Lab, estimator: str) -> None:
+    """Estimators with rewards to go see each step where it ends; those that compare responses see the sum."""
+    run = lab.run(
+        f"steps {estimator}",
+        "reward_model.enable=true",
+        f"reward_model.models={{steps: {{path: {lab.folder / 'safe'}, step_separator: '.', step_score: min}}}}",
+        f"algorithm.adv_estimator={estimator}",
+        "trainer.total_training_steps=1",
+        "data.max_response_length=40",
+    )
+    rows: Any = run.samples(1)
+    assert max(np.count_nonzero(placed) for placed in rows["token_level_scores"]) > 1
+    raw: list[np.ndarray] = []
+    for sample, placed in enumerate(rows["token_level_scores"]):
+        mask, scores = np.array(rows["response_mask"][sample]), np.array(placed, dtype=np.float64)
+        assert rows["scores"][sample] == pytest.approx(min(scores[np.flatnonzero(scores)]))
+        to_go = np.cumsum(scores[::-1])[::-1]
+        if estimator == "gae":  # λ = γ = 1: returns are rewards to go
+            assert np.array(rows["returns"][sample])[mask] == pytest.approx(to_go[mask], abs=1e-5)
+        raw.append(to_go[mask] if estimator == "reinforce_plus_plus" else np.full(mask.sum(), scores.sum()))
+    if estimator == "reinforce_plus_plus":
+        tokens = np.concatenate(raw)
+        wanted = (tokens - tokens.mean()) / tokens.std()
+        found = np.concatenate([
+            np.array(a)[np.array(m)] for a, m in zip(rows["advantages"], rows["response_mask"], strict=True)
+        ])  # fmt: skip
+        assert np.corrcoef(found, wanted)[0, 1] == pytest.approx(1.0, abs=1e-5)
+    if estimator == "grpo":
+        for first in range(0, len(raw), 3):
+            sums = np.array([values[0] for values in raw[first : first + 3]])
+            for place, wanted in enumerate((sums - sums.mean()) / sums.std(ddof=1)):
+                sample = first + place
+                mask = np.array(rows["response_mask"][sample])
+                assert np.array(rows["advantages"][sample])[mask] == pytest.approx(wanted, abs=1e-4)
