@@ -41,7 +41,7 @@ test-full: lint ## everything that needs neither a GPU nor a peer: what `make te
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "not gpu and not vllm and not verl" $(ARGS)
 
 test-vllm: .peers/vllm/.tandem-installed ## the tests of the vLLM engine, in an environment of its own
-	OMP_NUM_THREADS=2 .peers/vllm/bin/python -m pytest -q -m vllm tests/engines/rollout tests/workers tests/e2e/test_vllm_run.py $(ARGS)
+	OMP_NUM_THREADS=2 .peers/vllm/bin/python -m pytest -q -m vllm tests/engines/rollout tests/workers tests/e2e/test_vllm_run.py tests/e2e/test_every_reward.py $(ARGS)
 
 test-verl: $(DEV) .peers/verl/.installed ## the same numbers as verl's functions, which run in an environment of their own
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m verl tests/algorithms tests/config tests/migrate tests/rewards tests/workers $(ARGS)

@@ -1,5 +1,5 @@
-"""The scores of reward models and reward functions as one reward: their weighted sum, or what a function makes of
-them; and the running statistics by which a model's scores are normalised."""
+"""The scores of reward models and reward functions as one reward: their weighted sum, or what a function
+makes of them; and the running statistics by which a model's scores are normalised."""
 
 from __future__ import annotations
 

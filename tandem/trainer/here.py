@@ -83,6 +83,8 @@ def _loggers(config: RunsConfig) -> None:
 def _reward(config: TrainConfig) -> None:
     if config.custom_reward_function.given:
         import_module("tandem.rewards").own_reward(config.custom_reward_function)
+    if config.reward.combine is not None:
+        import_module("tandem.loading").load_function(config.reward.combine)
 
 
 def _rows(config: RunsConfig) -> None:
@@ -103,17 +105,22 @@ def _rows(config: RunsConfig) -> None:
 def _architectures(config: RunsConfig) -> None:
     """Asks transformers, which takes seconds to import, of no model whose type is known; and runs no code of
     the folder's own, of which only loading tells."""
+    models: list[tuple[BackboneConfig, str, bool]] = []
     if isinstance(config, TrainConfig):
-        models: list[tuple[BackboneConfig, bool]] = [(config.actor_rollout_ref.model, False)]
-        models += [(config.critic.model, False)] if config.needs_critic else []
-        models += [(config.reward_model.model, True)] if config.reward_model.enable else []
+        policy, critic, rewards = config.actor_rollout_ref, config.critic.model, config.reward_model
+        refs = policy.ref.references.values() if config.needs_reference else ()
+        models += [
+            (policy.model, path, False) for path in {policy.model.path, *(ref.path for ref in refs)} if path
+        ]
+        models += [(critic, critic.path, False)] if config.needs_critic else []
+        models += [(rewards.model, term.path, True) for term in rewards.scorers.values()]
     else:
-        models = [(config.model, isinstance(config, RMConfig))]
-    for model, scorer in models:
-        if model.trust_remote_code or stored_config(model.path).get("model_type") in PLAIN_DECODERS:
+        models.append((config.model, config.model.path, isinstance(config, RMConfig)))
+    for model, path, scorer in models:
+        if model.trust_remote_code or stored_config(path).get("model_type") in PLAIN_DECODERS:
             continue
-        stored = import_module("tandem.models.loading").load_config(model.path)
-        import_module("tandem.models.architectures").require_packable(model.path, stored, scorer=scorer)
+        stored = import_module("tandem.models.loading").load_config(path)
+        import_module("tandem.models.architectures").require_packable(path, stored, scorer=scorer)
 
 
 def _positions(config: TrainConfig) -> None:

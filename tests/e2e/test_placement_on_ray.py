@@ -12,6 +12,7 @@ from tandem.observability.timers import read_timeline
 from tandem.runtime import Placement, Role
 from tandem.trainer.ppo import PPOTrainer
 from tests.support.runs import Lab
+from tests.support.scorers import make_scorer
 
 pytestmark = pytest.mark.e2e
 
@@ -171,3 +172,40 @@ def test_resumed_with_other_pools(
     assert any("resumed from" in sentence for sentence in finished.said)
     for got, expected in zip(learnt(finished.rows), undisturbed, strict=True):
         assert got == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(480)
+def test_reward_models_and_references_on_pools_of_their_own(lab: Lab, ray_cluster: None) -> None:
+    """The same numbers as in one process, from nine groups on five pools, with normalised scores."""
+    reward = lab.folder / "varied.py"
+    reward.write_text(REWARD)
+    models = ", ".join(
+        f"{name}: {{path: {make_scorer(lab.folder / name, lab.model, seed=seed)}, normalize: {seed == 1}}}"
+        for seed, name in enumerate(("safe", "helpful"))
+    )
+    words = (
+        f"custom_reward_function.path={reward}",
+        "reward_model.enable=true",
+        f"reward_model.models={{{models.replace('True', 'true').replace('False', 'false')}}}",
+        "actor_rollout_ref.actor.use_kl_loss=true",
+        "actor_rollout_ref.ref.models={start: {}, again: {weight: 0.5}}",
+        "actor_rollout_ref.actor.fsdp_config.model_dtype=fp64",
+        "reward_model.fsdp_config.model_dtype=fp64",
+    )
+    here = lab.run("here", *words)
+    apart = lab.run(
+        "apart",
+        *words,
+        "trainer.resource_pools={policy: [1], scores: [2], frozen: [1], more: [1]}",
+        "trainer.placement={actor_rollout: policy, reward_model: scores, reward_model.safe: more, "
+        "ref.start: frozen, ref.again: more}",
+    )
+    busy = {name.rpartition("/")[2] for name in apart.rows[-1] if name.startswith("perf/busy_share/")}
+    assert {"reward_model.safe", "reward_model.helpful", "ref.start", "ref.again", "reward"} <= busy
+    for one, other in zip(here.rows, apart.rows, strict=True):
+        for name in (
+            *("reward/mean", "reward/extra/safe", "reward/extra/helpful/normalized", "actor/loss"),
+            *("reward/running_std/helpful", "actor/kl/start", "actor/kl/again", "actor/grad_norm"),
+        ):
+            assert other[name] == pytest.approx(one[name], rel=1e-6, abs=1e-9), name

@@ -87,7 +87,9 @@ def worker_of(folder: Path, policys: Any, models: str, *words: str, role: str = 
     )
 
 
-def head_outputs(path: Path, rows: list[list[int]], kind: Any = AutoModelForSequenceClassification) -> list[Any]:
+def head_outputs(
+    path: Path, rows: list[list[int]], kind: Any = AutoModelForSequenceClassification
+) -> list[Any]:
     """The head's outputs at every token, each row alone, by transformers."""
     model: Any = kind.from_pretrained(path, dtype=torch.float64, attn_implementation="sdpa")
     with torch.no_grad():
@@ -113,7 +115,9 @@ def test_another_tokenizer_reads_the_conversation_anew_from_text(
     assert "reads conversations anew from text" in capsys.readouterr().out
 
 
-def test_a_prompt_that_is_text_gets_no_template_and_an_end(folder: Path, policys: Any, batch: DataProto) -> None:
+def test_a_prompt_that_is_text_gets_no_template_and_an_end(
+    folder: Path, policys: Any, batch: DataProto
+) -> None:
     batch.non_tensor_batch["messages"][0] = [{"role": "", "content": "1+2="}]
     batch.non_tensor_batch["messages"][1] = []  # the prompt was token ids
     out = worker_of(folder, policys, OTHER.format(folder=folder)).compute_rm_score(batch)
@@ -125,7 +129,9 @@ def test_a_prompt_that_is_text_gets_no_template_and_an_end(folder: Path, policys
 
 def test_another_template_alone_is_reason_enough(folder: Path, policys: Any, batch: DataProto) -> None:
     models = f"{{a: {{path: {folder / 'same'}, custom_chat_template: '{{{{ messages[0].content }}}}z'}}, "
-    models += f"b: {{path: {folder / 'same'}}}, c: {{path: {folder / 'same'}, tokenizer_path: {folder / 'own'}}}}}"
+    models += (
+        f"b: {{path: {folder / 'same'}}}, c: {{path: {folder / 'same'}, tokenizer_path: {folder / 'own'}}}}}"
+    )
     assert worker_of(folder, policys, models, role="b").reader.own is None
     assert worker_of(folder, policys, models, role="c").reader.own.eos_token == "<end>"  # type: ignore
     out = worker_of(folder, policys, models, role="a").compute_rm_score(batch)
@@ -157,7 +163,9 @@ def test_steps_are_scored_where_they_end(
     ends = [[4 + 2, 4 + 5], [6 + 1], [], [2 + 1, 2 + 4, 2 + 8]]
     rows = [row.tolist() for row in batch.ragged("tokens")]
     whole = [scores[:, 0].float() for scores in head_outputs(folder / "same", rows)]
-    for row, places, scores, placed in zip(range(4), ends, whole, out.ragged("token_level_scores"), strict=True):
+    for row, places, scores, placed in zip(
+        range(4), ends, whole, out.ragged("token_level_scores"), strict=True
+    ):
         wanted = torch.zeros(len(scores))
         wanted[places] = scores[places]
         assert torch.allclose(placed, wanted, atol=1e-6), row
@@ -169,7 +177,7 @@ def test_steps_are_scored_where_they_end(
 def test_a_token_classifier_over_other_tokens(
     folder: Path, policys: Any, batch: DataProto, labels: int
 ) -> None:
-    """The scores are taken where the steps end in its own tokens, and stand where they end in the policy's."""
+    """Scores are taken where the steps end in its own tokens, and stand where they end in the policy's."""
     path = make_scorer(folder / f"steps {labels}", folder / "model", by_token=True, labels=labels)
     own = AutoTokenizer.from_pretrained(folder / "own")
     with pytest.raises(ModelError, match="what parts them is not said"):

@@ -45,9 +45,11 @@ NO_RATIO = ("gpg", "reinforce")
 def one_advantage_each(config: TrainConfig) -> Iterator[ConfigError]:
     algorithm, loss = config.algorithm, config.actor_rollout_ref.actor.policy_loss.loss_mode
     estimator = algorithm.adv_estimator
-    to_go = estimator in REWARDS_TO_GO and (algorithm.use_kl_in_reward or algorithm.gamma < 1)
+    steps = any(term.step_separator is not None for term in config.reward_model.scorers.values())
+    within = algorithm.use_kl_in_reward or algorithm.gamma < 1 or steps
+    to_go = estimator in REWARDS_TO_GO and within
     if loss in ONE_ADVANTAGE and (to_go or estimator in PER_TOKEN):
-        why = ", with the KL in the reward or a discount," if to_go else ""
+        why = ", with the KL in the reward, a discount or scores of steps," if to_go else ""
         yield ConfigError(
             f"it has one advantage for a whole sequence; {estimator}{why} gives each token its own",
             field=_LOSS,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -17,14 +15,13 @@ from transformers import PreTrainedTokenizerFast
 from tandem.engines.rollout.base import generate
 from tandem.engines.rollout.http.connection import Server
 from tandem.engines.rollout.http.openai import OpenAIEngine
-from tandem.engines.rollout.vllm.process import VLLMProcess
 from tandem.errors import EngineError
 from tandem.protocol import Request, SamplingParams
 from tests.engines.rollout.vllm.models import VOCABULARY, build, log_probs, make_requests, save
+from tests.engines.rollout.vllm.serving import serving
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 SEED = 9
-ON_CPU = ("--enforce-eager", "--no-enable-chunked-prefill", "--distributed-executor-backend", "uni")
 
 
 @pytest.fixture(scope="module", params=["processed_logprobs", "raw_logprobs"])
@@ -34,17 +31,8 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     save(build(seed=SEED), folder)
     words = Tokenizer(WordLevel({f"w{token}": token for token in range(VOCABULARY)}, unk_token="w0"))
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", "96"]
-    command += ["--logprobs-mode", request.param, *ON_CPU]
-    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    url = f"http://127.0.0.1:{port}"
-    process = VLLMProcess(command, url, folder / "server.log", environment=environment, start_timeout_s=300.0)
-    yield request.param, url
-    process.close()
+    with serving(folder, "--max-model-len", "96", "--logprobs-mode", request.param) as url:
+        yield request.param, url
 
 
 @pytest.fixture

@@ -1,0 +1,120 @@
+"""Two reward models, two references, a reward function and a judge behind vLLM's own API server in one run,
+through the command line; see `make test-vllm`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.observability.run import read_metrics
+from tests.engines.rollout.vllm.models import build
+from tests.engines.rollout.vllm.serving import serving
+from tests.support.runs import Lab, without_times
+from tests.support.scorers import make_other_tokenizer, make_scorer
+from tests.support.tiny import make_model, make_tokenizer
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytest.importorskip("vllm")
+
+STEPS = 4
+PARTS = ("share", "grade", "helpful", "helpful/normalized", "safe", "judge_tokens", "judge_cached")
+DIGITS = "0123456789"
+
+
+@pytest.fixture(scope="module")
+def judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a tiny model, one token a character, whose answers are held to a digit."""
+    folder = tmp_path_factory.mktemp("judge")
+    tokenizer = make_tokenizer(folder)
+    build(vocab_size=len(tokenizer)).save_pretrained(folder)
+    with serving(folder, "--max-model-len", "128", "--served-model-name", "judge") as url:
+        yield url
+
+
+def words(lab: Lab, judge: str) -> list[str]:
+    (lab.folder / "mine.py").write_text("def share(prompt, response): return len(set(response)) / 6\n")
+    server = {
+        "url": f"{judge}/v1",
+        "model": "judge",
+        "cache": str(lab.folder / "answers"),
+        "options": {"temperature": 0, "max_tokens": 1, "structured_outputs": {"choice": list(DIGITS)}},
+    }
+    grade = {"server": server, "rubric": "short", "template": "{rubric} {response}", "pattern": "([0-9])"}
+    terms = [
+        {"path": str(lab.folder / "mine.py"), "name": "share"},
+        {
+            "path": "tandem.rewards.judges",
+            "name": "judge",
+            "label": "grade",
+            "reward_kwargs": {**grade, "scale": [0, 9]},
+        },
+    ]
+    models = {
+        "safe": {"path": str(make_scorer(lab.folder / "safe", lab.model, seed=1)), "weight": 0.5},
+        "helpful": {
+            "path": str(make_scorer(lab.folder / "helpful", lab.model, seed=2)),
+            "tokenizer_path": str(lab.folder / "other"),
+            "normalize": True,
+        },
+    }
+    make_other_tokenizer(lab.folder / "other")
+    far = make_model(lab.folder / "far", seed=9)
+    return [
+        f"custom_reward_function.terms={json.dumps(terms)}",
+        "reward_model.enable=true",
+        f"reward_model.models={json.dumps(models)}",
+        "actor_rollout_ref.actor.use_kl_loss=true",
+        f"actor_rollout_ref.ref.models={{start: {{weight: 0.5}}, far: {{path: {far}, weight: 0.1}}}}",
+        f"trainer.total_training_steps={STEPS}",
+        "trainer.save_freq=2",
+        "trainer.device=cpu",
+    ]
+
+
+def command(lab: Lab, name: str, given: list[str]) -> list[str]:
+    return [sys.executable, "-m", "tandem", "train", *lab.overrides(lab.folder / name), *given]
+
+
+def test_all_of_them_in_one_run_which_is_killed_and_goes_on(tmp_path: Path, judge: str) -> None:
+    lab = Lab(tmp_path)
+    given = words(lab, judge)
+    subprocess.run(command(lab, "whole", given), check=True, timeout=300)
+    whole = read_metrics(tmp_path / "whole" / "metrics.jsonl")
+    assert [row["step"] for row in whole] == list(range(1, STEPS + 1))
+    for row in whole:
+        assert {f"reward/extra/{part}" for part in PARTS} <= row.keys()
+        assert {"actor/kl/start", "actor/kl/far", "reward/running_std/helpful"} <= row.keys()
+        assert row["actor/kl"] == pytest.approx(
+            0.5 * row["actor/kl/start"] + 0.1 * row["actor/kl/far"], rel=1e-5
+        )
+        parts = [row[f"reward/extra/{part}"] for part in ("share", "grade", "helpful/normalized", "safe")]
+        assert row["reward/mean"] == pytest.approx(sum(parts) - 0.5 * parts[-1], abs=1e-4)
+    assert (
+        any(0 < row["reward/extra/grade"] < 1 for row in whole) and whole[0]["reward/extra/judge_cached"] < 1
+    )
+
+    killed = subprocess.Popen(command(lab, "killed", given))
+    deadline = time.monotonic() + 300
+    while not (tmp_path / "killed" / "checkpoints" / "step_000002").is_dir():
+        assert killed.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    killed.kill()
+    killed.wait()
+    subprocess.run(command(lab, "killed", given), check=True, timeout=300)
+    resumed = read_metrics(tmp_path / "killed" / "metrics.jsonl")
+    assert [row["reward/extra/judge_cached"] for row in resumed] == [1.0] * STEPS  # the same questions
+    assert what_was_learnt(resumed) == what_was_learnt(whole)
+
+
+def what_was_learnt(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """All but times, and what an answer cost."""
+    return [
+        {name: value for name, value in row.items() if "/judge_" not in name} for row in without_times(rows)
+    ]
