@@ -1,5 +1,5 @@
-"""What the preferences are about: the number of stars. Training does not see it; it is measured beside what the
-reward model says."""
+"""What the preferences are about: the number of stars. Training does not see it; it is measured beside the
+score of the reward model."""
 
 
 def stars(prompt, response):

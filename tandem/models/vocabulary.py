@@ -16,7 +16,6 @@ def check_vocabulary(
     vocabulary: int,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    what: str,
     field: str,
     trust_remote_code: bool = False,
 ) -> None:
@@ -26,40 +25,34 @@ def check_vocabulary(
         path: the model's folder.
         vocabulary: token ids it knows.
         tokenizer: the policy's.
-        what: the model, for messages.
         field: the config key that names it.
 
     Raises:
         ModelError: fewer ids than the tokenizer has, or a tokenizer in the folder that gives tokens
             other ids.
     """
-    check_size(path, vocabulary, tokenizer, what=what, field=field)
+    check_size(path, vocabulary, tokenizer, field=field)
     own = _tokenizer_in(path, trust_remote_code=trust_remote_code)
     other = [] if own is None else other_ids(tokenizer, own)
     if other:
         raise ModelError(
-            f"the {what}'s tokenizer is not the policy's",
+            "the model's tokenizer is not the policy's",
             field=field,
             got=f"{path}: {len(other)} tokens with other ids, such as {other[0]!r}",
             expected="the same ids, for it reads the policy's tokens",
-            remedy=f"use a {what} over the policy's own tokenizer",
+            remedy="use a model over the policy's own tokenizer",
         )
 
 
-def check_size(
-    path: str | Path, vocabulary: int, tokenizer: PreTrainedTokenizerBase, *, what: str, field: str
-) -> None:
-    """
-    Raises:
-        ModelError: a model knows fewer token ids than the tokenizer gives. Args: see `check_vocabulary`.
-    """
+def check_size(path: str | Path, vocabulary: int, tokenizer: PreTrainedTokenizerBase, *, field: str) -> None:
+    """Refuses a model that knows fewer token ids than the tokenizer gives; see `check_vocabulary`."""
     if vocabulary < len(tokenizer):
         raise ModelError(
-            f"the {what}'s vocabulary is smaller than that of the tokenizer whose ids it reads",
+            "the model's vocabulary is smaller than that of the tokenizer whose ids it reads",
             field=field,
             got=f"{path}: {vocabulary} tokens",
             expected=f">= {len(tokenizer)}",
-            remedy=f"use a {what} over this tokenizer, or with its own tokenizer in its folder",
+            remedy="use a model over this tokenizer, or put a reward model's own tokenizer in its folder",
         )
 
 

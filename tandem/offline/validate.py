@@ -66,7 +66,7 @@ def prompts_shape(config: TrainConfig) -> Shape:
     reads = VERLS if own is None else own.reads
     media = (data.image_key, data.video_key, data.audio_key)
     needed, check = reward_columns(reads.needs, data.prompt_key, data.reward_fn_key, media)
-    scored = own is None and not config.reward_model.enable
+    scored = own is None and config.calls_functions
 
     def further(row: Mapping[str, Any]) -> Found:
         yield from odd_roles(data.prompt_key, row[data.prompt_key])

@@ -84,6 +84,11 @@ class Combination:
     tells: bool = True
 
     @property
+    def models(self) -> frozenset[str]:
+        """The names of the reward models."""
+        return frozenset(part.name for part in self.parts if part.functions is None)
+
+    @property
     def normalises(self) -> bool:
         return any(part.normalize for part in self.parts)
 

@@ -160,7 +160,6 @@ class ActorWorker(EngineWorker):
                 path,
                 load_config(path, trust_remote_code=remote).get_text_config().vocab_size,
                 tokenizer,
-                what="reference policy",
                 field=f"actor_rollout_ref.ref.models.{reference_name(reference)}.path",
                 trust_remote_code=remote,
             )

@@ -84,7 +84,7 @@ def reward_components(extras: Sequence[Mapping[str, float]], keys: Sequence[str]
             field="sample 0",
             got="a reward without numbers beside 'score'",
             expected="a dict such as {'score': 1.0, 'format': 1.0, 'accuracy': 0.0}",
-            remedy="return one from the reward function; a reward model has no components",
+            remedy="return one from the reward function, or name reward models in reward_model.models",
         )
     for sample, extra in enumerate(extras):
         if not (set(names) <= set(extra) if keys else set(names) == set(extra)):

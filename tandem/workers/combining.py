@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from tandem.errors import RewardError
+from tandem.observability.run import RunFolder
 from tandem.protocol import DataProto, Ragged
 from tandem.rewards.combination import Combination, Part, Running
 from tandem.runtime import Dispatch, register
@@ -20,7 +22,9 @@ FAILED = "reward_failed"
 class CombiningWorker(ShapingWorker):
     """Methods of the batch's worker that make the reward out of what reward models and functions say."""
 
-    _told = False
+    def __init__(self, run: RunFolder, name: str) -> None:
+        super().__init__(run, name)
+        self._told: set[str] = set()
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def running_scores(
@@ -70,35 +74,24 @@ class CombiningWorker(ShapingWorker):
         mask = batch.ragged("response_mask")
         scores_B, tokens_T = torch.zeros(len(mask)), torch.zeros(len(mask.values))
         failed_B = torch.zeros(len(mask), dtype=torch.bool)
-        extras: list[dict[str, float]] = [{} for _ in range(len(mask))]
-        whys: list[list[str]] = [[] for _ in range(len(mask))]
-        by_name: list[dict[str, float]] = [{} for _ in range(len(mask))]
-        models = {part.name for part in combination.parts if part.functions is None}
+        rows = [_Told() for _ in range(len(mask))]
         for part, scored in zip(combination.parts, said, strict=True):
-            failed_B |= self._failures(part, scored, batch, combination)
+            failed_B |= self._failures(part, scored, batch, combination.on_error)
             counted_B, counted = self._counted(part, scored, running, mask)
             scores_B += part.weight * counted_B
             tokens_T += part.weight * counted.values
-            told = zip(
-                scored.dense("scores").tolist(),
-                counted_B.tolist(),
-                scored.non_tensor_batch["reward_extra"],
-                scored.non_tensor_batch.get("reward_why", [""] * len(mask)),
-                strict=True,
-            )
-            for row, (score, counts, extra, why) in enumerate(told):
-                said_apart = part.functions or ()
-                by_name[row] |= {name: extra[name] for name in said_apart if name in extra} or {
-                    part.name: counts
-                }
-                extras[row] |= {(f"{part.name}/{k}" if k in models else k): v for k, v in extra.items()}
-                if combination.tells and not said_apart:
-                    extras[row][part.name] = score
-                    extras[row] |= {f"{part.name}/normalized": counts} if part.normalize else {}
-                    why = f"{part.name}: {score:.4g}" + (f", {why}" if why else "")
-                whys[row] += [why] if why else []
+            whys = scored.non_tensor_batch.get("reward_why", [""] * len(mask))
+            numbers = zip(scored.dense("scores").tolist(), counted_B.tolist(), strict=True)
+            extras = scored.non_tensor_batch["reward_extra"]
+            for row, (score, counts), extra, why in zip(rows, numbers, extras, whys, strict=True):
+                row.take(part, score, counts, extra, why, combination)
         if combination.function is not None:
-            scores_B = self._made(combination, by_name, failed_B, batch, whys)
+            index = batch.non_tensor_batch["index"]
+            made = [
+                0.0 if failed else combination.made(row.by_name, f"row {number} of the data")
+                for row, failed, number in zip(rows, failed_B.tolist(), index, strict=True)
+            ]
+            scores_B = torch.tensor(made, dtype=torch.float32)
             tokens_T = at_last_token(scores_B, mask).values
         found: dict[str, Tensor | Ragged] = {
             "scores": scores_B,
@@ -106,9 +99,14 @@ class CombiningWorker(ShapingWorker):
         }
         if combination.on_error == "drop":
             found[FAILED] = failed_B
-        texts = said[0].non_tensor_batch["response_text"]
-        joined = ["; ".join(why) for why in whys]
-        return DataProto(found, {"reward_extra": extras, "reward_why": joined, "response_text": texts})
+        return DataProto(
+            found,
+            {
+                "reward_extra": [row.extra for row in rows],
+                "reward_why": ["; ".join(row.whys) for row in rows],
+                "response_text": said[0].non_tensor_batch["response_text"],
+            },
+        )
 
     def _counted(
         self, part: Part, scored: DataProto, running: Mapping[str, Running], mask: Ragged
@@ -124,57 +122,65 @@ class CombiningWorker(ShapingWorker):
         counted_B = torch.where(_failed(scored), 0.0, counted_B)
         return counted_B, at_last_token(counted_B, mask)
 
-    def _failures(self, part: Part, scored: DataProto, batch: DataProto, combination: Combination) -> Tensor:
-        """The samples that a part could not score; of a model the user hears of the first."""
+    def _failures(self, part: Part, scored: DataProto, batch: DataProto, on_error: str) -> Tensor:
+        """The samples that a part could not score; of a model the user hears of the first.
+
+        Raises:
+            RewardError: a model's score has failed, and `reward.on_error` is raise.
+        """
         failed_B = _failed(scored)
         if part.functions is not None:  # theirs are told by their own worker
             return failed_B
-        rows = failed_B.nonzero().flatten().tolist()
-        if combination.on_error != "raise":
-            self.observed.add_mean(f"reward/failed/{part.name}", len(rows), len(failed_B))
-        for row in rows:
-            self._fail(
-                RewardError(
-                    f"the reward model {part.name} could not score a response",
-                    field=_sample(batch, row),
-                    got=scored.non_tensor_batch["reward_why"][row],
-                    expected="a sequence that it can read",
-                    remedy="let it count as nothing: reward.on_error=zero, or drop",
-                ),
-                combination,
+        if on_error != "raise":
+            self.observed.add_mean(f"reward/failed/{part.name}", failed_B.sum(), len(failed_B))
+        for row in failed_B.nonzero().flatten().tolist()[:1]:
+            error = RewardError(
+                f"the reward model {part.name} could not score a response",
+                field=f"sample {row}, row {batch.non_tensor_batch['index'][row]} of the data",
+                got=scored.non_tensor_batch["reward_why"][row],
+                expected="a sequence that it can read",
+                remedy="let it count as nothing: reward.on_error=zero, or drop",
             )
+            if on_error == "raise":
+                raise error
+            if part.name not in self._told:
+                self._told.add(part.name)
+                self.say(f"a score failed (reward.on_error={on_error}):\n{error}")
         return failed_B
 
-    def _made(
-        self,
-        combination: Combination,
-        by_name: list[dict[str, float]],
-        failed_B: Tensor,
-        batch: DataProto,
-        whys: list[list[str]],
-    ) -> Tensor:
-        """(B): what the user's function makes of the scores; 0 where it fails."""
-        made = []
-        for row, scores in enumerate(by_name):
-            try:
-                made.append(0.0 if failed_B[row] else combination.made(scores, _sample(batch, row)))
-            except RewardError as error:
-                self._fail(error, combination)
-                failed_B[row] = True
-                made.append(0.0)
-                whys[row].append(f"failed: {str(error).splitlines()[0]}")
-        return torch.tensor(made, dtype=torch.float32)
 
-    def _fail(self, error: RewardError, combination: Combination) -> None:
-        """
-        Raises:
-            RewardError: the given one, where `reward.on_error` is raise.
-        """
-        if combination.on_error == "raise":
-            raise error
-        if not self._told:
-            self._told = True
-            self.say(f"a score failed (reward.on_error={combination.on_error}):\n{error}")
+@dataclass(slots=True)
+class _Told:
+    """What the parts say of one sample.
+
+    Attributes:
+        by_name: the scores that a user's function is given.
+        extra, whys: numbers and texts for metrics and samples.
+    """
+
+    by_name: dict[str, float] = field(default_factory=dict)
+    extra: dict[str, float] = field(default_factory=dict)
+    whys: list[str] = field(default_factory=list)
+
+    def take(
+        self,
+        part: Part,
+        score: float,
+        counts: float,
+        extra: Mapping[str, float],
+        why: str,
+        combination: Combination,
+    ) -> None:
+        """Takes what a part says: its score, as it is and as it counts, its numbers, and why."""
+        apart = {name: extra[name] for name in part.functions or () if name in extra}
+        self.by_name |= apart or {part.name: counts}
+        self.extra |= {(f"{part.name}/{k}" if k in combination.models else k): v for k, v in extra.items()}
+        if combination.tells and not part.functions:
+            self.extra[part.name] = score
+            if part.normalize:
+                self.extra[f"{part.name}/normalized"] = counts
+            why = f"{part.name}: {score:.4g}" + (f", {why}" if why else "")
+        self.whys += [why] if why else []
 
 
 def _failed(scored: DataProto) -> Tensor:
@@ -182,7 +188,3 @@ def _failed(scored: DataProto) -> Tensor:
     if FAILED in scored:
         return scored.dense(FAILED)
     return torch.zeros(len(scored), dtype=torch.bool)
-
-
-def _sample(batch: DataProto, row: int) -> str:
-    return f"sample {row}, row {batch.non_tensor_batch['index'][row]} of the data"

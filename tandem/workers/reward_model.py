@@ -88,7 +88,7 @@ class RewardModelWorker(EngineWorker):
             trust_remote_code=remote,
         )
         size = stored.get_text_config().vocab_size
-        check_size(term.path, size, own or self.tokenizer, what="reward model", field=field)
+        check_size(term.path, size, own or self.tokenizer, field=field)
         if judges_tokens(stored) and term.step_separator is None:
             raise ModelError(
                 "a token classifier scores the steps of a response, and what parts them is not said",

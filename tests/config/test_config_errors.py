@@ -358,7 +358,7 @@ WRONG = {
         "trainer.placement.ref.old",
         "unknown role",
         "one of actor_rollout, actor, rollout, ref, critic, reward_model, reward",
-        "did you mean reward?",
+        "did you mean ref?",
     ),
     "token budget of the reward model": (
         [

@@ -11,7 +11,7 @@ from tandem.errors import EngineError, ModelError
 from tandem.models.loading import load_scorer
 from tandem.models.packing import pack
 from tandem.models.score import ScoreModel
-from tandem.models.vocabulary import check_vocabulary
+from tandem.models.vocabulary import check_vocabulary, tokenizer_of_scorer
 from tandem.protocol import Ragged
 from tests.support.tiny import CHARACTERS, make_tokenizer
 
@@ -81,12 +81,16 @@ def test_a_head_that_was_never_saved(qwen2_folder, tmp_path):
 
 
 def test_vocabularies(tmp_path):
-    tokenizer = make_tokenizer(tmp_path / "policy")
+    tokenizer, names = make_tokenizer(tmp_path / "policy"), {"field": "ref.path"}
     (tmp_path / "bare").mkdir()
-    check_vocabulary(tmp_path / "bare", len(tokenizer), tokenizer)
-    check_vocabulary(tmp_path / "policy", 100, tokenizer)
+    check_vocabulary(tmp_path / "bare", len(tokenizer), tokenizer, **names)
+    check_vocabulary(tmp_path / "policy", 100, tokenizer, **names)
+    assert tokenizer_of_scorer(tmp_path / "bare", tokenizer) is None
+    assert tokenizer_of_scorer(tmp_path / "policy", tokenizer) is None
+    own = tokenizer_of_scorer(tmp_path / "bare", tokenizer, chat_template="{{ messages }}")
+    assert own is not None and own.chat_template == "{{ messages }}" != tokenizer.chat_template
     with pytest.raises(ModelError, match="vocabulary is smaller") as caught:
-        check_vocabulary(tmp_path / "bare", len(tokenizer) - 1, tokenizer)
+        check_vocabulary(tmp_path / "bare", len(tokenizer) - 1, tokenizer, **names)
     assert caught.value.expected == f">= {len(CHARACTERS) + 3}"
     other = json.loads((tmp_path / "policy" / "tokenizer.json").read_text())
     vocabulary = other["model"]["vocab"]
@@ -95,5 +99,7 @@ def test_vocabularies(tmp_path):
     config = (tmp_path / "policy" / "tokenizer_config.json").read_text()
     (tmp_path / "bare" / "tokenizer_config.json").write_text(config)
     with pytest.raises(ModelError, match="is not the policy's") as caught:
-        check_vocabulary(tmp_path / "bare", 100, tokenizer)
+        check_vocabulary(tmp_path / "bare", 100, tokenizer, **names)
     assert "2 tokens with other ids, such as '3'" in caught.value.got
+    own = tokenizer_of_scorer(tmp_path / "bare", tokenizer)
+    assert own is not None and own.encode("3") == tokenizer.encode("4")
