@@ -11,7 +11,7 @@ TRANSFORMERS := transformers>=5.16.1,<5.20
 # Hundreds of processes import the same: their bytecode is kept, which PIP_INSTALL leaves to the first of them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test lint format test-full test-vllm test-verl stress bench gpu peers clean help
+.PHONY: demo test lint format test-full test-vllm test-verl test-loggers stress bench gpu peers clean help
 
 help: ## the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -45,6 +45,9 @@ test-vllm: .peers/vllm/.tandem-installed ## the tests of the vLLM engine, in an 
 
 test-verl: $(DEV) .peers/verl/.installed ## the same numbers as verl's functions, which run in an environment of their own
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m verl tests/algorithms tests/config tests/migrate tests/rewards tests/workers $(ARGS)
+
+test-loggers: .peers/loggers/.installed ## a real run with each experiment tracker, offline, in an environment of their own
+	OMP_NUM_THREADS=1 .peers/loggers/bin/python -m pytest -q tests/observability/test_tracker_sinks.py $(ARGS)
 
 stress: $(DEV) ## 10,000 random requests on a tiny cache, each as if it were alone; ARGS='--requests N'
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.engines.rollout.native.stress $(ARGS)
@@ -99,6 +102,10 @@ $(DEV): $(CORE)
 # Tandem on top of vLLM, for the tests of the engine that drives it.
 .peers/vllm/.tandem-installed: .peers/vllm/.installed pyproject.toml
 	.peers/vllm/bin/python $(PIP_INSTALL) -e '.[ray]' hypothesis pytest pytest-timeout pytest-xdist scipy
+	touch $@
+
+.peers/loggers/.installed: pyproject.toml | .peers/loggers/bin/python
+	.peers/loggers/bin/python $(PIP_INSTALL) -e '.[wandb,mlflow,swanlab,clearml,trackio]' hypothesis pytest pytest-timeout pytest-xdist
 	touch $@
 
 .peers/verl/.installed: | .peers/verl/bin/python

@@ -14,6 +14,7 @@ from tandem.config.sizes import derived
 from tandem.config.sources import split_arguments
 from tandem.data.files import count_rows
 from tandem.errors import ConfigError
+from tandem.observability.sinks.registry import absent_sinks
 from tandem.observability.terminal import say
 from tandem.trainer.here import lacking, refuse
 
@@ -71,7 +72,7 @@ def _said(loaded: Loaded[Any], command: str, given: list[str]) -> int:
     for name, value in (derived(loaded.config) if command == "--train" else {}).items():
         print(f"{name}: {value}")
     print("the config is sound")
-    missing = lacking(loaded.config)
+    missing = [*lacking(loaded.config), *absent_sinks(loaded.config.trainer.logger).values()]
     if "--here" in given:
         refuse(missing)
     elif missing:

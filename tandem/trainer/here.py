@@ -16,7 +16,6 @@ from tandem.config.root import TrainConfig
 from tandem.config.supervised import RMConfig, SFTConfig, SupervisedConfig
 from tandem.data.files import count_rows
 from tandem.errors import ConfigError, TandemError
-from tandem.observability.sinks.registry import require_sinks
 
 RunsConfig = TrainConfig | SupervisedConfig
 """A config of a command that trains."""
@@ -25,7 +24,7 @@ RunsConfig = TrainConfig | SupervisedConfig
 def lacking(config: RunsConfig) -> list[TandemError]:
     """One error for each thing that is missing here. The user's own reward function is loaded; PyTorch, only
     where it must be asked."""
-    looks: tuple[Callable[[Any], None], ...] = (_device, _ray, _loggers, _rows, _architectures)
+    looks: tuple[Callable[[Any], None], ...] = (_device, _ray, _rows, _architectures)
     if isinstance(config, TrainConfig):
         looks += (_vllm, _reward, _positions)
     found: list[TandemError] = []
@@ -74,10 +73,6 @@ def _vllm(config: TrainConfig) -> None:
     rollout = config.actor_rollout_ref.rollout
     if rollout.name == "vllm" and not rollout.server.urls and find_spec("vllm") is None:
         raise import_module("tandem.engines.rollout.vllm.process").absent()
-
-
-def _loggers(config: RunsConfig) -> None:
-    require_sinks([name for name in config.trainer.logger if name != "tensorboard" or not find_spec(name)])
 
 
 def _reward(config: TrainConfig) -> None:

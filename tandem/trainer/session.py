@@ -25,7 +25,7 @@ from tandem.observability.lock import ProcessLock
 from tandem.observability.reading import Run
 from tandem.observability.run import RunFolder, read_metrics
 from tandem.observability.sinks.base import RunInfo
-from tandem.observability.sinks.registry import Sinks, require_sinks
+from tandem.observability.sinks.registry import Sinks
 from tandem.observability.stacks import offer_stacks
 from tandem.observability.timers import Timeline
 from tandem.trainer.saving import Saver, Saves, best_of
@@ -76,7 +76,6 @@ def open_run(whole: RunsConfig, say: Callable[[str], None]) -> OpenRun:
     """
     config = whole.trainer
     best = best_of(config)
-    require_sinks(config.logger)
     path = Path(config.default_local_dir).absolute()  # workers may stand elsewhere
     lock = ProcessLock(path / "run.lock", "trainer.default_local_dir", say)
     with ExitStack() as undo:

@@ -69,16 +69,18 @@ def test_a_run_on_examples_has_the_same_two_verdicts(
 ) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text("{}\n")
-    given = [f"data.train_files={file}", f"model.path={lab.model}", "trainer.logger=clearml"]
+    given = [f"data.train_files={file}", f"model.path={lab.model}", "trainer.device=cuda"]
+    given += ["trainer.logger=clearml"]  # without which the run would go on
     given += [f"trainer.default_local_dir={tmp_path / 'run'}"]
     assert main(["check", f"--{command}", *given]) == 0
     said = capsys.readouterr().out
     assert (
         said.index("the config is sound")
         < said.index(f"`tandem {command}` would need")
+        < said.index("CUDA")
         < said.index("clearml")
     )
     for words in (["check", f"--{command}", "--here"], [command]):
         assert main([*words, *given]) == 1
-        assert "clearml" in capsys.readouterr().err
+        assert "CUDA" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

@@ -2,6 +2,10 @@ import socket
 
 import pytest
 
+from tests.support.runs import lab
+
+__all__ = ["lab"]
+
 
 @pytest.fixture
 def free_port() -> int:

@@ -1,6 +1,7 @@
 import builtins
 import io
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tandem.config import tables
 from tandem.errors import ConfigError
-from tandem.observability.sinks import SINKS, RunInfo, Sinks, require_sinks
+from tandem.observability.sinks import SINKS, RunInfo, Sinks, absent_sinks
 from tandem.observability.sinks.console import ConsoleSink, duration
 from tandem.observability.sinks.tensorboard import TensorBoardSink
 
@@ -115,7 +116,9 @@ def test_an_unknown_logger_is_an_error_that_lists_the_known_ones(info: RunInfo) 
 
 
 @pytest.mark.parametrize("name", ["wandb", "vemlp_wandb", "mlflow", "swanlab", "clearml", "trackio"])
-def test_a_missing_package_gives_its_install_command(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_missing_package_gives_its_install_command_and_stops_no_run(
+    info: RunInfo, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     module, package = SINKS[name][0].split(":")[0], SINKS[name][1]
     library = package.replace("-", "_")
     real_import = builtins.__import__
@@ -127,32 +130,76 @@ def test_a_missing_package_gives_its_install_command(monkeypatch: pytest.MonkeyP
 
     monkeypatch.delitem(sys.modules, f"tandem.observability.sinks.{module}", raising=False)
     monkeypatch.setattr(builtins, "__import__", without_library)
-    with pytest.raises(ConfigError) as caught:
-        require_sinks(["console", name])
-    assert caught.value.remedy is not None
-    assert caught.value.remedy.startswith(f"pip install {package},")
-
-
-def test_a_sink_that_fails_is_reported_once_and_the_others_go_on(
-    info: RunInfo, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Unreachable:
-        def __init__(self, info: RunInfo) -> None: ...
-
-        def log(self, step: int, metrics: Mapping[str, float]) -> None:
-            if step == 2:
-                raise ConnectionError("no route")
-
-        def close(self) -> None:
-            raise AssertionError("it was dropped")
-
-    monkeypatch.setattr("tandem.observability.sinks.tensorboard.TensorBoardSink", Unreachable)
+    (error,) = absent_sinks(["console", name]).values()
+    assert error.remedy is not None
+    assert error.remedy.startswith(f"pip install {package},")
     said: list[str] = []
-    sinks = Sinks(["tensorboard", "file"], info, said.append)
+    sinks = Sinks(["file", name], info, said.append)
+    sinks.log(1, {"reward/mean": 0.5})
+    sinks.close()
+    assert len(said) == 1
+    assert error.remedy in said[0]
+    assert "reward 0.500" in (info.folder / "log" / "progress.log").read_text()
+
+
+class Sick:
+    """A sink that raises, or hangs until it is told to go on, in one of its methods."""
+
+    where = ""
+    error: BaseException | None = None
+    released = threading.Event()
+
+    def __init__(self, info: RunInfo) -> None:
+        self._do("start")
+
+    def _do(self, what: str) -> None:
+        if what == self.where:
+            if self.error is not None:
+                raise self.error
+            assert self.released.wait(60)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._do(f"step {step}")
+
+    def close(self) -> None:
+        self._do("end")
+
+
+@pytest.mark.parametrize("where", ["start", "step 2", "end"])
+@pytest.mark.parametrize("error", [ConnectionError("no route"), SystemExit(1), None])
+def test_a_sink_that_fails_or_hangs_is_reported_once_and_the_others_go_on(
+    info: RunInfo, monkeypatch: pytest.MonkeyPatch, where: str, error: BaseException | None
+) -> None:
+    sick = type("Sick", (Sick,), {"where": where, "error": error, "released": threading.Event()})
+    monkeypatch.setattr("tandem.observability.sinks.tensorboard.TensorBoardSink", sick)
+    said: list[str] = []
+    sinks = Sinks(["tensorboard", "file"], info, said.append, limit_s=0.3)
     for step in (1, 2, 3):
         sinks.log(step, {"reward/mean": 0.5})
     sinks.close()
+    sick.released.set()
+    what = "did not answer" if error is None else "failed"
     assert len(said) == 1
-    assert "tensorboard failed at step 2" in said[0]
-    assert "no route" in said[0]
+    assert said[0].startswith(f"logger tensorboard {what} at {'the ' if where != 'step 2' else ''}{where}")
+    assert error is None or repr(error) in said[0]
     assert len((info.folder / "log" / "progress.log").read_text().splitlines()) == 3
+
+
+def test_a_sink_that_hangs_is_dropped_while_the_run_goes_on(
+    info: RunInfo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sick = type("Sick", (Sick,), {"where": "step 1", "released": threading.Event()})
+    monkeypatch.setattr("tandem.observability.sinks.tensorboard.TensorBoardSink", sick)
+    said: list[str] = []
+    sinks = Sinks(["tensorboard"], info, said.append, limit_s=0.05)
+    step = 0
+    while not said and step < 1000:  # each of which waits for nothing
+        step += 1
+        sinks.log(step, {})
+        sick.released.wait(0.01)
+    sick.released.set()
+    assert said == [
+        "logger tensorboard did not answer at step 1 within 0.05 s and is switched off; metrics.jsonl goes on"
+    ]
+    sinks.close()
+    assert len(said) == 1

@@ -1,6 +1,6 @@
 """Where metrics go besides the run folder's metrics.jsonl: `Sinks(names, info, report)`."""
 
 from tandem.observability.sinks.base import Generation, RunInfo, Sink
-from tandem.observability.sinks.registry import SINKS, Sinks, require_sinks
+from tandem.observability.sinks.registry import SINKS, Sinks, absent_sinks
 
-__all__ = ["SINKS", "Generation", "RunInfo", "Sink", "Sinks", "require_sinks"]
+__all__ = ["SINKS", "Generation", "RunInfo", "Sink", "Sinks", "absent_sinks"]

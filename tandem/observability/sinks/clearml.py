@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 
-from clearml import Task
-
 from tandem.observability.sinks.base import GENERATIONS, Generation, RunInfo
+
+# Read as it is imported: else it forks this process, whose threads hold locks, for a reporter.
+os.environ.setdefault("CLEARML__SDK__DEVELOPMENT__REPORT_USE_SUBPROCESS", "false")
+
+from clearml import Task
 
 
 class ClearMLSink:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from mlflow.entities import Metric, Param
@@ -14,19 +13,22 @@ from mlflow.tracking import MlflowClient
 from tandem.observability.sinks.base import GENERATIONS, Generation, RunInfo
 
 _BATCH = 100  # parameters that one request may carry
+_COLUMNS = ("prompt", "response", "score")
 _VALUE_LENGTH = 500  # characters of a parameter's value that every version of the server takes
 
 
 class MLflowSink:
     def __init__(self, info: RunInfo) -> None:
         folder = info.folder / "mlflow"
-        uri = os.environ.get("MLFLOW_TRACKING_URI")
+        server = uri = os.environ.get("MLFLOW_TRACKING_URI")
         if uri is None:
             folder.mkdir(exist_ok=True)
             uri = f"sqlite:///{(folder / 'mlflow.db').resolve()}"
         self._client = MlflowClient(tracking_uri=uri)
         known = self._client.get_experiment_by_name(info.project)
-        experiment = known.experiment_id if known else self._client.create_experiment(info.project)
+        # Without a server MLflow would put files into the working directory.
+        files = {} if server else {"artifact_location": (folder / "artifacts").resolve().as_uri()}
+        experiment = known.experiment_id if known else self._client.create_experiment(info.project, **files)
         self._run_id = self._client.create_run(experiment, run_name=info.experiment).info.run_id
         params = [Param(name, value[:_VALUE_LENGTH]) for name, value in _flat(info.config)]
         for start in range(0, len(params), _BATCH):
@@ -38,8 +40,9 @@ class MLflowSink:
         self._client.log_batch(self._run_id, metrics=rows)
 
     def log_generations(self, step: int, generations: Sequence[Generation]) -> None:
-        rows = [asdict(each) for each in generations]
-        self._client.log_dict(self._run_id, {"rows": rows}, f"{GENERATIONS}/step_{step:06d}.json")
+        columns = {name: [getattr(each, name) for each in generations] for name in _COLUMNS}
+        table = {"step": [step] * len(generations), **columns}
+        self._client.log_table(self._run_id, table, f"{GENERATIONS}.json")  # adds to the table there
 
     def close(self) -> None:
         self._client.set_terminated(self._run_id)

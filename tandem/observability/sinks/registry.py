@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 
 from tandem.errors import ConfigError
+from tandem.observability.sinks.aside import LIMIT_S, Aside
 from tandem.observability.sinks.base import Generation, RunInfo, Sink
 
 # name: ("module:attribute", what to install where the module's library is missing)
@@ -20,73 +22,99 @@ SINKS = {
     "clearml": ("clearml:ClearMLSink", "clearml"),
     "trackio": ("trackio:TrackioSink", "trackio"),
 }
+_HERE = frozenset({"console", "file"})
+"""They write where the run itself does, in its order."""
+_OWN = _HERE | {"tensorboard"}
+"""Tandem brings what these need."""
 
 
 class Sinks:
-    """Several sinks as one. A sink that fails while the run goes on is reported once and dropped: an
-    experiment tracker out of reach must not end a training run, and metrics.jsonl has everything.
+    """Several sinks as one. None of them ends a run, for metrics.jsonl has everything: one whose package is
+    absent, that fails, or that does not answer within the limit is reported once and dropped.
 
     Args:
         names: keys of `SINKS`, such as `trainer.logger`.
         report: takes a sentence for the user when a sink was dropped.
+        limit_s: seconds that a sink may take to begin, for one step, and at the end for all that is left.
 
     Raises:
-        ConfigError: an unknown name, or a sink whose library is not installed.
+        ConfigError: an unknown name.
     """
 
-    def __init__(self, names: Sequence[str], info: RunInfo, report: Callable[[str], None]) -> None:
-        classes = {name: _load(name) for name in names}
+    def __init__(
+        self,
+        names: Sequence[str],
+        info: RunInfo,
+        report: Callable[[str], None],
+        *,
+        limit_s: float = LIMIT_S,
+    ) -> None:
+        require_known(names)
         self._report = report
-        self._sinks = {name: cls(info) for name, cls in classes.items()}
+        absent = absent_sinks(names)
+        for error in absent.values():
+            report(f"{error}\nThe run goes on without it; metrics.jsonl has everything.")
+        self._sinks = {
+            name: Aside(partial(_load(name), info), limit_s, waits=name in _HERE)
+            for name in names
+            if name not in absent
+        }
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._each(step, lambda sink: sink.log(step, metrics))
+        kept = dict(metrics)
+        self._each(step, lambda sink: sink.log(step, kept))
 
     def log_generations(self, step: int, generations: Sequence[Generation]) -> None:
         self._each(step, lambda sink: sink.log_generations(step, generations))
 
     def _each(self, step: int, call: Callable[[Sink], None]) -> None:
+        for sink in self._sinks.values():
+            sink.call(step, call)
+        self._drop_troubled()
+
+    def _drop_troubled(self) -> None:
         for name, sink in list(self._sinks.items()):
-            try:
-                call(sink)
-            except Exception as error:  # whatever a tracker's client raises
+            if trouble := sink.trouble():
                 del self._sinks[name]
-                self._report(
-                    f"logger {name} failed at step {step} and is switched off ({error!r}); "
-                    "metrics.jsonl goes on"
-                )
+                self._report(f"logger {name} {trouble} and is switched off; metrics.jsonl goes on")
 
     def close(self) -> None:
-        for name, sink in self._sinks.items():
-            try:
-                sink.close()
-            except Exception as error:  # must not hide what ended the run
-                self._report(f"logger {name} failed to close ({error!r})")
+        for sink in self._sinks.values():
+            sink.end()
+        for sink in self._sinks.values():
+            sink.join()
+        self._drop_troubled()
 
 
-def require_sinks(names: Sequence[str]) -> None:
-    """Finds out before anything costly begins whether these sinks can be had.
-
+def require_known(names: Sequence[str]) -> None:
+    """
     Raises:
-        ConfigError: an unknown name, or a sink whose library is not installed.
+        ConfigError: an unknown name.
     """
     for name in names:
-        _load(name)
+        if name not in SINKS:
+            raise ConfigError("unknown logger", field="trainer.logger", got=name, expected=", ".join(SINKS))
+
+
+def absent_sinks(names: Sequence[str]) -> dict[str, ConfigError]:
+    """Those of these sinks whose package is not installed, and what to do about it."""
+    found: dict[str, ConfigError] = {}
+    for name in set(names) - _OWN:
+        try:
+            _load(name)
+        except ModuleNotFoundError as error:
+            found[name] = ConfigError(
+                f"the logger {name} needs a package that is not installed",
+                field="trainer.logger",
+                got=f"no module {error.name}",
+                remedy=f"pip install {SINKS[name][1]}, or leave {name} out of trainer.logger",
+            )
+    return found
 
 
 def _load(name: str) -> Callable[[RunInfo], Sink]:
-    if name not in SINKS:
-        raise ConfigError("unknown logger", field="trainer.logger", got=name, expected=", ".join(SINKS))
-    target, package = SINKS[name]
-    module, attribute = target.split(":")
-    try:
-        loaded = import_module(f"tandem.observability.sinks.{module}")
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"the logger {name} needs a package that is not installed",
-            field="trainer.logger",
-            got=f"no module {error.name}",
-            remedy=f"pip install {package}, or leave {name} out of trainer.logger",
-        ) from error
-    factory: Callable[[RunInfo], Sink] = getattr(loaded, attribute)
+    module, attribute = SINKS[name][0].split(":")
+    factory: Callable[[RunInfo], Sink] = getattr(
+        import_module(f"tandem.observability.sinks.{module}"), attribute
+    )
     return factory

@@ -24,11 +24,12 @@ class SwanLabSink:
         self._run.log(dict(metrics), step=step)
 
     def log_generations(self, step: int, generations: Sequence[Generation]) -> None:
-        texts = [
-            swanlab.Text(f"{each.prompt}\n\n{each.response}", caption=f"score {each.score:g}")
-            for each in generations
-        ]
-        self._run.log({GENERATIONS: texts}, step=step)
+        table = swanlab.echarts.Table()
+        table.add(
+            ["prompt", "response", "score"],
+            [[each.prompt, each.response, each.score] for each in generations],
+        )
+        self._run.log({GENERATIONS: table}, step=step)
 
     def close(self) -> None:
         self._run.finish()

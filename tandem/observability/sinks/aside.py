@@ -1,0 +1,79 @@
+"""A sink beside the run: an experiment tracker that is slow, fails or hangs holds nothing up."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+
+from tandem.observability.sinks.base import Sink
+
+LIMIT_S = 60.0
+Call = Callable[[Sink], None]
+
+
+class Aside:
+    """A sink on a thread of its own, which takes one call after another.
+
+    Args:
+        make: makes it, on that thread.
+        limit_s: seconds that it may take to begin, for one call, and at the end for all that is left.
+        waits: whether a call returns when the sink has taken it, not before.
+    """
+
+    def __init__(self, make: Callable[[], Sink], limit_s: float, *, waits: bool) -> None:
+        self._limit_s, self._waits = limit_s, waits
+        self._calls: SimpleQueue[tuple[str, Call | None, threading.Event]] = SimpleQueue()
+        self._error: BaseException | None = None
+        self._what, self._since = "at the start", time.monotonic()  # infinity while it has nothing to do
+        self._deadline = math.inf
+        self._thread = threading.Thread(target=self._work, args=(make,), daemon=True)
+        self._thread.start()
+
+    def call(self, step: int, call: Call) -> None:
+        """Has the call made once those before are done."""
+        self._put(f"at step {step}", call)
+
+    def end(self) -> None:
+        """Has the sink closed once all calls are done; `join` waits for that."""
+        self._deadline = time.monotonic() + self._limit_s
+        self._put("at the end", None)
+
+    def join(self) -> None:
+        """Waits until the sink is closed, within the limit."""
+        self._thread.join(max(0.0, self._deadline - time.monotonic()))
+
+    def trouble(self) -> str | None:
+        """The sink's failure, for a sentence; None: all is well so far."""
+        if self._error is not None:
+            return f"failed {self._what} ({self._error!r})"
+        now = time.monotonic()
+        if self._thread.is_alive() and (now - self._since > self._limit_s or now >= self._deadline):
+            return f"did not answer {self._what} within {self._limit_s:g} s"
+        return None
+
+    def _put(self, what: str, call: Call | None) -> None:
+        done = threading.Event()
+        self._calls.put((what, call, done))
+        if self._waits:
+            done.wait(self._limit_s)
+
+    def _work(self, make: Callable[[], Sink]) -> None:
+        done = threading.Event()
+        try:
+            sink = make()
+            while True:
+                self._since = math.inf
+                self._what, call, done = self._calls.get()
+                self._since = time.monotonic()
+                if call is None:
+                    sink.close()
+                    return
+                call(sink)
+                done.set()
+        except BaseException as error:  # whatever a tracker's client raises, an exit of the program included
+            self._error = error
+        finally:
+            done.set()
