@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
+from annotated_types import Ge
+
 from tandem.config import tables
 from tandem.config.cluster import POOL, ROLES, ByName, ClusterConfig, Counts, TimeoutsConfig, place
 from tandem.config.needs import own_code, validation_files
@@ -18,6 +20,7 @@ _RAY = When(
     "with more than one process, or trainer.backend=ray",
     notice=True,
 )
+_PROFILED = When(lambda own: bool(own.steps), "with {steps}")
 Logger = Annotated[str, OneOf(tables.LOGGERS)]
 
 
@@ -57,6 +60,22 @@ def _from_checkpoints(own: Any, name: str) -> Iterator[str]:
     if getattr(own, name) > 0 and own.save_freq < 1:
         at, saves = path(own, name), path(own, "save_freq")
         yield f"{at}: without checkpoints a restart begins anew; set {saves}."
+
+
+class ProfileConfig(Section):
+    """Profiles of single steps, by torch's profiler, into RUN/profile."""
+
+    steps: Annotated[tuple[Annotated[int, Ge(1)], ...], AsTuple] = key(
+        (), "steps that are profiled; []: none"
+    )
+    ranks: Annotated[tuple[Annotated[int, Ge(0)], ...], AsTuple] | None = key(
+        None, "ranks of each role that are profiled beside the controller; null: all", when=_PROFILED
+    )
+    memory: bool = key(
+        False,
+        "also record allocations; on CUDA with their history, a snapshot for each process",
+        when=_PROFILED,
+    )
 
 
 class RunConfig(Section):
@@ -133,6 +152,7 @@ class RunConfig(Section):
         needs=_from_checkpoints,
         ge=0,
     )
+    profile: ProfileConfig = ProfileConfig()
     timeouts: TimeoutsConfig = section(TimeoutsConfig(), when=_RAY)
     cluster: ClusterConfig = section(ClusterConfig(), when=_RAY)
 

@@ -12,7 +12,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ class Timeline:
         process: what the trace calls this worker's track, such as "controller" or "actor rank 3".
         synchronize: called before each reading of the clock, such as `torch.cuda.synchronize`
             where a phase's work would else be charged to a later one.
+        ranges: makes a range that a device's own profiler shows, as `torch.cuda.nvtx.range` does.
     """
 
     def __init__(
@@ -38,9 +39,11 @@ class Timeline:
         *,
         process: str = "controller",
         synchronize: Callable[[], None] | None = None,
+        ranges: Callable[[str], AbstractContextManager[Any]] | None = None,
     ) -> None:
         self._path = None if path is None else Path(path)
         self._synchronize = synchronize
+        self._range = ranges or nullcontext
         self._seconds: dict[str, float] = {}
         # Wall-clock microseconds that advance with the monotonic clock: a resumed run follows the first.
         self._epoch = time.time() - time.perf_counter()
@@ -59,7 +62,8 @@ class Timeline:
         start = self._now()
         self._event("B", name, start, details)
         try:
-            yield
+            with self._range(name):
+                yield
         finally:
             end = self._now()
             self._seconds[name] = self._seconds.get(name, 0.0) + end - start

@@ -12,6 +12,7 @@ from typing import Any, Generic, NamedTuple
 
 from tandem.runtime import Backend, BatchFuture, WorkerGroup
 from tandem.trainer.perf import take_observed, take_timings, take_usage
+from tandem.trainer.profiling import StepProfiler
 from tandem.trainer.prompts import Prompts
 from tandem.trainer.schedule import E, Schedule, Synchronous
 from tandem.trainer.session import Session
@@ -102,6 +103,7 @@ class Loop(ABC, Generic[E]):
         self.backend = backend
         self.schedule = Synchronous() if schedule is None else schedule
         self.listeners: list[Listener] = []
+        self.profiler = StepProfiler(session.run.config.profile, session.folder, session.say)
         self.done = Step(0, {}, interrupted=False)
         self.steps_taken = 0
         self._saved = 0
@@ -128,7 +130,7 @@ class Loop(ABC, Generic[E]):
             yield self.done
             while step < self.rhythm.total_steps and not self.rhythm.val_only:
                 step += 1
-                with session.phase("step"):
+                with self.profiler.around(step, self.groups), session.phase("step"):
                     metrics = self.schedule.step(step, self)
                 metrics |= self._performance(metrics)
                 if self.can_validate and self.rhythm.validates(step):
@@ -145,6 +147,8 @@ class Loop(ABC, Generic[E]):
                 self.at_step_boundary(step)
                 for listener in self.listeners:
                     listener(self.done)
+                if step == self.rhythm.total_steps:
+                    self.profiler.tell()
                 yield self.done
 
     def next_batch(self) -> BatchFuture:

@@ -12,14 +12,14 @@ from tandem.trainer.steps import Plan
 
 def take_observed(groups: Iterable[WorkerGroup]) -> Metrics:
     """The metrics that workers observed besides their results since the last call."""
-    return Metrics.merged(part for group in groups for part in _offered(group, "take_observed"))
+    return Metrics.merged(part for group in groups for part in offered(group, "take_observed"))
 
 
 def take_timings(groups: Iterable[WorkerGroup]) -> dict[str, float]:
     """`timing/PHASE`, seconds since the last call; of several ranks the slowest's."""
     seconds: dict[str, float] = {}
     for group in groups:
-        for taken in _offered(group, "take_timings"):
+        for taken in offered(group, "take_timings"):
             seconds |= {name: max(value, seconds.get(name, 0.0)) for name, value in taken.items()}
     return seconds
 
@@ -39,9 +39,10 @@ def take_usage(groups: Iterable[WorkerGroup], elapsed_s: float) -> dict[str, flo
     return out
 
 
-def _offered(group: WorkerGroup, method: str) -> list[Any]:
-    call: Callable[[], list[Any]] | None = getattr(group, method, None)
-    return [] if call is None else call()
+def offered(group: WorkerGroup, method: str, *arguments: Any) -> list[Any]:
+    """What all workers of a group return of a method that not every worker class has."""
+    call: Callable[..., list[Any]] | None = getattr(group, method, None)
+    return [] if call is None else call(*arguments)
 
 
 def throughput(

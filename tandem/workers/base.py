@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from tandem.device import choose_device
 from tandem.engines.train.base import LossFn, MicroBatching, TrainEngine
 from tandem.errors import EngineError, NonFiniteError, NoTokensError
 from tandem.models.parallel import init_distributed
+from tandem.observability import profile
 from tandem.observability.metrics import Metrics
 from tandem.observability.run import RunFolder
 from tandem.observability.timers import Timeline
@@ -93,6 +94,7 @@ class TimedWorker(Worker):
             run.timeline_file,
             process=self._track,
             synchronize=torch.cuda.synchronize if on_cuda else None,
+            ranges=torch.cuda.nvtx.range if on_cuda else None,
         )
         self.observed = Metrics()
 
@@ -112,6 +114,17 @@ class TimedWorker(Worker):
     def take_timings(self) -> dict[str, float]:
         """Seconds per phase since the last call, as `timing/PHASE`."""
         return self.timeline.take()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def begin_profile(self, ranks: Collection[int] | None, memory: bool) -> None:
+        """Begins to profile this process, if its rank is one of these; None: all are."""
+        if ranks is None or self.rank in ranks:
+            profile.begin(self._track.replace(" ", "_"), memory=memory)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def end_profile(self, folder: Path, memory: bool) -> None:
+        """Ends it and writes it into the folder; see `tandem.observability.profile.end`."""
+        profile.end(folder, memory=memory)
 
 
 class EngineWorker(TimedWorker):
@@ -192,12 +205,14 @@ class EngineWorker(TimedWorker):
     def take_observed(self) -> Metrics:
         """The metrics that were observed besides the methods' results since the last call; with them the
         seconds and bytes of collectives by role, `perf/collective_s/ROLE` and `perf/collective_bytes/ROLE`,
+        the threads of CPU kernels, on which bits depend, `perf/threads/ROLE`,
         and where state went to the host or came back those of the copies, `perf/offload_s/ROLE`,
         `perf/onload_s/ROLE` and `_bytes`; they are averaged over ranks."""
         observed = super().take_observed()
         for role, engine in self.engines.items():
             seconds, received = engine.take_collectives()
             observed.add_mean(f"perf/collective_s/{role}", seconds, 1.0)
+            observed.add_max(f"perf/threads/{role}", torch.get_num_threads())
             observed.add_mean(f"perf/collective_bytes/{role}", float(received), 1.0)
             for way, (took, copied) in engine.take_transfers().items():
                 if copied:

@@ -3,6 +3,8 @@ real Ray, real FSDP2 over gloo. Seven prompts, so that no number of ranks divide
 
 from __future__ import annotations
 
+import gzip
+import json
 from typing import Any
 
 import pytest
@@ -140,10 +142,19 @@ def test_float64_agrees_to_1e_9(
     ray_cluster: None,
     layout: str,
 ) -> None:
-    rows = run(lab, f"fp64 {layout}", *FP64, *LAYOUTS[layout])
+    """With a profile of a step, of all processes."""
+    name = f"fp64 {layout}"
+    rows = run(lab, name, *FP64, *LAYOUTS[layout], "trainer.profile.steps=[3]")
     for got, expected in zip(learnt(rows), alone["fp64"], strict=True):
         assert got == pytest.approx(expected, rel=1e-9, abs=1e-9)
     assert rows[-1]["controller/value_bytes"] == 0
+    with gzip.open(lab.folder / name / "profile" / "step_000003.json.gz") as file:
+        events = json.load(file)["traceEvents"]
+    tracks = {e["args"]["name"]: e["pid"] for e in events if e.get("name") == "thread_name"}
+    ranks = {pid for name, pid in tracks.items() if name.startswith(("actor rank", "rollout rank"))}
+    operators = {e["pid"] for e in events if e.get("cat") == "cpu_op"}
+    assert len(ranks) > 1 and ranks <= operators
+    assert {e["name"] for e in events if e.get("ph") == "B"} >= {"step", "gen", "values", "update_actor"}
 
 
 @pytest.mark.timeout(480)

@@ -1,0 +1,114 @@
+"""Profiles of single steps: torch's profiler in every process, and one Chrome trace of all of them with the
+phases of the timeline. Profiling looks on; it changes no number of a run."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from tandem.observability.timers import read_timeline
+
+_MEMORY_EVENTS = 100_000
+_running: dict[int, tuple[str, profile]] = {}
+"""Of this process, by its id: a process has one profiler, whatever roles it plays."""
+
+
+def begin(name: str, *, memory: bool) -> None:
+    """Begins to profile this process, unless it is being profiled.
+
+    Args:
+        name: of its files.
+        memory: record allocations too; on CUDA with their history.
+    """
+    if os.getpid() in _running:
+        return
+    activities = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(ProfilerActivity.CUDA)
+        if memory:
+            torch.cuda.memory._record_memory_history(max_entries=_MEMORY_EVENTS)
+    profiler = profile(activities=activities, profile_memory=memory)
+    _running[os.getpid()] = name, profiler
+    profiler.start()
+
+
+def end(folder: Path, *, memory: bool) -> None:
+    """Ends what `begin` began in this process, if it did, and writes it: `NAME.trace.json`, and on CUDA with
+    memory `NAME.memory.pickle`, for pytorch.org/memory_viz."""
+    name, profiler = _running.pop(os.getpid(), (None, None))
+    if profiler is None:
+        return
+    profiler.stop()
+    folder.mkdir(parents=True, exist_ok=True)
+    profiler.export_chrome_trace(str(folder / f"{name}.trace.json"))
+    if memory and torch.cuda.is_available():
+        torch.cuda.memory._dump_snapshot(str(folder / f"{name}.memory.pickle"))
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def merge(folder: Path, timeline: Path, path: Path) -> int:
+    """Puts the traces of a folder, which are deleted, and the timeline's events of that time into one.
+
+    Args:
+        path: of the trace, gzipped JSON for Perfetto or chrome://tracing; times in µs since its beginning.
+
+    Returns:
+        the number of processes.
+    """
+    parts = sorted(folder.glob("*.trace.json"))
+    events: list[dict[str, Any]] = []
+    for part in parts:
+        trace = json.loads(part.read_text(encoding="utf-8", errors="replace"))
+        since = trace.get("baseTimeNanoseconds", 0) / 1000
+        events += [_shifted(event, since) for event in trace["traceEvents"]]
+    times = [event["ts"] for event in events if "ts" in event and event.get("ph") == "X"]
+    begun, ended = min(times), max(event["ts"] + event.get("dur", 0) for event in events if "ts" in event)
+    phases = read_timeline(timeline)
+    tracks = {event["tid"] for event in phases if begun <= event.get("ts", -1) <= ended}
+    events += [
+        event
+        for event in phases
+        if event["tid"] in tracks and (event["ph"] == "M" or begun <= event["ts"] <= ended)
+    ]
+    with gzip.open(path, "wt", encoding="utf-8", compresslevel=1) as file:
+        json.dump({"traceEvents": [_shifted(event, -begun) for event in events]}, file)
+    for part in parts:
+        part.unlink()
+    return len(parts)
+
+
+def _shifted(event: dict[str, Any], since: float) -> dict[str, Any]:
+    return event | {"ts": event["ts"] + since} if "ts" in event else event
+
+
+ROWS = (
+    *("generate_sequences", "reshard", "gen", "reward", "old_log_prob", "ref", "values", "adv"),
+    *("update_critic", "update_actor", "step"),
+)
+
+
+def breakdown(rows: Iterable[Mapping[str, Any]]) -> str:
+    """The seconds of each part of a step, as a table.
+
+    Args:
+        rows: of metrics.jsonl; a part's value is the mean of the rows that have it.
+    """
+    rows = list(rows)
+    units = {f"timing/{name}": (name, "seconds") for name in ROWS}
+    units |= {
+        "response_length/mean": ("response_length", "tokens"),
+        "timing/save_checkpoint": ("save_checkpoint", "seconds"),
+    }
+    lines = [f"{'Metric':<18} {'Value':<12} Unit"]
+    for key, (name, unit) in units.items():
+        found = [row[key] for row in rows if row.get(key) is not None]
+        if found:
+            lines.append(f"{name:<18} {sum(found) / len(found):<12.6f} {unit}")
+    return "\n".join(lines)

@@ -1,0 +1,65 @@
+"""The profiles of a run: the steps of `trainer.profile.steps`, on every rank that is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from tandem.config.trainer import ProfileConfig
+from tandem.observability import profile
+from tandem.observability.run import RunFolder, read_metrics
+from tandem.runtime import WorkerGroup
+from tandem.trainer.perf import offered
+
+
+class StepProfiler:
+    """Profiles single steps into RUN/profile.
+
+    Args:
+        config: says which.
+        folder: the run's.
+        say: to the user and the run's log.
+    """
+
+    def __init__(self, config: ProfileConfig, folder: RunFolder, say: Callable[[str], None]) -> None:
+        self._config, self._folder, self._say = config, folder, say
+
+    @contextmanager
+    def around(self, step: int, groups: Sequence[WorkerGroup]) -> Iterator[None]:
+        """Profiles the block, if the step is one of them."""
+        if step not in self._config.steps:
+            yield
+            return
+        ranks, memory = self._config.ranks, self._config.memory
+        folder = self._folder.path / "profile"
+        parts = folder / f"step_{step:06d}"
+        profile.begin("controller", memory=memory)
+        for group in groups:
+            offered(group, "begin_profile", ranks, memory)
+        try:
+            yield
+        except BaseException:  # which ends the run, and may be a worker's that answers no more
+            profile.end(parts, memory=memory)
+            raise
+        for group in groups:
+            offered(group, "end_profile", parts, memory)
+        profile.end(parts, memory=memory)
+        path = folder / f"{parts.name}.json.gz"
+        processes = profile.merge(parts, self._folder.timeline_file, path)
+        snapshots = any(parts.iterdir())
+        if not snapshots:
+            parts.rmdir()
+        more = f"; memory: {parts}" if snapshots else ""
+        if memory and not snapshots:
+            more = "; snapshots of memory are taken on CUDA alone: here the trace has its allocations"
+        self._say(f"profile of step {step}, {processes} processes: {path}, for ui.perfetto.dev{more}")
+
+    def tell(self) -> None:
+        """Says what a step spends its time on, if any was to be profiled; a profiled step takes longer, and
+        counts only where there is no other."""
+        if not (self._config.steps and self._folder.metrics_file.exists()):
+            return
+        rows = [row for row in read_metrics(self._folder.metrics_file) if "timing/step" in row]
+        plain = [row for row in rows if row["step"] not in self._config.steps]
+        if rows:
+            self._say(f"mean of {len(plain or rows)} steps:\n{profile.breakdown(plain or rows)}")
