@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from importlib import import_module
@@ -13,7 +13,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from tandem.api.arguments import INPUTS, Config, Rewards, reward_keys, split_config, words
+from tandem.api.arguments import INPUTS, Config, Rewards, reference, reward_keys, split_config, words
 from tandem.api.rows import Rows, data_files
 from tandem.config.load import load_eval_config, load_generate_config
 from tandem.observability import reading
@@ -36,6 +36,40 @@ class Run(reading.Run):
         export = import_module("tandem.offline.export").export_checkpoint
         written: Path = export(self.path, Path(folder), best=best, **options)
         return written
+
+    def replay(
+        self,
+        step: int | None = None,
+        *,
+        rewards: Callable[..., Any] | str | None = None,
+        without: Sequence[str] = (),
+        attribute: bool = False,
+        config: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Takes a step again, as `tandem replay` does, and returns what it prints with --json.
+
+        Args:
+            step: the last one done, where none is given.
+            rewards: a reward function in place of the recorded scores, or its `file.py:function`.
+            without: prompts' uids, or single samples, `uid#sample`, that are left out.
+            attribute: take the gradient apart by samples and tokens.
+            config: keys of what is learnt from given samples, for a changed step beside the one it was.
+
+        Raises:
+            TandemError: the folder lacks what it takes, or a change is of something else.
+        """
+        replay_found = import_module("tandem.trainer.replay_report").replay_found
+        with tempfile.TemporaryDirectory() as scratch:
+            reward = reference(rewards, Path(scratch)) if callable(rewards) else rewards
+            found: dict[str, Any] = replay_found(
+                self,
+                self.steps if step is None else step,
+                words(config or {}, Path(scratch)),
+                reward,
+                tuple(without),
+                attribute=attribute,
+            )
+        return found
 
 
 def open(folder: str | Path) -> Run:

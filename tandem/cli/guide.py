@@ -43,6 +43,7 @@ COMMANDS = {
     "eval": "tandem eval model.path=MODEL data.path=rows.parquet data.output_path=report.json rollout.n=8",
     "runs": "tandem runs",
     "samples": "tandem samples runs/mine --step 40 --worst --n 3",
+    "replay": "tandem replay runs/mine --step 40 --attribute algorithm.adv_estimator=rloo",
     "data": "tandem data validate train.parquet data.max_prompt_length=512",
     "node": "srun tandem node -- tandem train config.yaml trainer.cluster.address=auto",
     "export": "tandem export runs/mine my-model --best",

@@ -22,6 +22,10 @@ COMMANDS = {
     "eval": ("eval:evaluate", "accuracy, pass@k and maj@k of a model, or of responses it wrote"),
     "runs": ("runs:runs", "lists runs; compares, plots and prunes them"),
     "samples": ("samples:samples", "what the policy of a run wrote"),
+    "replay": (
+        "replay:replay",
+        "takes a step of a run again, as it was or changed, and takes its gradient apart",
+    ),
     "data": ("data:data", "checks, converts, shows, splits and thins out data files"),
     "node": ("node:node", "joins this machine to a cluster"),
     "export": ("export:export", "a checkpoint as a Hugging Face model folder"),

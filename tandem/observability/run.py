@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 from torch import Tensor
 
 from tandem.errors import DataError
@@ -28,8 +29,11 @@ from tandem.observability.files import append_line, replace_file
 from tandem.observability.reading import STEP, GrowingLines
 from tandem.observability.sample_files import conversation
 from tandem.observability.sinks.base import Generation
-from tandem.protocol import Ragged
+from tandem.protocol import DataProto, Ragged
 
+KIND = b"kind"
+"""In the metadata of a samples file's columns: whether it has numbers by token (ragged) or by sample
+(dense), or any value of Python for each sample, as it is (plain) or as JSON (json)."""
 SampleColumn = Ragged | Tensor | np.ndarray | Sequence[Any]
 
 _CONTENTS = (
@@ -119,7 +123,12 @@ class RunFolder:
             raise DataError("sample columns have different lengths", got=lengths, expected="one length")
         path = self.samples / f"step_{step:06d}{'_' if part else ''}{part}.parquet"
         partial = path.with_suffix(".partial")
-        pq.write_table(pa.table({name: _arrow(column) for name, column in table.items()}), partial)
+        columns = {name: _arrow(column) for name, column in table.items()}
+        fields = [
+            pa.field(name, array.type, metadata={KIND: kind}) for name, (kind, array) in columns.items()
+        ]
+        arrays = [array for _, array in columns.values()]
+        pq.write_table(pa.Table.from_arrays(arrays, schema=pa.schema(fields)), partial)
         partial.replace(path)
         return path
 
@@ -199,6 +208,38 @@ def read_samples(path: str | Path) -> dict[str, list[Any]]:
     return columns
 
 
+def read_batch(path: str | Path) -> DataProto:
+    """A samples file as the batch that it was written from, bit for bit.
+
+    Raises:
+        DataError: the file does not say how its columns were kept, as those of earlier versions.
+    """
+    table = pq.read_table(path).combine_chunks()
+    tensors: dict[str, Ragged | Tensor] = {}
+    arrays: dict[str, list[Any]] = {}
+    for field, column in zip(table.schema, table.columns, strict=True):
+        kind = (field.metadata or {}).get(KIND)
+        if kind is None:
+            raise DataError(
+                "samples of an earlier version, which cannot be learnt from again",
+                field=str(path),
+                got=field.name,
+            )
+        array = column.chunk(0)
+        if kind == b"ragged":
+            lengths = torch.from_numpy(array.value_lengths().to_numpy().copy())
+            values = array.flatten().to_numpy(zero_copy_only=False)
+            tensors[field.name] = Ragged.from_lengths(torch.from_numpy(values.copy()), lengths)
+        elif kind == b"dense":
+            rows = (
+                array.to_pylist() if pa.types.is_nested(array.type) else array.to_numpy(zero_copy_only=False)
+            )
+            tensors[field.name] = torch.from_numpy(np.array(rows))
+        else:
+            arrays[field.name] = [json.loads(e) if kind == b"json" else e for e in array.to_pylist()]
+    return DataProto(tensors, arrays)
+
+
 def _generation(row: Mapping[str, Any]) -> Generation:
     return Generation(conversation(row["messages"]), row["response_text"], row["scores"])
 
@@ -212,20 +253,22 @@ def _finite(value: float) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _arrow(column: SampleColumn) -> pa.Array:
+def _arrow(column: SampleColumn) -> tuple[str, pa.Array]:
+    """How the column is kept, and the column."""
     if isinstance(column, Ragged):
         values = pa.array(column.values.detach().cpu().numpy())
-        return pa.LargeListArray.from_arrays(column.offsets.numpy(), values)
+        return "ragged", pa.LargeListArray.from_arrays(column.offsets.numpy(), values)
+    kind = "dense" if isinstance(column, Tensor) else "plain"
     if isinstance(column, Tensor):
         column = column.detach().cpu().numpy()
     if isinstance(column, np.ndarray) and column.ndim > 1:
         column = list(column)
     if any(isinstance(entry, Mapping) for entry in column):
-        return _json_column(column)
+        return "json", _json_column(column)
     try:
-        return pa.array(column)
+        return kind, pa.array(column)
     except (pa.ArrowInvalid, pa.ArrowTypeError):
-        return _json_column(column)
+        return "json", _json_column(column)
 
 
 def _json_column(column: Sequence[Any] | np.ndarray) -> pa.Array:

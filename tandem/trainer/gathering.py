@@ -171,14 +171,18 @@ class Gatherer:
     def _answer(self, roles: Roles, prompts: BatchFuture, n: int) -> tuple[BatchFuture, BatchFuture]:
         """Draws n samples of each prompt and their scores, and tells the sampler of prompts of them."""
         samples, scores = roles.generate(prompts, n, self.params, self.dealer, learns=True)
+        scores = self.shaped(roles, samples, scores)
+        self.prompts.observe(samples, scores)
+        return samples, scores
+
+    def shaped(self, roles: Roles, samples: BatchFuture, scores: BatchFuture) -> BatchFuture:
+        """The scores that are learnt from: others in place of failed ones, less the punishment for length."""
         if self._leaves_out_failed:
             given = samples.select("response_mask", "uid").union(scores)
             found: BatchFuture = roles.batch.stand_in(given)
             kept = set(scores.index.columns) - {"scores", "token_level_scores"}
             scores = scores.select(*kept).union(found)
-        scores = self._punished(roles, samples, scores)
-        self.prompts.observe(samples, scores)
-        return samples, scores
+        return self._punished(roles, samples, scores)
 
     def _punished(self, roles: Roles, samples: BatchFuture, scores: BatchFuture) -> BatchFuture:
         """The scores less the punishment for length."""

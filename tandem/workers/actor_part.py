@@ -110,9 +110,7 @@ class ActorPart:
             first: whether no update on the same batch came before.
             entropy_coeff: of the entropy bonus; None: the config's.
         """
-        loss = self.loss
-        if entropy_coeff is not None:
-            loss = loss.with_entropy_coeff(entropy_coeff)
+        loss = self.loss_with(entropy_coeff)
         if not loss.recomputed or (first and self._bypasses):
             loss = replace(loss, compared=gap_columns(batch))
         if loss.compared and len(batch) and self.engine.share.leads:
@@ -122,6 +120,10 @@ class ActorPart:
             rejects = KEPT in batch or loss.rejects
             batch = without_rejected(batch)
             return worker.guarded_step(self.engine, batch, loss, batching, "actor", optim, rejects=rejects)
+
+    def loss_with(self, entropy_coeff: float | None) -> ActorLoss:
+        """The loss, with another coefficient of the entropy bonus where one is given."""
+        return self.loss if entropy_coeff is None else self.loss.with_entropy_coeff(entropy_coeff)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def hold_reference_head(self, worker: EngineWorker, head: Tensor) -> None:

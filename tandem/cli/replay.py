@@ -1,0 +1,72 @@
+"""`tandem replay RUN --step N [--reward FILE:NAME] [--without UID,…] [--attribute] [--json] [key=value …]`"""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import redirect_stdout
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tandem.cli.typed import run_typed
+from tandem.errors import DataError
+from tandem.observability.reading import Run
+from tandem.observability.terminal import say
+
+
+def replay(arguments: list[str]) -> int:
+    return run_typed("replay", _replay, arguments)
+
+
+def _replay(
+    run: Annotated[Path, typer.Argument(help="the run folder, which is only read")],
+    changes: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="key=value",
+            help="keys of what is learnt from given samples, for a changed step beside it",
+        ),
+    ] = None,
+    step: Annotated[int | None, typer.Option(min=1, help="the step; the last one done")] = None,
+    reward: Annotated[
+        str | None, typer.Option(metavar="FILE.py:FUNCTION", help="a reward in place of the recorded scores")
+    ] = None,
+    without: Annotated[
+        str, typer.Option(metavar="UID,…", help="leave out prompts' samples, or single ones, uid#sample")
+    ] = "",
+    attribute: Annotated[
+        bool, typer.Option("--attribute", help="which samples and tokens the gradient is made of")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object, for programs")] = False,
+) -> None:
+    """Takes a step of a run again, from the checkpoint before it and the samples that the run kept, and
+    shows what it gives beside what was recorded; on a CPU they are the same, bit for bit. With changes it
+    shows what the step would have been, too. Exit status 1 where the replay differs."""
+    reader = Run(run)
+    number = reader.steps if step is None else step
+    report = import_module("tandem.trainer.replay_report")
+    with redirect_stdout(sys.stderr):  # what workers say
+        told = report.replay_found(
+            reader,
+            number,
+            changes or (),
+            reward,
+            tuple(filter(None, without.split(","))),
+            attribute=attribute,
+        )
+    if as_json:
+        say(json.dumps(report.without_nan(told), allow_nan=False))
+    else:
+        say(report.text(told, report.decoder(reader)))
+    if not told["equal"]:
+        raise DataError(
+            "the replay is not what was recorded",
+            field=f"step {number}",
+            got=f"{sum(not row['equal'] for row in told['metrics'])} metrics differ",
+            expected="the same, bit for bit, on a CPU of its kind with its versions, ranks and threads",
+            remedy="a small difference is another machine's or version's rounding; a large one means that "
+            "the model or a file of the run is not the one that it was",
+        )

@@ -1,0 +1,195 @@
+"""A step of a run once more: from the checkpoint before it, over the samples that the run kept, by the code
+that trains; and what would have been with another reward, loss or estimator, or without some samples. The
+run's folder is only read."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import torch
+
+from tandem.config.root import TrainConfig
+from tandem.errors import ConfigError, DataError
+from tandem.observability.reading import Run, listed
+from tandem.trainer.takes import NOTHING, Changes, Stage, Taken, alone, same, samples_file
+
+_LEARNT = (
+    *("reward/*", "response_length/*", "prompt_length/*", "tokens/*", "advantages/*", "returns/*", "actor/*"),
+    *("critic/*", "rollout_corr/*", "rollout/log_prob_diff_*", "rollout/prob_*", "rollout/kl"),
+    "rollout/version_lag",
+)
+"""Metrics of what is learnt; all others are of the generation, the clock or the machine."""
+_CHANGEABLE = (
+    *("algorithm.*", "actor_rollout_ref.actor.*", "critic.*", "actor_rollout_ref.ref.*"),
+    *("reward_model.overlong_buffer.*", "actor_rollout_ref.rollout.temperature"),
+)
+_SAMPLED = ("algorithm.filter_groups.*",)
+"""Of these, keys of how samples come to be, which are fixed."""
+_PLACES = ("*.model.path", "trainer.device")
+"""Keys of where things are on this machine."""
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """A replay.
+
+    Attributes:
+        step: its number.
+        checkpoint: the step of the checkpoint before it; 0: the model that the run began with.
+        recorded: the metrics of what is learnt, as the run wrote them.
+        replayed: the step taken again.
+        base, changed: the step in one process with its gradients, as it was, and with the changes; None where
+            nobody asked.
+        attributed: whether the gradients of `base` are taken apart.
+    """
+
+    step: int
+    checkpoint: int
+    recorded: dict[str, float]
+    replayed: Taken
+    base: Taken | None
+    changed: Taken | None
+    attributed: bool
+
+    @property
+    def equal(self) -> bool:
+        """Whether all metrics are the recorded ones, bit for bit."""
+        return all(same(value, self.replayed.metrics[name]) for name, value in self.recorded.items())
+
+
+def replay(run: Run, step: int, changes: Changes = NOTHING, *, attribute: bool = False) -> Replayed:
+    """Takes a step again.
+
+    Args:
+        run: its folder is only read.
+        step: from 1.
+        changes: for a further take beside it.
+        attribute: whether to take the gradient apart.
+
+    Raises:
+        TandemError: the folder lacks what it takes, and which key keeps it; a change of something else than
+            what is learnt from given samples.
+    """
+    recorded = _row(run, step)
+    at, checkpoint = _checkpoint(run, step)
+    _require_samples(run, range(at + 1, step + 1))
+    with tempfile.TemporaryDirectory(prefix="tandem-replay-") as scratch, _threads(recorded):
+        stage = Stage(run, step, Path(scratch))
+        places = [word for word in changes.words if _is_place(word)]
+        changes = replace(changes, words=_checked([word for word in changes.words if word not in places]))
+        config = stage.config(places)
+        looks = attribute or bool(changes)
+        if looks:
+            _require_watchable(config, attribute)
+        replayed, before = stage.take(config, checkpoint, keep=looks)
+        base = changed = None
+        if looks:
+            base, _ = stage.take(alone(config), before, watched="Attributing" if attribute else "Watched")
+        if changes:
+            others = stage.config([*places, *changes.words], changes.reward)
+            changed, _ = stage.take(alone(others), before, changes, watched="Watched")
+    compared = [n for n in recorded if n in replayed.metrics and any(fnmatchcase(n, p) for p in _LEARNT)]
+    kept = {name: recorded[name] for name in compared}
+    return Replayed(step, at, kept, replayed, base, changed, attribute)
+
+
+def _row(run: Run, step: int) -> dict[str, float]:
+    if "algorithm" not in run.config:
+        raise DataError(
+            "only runs of reinforcement learning have steps that can be replayed", field=str(run.path)
+        )
+    rows = {row["step"]: row for row in run.metrics if row["step"] > 0}
+    if step not in rows:
+        raise DataError(
+            "the run has no such step",
+            field=str(run.path),
+            got=step,
+            expected=listed(sorted(rows)) or "none yet",
+        )
+    return {name: value for name, value in rows[step].items() if name != "step"}
+
+
+def _checkpoint(run: Run, step: int) -> tuple[int, Path | None]:
+    """The last checkpoint before a step, of the run's own or the one that it began with."""
+    found = {number: path for number, path in run.checkpoints.items() if number < step}
+    if run.setting("trainer.resume_mode") == "resume_path":
+        first = Path(run.setting("trainer.resume_from_path"))
+        found.setdefault(int(first.name.rpartition("_")[2]), first)
+    earlier = [number for number in found if number < step]
+    return (max(earlier), found[max(earlier)]) if earlier else (0, None)
+
+
+def _require_samples(run: Run, steps: Sequence[int]) -> None:
+    missing = [step for step in steps if not samples_file(run, step).is_file()]
+    if missing:
+        raise DataError(
+            "the run did not keep what this step learnt from",
+            field=str(run.path / "samples"),
+            got=f"no samples of step {listed(missing)}",
+            expected=f"those of every step since the checkpoint of step {steps[0] - 1}",
+            remedy="the next run keeps them with trainer.samples_freq=1; with trainer.save_freq=1 too, a "
+            "replay begins right before its step",
+        )
+
+
+def _key(word: str) -> str:
+    return word.partition("=")[0].lstrip("+~")
+
+
+def _is_place(word: str) -> bool:
+    return any(fnmatchcase(_key(word), pattern) for pattern in _PLACES)
+
+
+def _checked(words: Sequence[str]) -> Sequence[str]:
+    for word in words:
+        fits = any(fnmatchcase(_key(word), pattern) for pattern in _CHANGEABLE)
+        if not fits or any(fnmatchcase(_key(word), pattern) for pattern in _SAMPLED):
+            raise ConfigError(
+                "no key of what is learnt from given samples",
+                field=_key(word),
+                got=word,
+                expected=f"one of {', '.join(_CHANGEABLE)}",
+                remedy="start a run with it: other samples would have been drawn",
+            )
+    return words
+
+
+def _require_watchable(config: TrainConfig, attribute: bool) -> None:
+    policy = config.actor_rollout_ref
+    for field, wrong in (
+        ("actor_rollout_ref.model.lora_rank", policy.model.lora_rank > 0),
+        (
+            "actor_rollout_ref.actor.kl_loss_type",
+            policy.actor.use_kl_loss and policy.actor.kl_loss_type == "full",
+        ),
+        ("trainer.worker_classes", bool(config.trainer.worker_classes)),
+    ):
+        if wrong:
+            raise ConfigError(
+                "gradients are not looked at with adapters, the loss's exact KL, or workers of one's own",
+                field=field,
+                got=field.rpartition(".")[2],
+                remedy="replay the step without --attribute and without changes",
+            )
+
+
+@contextmanager
+def _threads(recorded: Mapping[str, float]) -> Iterator[None]:
+    """As many threads of CPU kernels as the run had: bits depend on them."""
+    before, asked = torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
+    threads = int(recorded.get("perf/threads/actor", before))
+    torch.set_num_threads(threads)
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+        del os.environ["OMP_NUM_THREADS"]
+        if asked is not None:
+            os.environ["OMP_NUM_THREADS"] = asked

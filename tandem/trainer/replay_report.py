@@ -1,0 +1,244 @@
+"""What a replay found, as plain values for programs and as text for people."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tandem.errors import ModelError
+from tandem.models.loading import load_tokenizer
+from tandem.observability.reading import Run
+from tandem.trainer.replay import Replayed, replay
+from tandem.trainer.takes import Changes, Taken, same
+from tandem.workers.attribution import UpdateGradient, dot
+
+Decode = Callable[[list[int]], str]
+SHOWN = 8
+
+
+def replay_found(
+    run: Run,
+    step: int,
+    words: Sequence[str] = (),
+    reward: str | None = None,
+    without: Sequence[str] = (),
+    *,
+    attribute: bool = False,
+) -> dict[str, Any]:
+    """A step taken again, and what that found.
+
+    Args:
+        run, step, attribute: see `tandem.trainer.replay.replay`.
+        words, reward, without: see `Changes`.
+
+    Returns:
+        see `found`.
+    """
+    return found(replay(run, step, Changes(words, reward, without), attribute=attribute))
+
+
+def without_nan(value: Any) -> Any:
+    """Plain values with None for NaN and infinities, which JSON does not have."""
+    if isinstance(value, dict):
+        return {name: without_nan(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [without_nan(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def decoder(run: Run) -> Decode:
+    """What makes text of a run's tokens; numbers where its tokenizer is not here."""
+    model = run.config["actor_rollout_ref"]["model"]
+    try:
+        tokenizer = load_tokenizer(model["tokenizer_path"] or model["path"])
+    except ModelError:
+        return lambda ids: " ".join(map(str, ids))
+    return lambda ids: str(tokenizer.decode(ids))
+
+
+def found(replayed: Replayed) -> dict[str, Any]:
+    """A replay as plain values.
+
+    Returns:
+        `step`, `checkpoint`, `equal`, `metrics` (rows of name, recorded, replayed, equal). Where the step was
+        changed, `changed`: `metrics` (name, before, after), `gradient` (cosine, norm before and after,
+        of the sum over the step's updates), `samples` (rows of uid, sample, score and mean advantage before
+        and after, the most changed first). With attribution, `attribution`: `updates` (norm, sum of shares),
+        `samples` (rows of uid, sample, share, tokens' shares, ids, the greatest first), `seconds`, and as
+        `steps` how many steps take as long.
+    """
+    metrics = [
+        {"name": name, "recorded": value, "replayed": now, "equal": same(value, now)}
+        for name, value in replayed.recorded.items()
+        for now in [replayed.replayed.metrics[name]]
+    ]
+    told: dict[str, Any] = {
+        "step": replayed.step,
+        "checkpoint": replayed.checkpoint,
+        "equal": replayed.equal,
+        "metrics": metrics,
+    }
+    if replayed.base is not None and replayed.changed is not None:
+        told["changed"] = _changed(replayed.base, replayed.changed, list(replayed.recorded))
+    if replayed.base is not None and replayed.attributed:
+        told["attribution"] = _attribution(replayed.base)
+    return told
+
+
+def _changed(before: Taken, after: Taken, names: Sequence[str]) -> dict[str, Any]:
+    both = [name for name in names if name in before.metrics and name in after.metrics]
+    metrics = [
+        {"name": name, "before": before.metrics[name], "after": after.metrics[name]}
+        for name in both
+        if not same(before.metrics[name], after.metrics[name])
+    ]
+    a, b = _summed(before.gradients), _summed(after.gradients)
+    norms = {"before": math.sqrt(dot(a, a)), "after": math.sqrt(dot(b, b))}
+    both_norms = norms["before"] * norms["after"]
+    cosine = dot(a, b) / both_norms if both_norms else math.nan
+    was, now = _by_sample(before), _by_sample(after)
+    rows = [
+        {"uid": uid, "sample": number, **_pair(was[uid, number], now.get((uid, number)))}
+        for uid, number in was
+    ]
+    rows.sort(key=lambda row: -abs((row["advantage_after"] or 0.0) - row["advantage"]))
+    return {"metrics": metrics, "gradient": {"cosine": cosine, **norms}, "samples": rows}
+
+
+def _summed(gradients: Sequence[UpdateGradient]) -> dict[str, Any]:
+    """The sum over a step's updates, each at its own weights."""
+    total = dict(gradients[0].gradient) if gradients else {}
+    for more in gradients[1:]:
+        total = {name: value + more.gradient[name] for name, value in total.items()}
+    return total
+
+
+def _by_sample(taken: Taken) -> dict[tuple[str, int], tuple[float, float]]:
+    """Score and mean advantage over the response, by uid and number."""
+    samples = taken.samples
+    rows = zip(
+        taken.names,
+        samples.dense("scores").tolist(),
+        samples.ragged("advantages"),
+        samples.ragged("response_mask"),
+        strict=True,
+    )
+    return {
+        name: (score, float(a[m].double().mean()) if bool(m.any()) else 0.0) for name, score, a, m in rows
+    }
+
+
+def _pair(was: tuple[float, float], now: tuple[float, float] | None) -> dict[str, Any]:
+    score, advantage = now if now is not None else (None, None)
+    return {
+        "score": was[0],
+        "score_after": score,
+        "advantage": was[1],
+        "advantage_after": advantage,
+    }
+
+
+def _attribution(taken: Taken) -> dict[str, Any]:
+    """A sample's share is its mean over the step's updates, so that all add up to one."""
+    ids = dict(zip(taken.names, taken.samples.ragged("tokens"), strict=True))
+    looked = [update for update in taken.gradients if update.shares]
+    tokens: dict[tuple[str, int], Any] = {}
+    for update in looked:
+        for name, shares in zip(update.samples, update.shares, strict=True):
+            tokens[name] = tokens.get(name, 0.0) + shares / len(looked)
+    rows = [
+        {
+            "uid": uid,
+            "sample": number,
+            "share": float(shares.sum()),
+            "tokens": shares.tolist(),
+            "ids": ids[uid, number].tolist(),
+        }
+        for (uid, number), shares in tokens.items()
+    ]
+    rows.sort(key=lambda row: -abs(row["share"]))
+    seconds = sum(update.seconds for update in taken.gradients)
+    updates = [
+        {
+            "norm": update.norm,
+            "sum": float(sum(float(s.sum()) for s in update.shares)),
+            "seconds": update.seconds,
+        }
+        for update in taken.gradients
+    ]
+    step_s = taken.metrics["timing/step"] - seconds
+    return {"updates": updates, "samples": rows, "seconds": seconds, "steps": seconds / step_s}
+
+
+def text(told: dict[str, Any], decode: Decode) -> str:
+    """The same for people.
+
+    Args:
+        told: what `found` gave.
+        decode: makes text of token ids.
+    """
+    rows = [
+        [m["name"], f"{m['recorded']:.9g}", f"{m['replayed']:.9g}", "yes" if m["equal"] else "no"]
+        for m in told["metrics"]
+    ]
+    equal = sum(m["equal"] for m in told["metrics"])
+    lines = _table(["metric", "recorded", "replayed", "equal"], rows)
+    begun = f"the checkpoint of step {told['checkpoint']}" if told["checkpoint"] else "the first model"
+    lines += [f"step {told['step']}, from {begun}: {equal} of {len(rows)} metrics equal, bit for bit"]
+    if "changed" in told:
+        lines += ["", *_changed_text(told["changed"])]
+    if "attribution" in told:
+        lines += ["", *_attribution_text(told["attribution"], decode)]
+    return "\n".join(lines)
+
+
+def _changed_text(changed: dict[str, Any]) -> list[str]:
+    rows = [[m["name"], f"{m['before']:.6g}", f"{m['after']:.6g}"] for m in changed["metrics"]]
+    lines = _table(["metric that differs", "as it was", "changed"], rows)
+    gradient = changed["gradient"]
+    lines += [
+        f"gradient: cosine {gradient['cosine']:.6f} to the one it was, norm {gradient['before']:.4g} → "
+        f"{gradient['after']:.4g} (sum over the step's updates, before clipping)",
+        "",
+    ]
+    moved = [
+        r
+        for r in changed["samples"]
+        if (r["score"], r["advantage"]) != (r["score_after"], r["advantage_after"])
+    ]
+    cells = [
+        [
+            f"{r['uid']}#{r['sample']}",
+            *(_number(r[n]) for n in ("score", "score_after", "advantage", "advantage_after")),
+        ]
+        for r in moved[:SHOWN]
+    ]
+    lines += _table(["sample", "score", "changed", "advantage", "changed"], cells)
+    return [*lines, f"{len(cells)} of {len(moved)} samples that differ"]
+
+
+def _attribution_text(told: dict[str, Any], decode: Decode) -> list[str]:
+    rows = []
+    for row in told["samples"][:SHOWN]:
+        best = sorted(range(len(row["tokens"])), key=lambda t: -abs(row["tokens"][t]))[:4]
+        words = ", ".join(f"{decode([row['ids'][t]])!r} {row['tokens'][t]:+.3f}" for t in sorted(best))
+        rows.append([f"{row['uid']}#{row['sample']}", f"{row['share']:+.4f}", words])
+    sums = ", ".join(f"{update['sum']:.9f}" for update in told["updates"])
+    return [
+        *_table(["sample", "share", "tokens with most of it"], rows),
+        f"shares of the unclipped gradient, not of what Adam makes of it; their sum by update: {sums}",
+        f"attribution took {told['seconds']:.2f} s, as long as {told['steps']:.1f} steps here",
+    ]
+
+
+def _number(value: float | None) -> str:
+    return "left out" if value is None else f"{value:.4g}"
+
+
+def _table(head: list[str], rows: list[list[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    return [
+        "  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip()
+        for row in (head, *rows)
+    ]

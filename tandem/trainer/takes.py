@@ -1,0 +1,311 @@
+"""Takes of a step: built as its run was, it learns from the samples that the run kept, changed or not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from tandem.config.load import load_train_config
+from tandem.config.root import TrainConfig
+from tandem.errors import ConfigError
+from tandem.observability.metrics import Metrics
+from tandem.observability.reading import Run
+from tandem.observability.run import read_batch
+from tandem.protocol import DataProto, Ragged
+from tandem.runtime import BatchFuture, Future
+from tandem.trainer.assembly import build_ppo
+from tandem.trainer.gathering import Gathered
+from tandem.trainer.ppo import PPOTrainer
+from tandem.trainer.schedule import Learner, Schedule
+from tandem.workers.attribution import UpdateGradient
+from tandem.workers.correction import KEPT, WEIGHTS
+
+_MADE_ANEW = frozenset(
+    {
+        *("old_log_probs", "ref_log_probs", "values", "sum_pi_squared", "ref_kl", KEPT, WEIGHTS),
+        *("token_level_rewards", "advantages", "returns", "selected_tokens"),
+    }
+)
+"""Columns of a samples file that the step computes."""
+_SCORED = frozenset(
+    {"scores", "token_level_scores", "reward_extra", "reward_why", "response_text", "reward_failed"}
+)
+_BASELINES = frozenset({"reward_baselines"})
+ENGINES = ("native", "hf")
+"""Rollout engines that need no other package."""
+_WATCHED = "tandem.workers.attribution"
+_NO_REWARD = (
+    "def compute_score(*given, **named):\n    raise RuntimeError('a replay takes the recorded scores')\n"
+)
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What is to be otherwise in a step.
+
+    Attributes:
+        words: `key=value`, of keys that decide what is learnt from given samples.
+        reward: `file.py:function`, in place of the recorded scores.
+        without: samples that are left out, by the uid of their prompt or `uid#sample`.
+    """
+
+    words: Sequence[str] = ()
+    reward: str | None = None
+    without: Sequence[str] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.words or self.reward or self.without)
+
+
+NOTHING = Changes()
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A step that was taken.
+
+    Attributes:
+        metrics: by name.
+        samples: its batch, advantages included.
+        gradients: of the actor's updates, where they were looked at.
+    """
+
+    metrics: dict[str, float]
+    samples: DataProto
+    gradients: list[UpdateGradient] = field(default_factory=list)
+
+    @property
+    def names(self) -> list[tuple[str, int]]:
+        """(B) uid and number of each sample."""
+        arrays = self.samples.non_tensor_batch
+        return list(zip(arrays["uid"].tolist(), arrays["sample"].tolist(), strict=True))
+
+
+def same(a: float, b: float) -> bool:
+    """Equality to which NaN is equal to NaN."""
+    return a == b or (a != a and b != b)
+
+
+class Recorded(Schedule[Gathered]):
+    """Steps that learn from what a run kept.
+
+    Args:
+        run: the run.
+        step: the one that is changed, if any is.
+        changes: in it.
+    """
+
+    def __init__(self, run: Run, step: int, changes: Changes) -> None:
+        self._run, self._step, self._changes = run, step, changes
+
+    def step(self, step: int, learner: Learner[Gathered]) -> dict[str, float]:
+        assert isinstance(learner, Replayer)
+        changes = self._changes if step == self._step else NOTHING
+        batch = read_batch(samples_file(self._run, step))
+        if changes.without:
+            batch = batch[kept_rows(batch, changes.without)]
+        return learner.learn(step, _gathered(learner, batch, rescore=changes.reward is not None))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing is begun before its step."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """What the run had begun is among its samples."""
+
+
+class Replayer(PPOTrainer):
+    """Takes steps whose samples are there already; see `Recorded`. Keeps the last one's batch."""
+
+    batch: BatchFuture
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state | {"loader": self.prompts.state_dict()})  # no prompts are read
+
+    def _measure(
+        self, step: int, batch: BatchFuture, updates: list[tuple[str, Future[Metrics]]]
+    ) -> dict[str, float]:
+        self.batch = batch
+        return super()._measure(step, batch, updates)
+
+
+def _gathered(trainer: PPOTrainer, batch: DataProto, *, rescore: bool) -> Gathered:
+    columns = [name for name in batch.columns if name not in _MADE_ANEW]
+    samples = BatchFuture.of(
+        batch.select(*_named(batch, [c for c in columns if c not in _SCORED | _BASELINES]))
+    )
+    if rescore:
+        given = trainer.roles.score(samples)
+        scores = trainer.gatherer.shaped(trainer.roles, samples, given)
+    else:
+        scores = BatchFuture.of(batch.select(*_named(batch, [c for c in columns if c in _SCORED])))
+    baselines = [c for c in columns if c in _BASELINES]
+    uids = batch.non_tensor_batch["uid"]
+    first = np.sort(np.unique(uids, return_index=True)[1])
+    prompts = Ragged.from_list([ids.tolist() for ids in prompts_of(batch, first)], dtype=torch.int64)
+    return Gathered(
+        BatchFuture.of(DataProto({"prompts": prompts}, {"uid": uids[first]})),
+        samples,
+        scores,
+        {},
+        tuple(BatchFuture.of(batch.select(*_named(batch, [name]))) for name in baselines),
+    )
+
+
+def prompts_of(batch: DataProto, rows: Sequence[int] | np.ndarray) -> list[torch.Tensor]:
+    """The tokens before the first that the policy wrote, of each of these rows."""
+    chosen = batch[np.asarray(rows)]
+    pairs = zip(chosen.ragged("tokens"), chosen.ragged("response_mask"), strict=True)
+    return [ids[: int(mask.int().argmax()) if bool(mask.any()) else len(ids)] for ids, mask in pairs]
+
+
+def _named(batch: DataProto, names: Sequence[str]) -> tuple[list[str], list[str]]:
+    return [n for n in names if n in batch.batch], [n for n in names if n in batch.non_tensor_batch]
+
+
+def kept_rows(batch: DataProto, without: Sequence[str]) -> np.ndarray:
+    """The rows of a batch that are left.
+
+    Args:
+        without: see `Changes`.
+
+    Raises:
+        ConfigError: one that is not there; nothing is left.
+    """
+    uids, numbers = batch.non_tensor_batch["uid"], batch.non_tensor_batch["sample"]
+    names = [{str(uid), f"{uid}#{number}"} for uid, number in zip(uids, numbers, strict=True)]
+    known = set().union(*names)
+    for name in without:
+        if name not in known:
+            raise ConfigError(
+                "no such sample in this step",
+                field="--without",
+                got=name,
+                expected=f"a prompt's uid or uid#sample, such as {uids[0]} or {uids[0]}#{numbers[0]}",
+            )
+    rows = np.flatnonzero([not found & set(without) for found in names])
+    if not len(rows):
+        raise ConfigError("nothing is left to learn from", field="--without", got=", ".join(without))
+    return rows
+
+
+def samples_file(run: Run, step: int) -> Path:
+    """Where the samples of a training step are, if they are."""
+    return run.path / "samples" / f"step_{step:06d}.parquet"
+
+
+class Stage:
+    """Where takes are made.
+
+    Args:
+        run, step: what is replayed.
+        scratch: an empty folder.
+    """
+
+    def __init__(self, run: Run, step: int, scratch: Path) -> None:
+        self._run, self._step, self._scratch = run, step, scratch
+        self._takes = 0
+        batch = read_batch(samples_file(run, step))
+        self._rows, self._reward = scratch / "rows.parquet", scratch / "reward.py"
+        # The run's own data need not be here: nothing is read of them.
+        prompt = prompts_of(batch, [0])[0].tolist()
+        columns = batch.non_tensor_batch["columns"][0] if "columns" in batch else {}
+        row = {"reward_model": {"style": "rule", "ground_truth": ""}, "extra_info": {"index": 0}, **columns}
+        row |= {"prompt": prompt, "data_source": "replay"}
+        count = max(run.setting("data.train_batch_size"), 1)
+        pq.write_table(pa.Table.from_pylist([row] * count), self._rows)
+        self._reward.write_text(_NO_REWARD)
+
+    def config(self, words: Sequence[str], reward: str | None = None) -> TrainConfig:
+        """The run's config with these words, for takes from given samples."""
+        path, _, name = (reward or f"{self._reward}:compute_score").rpartition(":")
+        rows = f"[{self._rows}]"
+        own = [  # what may not be here, or is told not to be
+            f"data.train_files={rows}",
+            f"data.val_files={rows if self._run.setting('data.val_files') else 'null'}",
+            "data.sampler={class_path: null, class_name: null, kwargs: {}}",
+            f"custom_reward_function={{path: {path}, name: {name}, reward_kwargs: {{}}, terms: []}}",
+            *("trainer.resume_mode=disable", "trainer.resume_from_path=null", "trainer.on_step=null"),
+        ]
+        return load_train_config(str(self._run.path / "config.yaml"), [*own, *words]).config
+
+    def take(
+        self,
+        config: TrainConfig,
+        checkpoint: Path | None,
+        changes: Changes = NOTHING,
+        *,
+        watched: str | None = None,
+        keep: bool = False,
+    ) -> tuple[Taken, Path | None]:
+        """The step, and a checkpoint of the one before if it is to be kept.
+
+        Args:
+            checkpoint: where to begin; None: with the model that the run began with.
+            watched: the class of the actor that looks at gradients, without the word Actor.
+        """
+        self._takes += 1
+        folder = self._scratch / f"take_{self._takes}"
+        config = self._placed(config, folder, checkpoint, watched)
+        schedule = Recorded(self._run, self._step, changes)
+        trainer = build_ppo(config, say=lambda sentence: None, trainer=Replayer, schedule=schedule)
+        assert isinstance(trainer, Replayer)
+        before = checkpoint
+        try:
+            with closing(trainer.steps()) as steps:
+                for done in steps:
+                    if done.number == self._step:
+                        break
+                    if keep and done.number == self._step - 1 and trainer.steps_taken:
+                        before = trainer.save_last()
+            gradients = trainer.roles.actor.take_gradients() if watched else []
+            return Taken(trainer.done.metrics, trainer.batch.get(), gradients), before
+        finally:
+            trainer.shutdown()
+
+    def _placed(
+        self, config: TrainConfig, folder: Path, checkpoint: Path | None, watched: str | None
+    ) -> TrainConfig:
+        tree = config.model_dump()
+        tree["data"] |= {
+            **{"prompt_key": "prompt", "reward_fn_key": "data_source", "gen_batch_size": None},
+            **{"shuffle": False, "train_max_samples": -1, "filter_overlong_prompts": False, "val_files": ()},
+        }
+        tree["algorithm"]["filter_groups"]["enable"] = False  # the samples are those that were left
+        tree["reward_model"]["enable"] = False
+        if tree["actor_rollout_ref"]["rollout"]["name"] not in ENGINES:  # nothing is generated
+            tree["actor_rollout_ref"]["rollout"]["name"] = "hf"
+        tree["trainer"] |= {
+            **{"default_local_dir": str(folder), "total_training_steps": self._run.total_steps},
+            **{"logger": (), "save_freq": 0, "samples_freq": -1, "async_save": False, "max_restarts": 0},
+            **{"max_ckpt_to_keep": None, "val_before_train": False, "val_only": False, "test_freq": -1},
+            **{"keep_best": None, "log_val_generations": 0, "profile": {}},
+            "resume_mode": "disable" if checkpoint is None else "resume_path",
+            "resume_from_path": None if checkpoint is None else str(checkpoint),
+        }
+        if watched:
+            tree["trainer"]["worker_classes"] = {"actor_rollout": f"{_WATCHED}:{watched}Actor"}
+        return TrainConfig.model_validate(tree)
+
+
+def alone(config: TrainConfig) -> TrainConfig:
+    """The same in one process."""
+    tree = config.model_dump()
+    tree["trainer"] |= {"backend": "local", "nnodes": 1, "n_gpus_per_node": 1}
+    tree["trainer"] |= {"resource_pools": {}, "placement": {}}
+    policy = tree["actor_rollout_ref"]
+    policy["rollout"]["tensor_model_parallel_size"] = 1
+    for section in (policy["actor"], policy["ref"], tree["critic"]):
+        section["ulysses_sequence_parallel_size"] = 1
+        section["fsdp_config"] |= {
+            **{"fsdp_size": -1, "tensor_parallel_size": 1, "pipeline_parallel_size": 1},
+        }
+    return TrainConfig.model_validate(tree)

@@ -1,0 +1,205 @@
+"""The gradient of each of the policy's updates, taken apart by samples and tokens, in float64 and by
+transformers' own forward: a reference for what the engine does, and what replays look at.
+
+Let g be the unclipped gradient of an update's loss L, a sum over samples of functions of their outputs o,
+the log-probs and entropies of their tokens. Token t's share is ⟨∂L/∂o_t · ∂o_t/∂θ, g⟩ / |g|². All shares add
+up to one, and a sample's is the sum of its tokens'. ∂o/∂θ · g is one forward-mode product. What Adam makes of
+g is another direction: the shares are the gradient's, not the displacement's.
+
+Shapes: T tokens of a sample.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from tandem.config.root import TrainConfig
+from tandem.engines.train.base import Counts, RecountingLoss, TrainEngine
+from tandem.models.loading import load_config
+from tandem.observability.metrics import Metrics
+from tandem.protocol import DataProto, Ragged
+from tandem.runtime import Dispatch, register
+from tandem.workers.actor import ActorWorker
+from tandem.workers.actor_part import ActorPart
+from tandem.workers.base import EngineWorker
+from tandem.workers.correction import without_rejected
+from tandem.workers.losses import ActorLoss
+
+OUTPUTS = ("log_probs", "entropy")
+"""What the reference computes of a model's outputs."""
+Weights = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class UpdateGradient:
+    """The gradient of one update.
+
+    Attributes:
+        gradient: by parameter, float64.
+        norm: of it.
+        samples: (B) the uid and number of each sample of the mini-batch.
+        shares: (B) by token (T), float64; none where nobody asked.
+        seconds: that it took.
+    """
+
+    gradient: Weights
+    norm: float
+    samples: list[tuple[str, int]]
+    shares: list[Tensor] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+class Reference:
+    """A policy's outputs in float64, sample by sample.
+
+    Args:
+        path: of the model, for its architecture.
+        weights: by Hugging Face name.
+        temperature: divides the logits.
+    """
+
+    def __init__(self, path: str, weights: Mapping[str, Tensor], temperature: float, **options: Any) -> None:
+        config = load_config(path, **options)
+        self._model: nn.Module = AutoModelForCausalLM.from_config(
+            config, attn_implementation="eager", dtype=torch.float64, **options
+        )
+        left = self._model.load_state_dict(dict(weights), strict=False)
+        tied = {name for name, _ in self._model.named_parameters()}
+        assert not (set(left.missing_keys) & tied or left.unexpected_keys), left
+        self._temperature = temperature
+        self.parameters = {name: value.detach() for name, value in self._model.named_parameters()}
+
+    def outputs(self, parameters: Weights, ids_T: Tensor, mask_T: Tensor) -> tuple[Tensor, Tensor]:
+        """(T) log-probs and entropies, nats, zero outside the mask."""
+        given = (ids_T[None], torch.ones_like(ids_T)[None])
+        logits = torch.func.functional_call(self._model, parameters, given, {"use_cache": False}).logits[0]
+        log_probs_TV = torch.log_softmax(logits[:-1] / self._temperature, -1)
+        chosen = log_probs_TV.gather(-1, ids_T[1:, None])[:, 0]
+        entropy = -(log_probs_TV.exp() * log_probs_TV).sum(-1)
+        mask = mask_T[1:]
+        return tuple(nn.functional.pad(torch.where(mask, o, 0), (1, 0)) for o in (chosen, entropy))  # type: ignore[return-value]
+
+
+def attribute(reference: Reference, batch: DataProto, loss: ActorLoss, *, shares: bool) -> UpdateGradient:
+    """The gradient of an update's loss, and the tokens' shares in it.
+
+    Args:
+        batch: the mini-batch, with what the loss reads.
+        shares: whether they are wanted; they take a forward-mode product for each sample.
+    """
+    began = time.perf_counter()
+    loss = replace(loss, compared=frozenset())
+    tokens, masks = list(batch.ragged("tokens")), list(batch.ragged("response_mask"))
+    counts = Counts(tokens=sum(int(m.sum()) for m in masks), sequences=sum(bool(m.any()) for m in masks))
+    parameters = {name: value.clone().requires_grad_() for name, value in reference.parameters.items()}
+    metrics, outward = [], []
+    for row in range(len(batch)):
+        metrics.append(Metrics())
+        ids_T, columns = tokens[row], _columns(batch, loss, row)
+        out = reference.outputs(parameters, ids_T, masks[row])
+        held = [o.detach().requires_grad_() for o in out]
+        value, metrics[-1] = loss(
+            dict(zip(OUTPUTS, held, strict=True)), columns, torch.tensor([0, len(ids_T)]), counts
+        )
+        found = torch.autograd.grad(value, held, allow_unused=True) if value.requires_grad else (None, None)
+        outward.append([torch.zeros_like(o) if d is None else d for o, d in zip(out, found, strict=True)])
+        if bool(masks[row].any()):
+            torch.autograd.backward(out, outward[-1])
+    factor = loss.recount(Metrics.merged(metrics), counts) if isinstance(loss, RecountingLoss) else 1.0
+    gradient = {
+        name: torch.zeros_like(p) if p.grad is None else factor * p.grad for name, p in parameters.items()
+    }
+    squared = dot(gradient, gradient)
+    split = []
+    for row in range(len(batch) if shares and squared > 0 else 0):
+        moved = _moved(reference, gradient, tokens[row], masks[row])
+        terms = [d * m for d, m in zip(outward[row], moved, strict=True)]
+        split.append(factor * sum(terms[1:], terms[0]) / squared)
+    names = batch.non_tensor_batch
+    samples = list(zip(names["uid"].tolist(), names["sample"].tolist(), strict=True))
+    return UpdateGradient(gradient, squared**0.5, samples, split, time.perf_counter() - began)
+
+
+def _moved(reference: Reference, gradient: Weights, ids_T: Tensor, mask_T: Tensor) -> tuple[Tensor, ...]:
+    """∂o/∂θ · g of a sample's outputs."""
+
+    def outputs(parameters: Weights) -> tuple[Tensor, Tensor]:
+        return reference.outputs(parameters, ids_T, mask_T)
+
+    jvp: Callable[..., tuple[Any, tuple[Tensor, ...]]] = torch.func.jvp
+    return jvp(outputs, (reference.parameters,), (gradient,))[1]
+
+
+def _columns(batch: DataProto, loss: ActorLoss, row: int) -> dict[str, Tensor]:
+    found = {}
+    for name, column in batch[[row]].select(sorted(loss.columns), ()).batch.items():
+        value = column.values if isinstance(column, Ragged) else column
+        found[name] = value.double() if value.is_floating_point() else value
+    return found
+
+
+def dot(a: Weights, b: Weights) -> float:
+    """The inner product of two gradients."""
+    return sum(float((a[name] * b[name]).sum()) for name in a)
+
+
+class WatchedActorPart(ActorPart):
+    """Keeps the gradient of each update, taken before it."""
+
+    shares: ClassVar[bool] = False
+
+    def __init__(self, config: TrainConfig, engine: TrainEngine, **options: Any) -> None:
+        super().__init__(config, engine, **options)
+        self._model = config.actor_rollout_ref.model
+        self.found: list[UpdateGradient] = []
+
+    def update_actor(
+        self,
+        worker: EngineWorker,
+        batch: DataProto,
+        *,
+        first: bool = False,
+        entropy_coeff: float | None = None,
+    ) -> Metrics:
+        model = self._model
+        reference = Reference(
+            model.path,
+            dict(self.engine.weights(dtype=torch.float64)),
+            self._rollout.temperature,
+            trust_remote_code=model.trust_remote_code,
+        )
+        loss, kept = self.loss_with(entropy_coeff), without_rejected(batch)
+        self.found.append(attribute(reference, kept, loss, shares=self.shares))
+        return super().update_actor(worker, batch, first=first, entropy_coeff=entropy_coeff)
+
+
+class AttributingActorPart(WatchedActorPart):
+    """Also takes the gradients apart."""
+
+    shares = True
+
+
+class WatchedActor(ActorWorker):
+    """An actor whose gradients are looked at, of one process."""
+
+    actor_part = WatchedActorPart
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def take_gradients(self) -> list[UpdateGradient]:
+        """Those since the last call."""
+        part = self.parts["actor"]
+        found, part.found = part.found, []
+        return list(found)
+
+
+class AttributingActor(WatchedActor):
+    """One whose gradients are taken apart too."""
+
+    actor_part = AttributingActorPart

@@ -1,0 +1,211 @@
+"""Steps taken again: bit for bit what they were; changed, what a plain recomputation gives; taken apart, the
+gradient. The run's folder stays as it is."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tandem
+from tandem.cli.main import main
+from tandem.errors import ConfigError, DataError
+from tandem.observability.reading import Run
+from tandem.observability.run import read_batch
+from tandem.trainer.replay import replay
+from tandem.trainer.replay_report import replay_found
+from tandem.trainer.takes import Changes, kept_rows
+from tests.support.runs import Finished, Lab
+
+REWARD = """
+def score(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": len(set(solution_str)) / 6, "length": len(solution_str)}
+
+def length(data_source, solution_str, ground_truth, extra_info=None):
+    return len(solution_str) + int(ground_truth) / 100
+"""
+WORDS = (
+    "custom_reward_function.name=score",
+    "actor_rollout_ref.actor.entropy_coeff=0.01",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
+    "trainer.total_training_steps=5",
+    "trainer.save_freq=2",
+)
+PPO = (
+    "algorithm.adv_estimator=gae",
+    "algorithm.use_kl_in_reward=true",
+    "algorithm.kl_ctrl.type=adaptive",
+    "algorithm.kl_ctrl.horizon=100",
+    "actor_rollout_ref.actor.shuffle=true",
+    "actor_rollout_ref.actor.ppo_epochs=2",
+)
+
+
+def make(lab: Lab, name: str, *words: str) -> Finished:
+    (lab.folder / "score.py").write_text(REWARD)
+    return lab.run(name, f"custom_reward_function.path={lab.folder / 'score.py'}", *WORDS, *words)
+
+
+@pytest.fixture(scope="module")
+def grpo(lab: Lab) -> Finished:
+    return make(lab, "grpo")
+
+
+def contents(folder: Path) -> dict[str, str]:
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def test_a_step_is_what_it_was_and_the_folder_stays_as_it_is(lab: Lab, grpo: Finished) -> None:
+    """The second of two steps after a checkpoint; the data and the reward are gone."""
+    before = contents(grpo.folder)
+    names = [lab.train, lab.folder / "score.py"]
+    kept = {name: name.read_bytes() for name in names}
+    for name in names:
+        name.unlink()
+    try:
+        found = replay(Run(grpo.folder), 4)
+    finally:
+        for name, content in kept.items():
+            name.write_bytes(content)
+    assert (found.checkpoint, found.equal) == (2, True)
+    learnt = ("reward/mean", "actor/loss", "actor/grad_norm", "actor/lr", "advantages/max", "rollout/kl")
+    assert set(learnt) <= set(found.recorded)
+    assert found.recorded["actor/grad_norm"] == grpo.rows[4 - 1]["actor/grad_norm"]
+    assert found.recorded == {name: found.replayed.metrics[name] for name in found.recorded}
+    assert contents(grpo.folder) == before
+
+
+def test_a_critic_and_a_controller_go_on_from_the_first_model(lab: Lab) -> None:
+    run = make(lab, "ppo", *PPO)
+    found = replay(Run(run.folder), 2)
+    assert (found.checkpoint, found.equal) == (0, True)
+    assert {"critic/loss", "critic/grad_norm", "actor/kl_in_reward", "actor/kl_coef"} <= set(found.recorded)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["grpo", "ppo", "two ray ranks"])
+def test_twenty_random_steps(lab: Lab, ray_cluster: None, name: str) -> None:
+    steps = 24
+    words = PPO if name == "ppo" else ()
+    words += ("trainer.n_gpus_per_node=2",) if "two" in name else ()
+    run = make(lab, f"long {name}", *words, f"trainer.total_training_steps={steps}", "trainer.save_freq=3")
+    chosen = np.random.default_rng(0).permutation(np.arange(1, steps + 1))[:20]
+    differing = [int(step) for step in chosen if not replay(Run(run.folder), int(step)).equal]
+    assert differing == []
+
+
+def test_two_ranks_on_ray(lab: Lab, ray_cluster: None) -> None:
+    """And a change, in one process."""
+    run = make(
+        lab, "two", "trainer.n_gpus_per_node=2", "trainer.total_training_steps=2", "trainer.save_freq=1"
+    )
+    found = replay(Run(run.folder), 2, Changes(["actor_rollout_ref.actor.clip_ratio=0.001"]))
+    assert (found.checkpoint, found.equal) == (1, True)
+    assert found.base is not None and found.changed is not None
+    for name in ("actor/loss", "actor/grad_norm", "reward/mean"):
+        assert found.base.metrics[name] == pytest.approx(found.recorded[name], rel=1e-5, abs=1e-7)
+    assert found.changed.metrics["actor/clip_fraction"] > found.base.metrics["actor/clip_fraction"]
+
+
+def test_another_reward_is_what_a_plain_recomputation_gives(lab: Lab, grpo: Finished) -> None:
+    told = replay_found(Run(grpo.folder), 3, (), f"{lab.folder / 'score.py'}:length")
+    samples = read_batch(grpo.folder / "samples" / "step_000003.parquet")
+    arrays = samples.non_tensor_batch
+    truths = [int(truth) for truth in arrays["ground_truth"]]
+    scores = np.array([len(t) + n / 100 for t, n in zip(arrays["response_text"], truths, strict=True)])
+    metrics = {row["name"]: row for row in told["changed"]["metrics"]}
+    assert metrics["reward/mean"]["after"] == pytest.approx(scores.mean(), rel=1e-6)
+    assert metrics["reward/mean"]["before"] == grpo.rows[2]["reward/mean"]
+    rows = {(row["uid"], row["sample"]): row for row in told["changed"]["samples"]}
+    for uid in set(arrays["uid"]):
+        own = arrays["uid"] == uid
+        expected = (scores[own] - scores[own].mean()) / (scores[own].std(ddof=1) + 1e-6)
+        found = [rows[uid, number]["advantage_after"] for number in arrays["sample"][own]]
+        assert found == pytest.approx(expected, abs=1e-5)
+    assert -1 <= told["changed"]["gradient"]["cosine"] < 0.999
+
+
+def test_attribution_adds_up_to_the_steps_gradient(grpo: Finished) -> None:
+    told = tandem.open(grpo.folder).replay(3, attribute=True)
+    updates = told["attribution"]["updates"]
+    assert len(updates) == 2  # of two prompts each
+    assert [update["sum"] for update in updates] == pytest.approx([1.0, 1.0], abs=1e-5)
+    norm = sum(update["norm"] for update in updates) / 2
+    assert norm == pytest.approx(grpo.rows[2]["actor/grad_norm"], rel=1e-5)
+    samples = told["attribution"]["samples"]
+    assert len(samples) == 12
+    assert sum(row["share"] for row in samples) == pytest.approx(1.0, abs=1e-5)
+    lengths = {(r["uid"], r["sample"]): r["prompt_tokens"] for r in Run(grpo.folder).samples(3)}
+    for row in samples:
+        prompt = lengths[row["uid"], row["sample"]]
+        assert row["share"] == pytest.approx(sum(row["tokens"]))
+        assert not any(row["tokens"][:prompt]) and len(row["tokens"]) == len(row["ids"])
+    assert told["attribution"]["steps"] > 0
+
+
+def test_a_sample_that_is_left_out_is_in_no_update(grpo: Finished) -> None:
+    run = Run(grpo.folder)
+    uid = run.samples(3)[0]["uid"]
+    told = tandem.open(grpo.folder).replay(
+        3, without=[f"{uid}#0"], config={"algorithm.adv_estimator": "rloo"}
+    )
+    rows = {(row["uid"], row["sample"]): row for row in told["changed"]["samples"]}
+    assert rows[uid, 0]["advantage_after"] is None
+    others = [row["score"] for row in run.samples(3) if row["uid"] == uid][1:]
+    assert rows[uid, 1]["advantage_after"] == pytest.approx(others[0] - others[1], abs=1e-6)
+    batch = read_batch(grpo.folder / "samples" / "step_000003.parquet")
+    assert len(kept_rows(batch, [uid])) == 9
+
+
+def test_the_command(grpo: Finished, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(["replay", str(grpo.folder), "--step", "5", "--attribute", "algorithm.adv_estimator=rloo"]) == 0
+    )
+    out = capsys.readouterr().out
+    assert "step 5, from the checkpoint of step 4: " in out and "metrics equal, bit for bit" in out
+    assert "gradient: cosine " in out and "not of what Adam makes of it" in out
+    assert main(["replay", str(grpo.folder), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["step"], told["equal"], list(told)) == (5, True, ["step", "checkpoint", "equal", "metrics"])
+
+
+def test_a_file_that_is_not_the_one_it_was_is_noticed(
+    lab: Lab, grpo: Finished, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = (grpo.folder / "metrics.jsonl").read_text()
+    rows: list[dict[str, Any]] = [json.loads(line) for line in lines.splitlines()]
+    rows[-1]["actor/loss"] += 1e-12
+    (grpo.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    try:
+        assert main(["replay", str(grpo.folder)]) == 1
+    finally:
+        (grpo.folder / "metrics.jsonl").write_text(lines)
+    said = capsys.readouterr()
+    assert "1 metrics differ" in said.err
+    assert next(line for line in said.out.splitlines() if line.startswith("actor/loss")).endswith("no")
+
+
+def test_what_a_folder_lacks_is_said_with_the_key_that_keeps_it(lab: Lab, grpo: Finished) -> None:
+    sparse = make(
+        lab, "sparse", "trainer.samples_freq=2", "trainer.total_training_steps=3", "trainer.save_freq=0"
+    )
+    with pytest.raises(DataError, match="did not keep") as caught:
+        replay(Run(sparse.folder), 2)
+    assert caught.value.got == "no samples of step 1"
+    assert "trainer.samples_freq=1" in str(caught.value.remedy)
+    with pytest.raises(DataError, match="no such step"):
+        replay(Run(grpo.folder), 9)
+    for words, field in (
+        (["data.train_batch_size=2"], "data.train_batch_size"),
+        (["trainer.seed=1"], "trainer.seed"),
+    ):
+        with pytest.raises(ConfigError, match="given samples") as refused:
+            replay(Run(grpo.folder), 2, Changes(words))
+        assert refused.value.field == field
+    with pytest.raises(ConfigError, match="no such sample"):
+        replay(Run(grpo.folder), 2, Changes(without=["nobody"]))
