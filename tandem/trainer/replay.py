@@ -17,7 +17,8 @@ import torch
 from tandem.config.root import TrainConfig
 from tandem.errors import ConfigError, DataError
 from tandem.observability.reading import Run, listed
-from tandem.trainer.takes import NOTHING, Changes, Stage, Taken, alone, same, samples_file
+from tandem.observability.run import read_batch
+from tandem.trainer.takes import NOTHING, Changes, Stage, Taken, alone, kept_rows, same, samples_file
 
 _LEARNT = (
     *("reward/*", "response_length/*", "prompt_length/*", "tokens/*", "advantages/*", "returns/*", "actor/*"),
@@ -84,6 +85,8 @@ def replay(run: Run, step: int, changes: Changes = NOTHING, *, attribute: bool =
         places = [word for word in changes.words if _is_place(word)]
         changes = replace(changes, words=_checked([word for word in changes.words if word not in places]))
         config = stage.config(places)
+        others = stage.config([*places, *changes.words], changes.reward)
+        kept_rows(read_batch(samples_file(run, step)), changes.without)  # refuses wrong names early
         looks = attribute or bool(changes)
         if looks:
             _require_watchable(config, attribute)
@@ -92,7 +95,6 @@ def replay(run: Run, step: int, changes: Changes = NOTHING, *, attribute: bool =
         if looks:
             base, _ = stage.take(alone(config), before, watched="Attributing" if attribute else "Watched")
         if changes:
-            others = stage.config([*places, *changes.words], changes.reward)
             changed, _ = stage.take(alone(others), before, changes, watched="Watched")
     compared = [n for n in recorded if n in replayed.metrics and any(fnmatchcase(n, p) for p in _LEARNT)]
     kept = {name: recorded[name] for name in compared}

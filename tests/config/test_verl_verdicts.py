@@ -36,8 +36,8 @@ def test_every_key_has_a_verdict():
 def test_the_counts_by_verdict():
     assert Counter(verdict(name)[0] for name in VERL) == {
         "same": 198,
-        "renamed": 95,
-        "nothing to act on": 364,
+        "renamed": 96,
+        "nothing to act on": 363,
         "not offered": 172,
     }
 

@@ -87,7 +87,7 @@ def test_a_critic_and_a_controller_go_on_from_the_first_model(lab: Lab) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2400)
 @pytest.mark.parametrize("name", ["grpo", "ppo", "two ray ranks"])
 def test_twenty_random_steps(lab: Lab, ray_cluster: None, name: str) -> None:
     steps = 24
@@ -99,17 +99,19 @@ def test_twenty_random_steps(lab: Lab, ray_cluster: None, name: str) -> None:
     assert differing == []
 
 
+@pytest.mark.slow
 def test_two_ranks_on_ray(lab: Lab, ray_cluster: None) -> None:
     """And a change, in one process."""
     run = make(
         lab, "two", "trainer.n_gpus_per_node=2", "trainer.total_training_steps=2", "trainer.save_freq=1"
     )
-    found = replay(Run(run.folder), 2, Changes(["actor_rollout_ref.actor.clip_ratio=0.001"]))
+    found = replay(Run(run.folder), 2, Changes(["actor_rollout_ref.actor.entropy_coeff=0.5"]))
     assert (found.checkpoint, found.equal) == (1, True)
     assert found.base is not None and found.changed is not None
     for name in ("actor/loss", "actor/grad_norm", "reward/mean"):
         assert found.base.metrics[name] == pytest.approx(found.recorded[name], rel=1e-5, abs=1e-7)
-    assert found.changed.metrics["actor/clip_fraction"] > found.base.metrics["actor/clip_fraction"]
+    more = 0.49 * found.base.metrics["actor/entropy"]  # of the first of two updates exactly
+    assert found.changed.metrics["actor/loss"] == pytest.approx(found.recorded["actor/loss"] - more, rel=0.2)
 
 
 def test_another_reward_is_what_a_plain_recomputation_gives(lab: Lab, grpo: Finished) -> None:
