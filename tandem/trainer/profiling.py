@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from tandem.config.trainer import ProfileConfig
 from tandem.observability import profile
+from tandem.observability.reading import listed
 from tandem.observability.run import RunFolder, read_metrics
 from tandem.runtime import WorkerGroup
 from tandem.trainer.perf import offered
@@ -57,9 +58,10 @@ class StepProfiler:
     def tell(self) -> None:
         """Says what a step spends its time on, if any was to be profiled; a profiled step takes longer, and
         counts only where there is no other."""
-        if not (self._config.steps and self._folder.metrics_file.exists()):
+        if not self._config.steps:
             return
         rows = [row for row in read_metrics(self._folder.metrics_file) if "timing/step" in row]
-        plain = [row for row in rows if row["step"] not in self._config.steps]
-        if rows:
-            self._say(f"mean of {len(plain or rows)} steps:\n{profile.breakdown(plain or rows)}")
+        plain = [row for row in rows if row["step"] not in self._config.steps] or rows
+        if late := [step for step in self._config.steps if step > rows[-1]["step"]]:
+            self._say(f"not profiled: trainer.profile.steps {listed(late)}, beyond the last step")
+        self._say(f"mean of {len(plain)} steps:\n{profile.breakdown(plain)}")

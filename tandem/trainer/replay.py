@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from tandem.algorithms.kl import FULL
 from tandem.config.root import TrainConfig
 from tandem.errors import ConfigError, DataError
 from tandem.observability.reading import Run, listed
@@ -80,6 +81,10 @@ def replay(run: Run, step: int, changes: Changes = NOTHING, *, attribute: bool =
     recorded = _row(run, step)
     at, checkpoint = _checkpoint(run, step)
     _require_samples(run, range(at + 1, step + 1))
+    if changes.reward is not None and ":" not in changes.reward:
+        raise ConfigError(
+            "names no function", field="--reward", got=changes.reward, expected="file.py:function"
+        )
     with tempfile.TemporaryDirectory(prefix="tandem-replay-") as scratch, _threads(recorded):
         stage = Stage(run, step, Path(scratch))
         places = [word for word in changes.words if _is_place(word)]
@@ -88,8 +93,8 @@ def replay(run: Run, step: int, changes: Changes = NOTHING, *, attribute: bool =
         others = stage.config([*places, *changes.words], changes.reward)
         kept_rows(read_batch(samples_file(run, step)), changes.without)  # refuses wrong names early
         looks = attribute or bool(changes)
-        if looks:
-            _require_watchable(config, attribute)
+        for watched in (config, others) if looks else ():
+            _require_watchable(watched)
         replayed, before = stage.take(config, checkpoint, keep=looks)
         base = changed = None
         if looks:
@@ -120,9 +125,9 @@ def _row(run: Run, step: int) -> dict[str, float]:
 def _checkpoint(run: Run, step: int) -> tuple[int, Path | None]:
     """The last checkpoint before a step, of the run's own or the one that it began with."""
     found = {number: path for number, path in run.checkpoints.items() if number < step}
-    if run.setting("trainer.resume_mode") == "resume_path":
-        first = Path(run.setting("trainer.resume_from_path"))
-        found.setdefault(int(first.name.rpartition("_")[2]), first)
+    first = Path(run.setting("trainer.resume_from_path") or "")
+    if first.name.startswith("step_"):
+        found.setdefault(int(first.name.removeprefix("step_")), first)
     earlier = [number for number in found if number < step]
     return (max(earlier), found[max(earlier)]) if earlier else (0, None)
 
@@ -162,21 +167,19 @@ def _checked(words: Sequence[str]) -> Sequence[str]:
     return words
 
 
-def _require_watchable(config: TrainConfig, attribute: bool) -> None:
-    policy = config.actor_rollout_ref
+def _require_watchable(config: TrainConfig) -> None:
+    policy, trainer = config.actor_rollout_ref, config.trainer
+    exact = policy.actor.use_kl_loss and policy.actor.kl_loss_type == FULL
     for field, wrong in (
-        ("actor_rollout_ref.model.lora_rank", policy.model.lora_rank > 0),
-        (
-            "actor_rollout_ref.actor.kl_loss_type",
-            policy.actor.use_kl_loss and policy.actor.kl_loss_type == "full",
-        ),
-        ("trainer.worker_classes", bool(config.trainer.worker_classes)),
+        ("actor_rollout_ref.model.lora_rank", policy.model.lora_rank or None),
+        ("actor_rollout_ref.actor.kl_loss_type", FULL if exact else None),
+        ("trainer.worker_classes", dict(trainer.worker_classes) or None),
     ):
-        if wrong:
+        if wrong is not None:
             raise ConfigError(
                 "gradients are not looked at with adapters, the loss's exact KL, or workers of one's own",
                 field=field,
-                got=field.rpartition(".")[2],
+                got=wrong,
                 remedy="replay the step without --attribute and without changes",
             )
 

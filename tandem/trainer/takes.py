@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -138,26 +139,21 @@ class Replayer(PPOTrainer):
 
 
 def _gathered(trainer: PPOTrainer, batch: DataProto, *, rescore: bool) -> Gathered:
-    columns = [name for name in batch.columns if name not in _MADE_ANEW]
-    samples = BatchFuture.of(
-        batch.select(*_named(batch, [c for c in columns if c not in _SCORED | _BASELINES]))
-    )
+    def part(names: set[str]) -> BatchFuture:
+        tensors, arrays = ([n for n in own if n in names] for own in (batch.batch, batch.non_tensor_batch))
+        return BatchFuture.of(batch.select(tensors, arrays))
+
+    columns = set(batch.columns) - _MADE_ANEW
+    samples = part(columns - _SCORED - _BASELINES)
+    scores = part(columns & _SCORED)
     if rescore:
-        given = trainer.roles.score(samples)
-        scores = trainer.gatherer.shaped(trainer.roles, samples, given)
-    else:
-        scores = BatchFuture.of(batch.select(*_named(batch, [c for c in columns if c in _SCORED])))
-    baselines = [c for c in columns if c in _BASELINES]
+        scores = trainer.gatherer.shaped(trainer.roles, samples, trainer.roles.score(samples))
     uids = batch.non_tensor_batch["uid"]
     first = np.sort(np.unique(uids, return_index=True)[1])
-    prompts = Ragged.from_list([ids.tolist() for ids in prompts_of(batch, first)], dtype=torch.int64)
-    return Gathered(
-        BatchFuture.of(DataProto({"prompts": prompts}, {"uid": uids[first]})),
-        samples,
-        scores,
-        {},
-        tuple(BatchFuture.of(batch.select(*_named(batch, [name]))) for name in baselines),
-    )
+    ids = Ragged.from_list([ids.tolist() for ids in prompts_of(batch, first)], dtype=torch.int64)
+    prompts = BatchFuture.of(DataProto({"prompts": ids}, {"uid": uids[first]}))
+    baselines = columns & _BASELINES
+    return Gathered(prompts, samples, scores, {}, (part(baselines),) if baselines else ())
 
 
 def prompts_of(batch: DataProto, rows: Sequence[int] | np.ndarray) -> list[torch.Tensor]:
@@ -165,10 +161,6 @@ def prompts_of(batch: DataProto, rows: Sequence[int] | np.ndarray) -> list[torch
     chosen = batch[np.asarray(rows)]
     pairs = zip(chosen.ragged("tokens"), chosen.ragged("response_mask"), strict=True)
     return [ids[: int(mask.int().argmax()) if bool(mask.any()) else len(ids)] for ids, mask in pairs]
-
-
-def _named(batch: DataProto, names: Sequence[str]) -> tuple[list[str], list[str]]:
-    return [n for n in names if n in batch.batch], [n for n in names if n in batch.non_tensor_batch]
 
 
 def kept_rows(batch: DataProto, without: Sequence[str]) -> np.ndarray:
@@ -213,6 +205,8 @@ class Stage:
     def __init__(self, run: Run, step: int, scratch: Path) -> None:
         self._run, self._step, self._scratch = run, step, scratch
         self._takes = 0
+        starts = [e for e in run.events if e["event"] == "start" and e["step"] < step]
+        self._total = starts[-1]["total_steps"] if starts else run.total_steps  # a run may be taken further
         batch = read_batch(samples_file(run, step))
         self._rows, self._reward = scratch / "rows.parquet", scratch / "reward.py"
         # The run's own data need not be here: nothing is read of them.
@@ -227,15 +221,16 @@ class Stage:
     def config(self, words: Sequence[str], reward: str | None = None) -> TrainConfig:
         """The run's config with these words, for takes from given samples."""
         path, _, name = (reward or f"{self._reward}:compute_score").rpartition(":")
-        rows = f"[{self._rows}]"
-        own = [  # what may not be here, or is told not to be
-            f"data.train_files={rows}",
-            f"data.val_files={rows if self._run.setting('data.val_files') else 'null'}",
-            "data.sampler={class_path: null, class_name: null, kwargs: {}}",
-            f"custom_reward_function={{path: {path}, name: {name}, reward_kwargs: {{}}, terms: []}}",
-            *("trainer.resume_mode=disable", "trainer.resume_from_path=null", "trainer.on_step=null"),
-        ]
-        return load_train_config(str(self._run.path / "config.yaml"), [*own, *words]).config
+        rows = [str(self._rows)]
+        own = {  # what may not be here, or is told not to be
+            "data.train_files": rows,
+            "data.val_files": rows if self._run.setting("data.val_files") else None,
+            "data.sampler": {"class_path": None, "class_name": None, "kwargs": {}},
+            "custom_reward_function": {"path": path, "name": name, "reward_kwargs": {}, "terms": []},
+            **{"trainer.resume_mode": "disable", "trainer.resume_from_path": None, "trainer.on_step": None},
+        }
+        given = [f"{key}={json.dumps(value)}" for key, value in own.items()]
+        return load_train_config(str(self._run.path / "config.yaml"), [*given, *words]).config
 
     def take(
         self,
@@ -284,7 +279,7 @@ class Stage:
         if tree["actor_rollout_ref"]["rollout"]["name"] not in ENGINES:  # nothing is generated
             tree["actor_rollout_ref"]["rollout"]["name"] = "hf"
         tree["trainer"] |= {
-            **{"default_local_dir": str(folder), "total_training_steps": self._run.total_steps},
+            **{"default_local_dir": str(folder), "total_training_steps": self._total},
             **{"logger": (), "save_freq": 0, "samples_freq": -1, "async_save": False, "max_restarts": 0},
             **{"max_ckpt_to_keep": None, "val_before_train": False, "val_only": False, "test_freq": -1},
             **{"keep_best": None, "log_val_generations": 0, "profile": {}},

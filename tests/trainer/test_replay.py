@@ -51,6 +51,8 @@ def make(lab: Lab, name: str, *words: str) -> Finished:
 
 @pytest.fixture(scope="module")
 def grpo(lab: Lab) -> Finished:
+    """Ended after two steps, and taken further with another schedule of the learning rate."""
+    make(lab, "grpo", "trainer.total_training_steps=2")
     return make(lab, "grpo")
 
 
@@ -72,6 +74,8 @@ def test_a_step_is_what_it_was_and_the_folder_stays_as_it_is(lab: Lab, grpo: Fin
         for name, content in kept.items():
             name.write_bytes(content)
     assert (found.checkpoint, found.equal) == (2, True)
+    first = replay(Run(grpo.folder), 1)
+    assert (first.checkpoint, first.equal) == (0, True)
     learnt = ("reward/mean", "actor/loss", "actor/grad_norm", "actor/lr", "advantages/max", "rollout/kl")
     assert set(learnt) <= set(found.recorded)
     assert found.recorded["actor/grad_norm"] == grpo.rows[4 - 1]["actor/grad_norm"]
@@ -209,5 +213,10 @@ def test_what_a_folder_lacks_is_said_with_the_key_that_keeps_it(lab: Lab, grpo: 
         with pytest.raises(ConfigError, match="given samples") as refused:
             replay(Run(grpo.folder), 2, Changes(words))
         assert refused.value.field == field
+    with pytest.raises(ConfigError, match="names no function"):
+        replay(Run(grpo.folder), 2, Changes(reward="score.py"))
+    exact = ["actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_type=full"]
+    with pytest.raises(ConfigError, match="exact KL"):
+        replay(Run(grpo.folder), 2, Changes(exact))
     with pytest.raises(ConfigError, match="no such sample"):
         replay(Run(grpo.folder), 2, Changes(without=["nobody"]))

@@ -49,7 +49,10 @@ class Sinks:
         *,
         limit_s: float = LIMIT_S,
     ) -> None:
-        require_known(names)
+        if unknown := [name for name in names if name not in SINKS]:
+            raise ConfigError(
+                "unknown logger", field="trainer.logger", got=", ".join(unknown), expected=", ".join(SINKS)
+            )
         self._report = report
         absent = absent_sinks(names)
         for error in absent.values():
@@ -86,27 +89,17 @@ class Sinks:
         self._drop_troubled()
 
 
-def require_known(names: Sequence[str]) -> None:
-    """
-    Raises:
-        ConfigError: an unknown name.
-    """
-    for name in names:
-        if name not in SINKS:
-            raise ConfigError("unknown logger", field="trainer.logger", got=name, expected=", ".join(SINKS))
-
-
 def absent_sinks(names: Sequence[str]) -> dict[str, ConfigError]:
-    """Those of these sinks whose package is not installed, and what to do about it."""
+    """Those of these sinks whose package is not there or does not load, and what to do about it."""
     found: dict[str, ConfigError] = {}
-    for name in set(names) - _OWN:
+    for name in [name for name in names if name not in _OWN]:
         try:
             _load(name)
-        except ModuleNotFoundError as error:
+        except Exception as error:  # a package may be broken in any way
             found[name] = ConfigError(
-                f"the logger {name} needs a package that is not installed",
+                f"the logger {name} needs a package that does not load here",
                 field="trainer.logger",
-                got=f"no module {error.name}",
+                got=f"no module {error.name}" if isinstance(error, ModuleNotFoundError) else repr(error),
                 remedy=f"pip install {SINKS[name][1]}, or leave {name} out of trainer.logger",
             )
     return found
