@@ -93,10 +93,12 @@ def test_a_critic_and_a_controller_go_on_from_the_first_model(lab: Lab) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("name", ["grpo", "ppo", "two ray ranks"])
-def test_twenty_random_steps(lab: Lab, ray_cluster: None, name: str) -> None:
+def test_twenty_random_steps(lab: Lab, request: pytest.FixtureRequest, name: str) -> None:
     steps = 24
     words = PPO if name == "ppo" else ()
-    words += ("trainer.n_gpus_per_node=2",) if "two" in name else ()
+    if "two" in name:
+        request.getfixturevalue("ray_cluster")
+        words += ("trainer.n_gpus_per_node=2",)
     run = make(lab, f"long {name}", *words, f"trainer.total_training_steps={steps}", "trainer.save_freq=3")
     chosen = np.random.default_rng(0).permutation(np.arange(1, steps + 1))[:20]
     differing = [int(step) for step in chosen if not replay(Run(run.folder), int(step)).equal]
