@@ -49,7 +49,7 @@ def end(folder: Path, *, memory: bool) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     profiler.export_chrome_trace(str(folder / f"{name}.trace.json"))
     if memory and torch.cuda.is_available():
-        torch.cuda.memory._dump_snapshot(str(folder / f"{name}.memory.pickle"))
+        torch.cuda.memory._dump_snapshot(str(folder / f"{name}.memory.pickle"))  # type: ignore[no-untyped-call]
         torch.cuda.memory._record_memory_history(enabled=None)
 
 

@@ -222,7 +222,7 @@ class Stage:
         """The run's config with these words, for takes from given samples."""
         path, _, name = (reward or f"{self._reward}:compute_score").rpartition(":")
         rows = [str(self._rows)]
-        own = {  # what may not be here, or is told not to be
+        own: dict[str, Any] = {  # what may not be here, or is told not to be
             "data.train_files": rows,
             "data.val_files": rows if self._run.setting("data.val_files") else None,
             "data.sampler": {"class_path": None, "class_name": None, "kwargs": {}},

@@ -12,7 +12,7 @@ Shapes: T tokens of a sample.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -67,7 +67,7 @@ class Reference:
 
     def __init__(self, path: str, weights: Mapping[str, Tensor], temperature: float, **options: Any) -> None:
         config = load_config(path, **options)
-        self._model: nn.Module = AutoModelForCausalLM.from_config(
+        self._model: nn.Module = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             config, attn_implementation="eager", dtype=torch.float64, **options
         )
         left = self._model.load_state_dict(dict(weights), strict=False)
@@ -133,8 +133,8 @@ def _moved(reference: Reference, gradient: Weights, ids_T: Tensor, mask_T: Tenso
     def outputs(parameters: Weights) -> tuple[Tensor, Tensor]:
         return reference.outputs(parameters, ids_T, mask_T)
 
-    jvp: Callable[..., tuple[Any, tuple[Tensor, ...]]] = torch.func.jvp
-    return jvp(outputs, (reference.parameters,), (gradient,))[1]
+    moved: tuple[Tensor, ...] = torch.func.jvp(outputs, (reference.parameters,), (gradient,))[1]
+    return moved
 
 
 def _columns(batch: DataProto, loss: ActorLoss, row: int) -> dict[str, Tensor]:
