@@ -42,6 +42,7 @@ COMMANDS = {
     "generate": "tandem generate model.path=MODEL data.path=prompts.jsonl data.output_path=answers.jsonl",
     "eval": "tandem eval model.path=MODEL data.path=rows.parquet data.output_path=report.json rollout.n=8",
     "runs": "tandem runs",
+    "view": "tandem view runs/mine",
     "samples": "tandem samples runs/mine --step 40 --worst --n 3",
     "replay": "tandem replay runs/mine --step 40 --attribute algorithm.adv_estimator=rloo",
     "data": "tandem data validate train.parquet data.max_prompt_length=512",

@@ -21,6 +21,7 @@ COMMANDS = {
     "generate": ("generate:generate", "a file of prompts to a file of responses"),
     "eval": ("eval:evaluate", "accuracy, pass@k and maj@k of a model, or of responses it wrote"),
     "runs": ("runs:runs", "lists runs; compares, plots and prunes them"),
+    "view": ("view:view", "runs in a browser: curves, samples, time, warnings"),
     "samples": ("samples:samples", "what the policy of a run wrote"),
     "replay": (
         "replay:replay",

@@ -16,7 +16,7 @@ from rich.table import Table
 from tandem.cli.pruning import Doomed, doomed, remove
 from tandem.cli.typed import run_typed
 from tandem.errors import ConfigError, TandemError
-from tandem.observability.reading import METRICS, Run, find_runs
+from tandem.observability.reading import METRICS, Run, find_runs, flat
 from tandem.observability.sinks.console import duration
 from tandem.observability.terminal import plain_console, printable, say
 
@@ -84,7 +84,7 @@ def _compare(
     """Shows what differs between the configs of runs, and their metrics side by side: the first and the last
     value of each, and the best of what a run is judged by."""
     compared = [Run(folder) for folder in named]
-    settings = [dict(_flat(run.config)) for run in compared]
+    settings = [dict(flat(run.config)) for run in compared]
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("")
     for run in compared:
@@ -216,14 +216,6 @@ def _ends(name: str, curve: list[tuple[int, float]]) -> str:
         return f"{first:.4g} → {last:.4g}"
     step, best = (min if METRICS[name] == "min" else max)(curve, key=lambda point: point[1])
     return f"{first:.4g} → {last:.4g}, best {best:.4g} at step {step}"
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _print(table: Table) -> None:

@@ -7,11 +7,12 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+import stat
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import yaml
 
@@ -20,6 +21,8 @@ from tandem.observability.lock import is_held
 
 State = Literal["running", "finished", "interrupted", "failed", "empty"]
 STEP = "step"
+FORMAT = 1
+"""Of the run folder. It grows when folders hold what an earlier Tandem would misread."""
 LOCK = "run.lock"
 METRICS: Mapping[str, Literal["max", "min"]] = {
     "reward/mean": "max",
@@ -88,10 +91,12 @@ class Run:
         try:
             written = file.stat().st_mtime_ns
             if written != self._config_written:
-                self._config = dict(yaml.load(file.read_bytes(), _LOADER))
+                self._config = dict(yaml.load(_opened(file).read(), _LOADER))
                 self._config_written = written
         except FileNotFoundError:
             return {}
+        except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
+            raise DataError("is no config", field=str(file), got=str(error)[:200]) from error
         return self._config
 
     def setting(self, key: str) -> Any:
@@ -126,8 +131,21 @@ class Run:
     @property
     def events(self) -> list[dict[str, Any]]:
         """Starts, ends and warnings in the order in which they came: `event`, `time` (ISO 8601), and with a
-        start `step` and `total_steps`, with an end `how`, with a warning `name`, `step` and `text`."""
-        return self._events.look()
+        start `step`, `total_steps` and `format`, with an end `how`, with a warning `name`, `step` and `text`.
+
+        Raises:
+            DataError: a line is no event; a later Tandem wrote the folder.
+        """
+        events = self._events.look()
+        for event in events:
+            if event.get("format", FORMAT) != FORMAT:
+                raise DataError(
+                    "the run folder is of another version, which the Tandem that wrote it reads",
+                    field=str(self.path),
+                    got=f"format {event['format']}",
+                    expected=f"format {FORMAT}",
+                )
+        return events
 
     @property
     def steps(self) -> int:
@@ -293,7 +311,7 @@ class GrowingLines:
             DataError: a whole line is not such an object.
         """
         try:
-            file = self._path.open("rb")
+            file = _opened(self._path)
         except FileNotFoundError:
             self._forget()
             return []
@@ -318,7 +336,7 @@ class GrowingLines:
             found: dict[str, Any] = json.loads(line)
             if not isinstance(found[self._key], self._kind):
                 raise TypeError(f"{self._key} is not of type {self._kind.__name__}")
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise DataError(
                 f"line {len(self._found) + 1} is not what this file holds",
                 field=str(self._path),
@@ -327,6 +345,22 @@ class GrowingLines:
                 remedy="remove that line",
             ) from error
         return found
+
+
+def _opened(path: Path) -> BinaryIO:
+    """The file, opened without waiting: a pipe in its place would never end."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise DataError("is no regular file", field=str(path))
+    return path.open("rb")
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The dotted keys of a nested config and their values, in its order."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def is_run(folder: Path) -> bool:

@@ -130,7 +130,7 @@ class Loop(ABC, Generic[E]):
             yield self.done
             while step < self.rhythm.total_steps and not self.rhythm.val_only:
                 step += 1
-                with self.profiler.around(step, self.groups), session.phase("step"):
+                with self.profiler.around(step, self.groups), session.phase("step", step=step):
                     metrics = self.schedule.step(step, self)
                 metrics |= self._performance(metrics)
                 if self.can_validate and self.rhythm.validates(step):

@@ -96,8 +96,19 @@ class Roles:
         if order is not None:
             back = (n * torch.argsort(order)[:, None] + torch.arange(n)).flatten()
             samples, said = samples.rows(back), None if said is None else said.rows(back)
-        models, batch = self.reward_models, self.batch
-        return samples, self.scoring.reward(samples, said, models, batch, learns=learns)
+        return samples, self._rewarded(samples, said, learns=learns)
+
+    def score(self, samples: BatchFuture) -> BatchFuture:
+        """The scores of samples that are there, as of those that are learnt from."""
+        said = None if self.reward is None else self.reward.compute_scores(samples)
+        return self._rewarded(samples, said, learns=True)
+
+    def _rewarded(self, samples: BatchFuture, said: BatchFuture | None, *, learns: bool) -> BatchFuture:
+        """
+        Args:
+            said: what reward functions say, if any are called.
+        """
+        return self.scoring.reward(samples, said, self.reward_models, self.batch, learns=learns)
 
     def _generate(
         self, prompts: BatchFuture, n: int, params: SamplingParams, **options: Any

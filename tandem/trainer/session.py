@@ -22,7 +22,7 @@ from tandem.config.trainer import RunConfig
 from tandem.errors import CheckpointError
 from tandem.observability.learning import LearningWatch
 from tandem.observability.lock import ProcessLock
-from tandem.observability.reading import Run
+from tandem.observability.reading import FORMAT, Run
 from tandem.observability.run import RunFolder, read_metrics
 from tandem.observability.sinks.base import RunInfo
 from tandem.observability.sinks.registry import Sinks
@@ -140,8 +140,8 @@ class Session:
         self.folder.log(sentence)
         self._print(sentence)
 
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        return self.timeline.phase(name)
+    def phase(self, name: str, **details: Any) -> AbstractContextManager[None]:
+        return self.timeline.phase(name, **details)
 
     def __enter__(self) -> Session:
         self.run.lock.acquire()
@@ -232,7 +232,7 @@ class Session:
         given = {event["name"] for event in before.events if event["event"] == "warning"}
         rows = [row for row in before.metrics if row["step"] <= step]
         self._watch = LearningWatch(rows, given, resolved["data"]["train_batch_size"])
-        self.folder.event("start", step=step, total_steps=self.total_steps)
+        self.folder.event("start", step=step, total_steps=self.total_steps, format=FORMAT)
         info = RunInfo(
             project=config.project_name,
             experiment=config.experiment_name,

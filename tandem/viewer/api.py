@@ -1,0 +1,300 @@
+"""What the page asks for: plain values of the runs on the shelf, by name."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tandem.errors import DataError
+from tandem.observability.reading import STEP
+from tandem.observability.sample_files import read
+from tandem.viewer.index import Part, SampleIndex
+from tandem.viewer.query import Query, Selection, ordered
+from tandem.viewer.sample import whole
+from tandem.viewer.shelf import Shelf, Viewed
+from tandem.viewer.timeline import waits
+
+EXCERPT = 300
+"""Characters of a text in a list."""
+SIDE_BY_SIDE = 4_000
+"""Characters of a text beside others."""
+POINTS = 4_000
+"""Of a curve; of a longer one every so many steps the least and the greatest are given."""
+COMMUNICATION = "perf/communication_share"
+"""A metric that is made of others, here alone."""
+SPANS = 20_000
+LOG_BYTES = 200_000
+_EXPORTED = ("step", "uid", "sample", "data_source", "prompt", "response", "score", "why", "ground_truth")
+_COLUMNS = (*_EXPORTED, "finish_reason", "prompt_tokens", "response_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class Download:
+    """A file that is made while it is sent."""
+
+    name: str
+    kind: str
+    pieces: Iterator[str]
+
+
+class Api:
+    """Answers by name.
+
+    Args:
+        shelf: the runs.
+
+    Attributes:
+        routes: a function of the address's parameters for each name.
+    """
+
+    def __init__(self, shelf: Shelf) -> None:
+        self._shelf = shelf
+        self.routes: Mapping[str, Callable[[Query], Any]] = {
+            "runs": self.runs,
+            "metrics": self._of_run(metrics),
+            "config": self._of_run(lambda view, query: view.config()),
+            "events": self._of_run(events),
+            "samples": self._of_run(samples),
+            "sample": self._of_run(sample),
+            "history": self._of_run(history),
+            "time": self._of_run(step_time),
+            "export": self.export,
+        }
+
+    def runs(self, query: Query) -> list[dict[str, Any]]:
+        """All runs, each with its state and how far it is."""
+        found = []
+        for view in self._shelf.runs():
+            with view.lock:
+                found.append(_finite(view.summary()))
+        return found
+
+    def _of_run(self, answer: Callable[[Viewed, Query], Any]) -> Callable[[Query], Any]:
+        def locked(query: Query) -> Any:
+            view = self._shelf.get(query.text("run"))
+            with view.lock:
+                return _finite(answer(view, query))
+
+        return locked
+
+    def export(self, query: Query) -> Download:
+        """The samples selected, whole, as JSON lines or CSV."""
+        view = self._shelf.get(query.text("run"))
+        with view.lock:
+            rows, _ = Selection.asked(query).matched(view.samples)
+            chosen = _by_part(view.samples, rows)
+        if query.text("format") == "csv":
+            return Download("samples.csv", "text/csv", _csv(_whole_rows(chosen)))
+        lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in _whole_rows(chosen))
+        return Download("samples.jsonl", "application/jsonl", lines)
+
+
+def metrics(view: Viewed, query: Query) -> dict[str, Any]:
+    """Curves of the metrics asked for, and the names of all there are."""
+    rows = view.run.metrics
+    for row in rows:
+        row |= _communication(row)
+    names = sorted({name for row in rows for name in row} - {STEP})
+    wanted = [name for name in query.words("names") if name in names]
+    return {
+        "names": names,
+        "curves": {
+            name: _thinned([(row[STEP], row[name]) for row in rows if name in row]) for name in wanted
+        },
+    }
+
+
+def _communication(row: Mapping[str, Any]) -> dict[str, float]:
+    """The share of a step in which roles moved data, to other roles or between their ranks."""
+    moved = [row[name] for name in row if name.startswith(("perf/collective_s/", "perf/transfer_s/"))]
+    step = row.get("timing/step", 0.0)
+    return {COMMUNICATION: math.fsum(moved) / step} if moved and step > 0 else {}
+
+
+def _thinned(curve: list[tuple[int, float]]) -> list[list[float]]:
+    """Steps and values; of too many the extremes of each stretch."""
+    points = [point for point in curve if isinstance(point[1], int | float) and math.isfinite(point[1])]
+    stride = math.ceil(2 * len(points) / POINTS)
+    if len(points) > POINTS:
+        stretches = (points[at : at + stride] for at in range(0, len(points), stride))
+        extremes = ((min(s, key=_value), max(s, key=_value)) for s in stretches)
+        points = sorted({point for pair in extremes for point in pair})
+    return [[step for step, _ in points], [float(f"{value:.6g}") for _, value in points]]
+
+
+def _value(point: tuple[int, float]) -> float:
+    return point[1]
+
+
+def events(view: Viewed, query: Query) -> dict[str, Any]:
+    """What happened in the run: starts, ends, warnings, checkpoints; what it said; what is damaged."""
+    checkpoints = [{STEP: step, **_manifest(path)} for step, path in view.run.checkpoints.items()]
+    return {
+        "events": view.run.events,
+        "checkpoints": checkpoints,
+        "log": _tail(view.run.path / "log" / "run.log"),
+        "failure": _tail(view.run.path / "log" / "failure.txt"),
+        "damage": dict(view.samples.damage),
+    }
+
+
+def _manifest(checkpoint: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(_tail(checkpoint / "manifest.json") or "null")
+        return {"digest": str(content["sha256"])[:16], "files": len(content["files"])}
+    except (ValueError, TypeError, KeyError) as error:
+        return {"digest": "", "files": 0, "damage": f"manifest.json: {error}"[:200]}
+
+
+def _tail(path: Path) -> str:
+    """The end of a file of text; "" where there is none."""
+    if not path.is_file():
+        return ""
+    with path.open("rb") as file:
+        file.seek(max(path.stat().st_size - LOG_BYTES, 0))
+        return file.read(LOG_BYTES).decode(errors="replace")
+
+
+def samples(view: Viewed, query: Query) -> dict[str, Any]:
+    """A page of the samples selected, and histograms of all of them."""
+    index = view.samples
+    rows, histograms = Selection.asked(query).matched(index)
+    first, count = query.whole("offset", 0, 10**9), query.whole("limit", 50, 200)
+    shown = ordered(
+        rows, index, query.text("sort", "order"), descending=query.text("direction", "down") == "down"
+    )[first : first + count]
+    return {
+        "total": len(index.table[STEP]),
+        "matched": len(rows),
+        "mean": float(np.nanmean(index.table["score"][rows])) if len(rows) else None,
+        "indexed": len(index.parts) + len(index.damage),
+        "files": index.files,
+        "damage": dict(index.damage),
+        "rows": _listed(index, shown, EXCERPT),
+        "histograms": {
+            name: {"edges": index.bins(name)[0], "counts": counts} for name, counts in histograms.items()
+        },
+        "sources": index.codes["source"].texts,
+        "finishes": index.codes["finish"].texts,
+    }
+
+
+def sample(view: Viewed, query: Query) -> dict[str, Any]:
+    """One sample whole, with the others of its prompt's group."""
+    part, row = _placed(view.samples, query.text("id"))
+    found = whole(view.run, part, row, query.whole("start", 0, 10**9))
+    first = int(np.searchsorted(view.samples.table["part"], view.samples.parts.index(part)))
+    group = first + np.array(found.pop("group"))
+    own = _listed(view.samples, np.array([first + row]), 0)[0]
+    return {**own, **found, "group": _listed(view.samples, group, SIDE_BY_SIDE)}
+
+
+def history(view: Viewed, query: Query) -> dict[str, Any]:
+    """What the policy answered to one prompt over the run: all scores and lengths, and as many answers as
+    one can read."""
+    rows = (view.samples.table["prompt"] == query.whole("prompt", 0, 2**31)).nonzero()[0]
+    read_ones = (
+        rows[np.unique(np.linspace(0, len(rows) - 1, min(len(rows), 60)).astype(int))] if len(rows) else rows
+    )
+    table = view.samples.table
+    return {
+        "points": [[int(table[STEP][row]), float(table["score"][row])] for row in rows[-POINTS:]],
+        "rows": _listed(view.samples, read_ones, EXCERPT),
+    }
+
+
+def _placed(index: SampleIndex, name: str) -> tuple[Part, int]:
+    """The file and the row that a sample's id, `step_000012:34`, names."""
+    stem, _, row = name.partition(":")
+    for part in index.parts:
+        if part.path.stem == stem and row.isascii() and row.isdigit() and int(row) < len(part.columns["row"]):
+            return part, int(row)
+    raise DataError("no such sample", field="id", got=name[:100], expected="step_000012:34")
+
+
+def _listed(index: SampleIndex, rows: np.ndarray, longest: int) -> list[dict[str, Any]]:
+    table, codes = index.table, index.codes
+    found = []
+    for row, response in zip(rows.tolist(), index.excerpts(rows, longest), strict=True):
+        part = index.parts[table["part"][row]]
+        prompt = int(table["prompt"][row])
+        texts = {name: codes[name].texts[table[name][row]] for name in ("source", "finish", "uid")}
+        found.append(
+            {
+                "id": f"{part.path.stem}:{table['row'][row]}",
+                STEP: int(table[STEP][row]),
+                "val": bool(table["val"][row]),
+                "score": float(table["score"][row]),
+                "length": int(table["length"][row]),
+                "prompt": prompt,
+                "asked": codes["prompt"].texts[prompt][:EXCERPT],
+                "response": response,
+                **texts,
+            }
+        )
+    return found
+
+
+def _by_part(index: SampleIndex, rows: np.ndarray) -> list[tuple[Part, set[int]]]:
+    parts, within = index.table["part"][rows], index.table["row"][rows]
+    return [(index.parts[number], set(within[parts == number].tolist())) for number in np.unique(parts)]
+
+
+def _whole_rows(chosen: list[tuple[Part, set[int]]]) -> Iterator[dict[str, Any]]:
+    for part, rows in chosen:
+        step = int(part.columns[STEP][0])
+        for number, row in enumerate(read(part.path, tokens=False)):
+            if number in rows:
+                yield {STEP: step, **row}
+
+
+def _csv(rows: Iterator[dict[str, Any]]) -> Iterator[str]:
+    for row in ({name: name for name in _COLUMNS}, *rows):
+        line = io.StringIO()
+        csv.DictWriter(line, _COLUMNS, extrasaction="ignore").writerow(row)
+        yield line.getvalue()
+
+
+def step_time(view: Viewed, query: Query) -> dict[str, Any]:
+    """The phases of one step, the last one unless it is told, and what waited for what."""
+    view.phases.look()
+    steps = view.phases.steps
+    if not steps:
+        return {"steps": [], STEP: None}
+    number = query.whole(STEP, steps[-1], 10**9)
+    if number not in steps:
+        raise DataError(
+            "no such step in the timeline", field=STEP, got=number, expected=f"{steps[0]} … {steps[-1]}"
+        )
+    start, end, spans = view.phases.step(number)
+    table = view.samples.table
+    lengths = table["length"][(table[STEP] == number) & ~table["val"].astype(bool)]
+    return {
+        "steps": steps,
+        STEP: number,
+        "seconds": end - start,
+        "spans": [[s.track, s.name, s.start - start, s.end - start, s.depth] for s in spans[:SPANS]],
+        "left_out": max(len(spans) - SPANS, 0),
+        "waits": [
+            {**wait, "start": wait["start"] - start, "end": wait["end"] - start}
+            for wait in waits(spans, start, end)[:40]
+        ],
+        "lengths": sorted(lengths.tolist()),
+    }
+
+
+def _finite(found: Any) -> Any:
+    """The same with None for what JSON has no number for."""
+    if isinstance(found, float):
+        return found if math.isfinite(found) else None
+    if isinstance(found, dict):
+        return {str(name): _finite(value) for name, value in found.items()}
+    return [_finite(value) for value in found] if isinstance(found, list | tuple) else found

@@ -1,0 +1,263 @@
+"""An index of all samples of a run, which grows with it: numbers as columns, texts as Arrow holds them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from tandem.observability.sample_files import conversation
+
+TEXT_BYTES = 1 << 30
+"""Of responses kept in memory. Those of later files are read again for each search."""
+BINS = 40
+"""Of a histogram."""
+FILE = re.compile(r"step_(\d{1,9})(_val\d*)?\.parquet")
+_NEEDED = ("scores", "response_text", "response_mask")
+_READ = (*_NEEDED, "messages", "uid", "data_source", "finish_reason")
+Columns = Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One file of samples, read.
+
+    Attributes:
+        path: the file.
+        stamp: its time and size, which tell whether it was written again.
+        columns: an entry for each sample: `step`, `val`, `row` (within the file), `score`, `length` (of the
+            response, tokens), and `source`, `finish`, `prompt`, `uid` as codes.
+        texts: the responses; None: they are not kept.
+    """
+
+    path: Path
+    stamp: tuple[int, int]
+    columns: Columns
+    texts: pa.Array | None
+
+
+class Codes:
+    """Texts and their numbers, in order of first appearance."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self._numbers: dict[str, int] = {}
+
+    def of(self, text: str) -> int:
+        number = self._numbers.setdefault(text, len(self.texts))
+        if number == len(self.texts):
+            self.texts.append(text)
+        return number
+
+
+class SampleIndex:
+    """Reads each file of samples once, and again when it was written anew.
+
+    Args:
+        folder: the run's `samples`; it may come later.
+
+    Attributes:
+        parts: the files read, in the order of their names.
+        damage: what is wrong with those that cannot be read, by the file's name.
+        files: how many there are.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.parts: list[Part] = []
+        self.damage: dict[str, str] = {}
+        self.files = 0
+        self.codes = {name: Codes() for name in ("source", "finish", "prompt", "uid")}
+        self._stamps: dict[str, tuple[int, int]] = {}  # of all files looked at, damaged ones too
+        self._table: Columns | None = None
+        self._bins: dict[str, tuple[list[float], np.ndarray]] = {}
+        self._found: tuple[str, dict[str, np.ndarray]] = ("", {})
+
+    def pending(self) -> list[Path]:
+        """The files that are to be read; those that are gone are forgotten."""
+        self.damage.pop(self._folder.name, None)
+        try:
+            paths = sorted(self._folder.iterdir()) if self._folder.is_dir() else []
+            there = {path.name: path for path in paths if FILE.fullmatch(path.name) and path.is_file()}
+        except OSError as error:
+            self.damage[self._folder.name] = str(error)
+            return []
+        self.files = len(there)
+        for name in self._stamps.keys() - there.keys():
+            self._forget(name)
+        return [path for name, path in there.items() if self._stamps.get(name) != _stamp(path)]
+
+    def read(self, path: Path) -> None:
+        """Takes in one file; says in `damage` what is wrong with it."""
+        self._forget(path.name)
+        try:
+            stamp = self._stamps[path.name] = _stamp(path)
+            kept = sum(part.texts.nbytes for part in self.parts if part.texts is not None)
+            part = self._part(path, stamp, keep=kept < TEXT_BYTES)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, pa.ArrowException) as error:
+            self.damage[path.name] = f"{type(error).__name__}: {error}"[:300]
+            return
+        self.parts.append(part)
+        self.parts.sort(key=lambda each: each.path.name)
+        self._table = None
+
+    def _forget(self, name: str) -> None:
+        self.parts = [part for part in self.parts if part.path.name != name]
+        self._stamps.pop(name, None)
+        self.damage.pop(name, None)
+        self._found[1].pop(name, None)
+        self._table = None
+
+    def _part(self, path: Path, stamp: tuple[int, int], *, keep: bool) -> Part:
+        with pq.ParquetFile(path) as file:
+            there = file.schema_arrow.names
+            missing = [name for name in _NEEDED if name not in there]
+            if missing:
+                raise ValueError(f"no samples of this version: the file has no {', '.join(missing)}")
+            table = file.read(columns=[name for name in _READ if name in there]).combine_chunks()
+        table.validate(full=True)
+        name = FILE.fullmatch(path.name)
+        assert name is not None
+        count = len(table)
+        uid, first = self._uids(table)
+        columns = {
+            "step": np.full(count, int(name[1]), np.int32),
+            "val": np.full(count, name[2] is not None),
+            "row": np.arange(count, dtype=np.int32),
+            "score": _column(table, "scores").cast(pa.float32()).to_numpy(zero_copy_only=False),
+            "length": _lengths(_column(table, "response_mask")),
+            "source": self._coded("source", table, "data_source"),
+            "finish": self._coded("finish", table, "finish_reason"),
+            "prompt": self._prompts(table, first)[uid] if count else uid,
+            "uid": self._coded("uid", table, "uid"),
+        }
+        texts = _column(table, "response_text").cast(pa.large_string()) if keep else None
+        return Part(path, stamp, columns, texts)
+
+    def _uids(self, table: pa.Table) -> tuple[np.ndarray, np.ndarray]:
+        """For each sample the number of its prompt within the file, and of each prompt the first sample."""
+        if "uid" not in table.column_names:
+            rows = np.arange(len(table))
+            return rows, rows
+        _, first, number = np.unique(
+            _column(table, "uid").dictionary_encode().indices.fill_null(-1).to_numpy(zero_copy_only=False),
+            return_index=True,
+            return_inverse=True,
+        )
+        return number, first
+
+    def _prompts(self, table: pa.Table, first: np.ndarray) -> np.ndarray:
+        """The code of each prompt of the file: one prompt has one code in the whole run."""
+        if "messages" not in table.column_names:
+            return np.full(len(first), self.codes["prompt"].of(""), np.int32)
+        messages = _column(table, "messages").take(pa.array(first)).to_pylist()
+        return np.array([self.codes["prompt"].of(conversation(each)) for each in messages], np.int32)
+
+    def _coded(self, code: str, table: pa.Table, name: str) -> np.ndarray:
+        if name not in table.column_names:
+            return np.full(len(table), self.codes[code].of(""), np.int32)
+        coded = _column(table, name).cast(pa.string()).fill_null("").dictionary_encode()
+        numbers = np.array([self.codes[code].of(text) for text in coded.dictionary.to_pylist()], np.int32)
+        return numbers[coded.indices.to_numpy(zero_copy_only=False)] if len(table) else numbers
+
+    @property
+    def table(self) -> Columns:
+        """All samples, in the order of the files; `part` is the number among `parts`."""
+        if self._table is None:
+            parts = [
+                {**part.columns, "part": np.full(len(part.columns["row"]), number, np.int32)}
+                for number, part in enumerate(self.parts)
+            ]
+            names = parts[0] if parts else ("step", "val", "row", "score", "length", *self.codes, "part")
+            self._bins = {}
+            self._table = {
+                name: np.concatenate([part[name] for part in parts]) if parts else np.zeros(0, np.int32)
+                for name in names
+            }
+        return self._table
+
+    def bins(self, name: str) -> tuple[list[float], np.ndarray]:
+        """The edges of a histogram of a column over all samples, and for each sample its bin; one more, the
+        last, is for what is not finite."""
+        if self._table is None or name not in self._bins:
+            values = self.table[name].astype(np.float64)
+            finite = np.isfinite(values)
+            low, high = (values[finite].min(), values[finite].max()) if finite.any() else (0.0, 0.0)
+            whole = self.table[name].dtype.kind == "i"
+            width = math.ceil((high - low + 1) / BINS) if whole else (high - low) / BINS or 1.0
+            count = math.ceil((high - low + 1) / width) if whole else BINS
+            places = np.minimum((np.where(finite, values, low) - low) // width, count - 1)
+            edges = [low + width * number for number in range(count + 1)]
+            self._bins[name] = edges, np.where(finite, places, count).astype(np.uint8)
+        return self._bins[name]
+
+    def containing(self, text: str) -> np.ndarray:
+        """Which samples have a text in their prompt or response, upper case and lower case alike. Of the last
+        text asked for, only files that are new are searched."""
+        if text != self._found[0]:
+            self._found = (text, {})
+        known = self._found[1]
+        prompts = _contain(pa.array(self.codes["prompt"].texts, pa.large_string()), text)
+        for part in self.parts:
+            if part.path.name not in known:
+                known[part.path.name] = _contain(self.responses(part), text)
+        empty = np.zeros(0, bool)
+        responses = np.concatenate([empty, *(known[part.path.name] for part in self.parts)])
+        asked = prompts[self.table["prompt"]] if len(prompts) else empty
+        either: np.ndarray = responses | asked
+        return either
+
+    def responses(self, part: Part) -> pa.Array:
+        """The responses of a file."""
+        if part.texts is not None:
+            return part.texts
+        table = pq.read_table(part.path, columns=["response_text"])
+        return _column(table, "response_text").cast(pa.large_string())
+
+    def excerpts(self, rows: np.ndarray, longest: int) -> list[str]:
+        """The first characters of responses.
+
+        Args:
+            rows: numbers within `table`.
+        """
+        starts = [0, *accumulate(len(part.columns["row"]) for part in self.parts)]
+        held = {
+            number: self.responses(self.parts[number]) for number in set(self.table["part"][rows].tolist())
+        }
+        found = []
+        for row, number in zip(rows.tolist(), self.table["part"][rows].tolist(), strict=True):
+            value = held[number][row - starts[number]].as_buffer()
+            start = b"" if value is None else value.slice(0, min(len(value), 4 * longest)).to_pybytes()
+            found.append(start.decode(errors="ignore")[:longest])
+        return found
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_mtime_ns, status.st_size
+
+
+def _column(table: pa.Table, name: str) -> pa.Array:
+    return pa.concat_arrays(table[name].chunks) if table[name].num_chunks else pa.array([], table[name].type)
+
+
+def _lengths(mask: pa.Array) -> np.ndarray:
+    """How many tokens of each sample the policy wrote."""
+    written = np.concatenate([[0], np.cumsum(mask.values.to_numpy(zero_copy_only=False).astype(np.int64))])
+    offsets = mask.offsets.to_numpy()
+    lengths: np.ndarray = (written[offsets[1:]] - written[offsets[:-1]]).astype(np.int32)
+    return lengths
+
+
+def _contain(texts: pa.Array, text: str) -> np.ndarray:
+    matches = pc.match_substring(texts, text, ignore_case=True).fill_null(False)
+    found: np.ndarray = matches.to_numpy(zero_copy_only=False)
+    return found

@@ -1,0 +1,151 @@
+"""A server for one user on this machine: loopback alone, a token in its address, nothing but GET."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterable
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from typing import Any
+from urllib.parse import urlsplit
+
+from tandem.errors import TandemError
+from tandem.observability.terminal import warn
+from tandem.viewer.api import Api, Download
+from tandem.viewer.query import Query
+
+LOOPBACK = "127.0.0.1"
+_HOSTS = (LOOPBACK, "localhost", "[::1]")
+_KINDS = {
+    "html": "text/html",
+    "css": "text/css",
+    "js": "text/javascript",
+    "mjs": "text/javascript",
+    "svg": "image/svg+xml",
+}
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+
+class Server(ThreadingHTTPServer):
+    """Serves the page and what it asks for, until closed.
+
+    Args:
+        api: what answers.
+        port: 0: a free one.
+
+    Attributes:
+        url: the page's address, with the token.
+
+    Raises:
+        OSError: the port is taken.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, api: Api, port: int = 0) -> None:
+        super().__init__((LOOPBACK, port), Handler)
+        self.api = api
+        self.token = secrets.token_urlsafe(24)
+        self.files = dict(_files(files("tandem.viewer") / "static"))
+        self.url = f"http://{LOOPBACK}:{self.server_port}/{self.token}/"
+
+
+def _files(folder: Traversable, prefix: str = "") -> Iterable[tuple[str, bytes]]:
+    """All files that the page is made of: no address is ever turned into a path."""
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            yield from _files(entry, f"{prefix}{entry.name}/")
+        else:
+            yield f"{prefix}{entry.name}", entry.read_bytes()
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers one connection."""
+
+    server: Server
+    protocol_version = "HTTP/1.1"
+    server_version, sys_version = "tandem", ""
+    timeout = 60
+
+    def do_GET(self) -> None:
+        if self._host() not in _HOSTS:  # another site's name that leads here
+            self._refuse(HTTPStatus.FORBIDDEN, f"the page is at {LOOPBACK} and localhost alone")
+            return
+        parts = urlsplit(self.path)
+        token, _, name = parts.path.removeprefix("/").partition("/")
+        if not secrets.compare_digest(token.encode(), self.server.token.encode()):
+            self._refuse(HTTPStatus.FORBIDDEN, "the address lacks its token; `tandem view` prints it whole")
+        elif name.startswith("api/"):
+            self._answer(name.removeprefix("api/"), parts.query)
+        elif (content := self.server.files.get(name or "index.html")) is not None:
+            kind = _KINDS.get((name or ".html").rpartition(".")[2], "text/plain")
+            self._send(HTTPStatus.OK, f"{kind}; charset=utf-8", content)
+        else:
+            self._refuse(HTTPStatus.NOT_FOUND, "no such page")
+
+    def _host(self) -> str:
+        host = self.headers.get("Host", "")
+        return host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
+
+    def _answer(self, name: str, query: str) -> None:
+        route = self.server.api.routes.get(name)
+        if route is None:
+            self._refuse(HTTPStatus.NOT_FOUND, "no such page")
+            return
+        try:
+            found = route(Query(query))
+            if isinstance(found, Download):
+                self._download(found)
+            else:
+                self._send_json(HTTPStatus.OK, found)
+        except ConnectionError:  # the reader has gone
+            self.close_connection = True
+        except TandemError as error:
+            self._refuse(HTTPStatus.BAD_REQUEST, str(error))
+        except Exception as error:  # a folder may hold anything: said, and the server goes on
+            warn(f"{name}: {type(error).__name__}: {error}")
+            self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, f"{type(error).__name__}: {error}"[:1000])
+
+    def _download(self, found: Download) -> None:
+        self._head(HTTPStatus.OK, f"{found.kind}; charset=utf-8")
+        self.send_header("Content-Disposition", f'attachment; filename="{found.name}"')
+        self.send_header("Connection", "close")
+        self.end_headers()
+        self.close_connection = True
+        try:
+            for piece in found.pieces:
+                self.wfile.write(piece.encode(errors="backslashreplace"))
+        except (TandemError, OSError, ValueError) as error:  # too late for a status: the file ends early
+            warn(f"export: {error}")
+
+    def _refuse(self, status: HTTPStatus, why: str) -> None:
+        self._send_json(status, {"error": why})
+
+    def _send_json(self, status: HTTPStatus, found: Any) -> None:
+        self._send(status, "application/json", json.dumps(found, allow_nan=False).encode())
+
+    def _send(self, status: HTTPStatus, kind: str, content: bytes) -> None:
+        self._head(status, kind)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def _head(self, status: HTTPStatus, kind: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        for header, value in _HEADERS.items():
+            self.send_header(header, value)
+
+    def log_message(self, *_: object) -> None:
+        """Says nothing of each request."""

@@ -1,0 +1,134 @@
+"""The runs that the page shows, found anew as they come, each read on as it grows."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from tandem.errors import DataError, TandemError
+from tandem.observability.reading import Run, find_runs, flat
+from tandem.viewer.index import SampleIndex
+from tandem.viewer.timeline import Phases
+
+LOOK_S = 1.0
+"""Between two looks for new files of samples."""
+SEARCH_S = 5.0
+"""Between two searches for new runs."""
+KEYS = 10_000
+"""Of a config; one with more is refused, since aliases in YAML can make a small file endless."""
+
+
+class Viewed:
+    """A run under one lock: what reads it is not made for several threads."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.name = str(run.path)
+        self.lock = threading.RLock()
+        self.samples = SampleIndex(run.path / "samples")
+        self.phases = Phases(run.path / "timeline.json")
+
+    def read_on(self, stopped: Callable[[], bool]) -> None:
+        """Takes new files of samples into the index; others may read between two."""
+        with self.lock:
+            pending = self.samples.pending()
+        for path in pending:
+            if stopped():
+                return
+            with self.lock:
+                self.samples.read(path)
+
+    def config(self) -> dict[str, Any]:
+        """The config by dotted keys."""
+        keys = dict(islice(flat(self.run.config), KEYS + 1))
+        if len(keys) > KEYS:
+            raise DataError("more keys than a config has", field=str(self.run.path / "config.yaml"))
+        return keys
+
+    def summary(self) -> dict[str, Any]:
+        """What the list of runs shows; `stamp` changes when there is something new to show."""
+        run, facts = self.run, {"run": self.name, "files": self.samples.files}
+        indexed = len(self.samples.parts) + len(self.samples.damage)
+        try:
+            events = run.events
+            curve = run.curve(run.metric) if run.metric else []
+            return facts | {
+                "state": run.state,
+                "steps": run.steps,
+                "total": run.total_steps,
+                "metric": run.metric,
+                "last": curve[-1][1] if curve else None,
+                "algorithm": run.setting("algorithm.adv_estimator"),
+                "indexed": indexed,
+                "stamp": [len(run.curve("step")), len(events), indexed, len(run.checkpoints)],
+            }
+        except (TandemError, OSError, ValueError, TypeError, AttributeError) as error:
+            return facts | {
+                "state": "unreadable",
+                "error": str(error),
+                "indexed": indexed,
+                "stamp": [indexed],
+            }
+
+
+class Shelf:
+    """All runs under some folders.
+
+    Args:
+        folders: run folders, or folders with runs somewhere below.
+
+    Raises:
+        DataError: one is not there.
+    """
+
+    def __init__(self, folders: Iterable[Path]) -> None:
+        self._folders = list(folders)
+        for folder in self._folders:
+            if not folder.is_dir():
+                raise DataError(
+                    "no such folder", field=str(folder), remedy="name a run folder, or one with runs in it"
+                )
+        self._found: dict[str, Viewed] = {}
+        self._searched = -SEARCH_S
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._reader = threading.Thread(target=self._read_on, name="samples", daemon=True)
+
+    def __enter__(self) -> Shelf:
+        self._reader.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._reader.join()
+
+    def runs(self) -> list[Viewed]:
+        """The runs there are now, by name."""
+        with self._lock:
+            if time.monotonic() - self._searched > SEARCH_S:
+                there = {str(run.path): run for folder in self._folders for run in find_runs(folder)}
+                self._found = {name: self._found.get(name) or Viewed(there[name]) for name in sorted(there)}
+                self._searched = time.monotonic()
+            return list(self._found.values())
+
+    def get(self, name: str) -> Viewed:
+        """A run by its name.
+
+        Raises:
+            DataError: there is none of that name.
+        """
+        runs = {view.name: view for view in self.runs()}
+        if name not in runs:
+            raise DataError("no such run is shown", field="run", got=name, expected=", ".join(runs)[:500])
+        return runs[name]
+
+    def _read_on(self) -> None:
+        while True:
+            for view in self.runs():
+                view.read_on(self._stop.is_set)
+            if self._stop.wait(LOOK_S):
+                return
