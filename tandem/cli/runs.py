@@ -16,7 +16,8 @@ from rich.table import Table
 from tandem.cli.pruning import Doomed, doomed, remove
 from tandem.cli.typed import run_typed
 from tandem.errors import ConfigError, TandemError
-from tandem.observability.reading import METRICS, Run, find_runs, flat
+from tandem.observability.config_file import flat
+from tandem.observability.reading import METRICS, Run, find_runs
 from tandem.observability.sinks.console import duration
 from tandem.observability.terminal import plain_console, printable, say
 

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import fcntl
 import os
+import stat
 from pathlib import Path
 from typing import BinaryIO
 
+from tandem.errors import DataError
 from tandem.observability.lock import NO_LOCKS_HERE
+
+
+def opened(path: Path) -> BinaryIO:
+    """A file, to be read. A pipe in its place, for which one would wait without end, is refused."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise DataError("is no regular file", field=str(path))
+    return path.open("rb")
 
 
 def replace_file(path: Path, content: bytes) -> None:

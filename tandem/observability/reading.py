@@ -7,16 +7,15 @@ import json
 import math
 import os
 import re
-import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
-
-import yaml
+from typing import Any, Literal
 
 from tandem.errors import DataError
+from tandem.observability.config_file import read_config
+from tandem.observability.files import opened
 from tandem.observability.lock import is_held
 
 State = Literal["running", "finished", "interrupted", "failed", "empty"]
@@ -33,7 +32,6 @@ METRICS: Mapping[str, Literal["max", "min"]] = {
 _TIMED = ("timing/step", "timing/testing", "timing/save_checkpoint")
 _SAMPLES = re.compile(r"step_(\d+)(_val\d*)?\.parquet")
 _CHECKPOINT = re.compile(r"step_(\d{6,})")
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _TAIL = 64
 
 
@@ -91,12 +89,10 @@ class Run:
         try:
             written = file.stat().st_mtime_ns
             if written != self._config_written:
-                self._config = dict(yaml.load(_opened(file).read(), _LOADER))
+                self._config = read_config(file)
                 self._config_written = written
         except FileNotFoundError:
             return {}
-        except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
-            raise DataError("is no config", field=str(file), got=str(error)[:200]) from error
         return self._config
 
     def setting(self, key: str) -> Any:
@@ -311,7 +307,7 @@ class GrowingLines:
             DataError: a whole line is not such an object.
         """
         try:
-            file = _opened(self._path)
+            file = opened(self._path)
         except FileNotFoundError:
             self._forget()
             return []
@@ -322,8 +318,8 @@ class GrowingLines:
                 file.seek(0)
             new = file.read()
         new = new[: new.rfind(b"\n") + 1]
-        for line in new.splitlines():
-            self._found.append(self._parsed(line))
+        lines = enumerate(new.splitlines(), len(self._found) + 1)
+        self._found += [self._parsed(line, number) for number, line in lines]
         self._read += len(new)
         self._tail = (self._tail + new)[-_TAIL:]
         return list(self._found)
@@ -331,36 +327,20 @@ class GrowingLines:
     def _forget(self) -> None:
         self._read, self._tail, self._found = 0, b"", []
 
-    def _parsed(self, line: bytes) -> dict[str, Any]:
+    def _parsed(self, line: bytes, number: int) -> dict[str, Any]:
         try:
             found: dict[str, Any] = json.loads(line)
             if not isinstance(found[self._key], self._kind):
                 raise TypeError(f"{self._key} is not of type {self._kind.__name__}")
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise DataError(
-                f"line {len(self._found) + 1} is not what this file holds",
+                f"line {number} is not what this file holds",
                 field=str(self._path),
                 got=line[:80].decode(errors="replace"),
                 expected=f'{{"{self._key}": …, …}}',
                 remedy="remove that line",
             ) from error
         return found
-
-
-def _opened(path: Path) -> BinaryIO:
-    """The file, opened without waiting: a pipe in its place would never end."""
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise DataError("is no regular file", field=str(path))
-    return path.open("rb")
-
-
-def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The dotted keys of a nested config and their values, in its order."""
-    for name, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def is_run(folder: Path) -> bool:

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from tandem.errors import DataError
+from tandem.errors import DataError, TandemError
 from tandem.observability.reading import STEP
 from tandem.observability.sample_files import read
-from tandem.viewer.index import Part, SampleIndex
+from tandem.viewer.index import UNREADABLE, Part, SampleIndex
 from tandem.viewer.query import Query, Selection, ordered
 from tandem.viewer.sample import whole
 from tandem.viewer.shelf import Shelf, Viewed
@@ -26,6 +26,8 @@ EXCERPT = 300
 """Characters of a text in a list."""
 SIDE_BY_SIDE = 4_000
 """Characters of a text beside others."""
+LARGEST = 1e300
+"""Of a value that is drawn; nothing that is measured is beyond."""
 POINTS = 4_000
 """Of a curve; of a longer one every so many steps the least and the greatest are given."""
 COMMUNICATION = "perf/communication_share"
@@ -81,7 +83,12 @@ class Api:
         def locked(query: Query) -> Any:
             view = self._shelf.get(query.text("run"))
             with view.lock:
-                return _finite(answer(view, query))
+                try:
+                    return _finite(answer(view, query))
+                except TandemError:
+                    raise
+                except UNREADABLE as error:
+                    raise DataError(f"{type(error).__name__}: {error}"[:1000], field=view.name) from error
 
         return locked
 
@@ -121,7 +128,7 @@ def _communication(row: Mapping[str, Any]) -> dict[str, float]:
 
 def _thinned(curve: list[tuple[int, float]]) -> list[list[float]]:
     """Steps and values; of too many the extremes of each stretch."""
-    points = [point for point in curve if isinstance(point[1], int | float) and math.isfinite(point[1])]
+    points = [point for point in curve if isinstance(point[1], int | float) and abs(point[1]) < LARGEST]
     stride = math.ceil(2 * len(points) / POINTS)
     if len(points) > POINTS:
         stretches = (points[at : at + stride] for at in range(0, len(points), stride))

@@ -18,6 +18,8 @@ from tandem.observability.sample_files import conversation
 
 TEXT_BYTES = 1 << 30
 """Of responses kept in memory. Those of later files are read again for each search."""
+UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, pa.ArrowException)
+"""What reading a damaged file raises, beside a `TandemError`."""
 BINS = 40
 """Of a histogram."""
 FILE = re.compile(r"step_(\d{1,9})(_val\d*)?\.parquet")
@@ -102,7 +104,7 @@ class SampleIndex:
             stamp = self._stamps[path.name] = _stamp(path)
             kept = sum(part.texts.nbytes for part in self.parts if part.texts is not None)
             part = self._part(path, stamp, keep=kept < TEXT_BYTES)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, pa.ArrowException) as error:
+        except UNREADABLE as error:
             self.damage[path.name] = f"{type(error).__name__}: {error}"[:300]
             return
         self.parts.append(part)

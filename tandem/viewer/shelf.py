@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from tandem.errors import DataError, TandemError
-from tandem.observability.reading import Run, find_runs, flat
-from tandem.viewer.index import SampleIndex
+from tandem.observability.config_file import flat
+from tandem.observability.reading import Run, find_runs
+from tandem.viewer.index import UNREADABLE, SampleIndex
 from tandem.viewer.timeline import Phases
 
 LOOK_S = 1.0
@@ -66,7 +67,7 @@ class Viewed:
                 "indexed": indexed,
                 "stamp": [len(run.curve("step")), len(events), indexed, len(run.checkpoints)],
             }
-        except (TandemError, OSError, ValueError, TypeError, AttributeError) as error:
+        except (TandemError, *UNREADABLE) as error:
             return facts | {
                 "state": "unreadable",
                 "error": str(error),

@@ -115,8 +115,9 @@ export function Chart({ title, curves, marks = [], log = false, theme, onZoom, z
       read.current.textContent = [`step ${plot.data[0][at]}`, ...values, ...(near.get(plot.data[0][at]) || [])].join(" · ");
     };
     const plot = new uPlot(options(box.current, { log, marks, theme, curves: usable, onZoom, points, zoom }, legend), data, box.current);
-    const resized = new ResizeObserver(() => plot.setSize({ width: Math.max(box.current.clientWidth, 80), height: box.current.clientHeight }));
-    resized.observe(box.current);
+    const held = box.current; // the observer may speak once more when the chart is gone
+    const resized = new ResizeObserver(() => plot.setSize({ width: Math.max(held.clientWidth, 80), height: held.clientHeight }));
+    resized.observe(held);
     return () => {
       resized.disconnect();
       plot.destroy();

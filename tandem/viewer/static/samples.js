@@ -63,7 +63,7 @@ function Row({ row, params, low, high, at, focus }) {
   useEffect(() => {
     if (focus) own.current?.focus();
   }, [focus]);
-  const open = address("sample", changed(params, { id: row.id, at }));
+  const open = address("sample", changed(params, { id: row.id }));
   return html`<tr key=${row.id}>
     <td class="n">${row.step}${row.val ? html` <small>val</small>` : ""}</td>
     <td><${Score} value=${row.score} low=${low} high=${high} /></td>
@@ -101,7 +101,7 @@ export function Samples({ runs, route }) {
   const { params } = route;
   const run = runs[0];
   const offset = Number(params.get("offset") || 0);
-  const set = (changes) => go("samples", changed(params, { offset: null, at: null, ...changes }), { replace: true });
+  const set = (changes) => go("samples", changed(params, { offset: null, ...changes }), { replace: true });
   const chosen = selection(params, run.run);
   const { data, error, stale } = useAnswer(
     "samples",

@@ -1,0 +1,45 @@
+"""The resolved config in a run folder, read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tandem.errors import DataError
+from tandem.observability.files import opened
+
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_DEEPEST = 100
+"""The C loader ends the process where a file is nested without end."""
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A config as nested plain values.
+
+    Raises:
+        FileNotFoundError: there is none.
+        DataError: the file is no config.
+    """
+    with opened(path) as file:
+        text = file.read()
+    try:
+        depth = 0
+        for event in yaml.parse(text, _LOADER):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > _DEEPEST:
+                raise ValueError(f"nested deeper than {_DEEPEST}")
+        return dict(yaml.load(text, _LOADER))
+    except (yaml.YAMLError, ValueError, TypeError) as error:
+        raise DataError("is no config", field=str(path), got=str(error)[:200]) from error
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The dotted keys of a nested config and their values, in its order."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

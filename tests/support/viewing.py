@@ -1,0 +1,185 @@
+"""A run with something for every page of `tandem view`, and a client of its server."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode, urlsplit
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from tandem.observability.run import RunFolder
+from tandem.protocol import Ragged
+from tandem.viewer.api import Api
+from tandem.viewer.server import Server
+from tandem.viewer.shelf import Shelf
+
+STEPS, PROMPTS, GROUP = 6, 2, 4
+WORDS = ["<pad>", "what", "is", "the", "answer", "seven", "eight", "call", "result", "end"]
+TOKENS = [1, 2, 5, 4, 7, 8, 5, 9]
+"""A prompt of two tokens, then a response in whose middle a tool wrote one token (`result`)."""
+MASK = [False, False, True, True, True, False, True, True]
+START = 1_700_000_000.0
+
+
+def write_viewed(path: Path, *, steps: int = STEPS, model: Path | None = None) -> Path:
+    """A finished run of `steps` steps, eight samples each, in which all scores of step s are s / 10 for the
+    first prompt and 1 for the second."""
+    folder = RunFolder(path)
+    tokenizer = model or path / "model"
+    tokenizer.mkdir(exist_ok=True)
+    words = Tokenizer(WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<pad>"))
+    words.save(str(tokenizer / "tokenizer.json"))
+    folder.write_config(
+        f"actor_rollout_ref: {{model: {{path: {tokenizer}}}}}\nalgorithm: {{adv_estimator: grpo}}\n"
+        "trainer: {samples_freq: 1}\n"
+    )
+    folder.event("start", step=0, total_steps=steps, format=1)
+    for step in range(1, steps + 1):
+        write_viewed_step(folder, step)
+    folder.event("warning", name="entropy_collapsed", step=4, text="the entropy has fallen")
+    folder.event("start", step=4, total_steps=steps, format=1)
+    folder.event("end", how="finished")
+    folder.log("The rollout's log-probs differ from training's: stale weights. Remedy: bring the weights.")
+    folder.log("saved it")
+    checkpoint = path / "checkpoints" / "step_000004"
+    checkpoint.mkdir(parents=True)
+    manifest = {"format": 1, "step": 4, "files": {"a": {}, "b": {}}, "sha256": "0123456789abcdef" * 4}
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    _write_timeline(folder.timeline_file, steps)
+    return path
+
+
+def write_viewed_step(folder: RunFolder, step: int) -> None:
+    folder.log_metrics(
+        step,
+        {
+            "reward/mean": step / 10,
+            "actor/entropy": 1 / step,
+            "timing/step": 2.0,
+            "perf/collective_s/actor": 0.25,
+            "perf/transfer_s/actor": 0.25,
+            "perf/transfer_bytes/actor": 2e6,
+            "perf/busy_share/actor": 0.5,
+            "rollout/log_prob_diff_mean": 1e-3,
+            "rollout/log_prob_diff_limit": 1e-4,
+            "rollout/version_lag": 0.0,
+        },
+    )
+    folder.write_samples(step, sample_table(step))
+
+
+def sample_table(step: int, responses: list[str] | None = None) -> dict[str, Any]:
+    count = PROMPTS * GROUP
+    prompts = [number // GROUP for number in range(count)]
+
+    def ragged(values: list[float], dtype: torch.dtype) -> Ragged:
+        return Ragged.from_list([values] * count, dtype)
+
+    log_probs = [-0.1 * number for number in range(len(TOKENS))]
+    return {
+        "tokens": ragged(TOKENS, torch.int64),
+        "response_mask": ragged(MASK, torch.bool),
+        "rollout_log_probs": ragged(log_probs, torch.float32),
+        "old_log_probs": ragged([value + 0.5 for value in log_probs], torch.float32),
+        "advantages": ragged([0, 0, 1.5, -1.5, 0.5, 0, float("nan"), 2], torch.float32),
+        "policy_version": ragged([0, 0, *[step] * 6], torch.int32),
+        "scores": torch.tensor([step / 10 if prompt == 0 else 1.0 for prompt in prompts]),
+        "uid": np.array([f"{step}-{prompt}" for prompt in prompts], dtype=object),
+        "sample": [number % GROUP for number in range(count)],
+        "messages": [[{"role": "user", "content": f"what is {prompt}"}] for prompt in prompts],
+        "response_text": responses or [f"Answer {number} of step {step}" for number in range(count)],
+        "reward_extra": [{"acc": 0.25}] * count,
+        "reward_why": ["answer 7, expected 8"] * count,
+        "ground_truth": ["8"] * count,
+        "data_source": ["sums" if prompt == 0 else "words" for prompt in prompts],
+        "finish_reason": ["stop" if number % 2 else "length" for number in range(count)],
+    }
+
+
+def _write_timeline(path: Path, steps: int) -> None:
+    """Of each step: two seconds, in which rank 0 generates for 0.5 s, rank 1 for 1 s, then both update."""
+    tracks = {"controller": 1, "actor rank 0": 2, "actor rank 1": 3}
+    lines = [
+        {"name": "thread_name", "ph": "M", "args": {"name": name}, "pid": 1, "tid": tid}
+        for name, tid in tracks.items()
+    ]
+    for step in range(1, steps + 1):
+        at = START + 3 * step
+        spans = [
+            ("actor rank 0", "gen", 0.0, 0.5),
+            ("actor rank 1", "gen", 0.0, 1.0),
+            ("actor rank 0", "update_actor", 1.0, 2.0),
+            ("actor rank 1", "update_actor", 1.0, 2.0),
+            ("controller", "step", 0.0, 2.0),
+        ]
+        for track, name, start, end in spans:
+            more = {"step": step} if name == "step" else {}
+            for kind, when, args in (("B", start, more), ("E", end, {})):
+                lines.append(
+                    {"name": name, "ph": kind, "ts": (at + when) * 1e6, "args": args, "pid": 1}
+                    | {"tid": tracks[track]}
+                )
+    path.write_text("[\n" + "".join(json.dumps(line) + ",\n" for line in lines))
+
+
+class Client:
+    """Asks a viewer's server, as the page does."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self.url = server.url
+        self.path = urlsplit(server.url).path
+
+    def get(self, path: str, *, method: str = "GET", host: str = "", whole: bool = False) -> tuple[int, Any]:
+        """The status and the body, with its headers where they are wanted.
+
+        Args:
+            path: below the token's, or from the root where it begins with "/".
+        """
+        connection = HTTPConnection("127.0.0.1", self.server.server_port, timeout=60)
+        target = path if path.startswith("/") else self.path + path
+        connection.request(method, target, headers={"Host": host} if host else {})
+        answer = connection.getresponse()
+        body = answer.read()
+        connection.close()
+        return answer.status, (body, dict(answer.headers)) if whole else body
+
+    def ask(self, name: str, expected: int = 200, **params: object) -> Any:
+        status, body = self.get(f"api/{name}?{urlencode(params)}")
+        assert status == expected, body
+        return json.loads(body)
+
+
+@contextmanager
+def viewing(*folders: Path) -> Iterator[Client]:
+    """A server over some folders, whose samples have been read."""
+    with Shelf(folders) as shelf, Server(Api(shelf)) as server:
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        client = Client(server)
+        for view in shelf.runs():
+            await_samples(client, view.name)
+        yield client
+        server.shutdown()
+
+
+def await_samples(client: Client, run: str, files: int | None = None) -> None:
+    """Until the index has all files of samples, or so many."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        found = next(each for each in client.ask("runs") if each["run"] == run)
+        with client.server.api._shelf.get(run).lock:
+            pending = client.server.api._shelf.get(run).samples.pending()
+        if not pending and found["indexed"] >= (files or 0):
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"the samples of {run} were not read in 30 seconds")
