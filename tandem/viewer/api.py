@@ -110,7 +110,7 @@ def metrics(view: Viewed, query: Query) -> dict[str, Any]:
     for row in rows:
         row |= _communication(row)
     names = sorted({name for row in rows for name in row} - {STEP})
-    wanted = [name for name in query.words("names") if name in names]
+    wanted = [name for name in query.text("names").split(",") if name in names]
     return {
         "names": names,
         "curves": {

@@ -14,7 +14,7 @@ from tandem.viewer.index import SampleIndex
 RANGES = ("step", "score", "length")
 """Columns that are selected by a range, and have a histogram."""
 SORTED = (*RANGES, "order")
-_LONGEST_QUERY = 1000
+_LONGEST_TEXT = 10_000
 
 
 class Query:
@@ -29,16 +29,18 @@ class Query:
 
     def __init__(self, text: str) -> None:
         try:
-            self._given = dict(parse_qsl(text, max_num_fields=50))
+            pairs = parse_qsl(text, max_num_fields=100)
         except ValueError as error:
             raise ConfigError(str(error), field="the address") from error
+        self._given = dict(pairs)
+        self._lists = {name: [value for key, value in pairs if key == name] for name in self._given}
 
     def text(self, name: str, default: str = "") -> str:
-        return self._given.get(name, default)[:_LONGEST_QUERY]
+        return self._given.get(name, default)[:_LONGEST_TEXT]
 
-    def words(self, name: str) -> list[str]:
-        """A list, whose words commas part."""
-        return [word for word in self._given.get(name, "").split(",") if word]
+    def several(self, name: str) -> list[str]:
+        """All values of a parameter that may be given several times."""
+        return self._lists.get(name, [])
 
     def whole(self, name: str, default: int, most: int) -> int:
         """A whole number from 0 to `most`."""
@@ -82,7 +84,7 @@ class Selection:
         spans = {name: query.span(name) for name in RANGES}
         return cls(
             ranges={name: span for name, span in spans.items() if span is not None},
-            names={name: query.words(name) for name in ("source", "finish")},
+            names={name: query.several(name) for name in ("source", "finish")},
             text=query.text("text"),
             kind=query.text("kind"),
             prompt=query.whole("prompt", 0, 2**31) if query.text("prompt") else None,

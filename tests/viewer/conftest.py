@@ -1,12 +1,19 @@
-"""One Chromium for all tests of the page."""
+"""One Chromium for all tests of the page, and runs to look at."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
+
+from tandem.observability.run import RunFolder
+from tests.support.hostile_texts import TEXTS
+from tests.support.viewing import Client, sample_table, viewing, write_viewed
+from tests.support.viewing_page import Viewer
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -23,3 +30,51 @@ def browser() -> Iterator[Browser]:
         found = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield found
         found.close()
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs that differ in a key of the config, one with hostile texts, one with values of odd kinds, one
+    of a later version."""
+    root = tmp_path_factory.mktemp("runs")
+    for name in ("a", "b"):
+        write_viewed(root / name)
+    with (root / "b" / "config.yaml").open("a") as file:
+        file.write("data: {seed: 7}\n")
+    write_viewed(root / "later", steps=1)
+    with (root / "later" / "events.jsonl").open("a") as file:
+        file.write('{"event": "start", "format": 2}\n')
+    write_viewed(root / "odd", steps=1)
+    with (root / "odd" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "reward/mean": "much", "actor/kl": [1], "actor/entropy": {}}\n')
+    with (root / "odd" / "events.jsonl").open("a") as file:
+        file.write('{"event": "warning", "time": 7, "name": [5], "step": "x", "text": {}}\n{"event": "x"}\n')
+    hostile = RunFolder(write_viewed(root / "hostile", steps=1))
+    table = sample_table(1)
+    copies = [text[:20_000] for text in TEXTS]
+    many = {name: [column[0]] * len(copies) for name, column in table.items() if isinstance(column, list)}
+    ragged = {name: column[[0] * len(copies)] for name, column in table.items() if hasattr(column, "offsets")}
+    many |= dict.fromkeys(
+        ("response_text", "reward_why", "ground_truth", "data_source", "finish_reason"), copies
+    )
+    many["messages"] = [[{"role": "user", "content": text}] for text in copies]
+    many["uid"] = np.array([f"u{number}" for number in range(len(copies))], dtype=object)
+    hostile.write_samples(1, many | ragged | {"scores": np.arange(len(copies), dtype=np.float32)})
+    return root
+
+
+@pytest.fixture(scope="session")
+def client_of_all(runs: Path) -> Iterator[Client]:
+    with viewing(runs) as found:
+        yield found
+
+
+@pytest.fixture
+def viewer(browser: Browser, client_of_all: Client, runs: Path) -> Iterator[Viewer]:
+    page = browser.new_page(viewport={"width": 1400, "height": 900}, color_scheme="light")
+    page.set_default_timeout(20_000)
+    found = Viewer(page, client_of_all, runs)
+    yield found
+    assert found.wrong == []
+    assert {url.partition("#")[0].startswith((client_of_all.url, "about:")) for url in found.asked} <= {True}
+    page.close()

@@ -54,7 +54,9 @@ function drawn(marks) {
 
 function options(box, { log, marks, theme, curves, onZoom, points, zoom }, legend) {
   const series = curves.flatMap((curve, place) => [
-    ...(curve.raw ? [{ stroke: ink(runInk(curve.place ?? place)), width: 1, alpha: 0.25, points: { show: false } }] : []),
+    ...(curve.raw
+      ? [{ stroke: ink(runInk(curve.place ?? place)), width: 1, alpha: 0.25, points: { show: false } }]
+      : []),
     {
       label: curve.name,
       stroke: ink(curve.ink || runInk(curve.place ?? place)),
@@ -69,16 +71,22 @@ function options(box, { log, marks, theme, curves, onZoom, points, zoom }, legen
     width: Math.max(box.clientWidth, 80),
     height: box.clientHeight,
     legend: { show: false },
-    cursor: { sync: { key: SYNC.key, setSeries: false }, drag: { x: true, y: false, setScale: false }, points: { size: 6 } },
+    cursor: {
+      sync: { key: SYNC.key, setSeries: false },
+      drag: { x: true, y: false, setScale: false },
+      points: { size: 6 },
+    },
     scales: { x: { time: false, range: zoom ? () => zoom : undefined }, y: log ? { distr: 3 } : { range: around } },
-    axes: [axis(theme, (tick) => number(tick), 24), axis(theme, (tick) => number(tick, 3), 52)],
+    axes: [axis(theme, (tick) => number(tick), 24), axis(theme, (tick) => number(tick, 3), 48)],
     series: [{}, ...series],
     hooks: {
       drawAxes: [drawn(marks)],
       setCursor: [(plot) => legend(plot)],
       setSelect: [
         (plot) => {
-          const [from, to] = [plot.select.left, plot.select.left + plot.select.width].map((at) => plot.posToVal(at, "x"));
+          const [from, to] = [plot.select.left, plot.select.left + plot.select.width].map((at) =>
+            plot.posToVal(at, "x"),
+          );
           if (plot.select.width > 4) onZoom?.(Math.ceil(from), Math.floor(to));
           plot.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
         },
@@ -95,13 +103,40 @@ function around(_, low, high) {
 }
 
 // One chart. A curve: {name, steps, values, raw (unsmoothed values), place (its run's), ink, dash}.
-export function Chart({ title, curves, marks = [], log = false, theme, onZoom, zoom, height = 150, points = false, label }) {
+export function Chart({
+  title,
+  curves,
+  marks = [],
+  log = false,
+  theme,
+  onZoom,
+  zoom,
+  height = 150,
+  points = false,
+  label,
+}) {
   const box = useRef(null);
   const read = useRef(null);
-  const key = JSON.stringify([title, curves.map((c) => [c.name, c.steps.length, c.steps.at(-1), c.values.at(-1), c.values[0]]), marks.length, log, theme, zoom, points]);
+  const key = JSON.stringify([
+    title,
+    curves.map((c) => [c.name, c.steps.length, c.steps.at(-1), c.values.at(-1), c.values[0]]),
+    marks.length,
+    log,
+    theme,
+    zoom,
+    points,
+  ]);
   useEffect(() => {
-    const usable = curves.map((curve) => ({ ...curve, values: log ? curve.values.map((v) => (v > 0 ? v : null)) : curve.values }));
-    const data = aligned(usable.flatMap((c) => [...(c.raw ? [[c.steps, log ? c.raw.map((v) => (v > 0 ? v : null)) : c.raw]] : []), [c.steps, c.values]]));
+    const usable = curves.map((curve) => ({
+      ...curve,
+      values: log ? curve.values.map((v) => (v > 0 ? v : null)) : curve.values,
+    }));
+    const data = aligned(
+      usable.flatMap((c) => [
+        ...(c.raw ? [[c.steps, log ? c.raw.map((v) => (v > 0 ? v : null)) : c.raw]] : []),
+        [c.steps, c.values],
+      ]),
+    );
     const near = marks.reduce((all, mark) => all.set(mark.step, [...(all.get(mark.step) || []), mark.text]), new Map());
     const legend = (plot) => {
       const at = plot.cursor.idx;
@@ -110,20 +145,33 @@ export function Chart({ title, curves, marks = [], log = false, theme, onZoom, z
         read.current.textContent = "";
         return;
       }
-      const named = plot.series.slice(1).map((series, index) => [series.label, plot.data[index + 1][at]]).filter(([name]) => name && name !== "Value");
+      const named = plot.series
+        .slice(1)
+        .map((series, index) => [series.label, plot.data[index + 1][at]])
+        .filter(([name]) => name && name !== "Value");
       const values = named.map(([name, value]) => `${curves.length > 1 ? `${name} ` : ""}${number(value)}`);
-      read.current.textContent = [`step ${plot.data[0][at]}`, ...values, ...(near.get(plot.data[0][at]) || [])].join(" · ");
+      read.current.textContent = [`step ${plot.data[0][at]}`, ...values, ...(near.get(plot.data[0][at]) || [])].join(
+        " · ",
+      );
     };
-    const plot = new uPlot(options(box.current, { log, marks, theme, curves: usable, onZoom, points, zoom }, legend), data, box.current);
+    const plot = new uPlot(
+      options(box.current, { log, marks, theme, curves: usable, onZoom, points, zoom }, legend),
+      data,
+      box.current,
+    );
     const held = box.current; // the observer may speak once more when the chart is gone
-    const resized = new ResizeObserver(() => plot.setSize({ width: Math.max(held.clientWidth, 80), height: held.clientHeight }));
+    const resized = new ResizeObserver(() =>
+      plot.setSize({ width: Math.max(held.clientWidth, 80), height: held.clientHeight }),
+    );
     resized.observe(held);
     return () => {
       resized.disconnect();
       plot.destroy();
     };
   }, [key]);
-  const ends = curves.map((curve) => `${curve.name}: ${number(curve.values[0])} to ${number(curve.values.at(-1))}`).join("; ");
+  const ends = curves
+    .map((curve) => `${curve.name}: ${number(curve.values[0])} to ${number(curve.values.at(-1))}`)
+    .join("; ");
   return html`<figure class="chart" role="img" aria-label=${`${label || title}. ${ends}`}>
     <div class="canvas" ref=${box} style=${{ height: `${height}px` }}></div>
     <figcaption ref=${read}></figcaption>

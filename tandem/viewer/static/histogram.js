@@ -1,7 +1,7 @@
 // How a column is distributed over the samples selected; a range is brushed with the pointer or typed.
 import { html, number, useRef, useState } from "./ui.js";
 
-const LOW_INK = 0.04; // a bar that stands for anything is seen
+const LEAST = 0.04; // height of a bar that stands for anything, so that it is seen
 
 function bounds(range, edges) {
   if (!range) return [edges[0], edges.at(-1)];
@@ -31,22 +31,28 @@ export function Histogram({ name, data, range, onChange, title = name }) {
     setBrush(null);
     onChange(`${edges[from]}..${whole ? edges[to + 1] - 1 : edges[to + 1]}`);
   };
-  const lit = (i) => (brush ? i >= Math.min(...brush) && i <= Math.max(...brush) : edges[i + 1] > low && edges[i] <= high);
-  const typed = (side) => (event) => {
-    const value = event.target.value.trim();
-    const next = side === "low" ? [value, range.split("..")[1] ?? ""] : [range.split("..")[0] ?? "", value];
-    onChange(next[0] === "" && next[1] === "" ? "" : next.join(".."));
-  };
+  const lit = (i) =>
+    brush ? i >= Math.min(...brush) && i <= Math.max(...brush) : edges[i + 1] > low && edges[i] <= high;
+  const [least, greatest] = range.includes("..") ? range.split("..") : [range, range];
+  const typed = (ends) => onChange(ends.every((end) => end === "") ? "" : ends.join(".."));
   const shown = whole ? edges.at(-1) - 1 : edges.at(-1);
+  const label = `${title} from ${number(edges[0])} to ${number(shown)}, ${counts.length} bins, at most ${most} samples in one`;
+  const bar = (count, i) => {
+    const height = `${count ? Math.max(count / most, LEAST) * 100 : 0}%`;
+    return html`<i class=${lit(i) ? "lit" : ""} style=${{ height }} title=${`${number(edges[i])}: ${count}`}></i>`;
+  };
   return html`<div class="histogram" data-column=${name}>
-    <div class="head"><span>${title}</span>${range && html`<button type="button" aria-label=${`All of ${title}`} onClick=${() => onChange("")}>×</button>`}</div>
-    <div class="bars" ref=${box} role="img" aria-label=${`${title} from ${number(edges[0])} to ${number(shown)}, ${counts.length} bins, at most ${most} samples in one`}
-      onPointerDown=${start} onPointerMove=${move} onPointerUp=${end} onPointerCancel=${() => setBrush(null)}>
-      ${counts.map((count, i) => html`<i class=${lit(i) ? "lit" : ""} style=${{ height: `${count ? Math.max(count / most, LOW_INK) * 100 : 0}%` }} title=${`${number(edges[i])}: ${count}`}></i>`)}
+    <div class="head">
+      <span>${title}</span>
+      ${range && html`<button type="button" aria-label=${`All of ${title}`} onClick=${() => onChange("")}>×</button>`}
     </div>
+    <div class="bars" ref=${box} role="img" aria-label=${label} onPointerDown=${start} onPointerMove=${move}
+      onPointerUp=${end} onPointerCancel=${() => setBrush(null)}>${counts.map(bar)}</div>
     <div class="ends">
-      <input inputmode="decimal" aria-label=${`Least ${title}`} placeholder=${number(edges[0])} value=${range.includes("..") ? range.split("..")[0] : range} onChange=${typed("low")} />
-      <input inputmode="decimal" aria-label=${`Greatest ${title}`} placeholder=${number(shown)} value=${range.includes("..") ? range.split("..")[1] : range} onChange=${typed("high")} />
+      <input inputmode="decimal" aria-label=${`Least ${title}`} placeholder=${number(edges[0])} value=${least}
+        onChange=${(event) => typed([event.target.value.trim(), greatest])} />
+      <input inputmode="decimal" aria-label=${`Greatest ${title}`} placeholder=${number(shown)} value=${greatest}
+        onChange=${(event) => typed([least, event.target.value.trim()])} />
     </div>
   </div>`;
 }

@@ -1,12 +1,19 @@
 // Time: a step as a Gantt chart of roles and phases, what waited for what, the tail of generation, bytes moved.
 import { Histogram } from "./histogram.js";
-import { Empty, Failure, Section, Text, bytes, changed, go, html, number, seconds, useAnswer, useEffect, useMemo, useRef, useState } from "./ui.js";
+import {
+  Empty, Failure, Section, Table, bytes, changed, escaped, go, html, number, seconds, text, useAnswer, useEffect, useKeys,
+  useMemo, useRef, useState,
+} from "./ui.js";
 
 const INKS = 12;
-const KNOWN = ["generate_sequences", "update_actor", "reward", "old_log_prob", "weight_sync", "update_critic", "gen", "values", "reshard", "save_checkpoint", "ref", "write_samples"];
+const KNOWN = [
+  "generate_sequences", "update_actor", "reward", "old_log_prob", "weight_sync", "update_critic", "gen", "values",
+  "reshard", "save_checkpoint", "ref", "write_samples",
+];
 const WHOLE = ["step", "testing"]; // of the controller: made of others' work
 const LANE = 22;
 const NAMES = 118; // pixels of the tracks' names
+const LETTER = 6.2; // pixels of one in a phase's name
 
 // The same phase has the same colour in every step and run.
 export function inkOf(phase) {
@@ -20,7 +27,9 @@ export function inkOf(phase) {
 export function lanes(spans) {
   const tracks = new Map();
   for (const [track, , , , depth] of spans) tracks.set(track, Math.max(tracks.get(track) ?? 0, depth));
-  const ordered = [...tracks.keys()].sort((a, b) => (b === "controller") - (a === "controller") || a.localeCompare(b, "en", { numeric: true }));
+  const ordered = [...tracks.keys()].sort(
+    (a, b) => (b === "controller") - (a === "controller") || a.localeCompare(b, "en", { numeric: true }),
+  );
   let top = 0;
   return ordered.map((track) => {
     const lane = { track, top, height: (tracks.get(track) + 1) * LANE };
@@ -40,6 +49,21 @@ function useWidth() {
   return [box, width];
 }
 
+// One phase: track, name, start, end (seconds), depth.
+function Phase({ span, x, top, over, onOver }) {
+  const [, name, start, end] = span;
+  const wide = Math.max(x(end) - x(start), 1);
+  const box = { x: x(start), y: top, width: wide, height: LANE - 3, rx: 2 };
+  return html`<g onPointerEnter=${onOver}>
+    <rect class=${`span ${inkOf(name)} ${over ? "over" : ""}`} ...${box}><title>${told(span)}</title></rect>
+    ${wide > name.length * LETTER + 8 && html`<text class="span-name" x=${box.x + 5} y=${top + 13.5}>${escaped(name)}</text>`}
+  </g>`;
+}
+
+function told([track, name, start, end]) {
+  return escaped(`${track} · ${name} · ${seconds(end - start)}, from ${seconds(start)} to ${seconds(end)}`);
+}
+
 function Gantt({ data }) {
   const [box, width] = useWidth();
   const [over, setOver] = useState(null);
@@ -50,19 +74,26 @@ function Gantt({ data }) {
   const high = (rows.at(-1)?.top ?? 0) + (rows.at(-1)?.height ?? 0) + 24;
   const parts = room > 500 ? 5 : 2;
   const ticks = Array.from({ length: parts + 1 }, (_, i) => (data.seconds * i) / parts);
-  const told = (span) => `${span[0]} · ${span[1]} · ${seconds(span[3] - span[2])}, from ${seconds(span[2])} to ${seconds(span[3])}`;
+  const label = `Step ${data.step}: ${data.spans.length} phases of ${rows.length} workers in ${seconds(data.seconds)}`;
   return html`<div class="gantt" ref=${box}>
-    <svg width=${width} height=${high} role="img" aria-label=${`Step ${data.step}: ${data.spans.length} phases of ${rows.length} workers in ${seconds(data.seconds)}`} onPointerLeave=${() => setOver(null)}>
-      ${ticks.map((tick) => html`<g><line class="tick" x1=${x(tick)} x2=${x(tick)} y1="0" y2=${high - 20} /><text class="tick-name" x=${x(tick)} y=${high - 6} text-anchor=${tick ? "end" : "start"}>${seconds(tick)}</text></g>`)}
-      ${rows.map((row) => html`<text class="track" x="0" y=${row.top + 15}>${row.track.slice(0, 18)}<title>${row.track}</title></text>`)}
+    <svg width=${width} height=${high} role="img" aria-label=${label} onPointerLeave=${() => setOver(null)}>
+      ${ticks.map(
+        (tick) => html`<g>
+          <line class="tick" x1=${x(tick)} x2=${x(tick)} y1="0" y2=${high - 20} />
+          <text class="tick-name" x=${x(tick)} y=${high - 6} text-anchor=${tick ? "end" : "start"}>${seconds(tick)}</text>
+        </g>`,
+      )}
+      ${rows.map(
+        ({ track, top }) => html`<text class="track" x="0" y=${top + 15}>
+          ${escaped(track.slice(0, 18))}<title>${escaped(track)}</title>
+        </text>`,
+      )}
       ${data.spans.map((span, i) => {
-        const [track, name, start, end, depth] = span;
-        const wide = Math.max(x(end) - x(start), 1);
-        return html`<g key=${i} onPointerEnter=${() => setOver(span)}><rect class=${`span ${inkOf(name)} ${over === span ? "over" : ""}`} x=${x(start)} y=${tops.get(track) + depth * LANE} width=${wide} height=${LANE - 3} rx="2"><title>${told(span)}</title></rect>
-          ${wide > name.length * 6.2 + 8 && html`<text class="span-name" x=${x(start) + 5} y=${tops.get(track) + depth * LANE + 13.5}>${name}</text>`}</g>`;
+        const top = tops.get(span[0]) + span[4] * LANE;
+        return html`<${Phase} key=${i} span=${span} x=${x} top=${top} over=${over === span} onOver=${() => setOver(span)} />`;
       })}
     </svg>
-    <p class="note" aria-live="polite">${over ? html`<${Text}>${told(over)}</${Text}>` : "Point at a phase for its times."}</p>
+    <p class="note" aria-live="polite">${over ? told(over) : "Point at a phase for its times."}</p>
   </div>`;
 }
 
@@ -81,20 +112,26 @@ export function totals(spans) {
   return [...sums].sort((a, b) => b[1] - a[1]);
 }
 
+const named = (phase) => html`<i class=${`swatch ${inkOf(phase)}`}></i>${text(phase)}`;
+
 function Phases({ spans }) {
   const all = totals(spans);
   const most = all[0]?.[1] || 1;
-  return html`<table class="bars-table"><thead><tr><th scope="col">phase</th><th scope="col" class="n">worker seconds</th><th scope="col"><span class="unseen">share</span></th></tr></thead><tbody>
-    ${all.map(([name, spent]) => html`<tr key=${name}><th scope="row"><i class=${`swatch ${inkOf(name)}`}></i><${Text}>${name}</${Text}></th><td class="n">${seconds(spent)}</td><td class="bar-cell"><i class=${inkOf(name)} style=${{ width: `${(spent / most) * 100}%` }}></i></td></tr>`)}
-  </tbody></table>`;
+  const bar = (name, spent) => html`<i class=${inkOf(name)} style=${{ width: `${(spent / most) * 100}%` }}></i>`;
+  return html`<${Table} kind="bars-table" head=${["phase", ["worker seconds", "n"], ["", "bar-cell"]]}
+    rows=${all.map(([name, spent]) => [named(name), seconds(spent), bar(name, spent)])} />`;
 }
 
 function Waits({ waits }) {
   if (!waits.length) return html`<${Empty}>No worker was idle for more than a fiftieth of the step.</${Empty}>`;
-  return html`<table><thead><tr><th scope="col">waited</th><th scope="col" class="n">for</th><th scope="col">meanwhile</th></tr></thead><tbody>
-    ${waits.map((wait) => html`<tr key=${`${wait.track}${wait.start}`}><th scope="row"><${Text}>${wait.track}</${Text}></th><td class="n">${seconds(wait.end - wait.start)}</td>
-      <td>${wait.other ? html`<${Text}>${wait.other}</${Text}> in <i class=${`swatch ${inkOf(wait.phase)}`}></i><${Text}>${wait.phase}</${Text}> <small>${Math.round(wait.share * 100)}% of it</small>` : html`<span class="note">nothing recorded: the controller, or the start of a process</span>`}</td></tr>`)}
-  </tbody></table>`;
+  const rows = waits.map(({ track, start, end, other, phase, share }) => [
+    text(track),
+    seconds(end - start),
+    other
+      ? html`${text(other)} in ${named(phase)} <small>${Math.round(share * 100)}% of it</small>`
+      : html`<span class="note">nothing recorded: the controller, or the start of a process</span>`,
+  ]);
+  return html`<${Table} head=${["waited", ["for", "n"], "meanwhile"]} rows=${rows} />`;
 }
 
 function binned(lengths) {
@@ -110,63 +147,85 @@ function Tail({ lengths, onRange }) {
   if (!lengths.length) return html`<${Empty}>The samples of this step are not in the folder.</${Empty}>`;
   const quantile = (share) => lengths[Math.min(lengths.length - 1, Math.floor(share * lengths.length))];
   const longest = lengths.at(-1);
-  const alone = longest ? 1 - quantile(0.9) / longest : 0;
+  const alone = longest ? Math.round((1 - quantile(0.9) / longest) * 100) : 0;
   return html`<${Histogram} name="length" title="response length, tokens" data=${binned(lengths)} range="" onChange=${onRange} />
-    <p>Half of the responses end by token ${quantile(0.5)}, nine in ten by ${quantile(0.9)}, the last at ${longest}: for ${Math.round(alone * 100)}% of the positions a tenth of them or fewer is still being written.</p>
+    <p>
+      Half of the responses end by token ${quantile(0.5)}, nine in ten by ${quantile(0.9)}, the last at ${longest}: for
+      ${` ${alone}% `}of the positions a tenth of them or fewer is still being written.
+    </p>
     <p class="note">Runs record lengths, not the moment at which each response ended.</p>`;
 }
 
-const MOVED = [["busy_share", "busy", (v) => `${Math.round(v * 100)}%`], ["wait_s", "waited", seconds], ["transfer_s", "transfer", seconds], ["transfer_bytes", "received", bytes], ["collective_s", "collectives", seconds], ["collective_bytes", "between ranks", bytes]];
+const MOVED = [
+  ["busy_share", "busy", (v) => `${Math.round(v * 100)}%`],
+  ["wait_s", "waited", seconds],
+  ["transfer_s", "transfer", seconds],
+  ["transfer_bytes", "received", bytes],
+  ["collective_s", "collectives", seconds],
+  ["collective_bytes", "between ranks", bytes],
+];
 
 function Moved({ run, step }) {
   const { data: listing } = useAnswer("metrics", { run: run.run }, run.stamp);
   const names = (listing?.names || []).filter((name) => MOVED.some(([what]) => name.startsWith(`perf/${what}/`)));
   const { data } = useAnswer("metrics", names.length ? { run: run.run, names: names.join() } : null, run.stamp);
   if (!data) return html`<${Empty}>This run records no bytes.</${Empty}>`;
-  const at = (name) => {
+  const cell = (name, shown) => {
     const [steps, values] = data.curves[name] || [[], []];
-    return values[steps.indexOf(step)];
+    const value = values[steps.indexOf(step)];
+    return value === undefined ? "–" : shown(value);
   };
   const roles = [...new Set(names.map((name) => name.split("/").slice(2).join("/")))];
-  return html`<table><thead><tr><th scope="col">role</th>${MOVED.map(([, title]) => html`<th scope="col" class="n">${title}</th>`)}</tr></thead><tbody>
-    ${roles.map((role) => html`<tr key=${role}><th scope="row"><${Text}>${role}</${Text}></th>${MOVED.map(([what, , shown]) => html`<td class="n">${at(`perf/${what}/${role}`) === undefined ? "–" : shown(at(`perf/${what}/${role}`))}</td>`)}</tr>`)}
-  </tbody></table>`;
+  const rows = roles.map((role) => [text(role), ...MOVED.map(([what, , shown]) => cell(`perf/${what}/${role}`, shown))]);
+  return html`<${Table} head=${["role", ...MOVED.map(([, title]) => [title, "n"])]} rows=${rows} />`;
+}
+
+function Steps({ data, move, set }) {
+  const choose = (event) => set({ step: event.target.value });
+  return html`<div class="controls" role="toolbar" aria-label="Steps">
+    <button type="button" aria-label="Previous step" disabled=${data.steps[0] === data.step} onClick=${() => move(-1)}>
+      ←
+    </button>
+    <label>Step
+      <select value=${String(data.step)} onChange=${choose}>
+        ${data.steps.map((step) => html`<option value=${String(step)}>${step}</option>`)}
+      </select>
+    </label>
+    <button type="button" aria-label="Next step" disabled=${data.steps.at(-1) === data.step} onClick=${() => move(1)}>→</button>
+    <span><strong>${seconds(data.seconds)}</strong>, with what follows the step</span>
+    ${data.left_out > 0 && html`<span class="warned">${number(data.left_out)} phases more are not drawn</span>`}
+  </div>`;
 }
 
 export function Time({ runs, route }) {
   const { params } = route;
   const run = runs[0];
   const wanted = params.get("step");
-  const { data, error } = useAnswer("time", { run: run.run, ...(wanted ? { step: wanted } : {}) }, wanted ? "" : run.stamp);
+  const question = { run: run.run, ...(wanted ? { step: wanted } : {}) };
+  const { data, error } = useAnswer("time", question, wanted ? "" : run.stamp);
   const set = (changes) => go("time", changed(params, changes), { replace: true });
   const move = (by) => {
-    const next = data.steps[data.steps.indexOf(data.step) + by];
+    const next = data?.steps[data.steps.indexOf(data.step) + by];
     if (next !== undefined) set({ step: next });
   };
-  useEffect(() => {
-    const press = (event) => {
-      const by = { j: 1, k: -1 }[event.key];
-      if (by && data?.steps.length && !event.target.closest("input, select") && !event.ctrlKey && !event.metaKey) move(by);
-    };
-    window.addEventListener("keydown", press);
-    return () => window.removeEventListener("keydown", press);
-  });
+  useKeys((key) => key in { j: 1, k: 1 } && move(key === "j" ? 1 : -1));
   if (!data) return html`<h1 class="unseen">Time</h1><${Failure} error=${error} />`;
   if (!data.steps.length) return html`<h1 class="unseen">Time</h1><${Empty}>The timeline has no finished step.</${Empty}>`;
-  const ranged = (range) => go("samples", changed(new URLSearchParams(), { run: params.getAll("run"), step: String(data.step), length: range, kind: "train" }));
+  const ranged = (length) => {
+    const selected = { run: params.getAll("run"), step: String(data.step), length, kind: "train" };
+    go("samples", changed(new URLSearchParams(), selected));
+  };
   return html`<h1 class="unseen">Time</h1>
-    <div class="controls" role="toolbar" aria-label="Step">
-      <button type="button" aria-label="Previous step" disabled=${data.steps[0] === data.step} onClick=${() => move(-1)}>←</button>
-      <label>Step <select value=${String(data.step)} onChange=${(event) => set({ step: event.target.value })}>${data.steps.map((step) => html`<option value=${String(step)}>${step}</option>`)}</select></label>
-      <button type="button" aria-label="Next step" disabled=${data.steps.at(-1) === data.step} onClick=${() => move(1)}>→</button>
-      <span><strong>${seconds(data.seconds)}</strong>, with what follows the step</span>
-      ${data.left_out > 0 && html`<span class="warned">${number(data.left_out)} phases more are not drawn</span>`}
-    </div>
+    <${Steps} data=${data} move=${move} set=${set} />
     <${Section} id="gantt" title="Who did what"><${Gantt} data=${data} /></${Section}>
     <div class="halves">
-      <${Section} id="phases" title="Where the time went" note="less the phases within"><${Phases} spans=${data.spans} /></${Section}>
+      <${Section} id="phases" title="Where the time went" note="less the phases within">
+        <${Phases} spans=${data.spans} />
+      </${Section}>
       <${Section} id="waits" title="What waited for what"><${Waits} waits=${data.waits} /></${Section}>
-      <${Section} id="tail" title="Generation's long tail"><${Tail} lengths=${data.lengths} onRange=${ranged} /></${Section}>
+      <${Section} id="tail" title="Generation's long tail">
+        <${Tail} lengths=${data.lengths} onRange=${ranged} />
+      </${Section}>
       <${Section} id="moved" title="Bytes moved"><${Moved} run=${run} step=${data.step} /></${Section}>
     </div>`;
 }

@@ -1,10 +1,10 @@
 // What all pages share: markup, the address as state, answers of the server, numbers and texts as people read them.
 import { h, render } from "./vendor/preact.mjs";
-import { useCallback, useEffect, useMemo, useRef, useState } from "./vendor/hooks.mjs";
+import { useEffect, useErrorBoundary, useMemo, useRef, useState } from "./vendor/hooks.mjs";
 import htm from "./vendor/htm.mjs";
 
 export const html = htm.bind(h);
-export { render, useCallback, useEffect, useMemo, useRef, useState };
+export { render, useEffect, useErrorBoundary, useMemo, useRef, useState };
 
 // ---- the address: #/page?name=value; everything that a page shows follows from it
 
@@ -73,10 +73,23 @@ export function useAnswer(name, params, stamp = "") {
   return { ...state, stale: state.asked !== question };
 }
 
+// What keys do while nothing is typed.
+export function useKeys(act) {
+  useEffect(() => {
+    const press = (event) => {
+      const typed = event.target.closest?.("input, select, textarea") || event.ctrlKey || event.metaKey || event.altKey;
+      if (!typed) act(event.key, event);
+    };
+    window.addEventListener("keydown", press);
+    return () => window.removeEventListener("keydown", press);
+  });
+}
+
 // ---- numbers
 
 export function number(value, digits = 4) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  if (typeof value !== "number") return escaped(String(value).slice(0, 40));
   const size = Math.abs(value);
   if (size !== 0 && (size < 1e-3 || size >= 1e7)) return value.toExponential(2).replace("e+", "e");
   if (size >= 1e4) return Math.round(value).toLocaleString("en");
@@ -100,8 +113,15 @@ export function bytes(value) {
 
 // ---- texts of a run may hold anything. Markup is never made of them; what cannot be seen is shown by its name.
 
-const HIDDEN =
-  /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufe00-\ufe0f\ufeff\ufff9-\ufffb]|[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff]|\udb40[\udc00-\udc7f]/g;
+const HIDDEN = new RegExp(
+  [
+    "[\\u0000-\\u0008\\u000b-\\u001f\\u007f-\\u009f]", // C0 but tab and line feed, C1
+    "[\\u00ad\\u061c\\u180e\\u200b-\\u200f\\u2028-\\u202e\\u2060-\\u206f]", // directions, no width
+    "[\\ufe00-\\ufe0f\\ufeff\\ufff9-\\ufffb]|\\udb40[\\udc00-\\udc7f]", // variants, annotations, tags
+    "[\\ud800-\\udbff](?![\\udc00-\\udfff])|(?<![\\ud800-\\udbff])[\\udc00-\\udfff]", // halves of characters
+  ].join("|"),
+  "g",
+);
 
 function named(character) {
   const code = character.codePointAt(0);
@@ -109,6 +129,9 @@ function named(character) {
   if (code === 0x7f) return "\u2421";
   return `U+${code.toString(16).toUpperCase().padStart(4, "0")}`;
 }
+
+// The text with such characters by name, where it can hold no markup of ours.
+export const escaped = (text) => text.replace(HIDDEN, named);
 
 export function visible(text) {
   const found = [];
@@ -133,6 +156,12 @@ export function Failure({ error }) {
   return error ? html`<p class="failure" role="alert"><${Text} block>${error}</${Text}></p>` : null;
 }
 
+// What is below, or why it cannot be shown: a run folder may hold what nobody thought of.
+export function Guarded({ children }) {
+  const [error] = useErrorBoundary();
+  return error ? html`<${Failure} error=${`This cannot be shown: ${error.message}`} />` : children;
+}
+
 export function Empty({ children }) {
   return html`<p class="empty">${children}</p>`;
 }
@@ -143,6 +172,29 @@ export function Section({ title, note, children, id }) {
     ${children}
   </section>`;
 }
+
+// A table. Titles may be [title, class of the column]; the first cell of a row is its head.
+export function Table({ head, rows, kind = "", label }) {
+  const titles = head.map((title) => (Array.isArray(title) ? title : [title, ""]));
+  return html`<table class=${kind} aria-label=${label}>
+    <thead><tr>${titles.map(([title, column]) => html`<th scope="col" class=${column}>${title}</th>`)}</tr></thead>
+    <tbody>
+      ${rows.map(
+        ([first, ...rest]) => html`<tr>
+          <th scope="row" class=${titles[0][1]}>${first}</th>
+          ${rest.map((cell, i) => html`<td class=${titles[i + 1][1]}>${cell}</td>`)}
+        </tr>`,
+      )}
+    </tbody>
+  </table>`;
+}
+
+// Names and what each of them is.
+export function Pairs({ pairs, kind = "plain" }) {
+  return html`<dl class=${kind}>${pairs.map(([name, value]) => html`<div><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>`;
+}
+
+export const text = (value, block = false) => html`<${Text} block=${block}>${value}</${Text}>`;
 
 // Buttons of which one is pressed.
 export function Choice({ label, options, value, onChange }) {

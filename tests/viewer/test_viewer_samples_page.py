@@ -1,0 +1,188 @@
+"""The page of `tandem view` in Chromium: samples found and sorted, one sample whole, hostile texts."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support.hostile_texts import TEXTS
+from tests.support.viewing import GROUP, STEPS
+from tests.support.viewing_page import COUNT, Viewer, await_text, summary
+
+if TYPE_CHECKING:
+    pass
+
+
+def test_samples_are_filtered_by_text_ranges_and_ticks(viewer: Viewer) -> None:
+    page = viewer.open("samples")
+    summary(viewer, COUNT)
+    page.keyboard.press("/")
+    page.keyboard.type("answer 3")
+    summary(viewer, STEPS)
+    assert page.locator("table.samples tbody tr").count() == STEPS
+    page.get_by_label("Text in prompt or response").first.fill("")
+    page.get_by_label("sums").check()
+    summary(viewer, COUNT // 2)
+    page.get_by_label("stop").check()
+    summary(viewer, COUNT // 4)
+    page.get_by_label("Least step").fill("3")
+    page.keyboard.press("Tab")
+    summary(viewer, 8)
+    page.get_by_label("Greatest step").fill("4")
+    page.keyboard.press("Tab")
+    summary(viewer, 4)
+    assert viewer.params() == {"source": "sums", "finish": "stop", "step": "3..4"}
+    page.reload()
+    summary(viewer, 4)
+    page.get_by_role("button", name="All of step").click()
+    summary(viewer, COUNT // 4)
+    page.get_by_role("button", name="validation").click()
+    await_text(page.locator(".empty"), "No sample meets all of this")
+    page.get_by_role("button", name="Clear filters").click()
+    summary(viewer, COUNT)
+    assert viewer.params() == {}
+
+
+def test_a_histogram_is_brushed(viewer: Viewer) -> None:
+    page = viewer.open("samples")
+    bars = page.locator('[data-column="step"] .bars')
+    bars.wait_for()
+    box = bars.bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + box["width"] * 1.5 / STEPS, box["y"] + 20)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 3.5 / STEPS, box["y"] + 20, steps=3)
+    page.mouse.up()
+    summary(viewer, 3 * 8)
+    assert viewer.params() == {"step": "2..4"}
+    assert bars.locator("i.lit").count() == 3
+
+
+def test_samples_are_sorted_paged_and_walked_by_keys(viewer: Viewer) -> None:
+    page = viewer.open("samples")
+    page.locator("table.samples").wait_for()
+    page.locator("thead").get_by_role("button", name="score").click()
+    page.locator('th[aria-sort="descending"]', has_text="score").wait_for()
+    page.locator("thead").get_by_role("button", name="score").click()
+    page.locator('th[aria-sort="ascending"]', has_text="score").wait_for()
+    page.locator('.listed[aria-busy="false"]').wait_for()
+    assert page.locator(".score b").first.text_content() == "0.1"
+    page.keyboard.press("j")
+    page.keyboard.press("j")
+    page.keyboard.press("k")
+    page.wait_for_function("document.activeElement.dataset.row === '0'")
+    page.keyboard.press("Enter")
+    await_text(page.locator("h1"), "Step 1")
+    assert viewer.params()["id"] == "step_000001:0"
+    page.keyboard.press("j")
+    page.wait_for_function("location.hash.includes('step_000001%3A1')")
+    page.keyboard.press("u")
+    page.locator("table.samples").wait_for()
+    assert viewer.params() == {"sort": "score", "direction": "up"}
+
+
+def test_what_is_selected_is_exported(viewer: Viewer) -> None:
+    page = viewer.open("samples", step="2", source="words")
+    summary(viewer, GROUP)
+    with page.expect_download() as waited:
+        page.get_by_role("link", name="Export JSONL").click()
+    rows = [json.loads(line) for line in Path(waited.value.path()).read_text().splitlines()]
+    assert [row["response"] for row in rows] == [f"Answer {number} of step 2" for number in range(4, 8)]
+    with page.expect_download() as waited:
+        page.get_by_role("link", name="CSV").click()
+    assert len(Path(waited.value.path()).read_text().splitlines()) == 1 + GROUP
+
+
+def test_a_sample_shows_turns_score_and_exact_values_of_its_tokens(viewer: Viewer) -> None:
+    page = viewer.open("sample", id="step_000003:1")
+    await_text(page.locator(".scored"), "answer 7, expected 8")
+    assert page.locator(".big-score b").text_content() == "0.3"
+    assert page.locator(".turn .role").all_text_contents() == ["user", "assistant", "tool", "assistant"]
+    assert page.locator(".turn pre").all_text_contents() == [
+        "what is 0",
+        "seven answer call",
+        "result",
+        "seven end",
+    ]
+    expected = {
+        "advantages": 1.5, "rollout_log_probs": -0.2, "old_log_probs": 0.3, "difference": 0.5,
+        "ratio": math.exp(0.5), "policy_version": 3,
+    }  # fmt: skip
+    tokens = page.locator(".tokens > span")
+    tokens.nth(2).hover()
+    for name, value in expected.items():
+        shown = page.locator(f'[data-value="{name}"]').text_content()
+        assert float(shown) == pytest.approx(value, abs=1e-6), name
+    assert page.locator('[data-value="response_mask"]').text_content() == "yes"
+    await_text(page.locator(".note"), "entropy, as runs keep the entropy of a step")
+
+
+@pytest.mark.parametrize(
+    ("colour", "tinted"),
+    [
+        ("advantage", {2: "plus", 3: "minus", 4: "plus", 7: "plus"}),
+        ("log-prob", {2: "plus", 3: "plus", 4: "plus", 6: "plus"}),
+        ("ratio", dict.fromkeys((2, 3, 4, 6, 7), "plus")),
+        ("difference", dict.fromkeys((2, 3, 4, 6, 7), "plus")),
+        ("mask", dict.fromkeys((2, 3, 4, 6, 7), "plus")),
+        ("version", dict.fromkeys((2, 3, 4, 6, 7), "plus")),
+    ],
+)
+def test_tokens_are_coloured_by_what_is_chosen(viewer: Viewer, colour: str, tinted: dict[int, str]) -> None:
+    page = viewer.open("sample", id="step_000003:1")
+    page.get_by_role("combobox", name="Colour").select_option(colour)
+    page.wait_for_function("colour => location.hash.includes(colour)", arg=f"colour={colour}")
+    styles = page.locator(".tokens > span").evaluate_all("all => all.map((e) => e.style.background)")
+    found = {place: re.search(r"--(plus|minus)", style)[1] for place, style in enumerate(styles) if style}
+    assert found == tinted
+
+
+def test_tokens_are_walked_by_keys_and_linked(viewer: Viewer) -> None:
+    page = viewer.open("sample", id="step_000003:1")
+    page.locator(".tokens").focus()
+    for key in ("ArrowRight", "ArrowRight", "ArrowRight", "ArrowLeft"):
+        page.keyboard.press(key)
+    page.wait_for_function("location.hash.includes('token=1')")
+    await_text(page.locator(".token-text"), '"is"')
+    page.reload()
+    await_text(page.locator(".token-text"), '"is"')
+
+
+def test_a_group_stands_side_by_side_and_a_prompt_is_followed(viewer: Viewer) -> None:
+    page = viewer.open("sample", id="step_000003:1")
+    cards = page.locator(".side-by-side .card")
+    cards.first.wait_for()
+    assert [text for text in cards.locator("pre").all_text_contents()] == [
+        f"Answer {number} of step 3" for number in range(GROUP)
+    ]
+    assert page.locator(".side-by-side [aria-current]").text_content().startswith("#1")
+    page.get_by_role("img", name=re.compile("Mean score of this prompt. mean score: 0.1 to 0.6")).wait_for()
+    steps = page.locator(".history .n:first-child").all_text_contents()
+    assert steps == [f"step {step}" for step in range(1, STEPS + 1) for _ in range(GROUP)]
+    page.locator(".history a").last.click()
+    await_text(page.locator("h1"), f"Step {STEPS}")
+    cards.nth(0).click()
+    page.wait_for_function("location.hash.includes('step_000006%3A0')")
+
+
+def test_hostile_texts_are_shown_and_not_obeyed(viewer: Viewer) -> None:
+    page = viewer.open("samples", "hostile", sort="score", direction="up")
+    page.locator("table.samples").wait_for()
+    assert page.locator(".words a").count() == 50
+    await_text(page.locator(".asked").nth(0), "<script>window.hit = 1</script>")
+    for row in range(0, len(TEXTS), 6):
+        viewer.open("sample", "hostile", id=f"step_000001:{row}")
+        page.locator(".turn.assistant").first.wait_for()
+    viewer.open("sample", "hostile", id=f"step_000001:{TEXTS.index('nul ' + chr(0) + ' within')}")
+    await_text(page.locator(".turn .hidden-character"), "␀")
+    viewer.open("sample", "hostile", id=f"step_000001:{TEXTS.index(chr(0x202E) + ' right to left')}")
+    await_text(page.locator(".turn .hidden-character"), "U+202E")
+    assert page.evaluate("window.hit") is None
+    assert (
+        page.locator("main").locator("script, img, iframe, object, base, meta, style, link, svg").count() == 0
+    )
