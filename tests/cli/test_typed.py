@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tandem.cli.main import main
+from tandem.cli.typed import run_typed
 
 
 @pytest.mark.parametrize(
@@ -34,3 +35,11 @@ def test_a_command_line_that_is_not_understood(
 def test_an_error_shows_no_control_characters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["logs", str(tmp_path / "\x1b[31mred")]) == 1
     assert "\\x1b[31mred" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_a_command_with_the_status_of_an_interrupt() -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_typed("view", interrupted, [])
