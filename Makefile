@@ -23,9 +23,12 @@ test: lint ## lint, types, import contracts, tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 $(ARGS)
 
 .PHONY: docs
-docs: $(DEV) ## the pages of docs/algorithms, from docstrings, signatures and the tests' marks
-	$(BIN)/python -m docs.generate
-	$(BIN)/python -m docs.odd_formats
+docs: $(DEV) ## the site, into build/site: what is written by hand and what is made from the code, links checked
+	$(BIN)/python -m docs.build
+
+.PHONY: docs-serve
+docs-serve: docs ## the site at http://127.0.0.1:8000
+	$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site 8000
 
 lint: $(DEV) ## lint, types, import contracts
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""Writes docs/algorithms/tests.md: each algorithm's equation and the tests that hold it against it.
+"""The page of tests: each algorithm's equation and the tests that hold it against it.
 
 A test names its pages by a mark, whose words may hold the test's parameters:
 

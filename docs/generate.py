@@ -1,7 +1,4 @@
-"""Writes docs/algorithms/ and docs/verl/, which git ignores: a page for each algorithm and an index, from
-docstrings and signatures, and what verl's keys are here.
-
-    make docs            (python -m docs.generate)
+"""The pages of algorithms: one for each and an index, from docstrings and signatures.
 
 An algorithm that is registered has a page; nothing is to be added here for it.
 """
@@ -18,7 +15,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from docs import equations, migrate_pages, verl_commands, verl_keys
+from docs import equations
 from docs.docstring import parse
 from docs.entries import FOLDER, ROOT, Entry, entries
 from docs.kinds import NEEDS, Kind
@@ -197,25 +194,6 @@ def _table(rows: list[tuple[str, ...]]) -> str:
 
 
 def pages() -> dict[str, str]:
-    """The pages by path below docs/algorithms, but for that of the tests."""
+    """The pages by path below docs/algorithms, from which their links hold, but for that of the tests."""
     found = list(entries())
     return {entry.path: page(entry) for entry in found} | {"README.md": index(found)}
-
-
-def write(folder: Path = FOLDER) -> None:
-    """Writes all pages, and removes those of what is no more. Links hold from FOLDER."""
-    made = pages() | {equations.PAGE: equations.page(list(entries()), equations.collected())}
-    for old in sorted(folder.rglob("*.md")):
-        if str(old.relative_to(folder)) not in made:
-            old.unlink()
-    for path, text in made.items():
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_text(text, encoding="utf-8")
-
-
-if __name__ == "__main__":
-    write()
-    verl_keys.write()
-    verl_commands.write()
-    migrate_pages.write()
-    print(f"wrote {FOLDER.relative_to(ROOT)}, docs/verl, docs/from-trl.md and docs/from-openrlhf.md")

@@ -1,14 +1,11 @@
-"""Writes docs/from-trl.md, docs/from-openrlhf.md and docs/verl/environment.md from the tables."""
+"""The pages of other systems' settings, from the tables that read them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 
 from tandem.migrate import environment, openrlhf, trl_table
 from tandem.migrate.peer import Verdict
-
-HERE = Path(__file__).parent
 
 
 def from_trl() -> str:
@@ -61,13 +58,6 @@ def verl_environment() -> str:
         )
         + "\n"
     )
-
-
-def write(folder: Path = HERE) -> None:
-    (folder / "verl").mkdir(exist_ok=True)
-    (folder / "from-trl.md").write_text(from_trl(), encoding="utf-8")
-    (folder / "from-openrlhf.md").write_text(from_openrlhf(), encoding="utf-8")
-    (folder / "verl" / "environment.md").write_text(verl_environment(), encoding="utf-8")
 
 
 _WORDS = {"key": "", "reckoned": "", "nothing": "nothing to act on: ", "absent": "not offered: "}

@@ -1,6 +1,6 @@
 r"""Writes the table of docs/verl-rewards.md: odd ways of writing an answer, and their scores.
 
-    make docs            (python -m docs.odd_formats)
+    python -m docs.odd_formats
 
 The data stands here; tests/rewards holds both columns against the scorers themselves.
 """

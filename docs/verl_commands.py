@@ -1,9 +1,8 @@
-"""Writes docs/verl/commands.md: how many commands of verl's own examples load, and why the others do not."""
+"""The page of verl's commands: how many commands of verl's own examples load, and why the others do not."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 from docs.verl_keys import HERE, table
 from tandem.config.verl.table import rule_of
@@ -92,8 +91,3 @@ def page() -> str:
         ),
     ]
     return "\n\n".join(parts) + "\n"
-
-
-def write(folder: Path = HERE / "verl") -> None:
-    folder.mkdir(exist_ok=True)
-    (folder / "commands.md").write_text(page())

@@ -1,4 +1,4 @@
-"""Writes docs/verl/keys.md: what each key of verl's trainer is here."""
+"""The page of verl's keys: what each key of verl's trainer is here."""
 
 from __future__ import annotations
 
@@ -69,11 +69,6 @@ def page() -> str:
         ),
     ]
     return "\n\n".join(parts) + "\n"
-
-
-def write(folder: Path = HERE / "verl") -> None:
-    folder.mkdir(exist_ok=True)
-    (folder / "keys.md").write_text(page())
 
 
 def _code(value: Any) -> str:

@@ -24,4 +24,4 @@ def test_the_column_of_tandem(odd: Odd) -> None:
 
 def test_the_page_is_that_of_the_table() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    assert text == page(text), "make docs"
+    assert text == page(text), "python -m docs.odd_formats"

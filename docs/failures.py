@@ -1,0 +1,168 @@
+"""The page of messages: every error that the program can print, found in its source.
+
+A call that makes a `TandemError` is one entry: its class, its sentence, the field, what would have been right
+and the remedy, with … where the program fills something in. Docstrings of the classes say what each is about.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from docs.entries import ROOT
+
+PACKAGE = ROOT / "tandem"
+_SHOWN = ("field", "expected", "remedy")
+
+
+@dataclass(frozen=True)
+class Message:
+    """An error that the program can print.
+
+    Attributes:
+        kind: the class.
+        text: the sentence; … stands for what is filled in.
+        parts: `field`, `expected` and `remedy`, where they are said.
+        file: from the root.
+    """
+
+    kind: str
+    text: str
+    parts: tuple[tuple[str, str], ...]
+    file: str
+
+
+@cache
+def trees() -> Mapping[str, ast.Module]:
+    """The modules of the package, by path from the root."""
+    files = sorted(PACKAGE.rglob("*.py"))
+    return {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text("utf-8")) for path in files}
+
+
+@cache
+def kinds() -> Mapping[str, str]:
+    """The classes of errors for the user, and what each is about, in the words of its docstring."""
+    classes = [node for tree in trees().values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    found = {"TandemError": "An error that fits no class below."}
+    while more := {
+        node.name: _about(node)
+        for node in classes
+        if node.name not in found and any(_name(base) in found for base in node.bases)
+    }:
+        found |= more
+    return found
+
+
+def _about(node: ast.ClassDef) -> str:
+    return " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
+
+
+@cache
+def messages() -> tuple[Message, ...]:
+    """All of them, by class and sentence."""
+    found = {message for file, tree in trees().items() for message in _in(file, tree)}
+    return tuple(sorted(found, key=lambda each: (each.kind, each.text, each.file, each.parts)))
+
+
+def _in(file: str, tree: ast.Module) -> Iterator[Message]:
+    for function in ast.walk(tree):
+        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        for node in _own(function):
+            if isinstance(node, ast.Call) and _name(node.func) in kinds() and node.args:
+                named = ((word.arg, words(word.value)) for word in node.keywords if word.arg in _SHOWN)
+                parts = tuple((name, text) for name, text in named if name and text.strip("… "))
+                for text in _texts(node.args[0], function, tree):
+                    yield Message(_name(node.func), text, parts, file)
+
+
+def _own(function: ast.AST) -> Iterator[ast.AST]:
+    """What stands in a function, but not in one within it."""
+    for child in ast.iter_child_nodes(function):
+        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield child
+            yield from _own(child)
+
+
+def _texts(node: ast.expr, function: ast.FunctionDef | ast.AsyncFunctionDef, tree: ast.Module) -> list[str]:
+    """What a message may be: the expression's text, what is assigned to its name, or, where the name is a
+    parameter, what its function is called with in the same module."""
+    if not isinstance(node, ast.Name):
+        return [words(node)]
+    assigned = [
+        each.value
+        for each in ast.walk(function)
+        if isinstance(each, ast.Assign) and any(_name(target) == node.id for target in each.targets)
+    ]
+    parameters = [argument.arg for argument in function.args.args]
+    if node.id in parameters:
+        position = parameters.index(node.id) - (parameters[0] in ("self", "cls"))
+        for call in ast.walk(tree):
+            if isinstance(call, ast.Call) and _name(call.func) == function.name and len(call.args) > position:
+                assigned.append(call.args[position])
+    return sorted({words(each) for each in assigned}) or ["…"]
+
+
+def words(node: ast.expr) -> str:
+    """An expression's text, with … for each part that is only known when the program runs."""
+    match node:
+        case ast.Constant(value=None):
+            return ""
+        case ast.Constant(value=value):
+            return str(value)
+        case ast.JoinedStr(values=values):
+            return "".join(words(value) for value in values)
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return words(left) + words(right)
+        case ast.IfExp(body=body, orelse=other):
+            return " / ".join(part for part in (words(body), words(other)) if part)
+        case ast.BoolOp(values=values):
+            return " / ".join(part for part in map(words, values) if part.strip("…")) or "…"
+    return "…"
+
+
+def _name(node: ast.expr) -> str:
+    match node:
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return name
+    return ""
+
+
+def page() -> str:
+    """The page, in Markdown."""
+    by_kind: dict[str, list[Message]] = {}
+    for message in messages():
+        by_kind.setdefault(message.kind, []).append(message)
+    parts = [
+        "# Every message",
+        f"The {len(messages())} errors that the program can print, found in its source by `make docs`; … stands "
+        "for what it fills in. An error says which key, file or argument is concerned, what was given, what "
+        "would have been right, and what to do. [What goes wrong](failures.md) explains those that people "
+        "meet most.",
+    ]
+    for kind, members in by_kind.items():
+        parts += [f"## {kind}", f"{kinds()[kind].rstrip('.')}.", *_entries(members)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _entries(members: Iterable[Message]) -> Iterator[str]:
+    for message in members:
+        said = (
+            escaped(message.text)
+            if message.text.strip("… ")
+            else "(what went wrong, in the words of its cause)"
+        )
+        lines = [f"**{said}** ([{Path(message.file).name}](../{message.file}))"]
+        lines += [f"- {name}: {escaped(text)}" for name, text in message.parts]
+        yield lines[0] + ("\n\n" + "\n".join(lines[1:]) if lines[1:] else "")
+
+
+def escaped(text: str) -> str:
+    """A text in which Markdown sees nothing of its own, on one line."""
+    one_line = " ".join(text.split())
+    for mark in "\\`*_[]{}|#":
+        one_line = one_line.replace(mark, f"\\{mark}")
+    return one_line.replace("&", "&amp;").replace("<", "&lt;")

@@ -1,0 +1,82 @@
+"""Figures of the pages that results hold.
+
+    1.74 <!-- = grpo_step_vs_trl.json rows[mode=equal,precision=fp32].ratio -->
+
+What stands after `=` is a file of benchmarks/results and a path in it; members of a list are chosen by what
+they have, and two paths may be divided. A test holds that the figure is the value, to the digits that are shown.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from docs.entries import ROOT
+
+RESULTS = ROOT / "benchmarks" / "results"
+_FIGURE = re.compile(r"([\d.,]+)\s?(%|MB|GB|MiB|s|ms)?\s*<!-- = (\S+) (.+?) -->")
+_STEP = re.compile(r"(\w+)(?:\[([^\]]*)\])?(?:\.|$)")
+_UNIT = {"%": 0.01, "MB": 1e6, "GB": 1e9, "MiB": 2.0**20, "ms": 1e-3}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure on a page.
+
+    Attributes:
+        shown: as it stands there, without its unit.
+        unit: of what is shown, in those of the file.
+        file, path: where its value is.
+    """
+
+    shown: str
+    unit: float
+    file: str
+    path: str
+
+    @property
+    def value(self) -> float:
+        """What the file says, in the page's unit."""
+        numerator, _, denominator = self.path.partition(" / ")
+        value = _at(self.file, numerator) / (_at(self.file, denominator) if denominator else 1.0)
+        return value / self.unit
+
+    @property
+    def is_right(self) -> bool:
+        shown = self.shown.rstrip(".,").replace(",", "")
+        digits = len(shown.partition(".")[2])
+        return abs(float(shown) - self.value) <= 0.5000001 * 10.0**-digits
+
+
+def figures(text: str) -> Iterator[Figure]:
+    """The figures of a page."""
+    for shown, unit, file, path in _FIGURE.findall(text):
+        yield Figure(shown, _UNIT.get(unit, 1.0), file, path)
+
+
+@cache
+def _loaded(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _at(file: str, path: str) -> float:
+    """The number at a path.
+
+    Raises:
+        KeyError: there is none, or several.
+    """
+    value = _loaded(RESULTS / file)
+    for name, wanted in _STEP.findall(path.strip()):
+        value = value[name]
+        if wanted:
+            pairs = [part.split("=") for part in wanted.split(",")]
+            found = [each for each in value if all(str(each.get(key)) == want for key, want in pairs)]
+            if len(found) != 1:
+                raise KeyError(f"{file}: {len(found)} of {path}")
+            value = found[0]
+    return float(value)
