@@ -2,8 +2,8 @@
 
     make docs            (python -m docs.build)
 
-Whatever Zensical warns of is an error, and so are a link that leads nowhere, a page that the navigation lacks
-and anything that a browser would fetch from elsewhere.
+Whatever Zensical warns of is an error, and so are a link that leads nowhere and anything that a browser would
+fetch from elsewhere.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from docs import equations
 from docs.entries import ROOT
 from docs.equations import Check
 from docs.links import SOURCES, outside_fences, place_of, rewritten
-from docs.nav import NAV, Part
+from docs.nav import NAV, REST, Part
 from docs.pages import Page, pages, source
 
 BUILD = ROOT / "build"
@@ -100,20 +100,11 @@ def _nested(prose: str) -> str:
 
 
 def navigation(all_pages: Mapping[str, Page]) -> list[object]:
-    """The navigation as Zensical wants it; a page that is not there yet is left out.
-
-    Raises:
-        ValueError: a page that the navigation lacks.
-    """
+    """The navigation as Zensical wants it; a page that is not there yet is left out."""
     named = set(_named(NAV))
-    lacking = [
-        place
-        for place in all_pages
-        if place not in named and not any(place.startswith(name) for name in named if name.endswith("/"))
-    ]
-    if lacking:
-        raise ValueError(f"docs/nav.py lacks {', '.join(lacking)}")
-    return list(_items(NAV, all_pages, named))
+    folders = tuple(name for name in named if name.endswith("/"))
+    rest = [place for place in all_pages if place not in named and not place.startswith(folders)]
+    return list(_items(NAV, all_pages, named, rest))
 
 
 def _named(parts: Iterable[Part]) -> Iterator[str]:
@@ -124,17 +115,21 @@ def _named(parts: Iterable[Part]) -> Iterator[str]:
             yield from _named(part[1])
 
 
-def _items(parts: Iterable[Part], all_pages: Mapping[str, Page], named: set[str]) -> Iterator[object]:
+def _items(
+    parts: Iterable[Part], all_pages: Mapping[str, Page], named: set[str], rest: list[str]
+) -> Iterator[object]:
     for part in parts:
         if isinstance(part, tuple):
-            if below := list(_items(part[1], all_pages, named)):
+            if below := list(_items(part[1], all_pages, named, rest)):
                 yield {part[0]: below}
-        elif not part.endswith("/"):
-            yield from [part] if part in all_pages else []
-        else:
+        elif part == REST:
+            yield from rest
+        elif part.endswith("/"):
             yield from _folder(
-                [place for place in all_pages if place.startswith(part) and place not in named], part
+                [name for name in all_pages if name.startswith(part) and name not in named], part
             )
+        elif part in all_pages:
+            yield part
 
 
 def _folder(places: list[str], folder: str) -> Iterator[object]:

@@ -26,9 +26,9 @@ def expanded(text: str) -> str:
 def help_of(command: str) -> str:
     """What `--help` of a command prints, in a terminal of 100 columns without colours."""
     said = io.StringIO()
-    with redirect_stdout(said), patch.dict("os.environ", {"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"}):
-        with suppress(SystemExit):  # of argparse
-            main([command, "--help"])
+    plain = {"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"}
+    with redirect_stdout(said), patch.dict("os.environ", plain), suppress(SystemExit):  # argparse exits
+        main([*command.split(), "--help"])
     return f"```text\n{said.getvalue().strip()}\n```"
 
 

@@ -138,8 +138,8 @@ def page() -> str:
         by_kind.setdefault(message.kind, []).append(message)
     parts = [
         "# Every message",
-        f"The {len(messages())} errors that the program can print, found in its source by `make docs`; … stands "
-        "for what it fills in. An error says which key, file or argument is concerned, what was given, what "
+        f"The {len(messages())} errors that the program can print, found in its source; … stands for "
+        "what it fills in. An error says which key, file or argument is concerned, what was given, what "
         "would have been right, and what to do. [What goes wrong](failures.md) explains those that people "
         "meet most.",
     ]

@@ -3,7 +3,7 @@
     1.74 <!-- = grpo_step_vs_trl.json rows[mode=equal,precision=fp32].ratio -->
 
 What stands after `=` is a file of benchmarks/results and a path in it; members of a list are chosen by what
-they have, and two paths may be divided. A test holds that the figure is the value, to the digits that are shown.
+they have, and two paths may be divided. A test holds that the figure is the value, to the digits shown.
 """
 
 from __future__ import annotations

@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 Part = str | tuple[str, tuple["Part", ...]]
-"""A page, or a title and what stands below it. A name that ends in / stands for all pages of that folder."""
+"""A page, or a title and what stands below it. A name that ends in / stands for the pages of that folder that
+nothing else names, and REST for all that are left."""
+
+REST = "*"
 
 NAV: tuple[Part, ...] = (
-    ("Start", ("index.md", "quickstart.md", "reading-a-run.md", "support.md", "measurements.md")),
+    (
+        "Start",
+        (
+            "index.md",
+            "quickstart.md",
+            "from-python.md",
+            "command-line.md",
+            "reading-a-run.md",
+            "support.md",
+            "measurements.md",
+        ),
+    ),
     (
         "Tutorials",
         (
@@ -46,11 +60,18 @@ NAV: tuple[Part, ...] = (
             ),
             ("Many machines", ("multi-node.md", "deployment.md", "examples/cluster.md")),
             ("Models and engines", ("rollout-engines.md", "examples/reward_model.md")),
+            ("More", (REST,)),
         ),
     ),
     (
         "Algorithms",
-        ("algorithms/README.md", "algorithms/tests.md", "results/learning_curves.md", "algorithms/"),
+        (
+            "choosing.md",
+            "algorithms/README.md",
+            "algorithms/tests.md",
+            "results/learning_curves.md",
+            "algorithms/",
+        ),
     ),
     (
         "Extend",

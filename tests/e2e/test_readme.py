@@ -1,4 +1,4 @@
-"""The program in the README does what the README says."""
+"""The programs of the README, of docs/from-python.md and of docs/extend/worker.md do what is said of them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,14 @@ from tests.e2e.shop import SOURCES
 from tests.support.tiny import make_model
 
 
+def python(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (SOURCES / page).read_text(), re.DOTALL)
+
+
 def test_the_program_of_ones_own_on_ray(
     tmp_path: Path, ray_cluster: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (SOURCES / "README.md").read_text(), re.DOTALL)
+    blocks = python("docs/extend/worker.md")
     (program,) = [block for block in blocks if "RayBackend" in block]
     file = tmp_path / "program.py"
     file.write_text(program)
@@ -27,8 +31,10 @@ def test_the_program_of_ones_own_on_ray(
 
 @pytest.mark.slow
 def test_the_first_screen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (SOURCES / "README.md").read_text(), re.DOTALL)
-    program = "".join(blocks[:2]).replace(
+    first, step_by_step = python("docs/from-python.md")
+    (readme,) = python("README.md")
+    assert set(readme.splitlines()) <= set(first.splitlines())
+    program = (first + step_by_step).replace(
         "path/to/model", str(make_model(tmp_path / "model", max_position_embeddings=1024))
     )
     assert program.count("steps=100, ") == 1

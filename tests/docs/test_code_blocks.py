@@ -1,0 +1,253 @@
+"""Every block of code in README, pages and docstrings: Python runs, lines of shell are ones that the commands
+take. What nobody runs has a reason beside it, and is counted."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+import sys
+import textwrap
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from docs.blocks import Block, blocks
+from docs.entries import ROOT
+from docs.expand import help_of
+from tandem.api.training import _loaded
+from tandem.cli.main import COMMANDS
+from tandem.config.load import (
+    load_eval_config,
+    load_generate_config,
+    load_rm_config,
+    load_sft_config,
+    load_train_config,
+)
+from tandem.config.sources import split_arguments
+from tandem.errors import ConfigError, ConfigErrors
+from tests.support.tiny import make_model
+
+PAGES = sorted(
+    [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *(ROOT / "docs").rglob("*.md"),
+        *ROOT.glob("examples/*/README.md"),
+    ]
+)
+ELSEWHERE = {
+    "README.md": "tests/e2e/test_readme.py",
+    "docs/from-python.md": "tests/e2e/test_readme.py",
+    "docs/extend/worker.md": "tests/e2e/test_readme.py",
+    "docs/your-own-algorithm.md": "tests/docs/test_own_algorithm.py",
+    "docs/data.md": "tests/cli/test_data_command.py",
+}
+"""Pages whose Python or sessions another test runs, with what they need."""
+
+BEFORE_A_MODEL = {"docs/rewards.md"}
+"""Pages whose Python calls `tandem.train` on a model and rows of the reader's."""
+
+BLOCKS = [block for page in PAGES for block in blocks(page)]
+LANGUAGES = {"python", "sh", "bash", "console", "text", "json", "yaml", "diff", ""}
+RUNNABLE = ("python", "sh", "bash")
+
+
+def name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def of(page: Path, *languages: str) -> list[Block]:
+    return [
+        block for block in BLOCKS if block.page == page and block.language in languages and not block.not_run
+    ]
+
+
+def test_there_are_blocks_and_each_has_a_language_that_is_known() -> None:
+    assert len(BLOCKS) > 120
+    assert {block.language for block in BLOCKS} <= LANGUAGES
+
+
+def test_what_is_not_run_has_a_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    left = [f"{name(block.page)}:{block.line}: {block.not_run}" for block in BLOCKS if block.not_run]
+    with capsys.disabled():
+        print(f"\n{len(BLOCKS)} blocks of code, {len(left)} of which nobody runs", *left, sep="\n  ")
+    assert len(left) <= 6
+    assert all(len(block.not_run.split()) >= 3 for block in BLOCKS if block.not_run)
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if of(p, "python") and name(p) not in ELSEWHERE], ids=name)
+def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks of a page one after the other; one that begins with the name of a file is that file."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = set(sys.modules)
+    names = {"__name__": "page"} | (stand_ins(tmp_path) if name(page) in BEFORE_A_MODEL else {})
+    for block in of(page, "python"):
+        if block.file:
+            (tmp_path / block.file).write_text(block.text, encoding="utf-8")
+        code = compile("\n" * block.line + block.text, str(page), "exec")
+        exec(code, dict(names) if block.file else names)  # a file alone, the rest of a page together
+    for module in set(sys.modules) - before:
+        if str(tmp_path) in str(getattr(sys.modules[module], "__file__", "")):
+            del sys.modules[module]
+
+
+def stand_ins(folder: Path) -> dict[str, Any]:
+    """What a page takes for granted; `train` does all that comes before a model is loaded."""
+
+    def train(model: Any, *, train: Any, rewards: Any) -> None:
+        _loaded(model, train, None, rewards, "grpo", 1, folder / "run", {"data.max_response_length": 8})
+
+    (folder / "my_reward.py").write_text("def right(response, answer): ...")
+    return {
+        "tandem": SimpleNamespace(train=train),
+        "model": make_model(folder / "model", max_position_embeddings=1024),
+        "rows": [{"prompt": "1+1=", "answer": "2"}],
+        "short": lambda response: -len(response),
+    }
+
+
+@pytest.mark.parametrize("page", sorted(ELSEWHERE))
+def test_pages_that_another_test_runs_are_named_there(page: str) -> None:
+    assert Path(page).name in (ROOT / ELSEWHERE[page]).read_text(encoding="utf-8")
+
+
+LOADERS = {
+    "train": load_train_config,
+    "check": load_train_config,
+    "sft": load_sft_config,
+    "rm": load_rm_config,
+    "generate": load_generate_config,
+    "eval": load_eval_config,
+}
+ABSENT = (
+    "missing",
+    "no such file",
+    "no such folder",
+    "not a model folder",
+    "no pool",
+    "unknown resource pool",
+)
+"""Errors of what is not there: a line on a page names files that its reader has."""
+OTHERS = {
+    "git",
+    "cd",
+    "docker",
+    "sbatch",
+    "export",
+    "ray",
+    "srun",
+    "for",
+    "done",
+    "RANK=0",
+    "python3",
+    ".",
+    "#SBATCH",
+}
+"""Programs that pages call, which are not ours to check."""
+
+
+def lines(block: Block) -> Iterator[list[str]]:
+    """The words of each command of a block."""
+    waiting = ""
+    for line in re.sub(r"\\\n", " ", block.text).splitlines():
+        waiting += f"{line}\n"
+        if re.sub(r"#.*", "", waiting).count("'") % 2:  # a quotation goes on
+            continue
+        words, waiting = shlex.split(waiting, comments=True), ""
+        if "--" in words and words[:1] != ["tandem"]:  # RANK=0 tandem node … -- tandem train …
+            yield words[words.index("--") + 1 :]
+        while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
+            words = words[1:]
+        if words:
+            yield words
+
+
+SHELL = [
+    (block, words)
+    for block in BLOCKS
+    if block.language in ("sh", "bash") and not block.not_run
+    for words in lines(block)
+]
+
+
+@pytest.mark.parametrize(
+    ("block", "words"), SHELL, ids=[f"{name(block.page)}:{' '.join(words)[:40]}" for block, words in SHELL]
+)
+def test_lines_of_shell_are_ones_that_the_programs_take(
+    block: Block, words: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    program, *rest = words
+    if program == "tandem":
+        takes(rest)
+    elif program == "make":
+        makefile = (ROOT / "Makefile").read_text()
+        assert all(
+            re.search(rf"^{word}:", makefile, re.M) for word in rest if "=" not in word and word != "…"
+        )
+    elif program in ("python", "pip"):
+        assert_python(program, rest, block)
+    else:
+        assert program in OTHERS, words
+
+
+def takes(words: list[str]) -> None:
+    """The command exists, its keys exist and have values of their type, its options are in its help."""
+    words = [word for word in words if "…" not in word.strip("[]")]
+    command, *rest = words
+    assert command in COMMANDS
+    if command in LOADERS and not {"--from-verl", "--model"} & set(rest):
+        only = [word for word in rest if not word.startswith("--") and word not in ("-o",)]
+        accepted(command, only)
+    subcommand = [command, rest[0]] if command in ("data", "runs") and rest[:1] != [] else [command]
+    if command == "runs" and (not rest or rest[0] not in ("compare", "plot", "prune")):
+        subcommand = [command]
+    said = help_of(" ".join(subcommand))
+    own = rest[: rest.index("--")] if "--" in rest else rest
+    for word in own:
+        if word.startswith("-") and len(word) > 1:
+            assert word.split("=")[0] in said, (word, said)
+
+
+def accepted(command: str, words: list[str]) -> None:
+    file, overrides = split_arguments([word for word in words if "=" in word or word.endswith(".yaml")])
+    known = None if file is None or not (ROOT / file).is_file() else str(ROOT / file)
+    overrides = [re.sub(r"\$\w+", "grpo", word) for word in overrides]
+    try:
+        LOADERS[command](known, overrides)
+    except ConfigErrors as errors:
+        wrong = [error for error in errors.errors if not error.message.startswith(ABSENT)]
+        assert wrong == []
+    except ConfigError as error:
+        if not error.message.startswith(ABSENT):
+            raise
+
+
+def assert_python(program: str, words: list[str], block: Block) -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for word in words:
+        for extra in re.findall(r"\[([\w,-]+)\]", word) if program == "pip" else ():
+            assert set(extra.split(",")) <= extras.keys()
+    if program == "python" and words[0].endswith(".py"):
+        own = [other.file for other in BLOCKS if other.page == block.page]
+        assert words[0] in own or (ROOT / words[0]).is_file(), words
+
+
+def test_code_in_docstrings_is_python() -> None:
+    """Indented blocks with an import, a class or a function; … stands for a body."""
+    found = 0
+    for path in sorted((ROOT / "tandem").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                for block in re.findall(r"(?:^ {4,}.*\n?)+", ast.get_docstring(node) or "", re.M):
+                    if re.search(r"^ *(import \w|from \S+ import|class .*:|def .*:)", block, re.M):
+                        ast.parse(textwrap.dedent(block))
+                        found += 1
+    assert found >= 2

@@ -1,0 +1,178 @@
+"""The site: it builds without a warning, its search finds what a newcomer asks, and what is made from the
+code holds all of it."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from docs import build, failures
+from docs.blocks import blocks
+from docs.entries import ROOT
+from docs.figures import figures
+from docs.nav import NAV
+from docs.pages import Page, pages
+from tandem.cli.main import COMMANDS
+from tandem.config.explain import COMMANDS as CONFIGS
+from tandem.config.schema import keys
+
+QUESTIONS = {
+    "install": ("quickstart.html", "index.html"),
+    "reward function": ("rewards.html", "tutorials/own-reward.html", "extend/reward.html"),
+    "resume": ("reading-a-run.html", "config/train-trainer.html"),
+    "out of memory": ("questions/debugging.html", "large-models.html", "failures.html"),
+    "learning rate": ("questions/basics.html",),
+    "what is grpo": ("questions/basics.html", "algorithms/advantages/grpo.html"),
+    "kl penalty": ("questions/basics.html", "algorithms/kl/k1.html"),
+    "train_batch_size": ("config/train-data.html",),
+    "ppo_mini_batch_size": ("config/train-actor-rollout-ref-actor.html",),
+    "vllm": ("rollout-engines.html",),
+    "slurm": ("deployment.html", "examples/cluster.html"),
+    "docker": ("deployment.html",),
+    "lora": ("large-models.html", "config/train-actor-rollout-ref-model.html"),
+    "multiple gpus": ("multi-node.html", "support.html", "tutorials/two-processes.html"),
+    "export": ("commands.html",),
+    "entropy collapse": ("questions/basics.html", "failures.html", "reading-a-run.html"),
+    "unknown key": ("failures.html", "messages.html"),
+    "reward model": ("tutorials/reward-model.html", "examples/reward_model.html"),
+    "pass@k": ("questions/basics.html", "algorithms/parts/pass_at_k.html"),
+    "trl": ("from-trl.html",),
+    "hangs": ("questions/debugging.html", "failures.html"),
+    "custom algorithm": ("your-own-algorithm.html", "tutorials/own-algorithm.html"),
+}
+"""What a newcomer types, and pages of which one should be among the first ten."""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build.build([], tmp_path_factory.mktemp("site"))
+
+
+@pytest.fixture(scope="module")
+def made() -> dict[str, Page]:
+    return pages([])
+
+
+@pytest.mark.slow
+def test_it_builds_and_every_page_is_within_reach(site: Path) -> None:
+    """The build itself refuses dead links and what would be fetched from elsewhere."""
+    assert not (site.parent / "pages" / "docs").exists()
+    first = (site / "index.html").read_text("utf-8")
+    reached = {name for name in re.findall(r'href="\.?/?([\w/-]+\.html)', first)}
+    assert {"quickstart.html", "commands.html", "questions/index.html"} <= reached
+    assert "unpkg.com" not in first
+    assert '<svg viewBox="0 0' in (site / "concepts" / "index.html").read_text("utf-8")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_the_search_finds(site: Path, question: str) -> None:
+    """By the index that the site's search reads: sections with all words, those in a title first."""
+    items = json.loads((site / "search.json").read_text("utf-8"))["items"]
+    words = [word for word in question.lower().split() if word not in ("what", "is")]
+
+    def score(item: dict[str, str]) -> float:
+        title, text = item["title"].lower(), f"{item['title']} {item['text']}".lower()
+        if not all(word in text for word in words):
+            return 0.0
+        return sum(20.0 * (word in title) + text.count(word) ** 0.5 for word in words) / (
+            1 + len(text) / 20_000
+        )
+
+    ranked = sorted(items, key=score, reverse=True)
+    best = list(dict.fromkeys(item["location"].partition("#")[0] for item in ranked if score(item)))
+    assert set(best[:10]) & set(QUESTIONS[question]), best[:10]
+
+
+def test_a_link_that_leads_nowhere_and_what_is_fetched_are_faults(tmp_path: Path) -> None:
+    (tmp_path / "a.html").write_text(
+        '<a href="b.html#x">b</a><a href="c.html">c</a><script src="https://x/y.js"></script>'
+    )
+    (tmp_path / "b.html").write_text(
+        '<p id="z">| a | b |</p><a href="mailto:a@b">m</a><a href="https://ok">o</a>'
+    )
+    assert sorted(build.faults(tmp_path)) == [
+        "a.html: a link leads nowhere: c.html",
+        "a.html: fetches https://x/y.js",
+        "a.html: no such anchor: b.html#x",
+        "b.html: Markdown that is left over: '| a | b |'",
+    ]
+
+
+def test_the_navigation_names_each_page_once_and_takes_what_it_does_not_know(made: dict[str, Page]) -> None:
+    named = [name for name in build._named(NAV)]
+    assert len(named) == len(set(named))
+    more = build.navigation(made | {"new-page.md": Page("docs/new-page.md", "# New")})
+    assert "new-page.md" in json.dumps(more)
+
+
+def test_every_command_has_a_section_with_its_help(made: dict[str, Page]) -> None:
+    page = made["commands.md"].text
+    sections = re.findall(r"^## `tandem ([\w-]+)`$", page, re.M)
+    assert sorted(sections) == sorted(COMMANDS)
+    assert page.count("example:\n") == len(COMMANDS)
+
+
+def test_every_key_of_every_command_has_a_place(made: dict[str, Page]) -> None:
+    train = "".join(page.text for place, page in made.items() if place.startswith("config/train-"))
+    for command, root in CONFIGS.items():
+        text = train if command == "tandem train" else made[f"config/{command.split()[1]}.md"].text
+        assert [name for name in keys(root) if f"{{ #{name} }}" not in text] == []
+    assert "- counts only with `actor_rollout_ref" not in train  # words, not code
+
+
+def test_every_error_that_is_raised_by_name_is_on_the_page(made: dict[str, Page]) -> None:
+    """Found another way: the first text after `Error(` in the source."""
+    page = made["messages.md"].text
+    kinds = "|".join(sorted(failures.kinds()))
+    own = [
+        ast.literal_eval(found)
+        for path in sorted((ROOT / "tandem").rglob("*.py"))
+        for found in re.findall(rf'raise (?:{kinds})\(\s*("(?:[^"\\]|\\.)+")\s*[,)]', path.read_text("utf-8"))
+    ]
+    assert len(own) > 100
+    assert [text for text in own if failures.escaped(text) not in page] == []
+
+
+def test_what_goes_wrong_explains_messages_that_there_are() -> None:
+    text = (ROOT / "docs" / "failures.md").read_text("utf-8")
+    heads = re.findall(r"^### `(.+)`$", text, re.M)
+    known = {" ".join(message.text.split()) for message in failures.messages()}
+    assert len(heads) >= 40
+    assert [head for head in heads if head not in known] == []
+
+
+def test_a_figure_is_what_its_result_says() -> None:
+    found = [figure for page in (ROOT / "docs").rglob("*.md") for figure in figures(page.read_text("utf-8"))]
+    assert len(found) >= 30
+    assert [(figure, figure.value) for figure in found if not figure.is_right] == []
+    (wrong,) = figures("1.75 <!-- = grpo_step_vs_trl.json rows[mode=equal,precision=fp32].ratio -->")
+    assert not wrong.is_right
+
+
+COUNTS = {"basics": 30, "advanced": 20, "systems": 15, "coding": 10, "debugging": 10}
+
+
+@pytest.mark.parametrize("page", COUNTS)
+def test_each_question_is_answered_and_leads_to_code(page: str) -> None:
+    _, *parts = (ROOT / "docs" / "questions" / f"{page}.md").read_text("utf-8").split("\n## ")
+    assert len(parts) >= COUNTS[page]
+    for part in parts:
+        question, answer = part.split("\n", 1)
+        prose = re.sub(r"```.*?```", "", answer, flags=re.S)
+        snippets = list(re.findall(r"```python", answer))
+        assert 250 >= len(prose.split()) >= (60 if page != "coding" else 15), (question, len(prose.split()))
+        assert re.search(r"^Code: .*\]\(|^Code: `", answer, re.M), question
+        assert snippets or page != "coding", question
+
+
+def test_tutorials_end_in_a_curve() -> None:
+    for page in (ROOT / "docs" / "tutorials").glob("*.md"):
+        if page.stem != "index":
+            assert f"figures/{page.stem}.svg" in page.read_text("utf-8")
+            assert "polyline" in (ROOT / "docs" / "figures" / f"{page.stem}.svg").read_text("utf-8")
+            assert list(blocks(page))
