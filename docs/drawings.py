@@ -64,12 +64,12 @@ DRAWINGS = {
     "loop": Drawing(
         "One step: prompts, responses, scores, advantages, an update, and new weights back to the rollout",
         {
-            "prompts": Box(0, 0, ("prompts",)),
-            "rollout": Box(1, 0, ("rollout", "writes responses")),
+            "prompts": Box(0, 0.5, ("prompts",)),
+            "rollout": Box(1, 0.5, ("rollout", "writes responses")),
             "reward": Box(2, 0, ("reward", "scores them")),
             "old": Box(2, 1, ("old log-probs", "values, reference")),
             "advantage": Box(3, 0.5, ("advantages",)),
-            "update": Box(3, 1.5, ("update", "of the policy")),
+            "update": Box(3, 2.4, ("update", "of the policy")),
         },
         (
             Arrow("prompts", "rollout"),
@@ -160,8 +160,7 @@ def drawing(name: str) -> str:
     width = max(_right(box) for box in shown.boxes.values()) + _MARGIN
     height = max(_top(box) + _HEIGHT for box in shown.boxes.values()) + _MARGIN
     parts = [
-        f'<figure><svg viewBox="0 0 {width:g} {height:g}" style="max-width:{width:g}px" role="img" '
-        'class="drawing">',
+        f'<figure><svg viewBox="0 0 {width:g} {height:g}" width="{width:g}" role="img" class="drawing">',
         f"<title>{escape(shown.title)}</title>",
         f'<defs><marker id="head-{name}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" '
         'markerHeight="7" orient="auto"><path d="M0 0 L8 4 L0 8 z"/></marker></defs>',
