@@ -64,10 +64,6 @@ TUTORIALS: Mapping[str, tuple[Line, ...]] = {
         Line("above the median", "runs/medianpyabove_median", "val/accuracy"),
     ),
     "reward-model": (Line("score", "runs/films", "reward/mean"),),
-    "two-processes": (
-        Line("one process", "runs/demo/run", "val/accuracy"),
-        Line("two", "runs/two/run", "val/accuracy"),
-    ),
 }
 """The curves of each tutorial; `first-run` is the demo's own."""
 
