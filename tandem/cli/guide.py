@@ -46,6 +46,8 @@ COMMANDS = {
     "samples": "tandem samples runs/mine --step 40 --worst --n 3",
     "replay": "tandem replay runs/mine --step 40 --attribute algorithm.adv_estimator=rloo",
     "data": "tandem data validate train.parquet data.max_prompt_length=512",
+    "bench": "tandem bench --dummy actor_rollout_ref.model.path=config.json algorithm.adv_estimator=grpo \\\n"
+    "      data.train_batch_size=32 actor_rollout_ref.rollout.n=8 --lengths lognormal:300:800",
     "node": "srun tandem node -- tandem train config.yaml trainer.cluster.address=auto",
     "export": "tandem export runs/mine my-model --best",
     "check": "tandem check config.yaml actor_rollout_ref.rollout.n=8 --here",

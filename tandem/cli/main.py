@@ -28,6 +28,7 @@ COMMANDS = {
         "takes a step of a run again, as it was or changed, and takes its gradient apart",
     ),
     "data": ("data:data", "checks, converts, shows, splits and thins out data files"),
+    "bench": ("bench:bench", "the phases of real steps with dummy weights, beside their floors"),
     "node": ("node:node", "joins this machine to a cluster"),
     "export": ("export:export", "a checkpoint as a Hugging Face model folder"),
     "check": ("check:check", "says everything that is wrong with a config"),

@@ -61,7 +61,7 @@ class RolloutPart:
         sampling parameters reshape the distribution; NaN where the engine does not give them),
         `policy_version`, `token_fingerprint`, `sample`, `finish_reason`.
         """
-        requests = requests_of(prompts, n, params, self._longest)
+        requests = self.requests(prompts, n, params)
         done = {sample.id: sample for part in self._written(worker, requests, phase) for sample in part}
         samples = [done[request.id] for request in requests]
         return self.batch(prompts.repeat(n), requests, samples, params)
@@ -72,7 +72,7 @@ class RolloutPart:
     ) -> Iterator[Part]:
         """The rows of `generate_sequences`, in parts of about a quarter of this worker's share, as they
         are finished. An empty share has no parts."""
-        requests = requests_of(prompts, n, params, self._longest)
+        requests = self.requests(prompts, n, params)
         place = {request.id: row for row, request in enumerate(requests)}
         table = prompts.repeat(n)
         with closing(self._written(worker, requests, phase)) as parts:
@@ -80,6 +80,10 @@ class RolloutPart:
                 samples.sort(key=lambda sample: place[sample.id])
                 rows = [place[sample.id] for sample in samples]
                 yield Part(rows, self.batch(table[rows], [requests[row] for row in rows], samples, params))
+
+    def requests(self, prompts: DataProto, n: int, params: SamplingParams) -> list[Request]:
+        """What the engine is asked for: n responses to each prompt, prompt by prompt."""
+        return requests_of(prompts, n, params, self._longest)
 
     def _written(
         self, worker: EngineWorker, requests: list[Request], phase: str

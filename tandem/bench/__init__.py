@@ -1,0 +1,1 @@
+"""`tandem bench`: the phases of real training steps, measured with dummy weights, prompts and rewards."""

@@ -1,0 +1,175 @@
+"""What a benchmark is asked for: a config, models of which there may be nothing but a config.json, lengths.
+Nothing here needs torch."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from tandem.bench.documents import MODELS
+from tandem.bench.lengths import lengths
+from tandem.config.load import load_train_config, to_dict
+from tandem.config.root import TrainConfig
+from tandem.config.sources import read_sources, split_arguments
+from tandem.errors import ConfigError, ModelError
+
+MODEL_KEYS = ("actor_rollout_ref.model.path", "critic.model.path", "reward_model.model.path")
+_FILES = ("data.train_files", "data.val_files")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A benchmark.
+
+    Attributes:
+        words: of a config of `tandem train`.
+        dummy: whether models get random weights.
+        prompts, responses: their lengths, see `lengths`; "" is the greatest.
+        steps, warm_up: that are measured, and before them.
+        saves: whether a checkpoint is written at the end.
+        folder: for everything it makes; workers on other machines must see it.
+    """
+
+    words: tuple[str, ...]
+    dummy: bool
+    prompts: str
+    responses: str
+    steps: int
+    warm_up: int
+    saves: bool
+    folder: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """The lengths of a step's sequences, the same in each step.
+
+    Attributes:
+        prompts: (B) tokens.
+        responses: (B, n) tokens.
+    """
+
+    prompts: NDArray[np.int64]
+    responses: NDArray[np.int64]
+
+    @property
+    def total(self) -> int:
+        return int(self.prompts.sum() * self.responses.shape[1] + self.responses.sum())
+
+
+def load(words: Sequence[str], folder: Path, *, dummy: bool) -> tuple[TrainConfig, dict[str, Any]]:
+    """The config of `words` over prompts that a benchmark will make, and the keys that were given.
+
+    Args:
+        folder: for prompts and models; of these it gets no more than their config.json.
+        dummy: whether the models are to be made.
+
+    Raises:
+        ConfigErrors: everything that is wrong with the config.
+        ModelError: nothing to make a model of.
+    """
+    path, overrides = split_arguments(list(words))
+    folder.mkdir(parents=True, exist_ok=True)
+    prompts = folder / "prompts.parquet"
+    pq.write_table(pa.table({"prompt": ["a"]}), prompts)
+    tree, *_ = read_sources(path, overrides)
+    sources = {key: source for key in MODEL_KEYS if dummy and (source := _at(tree, key)) is not None}
+    made = [
+        f"{key}={_described(str(source), folder / key.partition('.')[0])}" for key, source in sources.items()
+    ]
+    loaded = load_train_config(
+        path, [*overrides, f"data.train_files={prompts}", "data.val_files=null", *made]
+    )
+    whole = to_dict(loaded.config)
+    given = {key: _at(whole, key) for key in sorted(loaded.given) if key not in _FILES}
+    return loaded.config, given | {key: str(source) for key, source in sources.items()}
+
+
+def _at(tree: Mapping[str, Any], key: str) -> Any:
+    found: Any = tree
+    for part in key.split("."):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    return found
+
+
+def _described(source: str, folder: Path) -> Path:
+    """A folder with the config.json, and the tokenizer if there is one, of a config.json, a folder with one,
+    or a model that is known by name."""
+    folder.mkdir(parents=True, exist_ok=True)
+    place, name = Path(source).expanduser(), source.rpartition("/")[2]
+    file = place / "config.json" if place.is_dir() else place
+    if file.is_file():
+        shutil.copy(file, folder / "config.json")
+    elif name in MODELS:
+        (folder / "config.json").write_text(json.dumps(MODELS[name]))
+    else:
+        raise ModelError(
+            "nothing to make a model of",
+            field="model.path",
+            got=source,
+            expected=f"a config.json, a folder with one, or {' or '.join(MODELS)}",
+        )
+    (folder / "tokenizer_config.json").write_text("{}")  # the config asks for one
+    for pattern in ("tokenizer*", "vocab.*", "merges.txt", "*.jinja") if place.is_dir() else ():
+        for each in place.glob(pattern):
+            shutil.copy(each, folder / each.name)
+    return folder
+
+
+def draw(config: TrainConfig, prompts: str, responses: str) -> Lengths:
+    """The lengths that a step of a config has; see `lengths`."""
+    data, rollout = config.data, config.actor_rollout_ref.rollout
+    size, n = data.prompts_at_a_time, max(rollout.group_sizes.values())
+    most = min(data.max_response_length, rollout.longest(data) - 1)
+    asked = lengths("--prompt-lengths", prompts or str(data.max_prompt_length), size, data.max_prompt_length)
+    written = lengths("--lengths", responses or str(most), size * n, most)
+    rng = np.random.default_rng(0)
+    return Lengths(rng.permutation(asked), rng.permutation(written).reshape(size, n))
+
+
+def as_benchmark(config: TrainConfig, asked: Asked) -> TrainConfig:
+    """The same run for so many steps over the prompts as they lie, with the worker and the reward of a
+    benchmark, and no trace but in its folder.
+
+    Raises:
+        ConfigError: the policy has a worker of the user's own.
+    """
+    tree, trainer = config.model_dump(), config.trainer
+    apart = trainer.placed("actor") != trainer.placed("rollout")
+    if clash := sorted({"actor", "rollout", "actor_rollout"} & set(trainer.worker_classes)):
+        raise ConfigError(
+            "a benchmark has a worker of its own for the policy",
+            field=f"trainer.worker_classes.{clash[0]}",
+            remedy="leave it out; `tandem train` measures the same phases with it",
+        )
+    roles = ("actor", "rollout") if apart else ("actor_rollout",)
+    tree["data"] |= {"shuffle": False, "prompt_key": "prompt", "reward_fn_key": "data_source"}
+    tree["data"] |= {"train_max_samples": -1, "sampler": {}}
+    if not config.reward_model.enable:
+        tree["custom_reward_function"] = {"path": "tandem.bench.reward", "name": "drawn"}
+    tree["trainer"] |= {
+        "default_local_dir": str(asked.folder / "run"),
+        "total_training_steps": asked.steps + asked.warm_up,
+        "critic_warmup": 0,
+        "worker_classes": trainer.worker_classes | dict.fromkeys(roles, "tandem.bench.parts:BenchWorker"),
+        "resume_mode": "disable",
+        "save_freq": -1 if asked.saves else 0,
+        "test_freq": -1,
+        "val_before_train": False,
+        "val_only": False,
+        "log_val_generations": 0,
+        "keep_best": None,
+        "async_save": False,
+        "on_step": None,
+        "logger": (),
+    }
+    return TrainConfig.model_validate(tree)

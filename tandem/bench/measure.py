@@ -1,0 +1,129 @@
+"""Real training steps with dummy prompts, lengths and rewards, and what they took."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict
+from datetime import datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from tandem.bench.asked import MODEL_KEYS, Asked, Lengths, as_benchmark, draw, load
+from tandem.bench.dummy import write_dummy
+from tandem.bench.parts import LENGTHS
+from tandem.config.model import stored_config
+from tandem.config.root import TrainConfig
+from tandem.memory.seconds import Rates, Shape, Work, step_work
+from tandem.observability.run import read_metrics
+from tandem.trainer.assembly import build_ppo
+
+
+def measure(asked: Asked, say: Callable[[str], None]) -> dict[str, Any]:
+    """Runs the steps and reports them, as plain values.
+
+    Raises:
+        TandemError: anything wrong with the config, the lengths or the models.
+    """
+    config, given = load(asked.words, asked.folder, dummy=asked.dummy)
+    drawn = draw(config, asked.prompts, asked.responses)
+    config = as_benchmark(config, asked)
+    stored = stored_config(config.actor_rollout_ref.model.path)
+    shape = Shape.of(stored)
+    for key in MODEL_KEYS if asked.dummy else ():
+        if key in given:
+            name = key.partition(".")[0]
+            write_dummy(asked.folder / name, scorer=name == "reward_model")
+    _write_prompts(asked, drawn, shape.vocabulary)
+    before = os.getloadavg()[0]
+    device, rates = _run(config, say)
+    rows = read_metrics(Path(config.trainer.default_local_dir) / "metrics.jsonl")
+    work = step_work(config, shape, drawn.prompts, drawn.responses.ravel(), item=device["bytes of a number"])
+    versions = {name: version(name) for name in ("tandem", "torch", "transformers")}
+    return {
+        "command": shlex.join(["tandem", *sys.argv[1:]]),
+        "date": datetime.now().isoformat(timespec="seconds"),
+        "machine": {
+            **device,
+            "devices": config.trainer.world_size,
+            "actor devices": config.trainer.devices_of("actor"),
+            "rollout devices": config.trainer.devices_of("rollout"),
+            "host": f"{platform.system()} {platform.release()}, {os.cpu_count()} cores",
+            "load before": round(before, 2),
+            "load after": round(os.getloadavg()[0], 2),
+        },
+        "versions": {"python": platform.python_version(), **versions},
+        "model": stored,
+        "config": given,
+        "steps": asked.steps,
+        "warm-up": asked.warm_up,
+        "passes": config.actor_rollout_ref.actor.ppo_epochs,
+        "lengths": {
+            "prompts": asked.prompts or "the greatest",
+            "responses": asked.responses or "the greatest",
+            "total": drawn.total,
+            "response": int(drawn.responses.sum()),
+        },
+        "rates": asdict(rates),
+        "work": {phase: asdict(each) for phase, each in work.items()},
+        "rows": _rows([row for row in rows if row["step"] > asked.warm_up], work, rates),
+    }
+
+
+def _run(config: TrainConfig, say: Callable[[str], None]) -> tuple[dict[str, Any], Rates]:
+    """Takes all steps; the device that they were taken on, and its rates, the better of before and after."""
+    trainer = build_ppo(config, say=say)
+    try:
+        device, first = trainer.roles.actor.device_rates()
+        with closing(trainer.steps()) as steps:
+            for _ in steps:
+                pass
+            _, second = trainer.roles.actor.device_rates()
+    finally:
+        trainer.shutdown()
+    return device, Rates(max(first.operations, second.operations), max(first.bytes, second.bytes))
+
+
+def _write_prompts(asked: Asked, drawn: Lengths, vocabulary: int) -> None:
+    """Prompts of random tokens, step by step, each with the lengths of its responses."""
+    rng = np.random.default_rng(1)
+    order = [
+        place for _ in range(asked.steps + asked.warm_up) for place in rng.permutation(len(drawn.prompts))
+    ]
+    columns = {
+        "prompt": [rng.integers(0, vocabulary, drawn.prompts[place]).tolist() for place in order],
+        "data_source": ["bench"] * len(order),
+        "reward_model": [{"style": "rule", "ground_truth": ""}] * len(order),
+        "extra_info": [{LENGTHS: drawn.responses[place].tolist()} for place in order],
+    }
+    pq.write_table(pa.table(columns), asked.folder / "prompts.parquet")
+
+
+def _rows(steps: Sequence[Mapping[str, Any]], work: Mapping[str, Work], rates: Rates) -> dict[str, Any]:
+    """Of each phase the median second, the least, the greatest, the floor, and what share of it was
+    reached."""
+    floors = {phase: each.floor(rates) for phase, each in work.items() if each.operations or each.bytes}
+    floors |= {"step": sum(floors.values()), "reshard": floors["weights"]}
+    floors["gen"] = floors["generate_sequences"] + floors["weights"]
+    out = {}
+    for name in (
+        *dict.fromkeys(n for row in steps for n in row if n.startswith("timing/")),
+        "response_length/mean",
+    ):
+        values = [row[name] for row in steps if name in row]
+        phase = name.removeprefix("timing/").removesuffix("/mean")
+        middle = statistics.median(values)
+        out[phase] = {"median": middle, "least": min(values), "most": max(values)}
+        if phase in floors and middle > 0:
+            out[phase] |= {"floor": floors[phase], "share": floors[phase] / middle}
+    return out

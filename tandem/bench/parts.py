@@ -1,0 +1,93 @@
+"""The parts of a run that a benchmark puts in place of a user's: a policy's worker whose responses have given
+lengths, and which measures its device."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tandem.memory.seconds import Rates
+from tandem.protocol import DataProto, Request, SamplingParams
+from tandem.runtime import Dispatch, register
+from tandem.workers.actor import ActorWorker
+from tandem.workers.rollout_part import RolloutPart
+
+LENGTHS = "response_tokens"
+"""In a row's extra_info: the lengths of its responses."""
+
+
+class GivenLengths(RolloutPart):
+    """A rollout whose responses have the lengths that the rows say: each request has its own limit, and no
+    token or text ends it before."""
+
+    def requests(self, prompts: DataProto, n: int, params: SamplingParams) -> list[Request]:
+        asked = super().requests(prompts, n, params)
+        given = [row.get(LENGTHS) for row in prompts.non_tensor_batch["extra_info"] for _ in range(n)]
+        return [
+            request
+            if lengths is None
+            else replace(
+                request,
+                params=replace(
+                    request.params,
+                    max_tokens=min(lengths[request.sample % len(lengths)], request.params.max_tokens),
+                    min_tokens=0,
+                    stop_token_ids=(),
+                    stop=(),
+                ),
+            )
+            for request, lengths in zip(asked, given, strict=True)
+        ]
+
+
+class BenchWorker(ActorWorker):
+    """A policy's worker that also measures its device."""
+
+    rollout_part = GivenLengths
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def device_rates(self) -> tuple[dict[str, Any], Rates]:
+        """The device that the policy computes on, with the type that it computes in, and its rates in
+        that."""
+        dtype = next(iter(self.engines.values())).compute_dtype
+        name = f"{device_name(self.device)}, {str(dtype).rpartition('.')[2]}"
+        return {"device": name, "bytes of a number": dtype.itemsize}, measure_rates(self.device, dtype)
+
+
+def device_name(device: torch.device) -> str:
+    """A GPU by its name, a CPU by its processor and the threads that compute."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{(named or [platform.machine()])[0]}, {torch.get_num_threads()} threads"
+
+
+def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
+    """The rates of a device, in about a second: the best of ten square products of a width (8192 on a GPU,
+    1024 on a CPU), and of ten copies within its memory (2 GiB, 128 MiB)."""
+    on_cuda = device.type == "cuda"
+    width, size = (8192, 2 << 30) if on_cuda else (1024, 128 << 20)
+    a, b = (torch.randn(width, width, device=device).to(dtype) for _ in range(2))
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+
+    def best(work: Callable[[], object]) -> float:
+        taken = []
+        for _ in range(12):
+            began = time.perf_counter()
+            work()
+            if on_cuda:
+                torch.cuda.synchronize(device)
+            taken.append(time.perf_counter() - began)
+        return min(taken[2:])
+
+    product, copy = best(lambda: a @ b), best(lambda: target.copy_(source))
+    return Rates(2 * width**3 / product, 2 * size / copy)

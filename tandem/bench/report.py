@@ -1,0 +1,152 @@
+"""What a benchmark found, as markdown; two of them side by side; and what devices are told of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tandem.bench.documents import DOCUMENTS, NOTES, Published, published
+from tandem.memory.device_file import Device, add_observation
+from tandem.memory.seconds import Rates, Work
+
+PHASES = (
+    *("generate_sequences", "reshard", "gen", "reward", "old_log_prob", "ref", "values", "adv"),
+    *("update_critic", "update_actor", "step", "response_length", "save_checkpoint"),
+)
+"""The rows of the users' tables, and a critic's."""
+_COUNTED = {"gen": "response", "old_log_prob": "total", "update_actor": "total", "step": "total"}
+RATES = {
+    "gen": "gen throughput",
+    "old_log_prob": "prev logprob throughput",
+    "update_actor": "training throughput",
+    "step": "step throughput",
+}
+
+
+def throughput(report: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
+    """Tokens per second of a device and in all, by the names of `RATES`: written ones of `gen`, those of
+    prompts and responses of the others; training counts each pass over them."""
+    rows, machine, passes = report["rows"], report["machine"], report["passes"]
+    out = {}
+    for phase, name in RATES.items():
+        if phase in rows:
+            tokens = report["lengths"][_COUNTED[phase]] * (passes if phase == "update_actor" else 1)
+            whole = tokens / rows[phase]["median"]
+            devices = {"gen": "rollout devices", "step": "devices"}.get(phase, "actor devices")
+            out[name] = (whole / machine[devices], whole)
+    return out
+
+
+def markdown(report: Mapping[str, Any]) -> str:
+    """The report as a table of phases, one of rates, and what it was measured on."""
+    theirs = published(report["model"])
+    rows, machine = report["rows"], report["machine"]
+    head = ["phase", "median", "least to most", "floor", "share of floor", *(each.system for each in theirs)]
+    lines = [*_row(head), "|" + "---|" * len(head)]
+    for phase in PHASES:
+        if phase in rows:
+            row = rows[phase]
+            floor = (_number(row["floor"]), f"{row['share']:.2f}") if "floor" in row else ("", "")
+            beside = (_number(each.rows[phase]) if phase in each.rows else "" for each in theirs)
+            spread = f"{_number(row['least'])} to {_number(row['most'])}"
+            lines += _row([phase, _number(row["median"]), spread, *floor, *beside])
+    lines += ["", *_row(["tokens per second", "per device", "in all", *(each.system for each in theirs)])]
+    lines += ["|" + "---|" * (3 + len(theirs))]
+    for name, (each_device, whole) in throughput(report).items():
+        printed = (f"{each.throughput[name]:,.0f}" if name in each.throughput else "" for each in theirs)
+        lines += _row([name, f"{each_device:,.0f}", f"{whole:,.0f}", *printed])
+    rates, lengths = report["rates"], report["lengths"]
+    versions = ", ".join(f"{name} {value}" for name, value in report["versions"].items())
+    lines += [
+        "",
+        f"Seconds; response_length in tokens. Medians of {report['steps']} steps after "
+        f"{report['warm-up']} to warm up. A step has {lengths['total']:,} tokens, "
+        f"{lengths['response']:,} of them written.",
+        "",
+        f"{machine['devices']} × {machine['device']}; {machine['host']}; load {machine['load before']} "
+        f"before, {machine['load after']} after; {versions}. The floor is of "
+        f"{rates['operations'] / 1e12:.4g} TFLOP/s and {rates['bytes'] / 1e9:.4g} GB/s, as measured in this "
+        "run.",
+        "",
+        f"`{report['command']}`",
+    ]
+    if theirs:
+        lines += ["", NOTES]
+        lines += [
+            f"{each.system}: {', '.join(f'{k} {v}' for k, v in each.parameters.items())}." for each in theirs
+        ]
+    return "\n".join(lines)
+
+
+def compared(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
+    """Two reports side by side, with the first's seconds over the second's, and what differs between them."""
+    lines = [*_row(["phase", "A", "B", "A / B"]), "|---|---|---|---|"]
+    for phase in PHASES:
+        values = [report["rows"].get(phase, {}).get("median") for report in (first, second)]
+        if any(value is not None for value in values):
+            both = all(values)
+            ratio = f"{values[0] / values[1]:.2f}" if both else ""
+            lines += _row([phase, *("" if value is None else _number(value) for value in values), ratio])
+    rates = throughput(first), throughput(second)
+    for name in RATES.values():
+        if all(name in each for each in rates):
+            one, other = (each[name][0] for each in rates)
+            lines += _row([f"{name}, per device", f"{one:,.0f}", f"{other:,.0f}", f"{one / other:.2f}"])
+    lines += ["", *_row(["differs", "A", "B"]), "|---|---|---|"]
+    for name, a, b in _differing(first, second):
+        lines += _row([name, a, b])
+    return "\n".join(lines)
+
+
+def _differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    for part in ("config", "lengths", "model", "machine", "versions"):
+        for name in dict.fromkeys((*first[part], *second[part])):
+            a, b = first[part].get(name), second[part].get(name)
+            if a != b:
+                yield name if part != "model" else f"model's {name}", str(a), str(b)
+
+
+def learn(report: Mapping[str, Any], path: Path) -> Device:
+    """Tells the file of devices what a report found, and returns the device as it is known now."""
+    work = {phase: Work(**each) for phase, each in report["work"].items()}
+    seconds = {phase: row["median"] for phase, row in report["rows"].items()}
+    parts = leaves(seconds)
+    name = report["machine"]["device"]
+    run = f"{report['config']} {report['lengths']} {report['model']}"
+    observed = {phase: (work[phase], parts[phase]) for phase in work if parts.get(phase, 0) > 0}
+    item = report["machine"]["bytes of a number"]
+    return add_observation(path, name, Rates(**report["rates"]), item, run, observed)
+
+
+def leaves(seconds: Mapping[str, float]) -> dict[str, float]:
+    """The seconds of the phases of `step_work`, of those of a run's timeline."""
+    apart = ("reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
+    found = {phase: seconds[phase] for phase in ("generate_sequences", *apart) if phase in seconds}
+    found["weights"] = seconds["gen"] - seconds["generate_sequences"]
+    found["rest"] = seconds["step"] - sum(found.values())
+    return found
+
+
+def document_tables() -> str:
+    """All that the users' document publishes, as markdown."""
+    return "\n\n".join(map(_document, DOCUMENTS))
+
+
+def _document(each: Published) -> str:
+    lines = [f"{each.model}, {each.system}", "", "| | |", "|---|---|"]
+    for name, value in each.parameters.items():
+        lines += _row([name, value])
+    for phase, number in each.rows.items():
+        lines += _row([f"{phase}, {'tokens' if phase == 'response_length' else 'seconds'}", f"{number:g}"])
+    for name, number in each.throughput.items():
+        lines += _row([f"{name}, tokens/s", f"{number:g}"])
+    return "\n".join(lines)
+
+
+def _row(cells: list[str]) -> list[str]:
+    return [f"| {' | '.join(str(cell).replace('|', chr(92) + '|') for cell in cells)} |"]
+
+
+def _number(value: float) -> str:
+    return f"{value:,.1f}" if value >= 100 else f"{value:.4g}"

@@ -1,0 +1,120 @@
+"""`tandem bench [CONFIG.yaml] key=value …`, `tandem bench compare A.json B.json`, `tandem bench predict …`"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tandem.bench.asked import Asked
+from tandem.cli.typed import run_typed
+from tandem.errors import DataError
+from tandem.memory.device_file import default_path
+from tandem.observability.terminal import say, warn
+
+Words = Annotated[list[str] | None, typer.Argument(help="[CONFIG.yaml] key=value …, as of tandem train")]
+_FORMS = "N, uniform:LOW:HIGH, lognormal:MEAN:P95 (P95 below 3.8 × MEAN), run:FOLDER; the greatest"
+Dummy = Annotated[
+    bool,
+    typer.Option(
+        "--dummy", help="random weights: model paths are config.json files, folders with one, or known names"
+    ),
+]
+Prompts = Annotated[str, typer.Option(help=f"of prompts, tokens: {_FORMS}")]
+Responses = Annotated[str, typer.Option("--lengths", help=f"of responses, tokens: {_FORMS}")]
+DeviceFile = Annotated[Path | None, typer.Option(help="where factors are kept; ~/.cache/tandem/device.json")]
+
+
+def bench(arguments: list[str]) -> int:
+    word, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
+    if word in ACTIONS:
+        function, example = ACTIONS[word]
+        return run_typed(f"bench {word}", function, rest, example=example)
+    return run_typed("bench", _bench, arguments)
+
+
+def _bench(
+    words: Words = None,
+    dummy: Dummy = False,
+    lengths: Responses = "",
+    prompt_lengths: Prompts = "",
+    steps: Annotated[int, typer.Option(min=1, help="that are measured")] = 5,
+    warm_up: Annotated[int, typer.Option(min=0, help="steps before them")] = 1,
+    save: Annotated[bool, typer.Option(help="write a checkpoint after the last step")] = True,
+    folder: Annotated[
+        Path | None, typer.Option(help="for what it makes; a temporary one. Workers elsewhere must see it")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="the report as JSON")] = None,
+    device_file: DeviceFile = None,
+) -> None:
+    """Measures the phases of real training steps: the run that the config describes, with prompts of random
+    tokens, responses of given lengths and a reward of chance. Prints each phase beside its floor on this
+    device, and beside what the users' benchmark document says of the same model. What it found also teaches
+    `tandem bench predict`.
+
+    More with --help: tandem bench compare A.json B.json · tandem bench predict [CONFIG.yaml] key=value …"""
+    measure, report = import_module("tandem.bench.measure"), import_module("tandem.bench.report")
+    with tempfile.TemporaryDirectory(prefix="tandem-bench-") as temporary:
+        asked = Asked(
+            tuple(words or ()),
+            dummy=dummy,
+            prompts=prompt_lengths,
+            responses=lengths,
+            steps=steps,
+            warm_up=warm_up,
+            saves=save,
+            folder=folder or Path(temporary),
+        )
+        found = measure.measure(asked, warn)
+    report.learn(found, device_file or default_path())
+    say(report.markdown(found))
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def _compare(a: Path, b: Path) -> None:
+    """Shows two reports side by side, with the ratio of each row, and what differs between their configs,
+    machines and versions."""
+    say(import_module("tandem.bench.report").compared(_read(a), _read(b)))
+
+
+def _predict(
+    words: Words = None,
+    lengths: Responses = "",
+    prompt_lengths: Prompts = "",
+    device: Annotated[str, typer.Option(help="its name in the file; the one that is there alone")] = "",
+    device_file: DeviceFile = None,
+    as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = False,
+) -> None:
+    """Says what a step and a run of a config take on a device that `tandem bench` has measured; nothing is
+    run."""
+    forecast = import_module("tandem.bench.prediction")
+    found = forecast.predicted(
+        list(words or ()), prompt_lengths, lengths, device_file or default_path(), device
+    )
+    say(json.dumps(found) if as_json else forecast.told(found))
+
+
+ACTIONS: dict[str, tuple[Any, str]] = {
+    "compare": (_compare, "tandem bench compare before.json after.json"),
+    "predict": (_predict, "tandem bench predict config.yaml trainer.total_training_steps=500 --lengths 900"),
+}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """
+    Raises:
+        DataError: no report there.
+    """
+    try:
+        found = json.loads(path.read_text())
+        if not {"rows", "machine", "versions", "config", "lengths"} <= set(found):
+            raise ValueError("its keys are others")
+    except (OSError, ValueError, TypeError) as error:
+        raise DataError("is no report of tandem bench", field=str(path), got=error) from error
+    return dict(found)

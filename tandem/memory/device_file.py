@@ -1,0 +1,110 @@
+"""The file of what devices were measured to make of a step's work: `~/.cache/tandem/device.json`, or below
+`$XDG_CACHE_HOME`. `tandem bench` writes it, `tandem bench predict` and `tandem plan` read it.
+
+    {"format": 1, "devices": {"NAME, TYPE": {
+        "rates": {"operations": per second, "bytes": per second}, "item": bytes of a number,
+        "observations": [{"run": what was measured, "phases": {PHASE: {"work": [5 numbers], "seconds": s}}}],
+        "factors": {PHASE: [5 numbers]}}}}
+
+The numbers are those of `tandem.memory.seconds`: work is operations, bytes, calls, tokens, samples. Of a run
+that is measured again the newest observation stays, and factors are fitted anew to all."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+from tandem.errors import DataError
+from tandem.memory.seconds import Factors, Rates, Work, fit
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A kind of device, as it was measured.
+
+    Attributes:
+        rates: at its best.
+        item: bytes of a number in the type that it computed in.
+        factors: what it makes of the phases of a step.
+    """
+
+    rates: Rates
+    item: int
+    factors: Factors
+
+
+def default_path() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "tandem" / "device.json"
+
+
+def read_devices(path: Path) -> dict[str, Device]:
+    """The devices of a file by name; none where there is no file.
+
+    Raises:
+        DataError: the file is of another kind.
+    """
+    return {
+        name: Device(Rates(**each["rates"]), each["item"], each["factors"])
+        for name, each in _stored(path)["devices"].items()
+    }
+
+
+def add_observation(
+    path: Path, name: str, rates: Rates, item: int, run: str, phases: Mapping[str, tuple[Work, float]]
+) -> Device:
+    """Adds a measured run, and fits the device's factors anew.
+
+    Args:
+        name: of the device and the type that it computed in.
+        rates, item: see `Device`.
+        run: tells the run from others.
+        phases: of each what was done, and the seconds it took.
+
+    Raises:
+        DataError: the file is of another kind.
+    """
+    stored = _stored(path)
+    device = stored["devices"].setdefault(name, {"observations": []})
+    kept = [each for each in device["observations"] if each["run"] != run]
+    found = {phase: {"work": astuple(work), "seconds": seconds} for phase, (work, seconds) in phases.items()}
+    device["observations"] = [*kept, {"run": run, "phases": found}]
+    device |= {"rates": asdict(rates), "item": item}
+    device["factors"] = {
+        phase: fit(
+            [_pair(each["phases"][phase]) for each in device["observations"] if phase in each["phases"]],
+            rates,
+        )
+        for phase in dict.fromkeys(phase for each in device["observations"] for phase in each["phases"])
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(stored, indent=1) + "\n")
+    new.replace(path)
+    return Device(rates, item, device["factors"])
+
+
+def _pair(stored: Mapping[str, Any]) -> tuple[Work, float]:
+    return Work(*stored["work"]), stored["seconds"]
+
+
+def _stored(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {"format": FORMAT, "devices": {}}
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+        if found["format"] != FORMAT or not isinstance(found["devices"], dict):
+            raise ValueError(f"format {found['format']}")
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            "is no file of measured devices",
+            field=str(path),
+            got=error,
+            remedy="remove it; tandem bench makes one",
+        ) from error
+    return found

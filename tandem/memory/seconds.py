@@ -1,0 +1,323 @@
+"""The seconds of a training step, phase by phase, from config and shape alone: what a device has to compute,
+read and write, and how far a device of its kind was measured to be from its best.
+
+A phase takes the sum of five terms: its operations over the device's measured rate, its bytes over the
+measured rate of a copy, its calls of layers, its tokens and its samples, each times a factor. The first two
+factors are what a device loses of its best, the others what a launch, a token and a sample cost beside it.
+`tandem bench` measures them (see `tandem.memory.device_file`). What links between devices take is in no term:
+a phase that gathers weights over them is predicted by the factors of runs that did so too."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from tandem.config.actor import ActorConfig
+from tandem.config.batching import Batching
+from tandem.config.critic import CriticConfig
+from tandem.config.model import BackboneConfig
+from tandem.config.root import TrainConfig
+from tandem.config.tables import READS_SQUARES
+from tandem.errors import ConfigError
+from tandem.memory.activations import Decoder, Setup, kept_bytes
+
+Factors = Mapping[str, Sequence[float]]
+"""Of each phase: what one second of operations at the best rate takes, one second of copying, and the seconds
+of a call, a token and a sample."""
+
+_ADAM_BYTES = 40
+"""Per trained parameter and update, fp32: gradient, weight and both moments read, the last three written; the
+gradient read and written for its norm and its clipping, and cleared."""
+_NOISE = 0.02
+"""What repeats of a measurement differ by at least; a term must explain more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """A device at its best, as measured.
+
+    Attributes:
+        operations: of a square matrix product, per second, in the type that is computed in.
+        bytes: read and written by a copy within its memory, per second.
+    """
+
+    operations: float
+    bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The work of one device in one phase of a step.
+
+    Attributes:
+        operations: of matrix products; a multiplication and an addition are two.
+        bytes: of weights, optimizer state, keys and values, and activations that wait, read and written once.
+        calls: of a layer, forward or backward.
+        tokens, samples: that go through.
+    """
+
+    operations: float = 0.0
+    bytes: float = 0.0
+    calls: float = 0.0
+    tokens: float = 0.0
+    samples: float = 0.0
+
+    def floor(self, rates: Rates) -> float:
+        """The least seconds: of the operations or of the bytes, whichever takes longer."""
+        return max(self.operations / rates.operations, self.bytes / rates.bytes)
+
+    def terms(self, rates: Rates) -> NDArray[np.float64]:
+        """What factors are multiplied with."""
+        own = np.array(astuple(self))
+        return own / (rates.operations, rates.bytes, 1, 1, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A model as the clock sees it.
+
+    Attributes:
+        decoder: its layers.
+        vocabulary: rows of its output head; 1 for a head of values.
+    """
+
+    decoder: Decoder
+    vocabulary: int
+
+    @classmethod
+    def of(cls, stored: Mapping[str, Any]) -> Shape:
+        """The shape in a config.json.
+
+        Raises:
+            ConfigError: it has no layers of the kind that is known.
+        """
+        try:
+            heads = stored["num_attention_heads"]
+            decoder = Decoder(
+                layers=stored["num_hidden_layers"],
+                hidden=stored["hidden_size"],
+                intermediate=stored["intermediate_size"],
+                heads=heads,
+                key_heads=stored.get("num_key_value_heads") or heads,
+                head_width=stored.get("head_dim") or stored["hidden_size"] // heads,
+            )
+            return cls(decoder, stored["vocab_size"])
+        except KeyError as error:
+            raise ConfigError(
+                "the time of this model is not known",
+                field="model.path",
+                got=f"a config.json without {error}",
+                expected="a decoder of attention and gated MLPs, such as Qwen2, Qwen3 or Llama",
+            ) from error
+
+    @property
+    def layers(self) -> int:
+        """Weights in the matrices of all layers."""
+        d = self.decoder
+        attention = 2 * d.hidden * d.head_width * (d.heads + d.key_heads)
+        return d.layers * (attention + 3 * d.hidden * d.intermediate)
+
+    @property
+    def head(self) -> int:
+        return self.decoder.hidden * self.vocabulary
+
+
+def step_work(
+    config: TrainConfig, shape: Shape, prompts: ArrayLike, responses: ArrayLike, *, item: int
+) -> dict[str, Work]:
+    """The work of a device in each phase of a training step.
+
+    Args:
+        config: of the run.
+        shape: of the policy; critic and reference are taken to be alike.
+        prompts: tokens of each prompt of the step.
+        responses: tokens of each response, those of a prompt together.
+        item: bytes of a number in the type that forward and backward compute in.
+    """
+    policy, algorithm, trainer = config.actor_rollout_ref, config.algorithm, config.trainer
+    actor, rollout, ref = policy.actor, policy.rollout, policy.ref
+    whole = _Batch(shape, np.asarray(prompts), np.asarray(responses), item)
+    trains, samples_from = trainer.devices_of("actor"), trainer.devices_of("rollout")
+    updates = actor.ppo_epochs * -(-config.data.train_batch_size // actor.ppo_mini_batch_size)
+    correction = algorithm.rollout_correction
+    old = updates > 1 or algorithm.use_kl_in_reward or algorithm.adv_estimator in READS_SQUARES
+    parameters = shape.layers + shape.head
+    work = {
+        "generate_sequences": whole.written(
+            samples_from, rollout.max_num_seqs, rollout.max_num_batched_tokens
+        ),
+        "weights": Work(bytes=(4 + 3 * item) * parameters),
+        "reward": Work(tokens=whole.tokens, samples=whole.samples),
+        "adv": Work(tokens=whole.tokens, samples=whole.samples),
+        "update_actor": _update(whole, actor, policy.model, parameters, trains),
+        "rest": Work(tokens=whole.tokens, samples=whole.samples, calls=shape.decoder.layers),
+    }
+    if old and not correction.bypass_mode:
+        work["old_log_prob"] = whole.forward(rollout.log_prob_batching, trains)
+    if config.needs_reference:
+        work["ref"] = whole.forward(ref.log_prob_batching, trainer.devices_of("ref"))
+    if config.needs_critic:
+        critic, devices = config.critic, trainer.devices_of("critic")
+        values = _Batch(Shape(shape.decoder, 1), whole.prompts, whole.responses, item)
+        work["values"] = values.forward(critic.forward_batching, devices)
+        work["update_critic"] = _update(values, critic, critic.model, parameters, devices)
+    return work
+
+
+class _Batch:
+    """The sequences of a step."""
+
+    def __init__(self, shape: Shape, prompts: NDArray[Any], responses: NDArray[Any], item: int) -> None:
+        self.shape, self.prompts, self.responses, self.item = shape, prompts, responses, item
+        self.samples = len(responses)
+        self.before = np.repeat(prompts, self.samples // len(prompts))
+        self.lengths = self.before + responses
+        self.tokens = int(self.lengths.sum())
+
+    def forward(self, batching: Batching, devices: int) -> Work:
+        """One forward pass over everything; the head at the responses' tokens alone. A token attends to half
+        of its sequence on average; each micro-batch reads the weights; the hidden states go in and out."""
+        shape, d = self.shape, self.shape.decoder
+        micro = self.micro_batches(batching, devices)
+        attended = 2 * d.layers * d.heads * d.head_width * float((self.lengths**2).sum())
+        operations = 2 * shape.layers * self.tokens + 2 * shape.head * int(self.responses.sum()) + attended
+        streamed = 2 * self.item * d.hidden * d.layers * self.tokens
+        return Work(
+            operations / devices,
+            micro * self.item * (shape.layers + shape.head) + streamed / devices,
+            micro * d.layers,
+            self.tokens / devices,
+            self.samples / devices,
+        )
+
+    def micro_batches(self, batching: Batching, devices: int, parts: int = 1) -> int:
+        """Of a device, where the batch is divided into so many mini-batches."""
+        if batching.max_tokens is not None:
+            return parts * -(-self.tokens // (devices * parts * batching.max_tokens))
+        share = -(-self.samples // (devices * parts))
+        return parts * -(-share // (batching.max_samples or share))
+
+    def written(self, devices: int, slots: int, budget: int) -> Work:
+        """Prompts computed once for all of their responses, then a token a step for each that runs. A step
+        reads the weights once, and the keys and values of every sequence that runs."""
+        shape, d = self.shape, self.shape.decoder
+        share = self.responses[::devices]
+        prompt = int(self.prompts.sum()) / devices
+        steps = decode_steps(share.tolist(), slots) + -(-prompt // budget)
+        tokens = int(self.responses.sum()) / devices
+        context = float((self.before * self.responses + self.responses**2 / 2).sum()) / devices
+        width = d.layers * d.head_width
+        prefill = 2 * width * d.heads * float((self.prompts**2).sum()) / devices
+        operations = 2 * shape.layers * (tokens + prompt) + 2 * shape.head * tokens
+        return Work(
+            operations + 4 * width * d.heads * context + prefill,
+            steps * self.item * (shape.layers + shape.head) + 2 * self.item * width * d.key_heads * context,
+            steps * d.layers,
+            tokens,
+            self.samples / devices,
+        )
+
+
+def _update(
+    batch: _Batch, section: ActorConfig | CriticConfig, model: BackboneConfig, parameters: int, devices: int
+) -> Work:
+    """All updates of a role in a step: a forward pass, and a backward pass of twice its operations; one more
+    forward pass where whole layers run again; the head's logits made again, as it keeps none. What layers
+    keep is written and read; the weights are read three times by each micro-batch."""
+    shape, d, epochs = batch.shape, batch.shape.decoder, section.ppo_epochs
+    prompts = len(batch.prompts)
+    minis = -(-prompts // section.ppo_mini_batch_size)
+    again = model.enable_gradient_checkpointing and model.gradient_checkpointing_mode == "full"
+    micro = batch.micro_batches(section.train_batching, devices, minis)
+    once = batch.forward(section.train_batching, devices)
+    head = 2 * shape.head * float(batch.responses.sum()) / devices
+    kept = kept_bytes(d, Setup(batch.item), "full" if again else "none") * d.layers * batch.tokens / devices
+    learns = 0.02 if model.lora_rank else 1.0
+    return Work(
+        epochs * ((4 if again else 3) * (once.operations - head) + 4 * head),
+        epochs * (3 * micro * batch.item * (shape.layers + shape.head) + 2 * kept)
+        + epochs * minis * _ADAM_BYTES * learns * parameters / devices,
+        epochs * micro * d.layers * (4 if again else 3),
+        epochs * once.tokens,
+        epochs * once.samples,
+    )
+
+
+def decode_steps(responses: Sequence[int], slots: int) -> int:
+    """Steps in which so many sequences at a time are written, the next one begun as one ends."""
+    running = list(responses[:slots])
+    heapq.heapify(running)
+    for length in responses[slots:]:
+        heapq.heappush(running, heapq.heappop(running) + length)
+    return max(running, default=0)
+
+
+def predict(work: Mapping[str, Work], rates: Rates, factors: Factors) -> dict[str, float]:
+    """Seconds of each phase, and of the `step`, which is their sum. A phase without factors takes twice its
+    floor."""
+    found = {
+        phase: float(each.terms(rates) @ np.asarray(factors[phase]))
+        if phase in factors
+        else 2 * each.floor(rates)
+        for phase, each in work.items()
+    }
+    return found | {"step": sum(found.values())}
+
+
+def fit(observed: Sequence[tuple[Work, float]], rates: Rates) -> list[float]:
+    """The factors that explain a phase best: of all sets of terms the one whose least squares of relative
+    errors are smallest, with a price for each term (Schwarz's criterion), and none negative.
+
+    Args:
+        observed: what was done, and the seconds it took.
+    """
+    rows = np.array([work.terms(rates) / seconds for work, seconds in observed])
+    best, chosen = np.inf, np.zeros(rows.shape[1])
+    present = [column for column in range(rows.shape[1]) if rows[:, column].any()]
+    for size in range(1, min(len(present), len(observed)) + 1):
+        for columns in combinations(present, size):
+            part = rows[:, columns]
+            scale = part.max(axis=0)
+            found = np.linalg.lstsq(part / scale, np.ones(len(rows)), rcond=None)[0] / scale
+            if found.min() < 0:
+                continue
+            spread = float(((part @ found - 1) ** 2).mean()) + _NOISE**2
+            price = len(rows) * np.log(spread) + size * np.log(len(rows) + 1)
+            if price < best - 1e-9:
+                best, chosen = price, np.zeros(rows.shape[1])
+                chosen[list(columns)] = found
+    return [float(each) for each in chosen]
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What a run takes.
+
+    Attributes:
+        phases: seconds of each phase of a step, and of the `step`.
+        tokens_per_s: prompts' and responses', of all devices.
+        days: of all steps.
+        device_hours: of all devices.
+    """
+
+    phases: Mapping[str, float]
+    tokens_per_s: float
+    days: float
+    device_hours: float
+
+
+def forecast(phases: Mapping[str, float], tokens: int, steps: int, devices: int) -> Forecast:
+    """What a run of so many steps takes, of the seconds that `predict` gives.
+
+    Args:
+        tokens: of a step.
+        devices: of all pools.
+    """
+    hours = steps * phases["step"] / 3600
+    return Forecast(phases, tokens / phases["step"], hours / 24, hours * devices)

@@ -1,0 +1,188 @@
+"""`tandem bench` on a tiny model, its comparison, its prediction, and the figures that it shows beside."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.bench.documents import DOCUMENTS, MODELS, published
+from tandem.bench.report import compared, document_tables, leaves, markdown, throughput
+from tandem.cli.main import main
+from tandem.memory.device_file import read_devices
+from tandem.observability.run import read_samples
+
+STORED = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+}
+SIZES = (
+    "algorithm.adv_estimator=gae",
+    "data.train_batch_size=4",
+    "actor_rollout_ref.rollout.n=2",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    "actor_rollout_ref.actor.use_kl_loss=true",
+    "critic.ppo_mini_batch_size=4",
+    "data.max_prompt_length=12",
+    "data.max_response_length=20",
+    "trainer.device=cpu",
+)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What one benchmark leaves: report.json, device.json, the folder `all`."""
+    place = tmp_path_factory.mktemp("bench")
+    model = place / "config.json"
+    model.write_text(json.dumps(STORED))
+    own = ("--steps", "2", "--folder", place / "all", "--out", place / "report.json", "--device-file")
+    lengths = ("--lengths", "uniform:4:24", "--prompt-lengths", "uniform:2:10")
+    words = (
+        "--dummy",
+        f"actor_rollout_ref.model.path={model}",
+        *SIZES,
+        *lengths,
+        *own,
+        place / "device.json",
+    )
+    assert main(["bench", *map(str, words)]) == 0
+    return place
+
+
+def report(made: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((made / "report.json").read_text())
+    return found
+
+
+def test_responses_have_the_lengths_asked_for_in_every_step(made: Path) -> None:
+    asked = Counter([5, 8, 10, 13, 15, 18, 20, 20])  # eight quantiles; two are above the greatest length
+    for step in (1, 2, 3):
+        table = read_samples(made / "all" / "run" / "samples" / f"step_{step:06d}.parquet")
+        assert Counter(sum(mask) for mask in table["response_mask"]) == asked
+        assert set(table["finish_reason"]) == {"length"}
+    assert (
+        report(made)["lengths"]["response"] == asked.total() + 101 and report(made)["lengths"]["total"] == 157
+    )
+
+
+def test_all_phases_are_there_with_median_and_floor(made: Path) -> None:
+    rows = report(made)["rows"]
+    assert rows["response_length"] == {"median": 13.625, "least": 13.625, "most": 13.625}
+    for phase in (
+        "gen",
+        "generate_sequences",
+        "reshard",
+        "old_log_prob",
+        "ref",
+        "values",
+        "update_actor",
+        "step",
+    ):
+        row = rows[phase]
+        assert row["floor"] > 0 and row["share"] == pytest.approx(row["floor"] / row["median"])
+        assert row["least"] <= row["median"] <= row["most"]
+    assert {"reward", "adv", "update_critic", "save_checkpoint"} <= set(rows)
+    parts = leaves({phase: row["median"] for phase, row in rows.items()})
+    assert sum(parts.values()) == pytest.approx(rows["step"]["median"]) and min(parts.values()) > 0
+
+
+def test_throughput_is_tokens_over_seconds(made: Path) -> None:
+    found = report(made)
+    found["machine"] |= {"devices": 4, "actor devices": 4, "rollout devices": 2}
+    found |= {
+        "passes": 2,
+        "rows": {name: {"median": 10.0} for name in ("gen", "old_log_prob", "update_actor", "step")},
+    }
+    found["lengths"] |= {"response": 600, "total": 1000}
+    assert throughput(found) == {
+        "gen throughput": (30, 60),
+        "prev logprob throughput": (25, 100),
+        "training throughput": (50, 200),
+        "step throughput": (25, 100),
+    }
+
+
+def test_the_table_names_machine_and_command(made: Path) -> None:
+    text = markdown(report(made))
+    assert "| update_critic | " in text and "| save_checkpoint | " in text and "TFLOP/s" in text
+    assert text.splitlines()[-1].startswith("`tandem ")
+    assert "verl" not in text  # of another model the document says nothing
+
+
+def test_two_reports_side_by_side(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = report(made), report(made)
+    second["rows"]["gen"]["median"] = first["rows"]["gen"]["median"] / 2
+    second["config"]["data.train_batch_size"] = 5
+    second["versions"]["torch"] = "9.9"
+    text = compared(first, second)
+    assert "| 2.00 |\n" in text and "| data.train_batch_size | 4 | 5 |" in text and "| 9.9 |" in text
+    assert main(["bench", "compare", str(made / "report.json"), str(made / "report.json")]) == 0
+    assert "| step | " in capsys.readouterr().out
+    assert main(["bench", "compare", str(made / "report.json"), str(made / "device.json")]) == 1
+    assert "no report of tandem bench" in capsys.readouterr().err
+
+
+def test_what_was_measured_predicts_itself(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ((name, device),) = read_devices(made / "device.json").items()
+    assert name.endswith("float32") and device.item == 4
+    lengths = ("--lengths", "uniform:4:24", "--prompt-lengths", "uniform:2:10", "--json")
+    model = f"actor_rollout_ref.model.path={made / 'config.json'}"
+    words = (
+        model,
+        *SIZES,
+        *lengths,
+        "trainer.total_training_steps=1000",
+        "--device-file",
+        made / "device.json",
+    )
+    assert main(["bench", "predict", *map(str, words)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["phases"]["step"] == pytest.approx(report(made)["rows"]["step"]["median"], rel=1e-6)
+    assert found["device_hours"] == pytest.approx(found["phases"]["step"] / 3.6)
+    assert main(["bench", "predict", *map(str, words), "--device", "another"]) == 1
+    assert name in capsys.readouterr().err
+    assert main(["bench", "predict", *map(str, words), "--device-file", str(made / "none.json")]) == 1
+    assert "run tandem bench" in capsys.readouterr().err
+
+
+def test_mistakes_are_told_before_anything_runs(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = f"actor_rollout_ref.model.path={made / 'config.json'}"
+    for words, told in (
+        (["--dummy", "actor_rollout_ref.model.path=Qwen/None"], "nothing to make a model of"),
+        (["--dummy", model, *SIZES, "--lengths", "999"], "lengths out of range"),
+        (
+            ["--dummy", model, *SIZES, "trainer.worker_classes={actor: tandem.workers.actor:ActorWorker}"],
+            "worker of its own",
+        ),
+        ([model, "data.train_batch_sise=4"], "data.train_batch_size"),
+    ):
+        assert main(["bench", *words]) == 1
+        assert told in capsys.readouterr().err
+
+
+def test_the_documents_figures_agree_with_each_other() -> None:
+    """The page says how its rates are reckoned; they follow from its seconds and lengths."""
+    seven, verl, rlinf = DOCUMENTS
+    assert seven.rows["generate_sequences"] + seven.rows["reshard"] < seven.rows["gen"] < seven.rows["step"]
+    for each, gen in ((verl, 6992.96), (rlinf, 6800.64)):
+        assert each.throughput["gen throughput"] == gen
+        # RLinf's own rate is 1.1% above what its seconds and its length give
+        assert 512 * each.rows["response_length"] / each.rows["gen"] / 4 == pytest.approx(gen, rel=0.012)
+        of_a_gpu = 512 * each.rows["response_length"] / each.rows["old_log_prob"] / 8
+        assert of_a_gpu == pytest.approx(
+            each.throughput["prev logprob throughput"], rel=0.015
+        )  # without prompts
+    assert published(MODELS[verl.model]) == (verl, rlinf) and published(MODELS[seven.model]) == (seven,)
+    assert published(STORED) == ()
+    assert document_tables().count("| update_actor, seconds | 61.125 |") == 2
