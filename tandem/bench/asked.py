@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from tandem import hub
 from tandem.bench.documents import MODELS
 from tandem.bench.lengths import lengths
 from tandem.config.load import load_train_config, to_dict
@@ -106,6 +107,8 @@ def _described(source: str, folder: Path) -> Path:
     or a model that is known by name."""
     folder.mkdir(parents=True, exist_ok=True)
     place, name = Path(source).expanduser(), source.rpartition("/")[2]
+    if name not in MODELS and hub.is_name(source):
+        place = Path(hub.find(source).folder or place)
     file = place / "config.json" if place.is_dir() else place
     if file.is_file():
         shutil.copy(file, folder / "config.json")

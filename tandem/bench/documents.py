@@ -25,7 +25,6 @@ class Published:
     Attributes:
         system: which was measured.
         model: a key of `MODELS`.
-        devices: GPUs.
         parameters: of the run, as the document names them.
         rows: its figures under the names of `tandem bench`; seconds and tokens.
         throughput: what it prints as rates, by its own names.
@@ -33,7 +32,6 @@ class Published:
 
     system: str
     model: str
-    devices: int
     parameters: Mapping[str, str]
     rows: Mapping[str, float]
     throughput: Mapping[str, float]

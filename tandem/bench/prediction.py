@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ def predicted(words: Sequence[str], prompts: str, responses: str, file: Path, na
     phases = predict(work, device.rates, device.factors)
     steps = config.trainer.total_training_steps or 1
     found = forecast(phases, drawn.total, steps, config.trainer.world_size)
-    return {"device": chosen, "devices": config.trainer.world_size, "steps": steps, **asdict(found)}
+    return {"device": chosen, "devices": config.trainer.world_size, "steps": steps, **found}
 
 
 def _device(file: Path, name: str) -> tuple[str, Device]:

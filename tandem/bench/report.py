@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tandem.bench.documents import DOCUMENTS, NOTES, Published, published
+from tandem.bench.documents import NOTES, published
 from tandem.memory.device_file import Device, add_observation
 from tandem.memory.seconds import Rates, Work
 
@@ -126,22 +126,6 @@ def leaves(seconds: Mapping[str, float]) -> dict[str, float]:
     found["weights"] = seconds["gen"] - seconds["generate_sequences"]
     found["rest"] = seconds["step"] - sum(found.values())
     return found
-
-
-def document_tables() -> str:
-    """All that the users' document publishes, as markdown."""
-    return "\n\n".join(map(_document, DOCUMENTS))
-
-
-def _document(each: Published) -> str:
-    lines = [f"{each.model}, {each.system}", "", "| | |", "|---|---|"]
-    for name, value in each.parameters.items():
-        lines += _row([name, value])
-    for phase, number in each.rows.items():
-        lines += _row([f"{phase}, {'tokens' if phase == 'response_length' else 'seconds'}", f"{number:g}"])
-    for name, number in each.throughput.items():
-        lines += _row([f"{name}, tokens/s", f"{number:g}"])
-    return "\n".join(lines)
 
 
 def _row(cells: list[str]) -> list[str]:

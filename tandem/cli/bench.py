@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from tandem.bench.asked import Asked
+from tandem.bench.prediction import predicted, told
 from tandem.cli.typed import run_typed
 from tandem.errors import DataError
 from tandem.memory.device_file import default_path
@@ -18,12 +19,6 @@ from tandem.observability.terminal import say, warn
 
 Words = Annotated[list[str] | None, typer.Argument(help="[CONFIG.yaml] key=value …, as of tandem train")]
 _FORMS = "N, uniform:LOW:HIGH, lognormal:MEAN:P95 (P95 below 3.8 × MEAN), run:FOLDER; the greatest"
-Dummy = Annotated[
-    bool,
-    typer.Option(
-        "--dummy", help="random weights: model paths are config.json files, folders with one, or known names"
-    ),
-]
 Prompts = Annotated[str, typer.Option(help=f"of prompts, tokens: {_FORMS}")]
 Responses = Annotated[str, typer.Option("--lengths", help=f"of responses, tokens: {_FORMS}")]
 DeviceFile = Annotated[Path | None, typer.Option(help="where factors are kept; ~/.cache/tandem/device.json")]
@@ -39,7 +34,9 @@ def bench(arguments: list[str]) -> int:
 
 def _bench(
     words: Words = None,
-    dummy: Dummy = False,
+    dummy: Annotated[
+        bool, typer.Option("--dummy", help="random weights, for a config.json, a folder with one, or a name")
+    ] = False,
     lengths: Responses = "",
     prompt_lengths: Prompts = "",
     steps: Annotated[int, typer.Option(min=1, help="that are measured")] = 5,
@@ -58,6 +55,8 @@ def _bench(
 
     More with --help: tandem bench compare A.json B.json · tandem bench predict [CONFIG.yaml] key=value …"""
     measure, report = import_module("tandem.bench.measure"), import_module("tandem.bench.report")
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="tandem-bench-") as temporary:
         asked = Asked(
             tuple(words or ()),
@@ -70,11 +69,10 @@ def _bench(
             folder=folder or Path(temporary),
         )
         found = measure.measure(asked, warn)
-    report.learn(found, device_file or default_path())
     say(report.markdown(found))
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(found, indent=1) + "\n")
+    report.learn(found, device_file or default_path())
 
 
 def _compare(a: Path, b: Path) -> None:
@@ -93,11 +91,8 @@ def _predict(
 ) -> None:
     """Says what a step and a run of a config take on a device that `tandem bench` has measured; nothing is
     run."""
-    forecast = import_module("tandem.bench.prediction")
-    found = forecast.predicted(
-        list(words or ()), prompt_lengths, lengths, device_file or default_path(), device
-    )
-    say(json.dumps(found) if as_json else forecast.told(found))
+    found = predicted(words or (), prompt_lengths, lengths, device_file or default_path(), device)
+    say(json.dumps(found) if as_json else told(found))
 
 
 ACTIONS: dict[str, tuple[Any, str]] = {

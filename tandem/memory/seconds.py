@@ -21,7 +21,9 @@ from numpy.typing import ArrayLike, NDArray
 from tandem.config.actor import ActorConfig
 from tandem.config.batching import Batching
 from tandem.config.critic import CriticConfig
+from tandem.config.fsdp import FSDPConfig
 from tandem.config.model import BackboneConfig
+from tandem.config.rollout import EngineConfig
 from tandem.config.root import TrainConfig
 from tandem.config.tables import READS_SQUARES
 from tandem.errors import ConfigError
@@ -143,30 +145,27 @@ def step_work(
     policy, algorithm, trainer = config.actor_rollout_ref, config.algorithm, config.trainer
     actor, rollout, ref = policy.actor, policy.rollout, policy.ref
     whole = _Batch(shape, np.asarray(prompts), np.asarray(responses), item)
-    trains, samples_from = trainer.devices_of("actor"), trainer.devices_of("rollout")
+    trains, writes = trainer.devices_of("actor"), trainer.devices_of("rollout")
     updates = actor.ppo_epochs * -(-config.data.train_batch_size // actor.ppo_mini_batch_size)
     correction = algorithm.rollout_correction
     old = updates > 1 or algorithm.use_kl_in_reward or algorithm.adv_estimator in READS_SQUARES
-    parameters = shape.layers + shape.head
     work = {
-        "generate_sequences": whole.written(
-            samples_from, rollout.max_num_seqs, rollout.max_num_batched_tokens
-        ),
-        "weights": Work(bytes=(4 + 3 * item) * parameters),
+        "generate_sequences": whole.written(rollout, writes),
+        "weights": Work(bytes=(4 + 3 * item) * (shape.layers + shape.head)),
         "reward": Work(tokens=whole.tokens, samples=whole.samples),
         "adv": Work(tokens=whole.tokens, samples=whole.samples),
-        "update_actor": _update(whole, actor, policy.model, parameters, trains),
+        "update_actor": _update(whole, actor, policy.model, trains),
         "rest": Work(tokens=whole.tokens, samples=whole.samples, calls=shape.decoder.layers),
     }
     if old and not correction.bypass_mode:
-        work["old_log_prob"] = whole.forward(rollout.log_prob_batching, trains)
+        work["old_log_prob"] = whole.forward(rollout.log_prob_batching, actor.fsdp_config, trains)
     if config.needs_reference:
-        work["ref"] = whole.forward(ref.log_prob_batching, trainer.devices_of("ref"))
+        work["ref"] = whole.forward(ref.log_prob_batching, ref.fsdp_config, trainer.devices_of("ref"))
     if config.needs_critic:
         critic, devices = config.critic, trainer.devices_of("critic")
         values = _Batch(Shape(shape.decoder, 1), whole.prompts, whole.responses, item)
-        work["values"] = values.forward(critic.forward_batching, devices)
-        work["update_critic"] = _update(values, critic, critic.model, parameters, devices)
+        work["values"] = values.forward(critic.forward_batching, critic.fsdp_config, devices)
+        work["update_critic"] = _update(values, critic, critic.model, devices)
     return work
 
 
@@ -180,36 +179,38 @@ class _Batch:
         self.lengths = self.before + responses
         self.tokens = int(self.lengths.sum())
 
-    def forward(self, batching: Batching, devices: int) -> Work:
+    def forward(self, batching: Batching, fsdp: FSDPConfig, devices: int) -> Work:
         """One forward pass over everything; the head at the responses' tokens alone. A token attends to half
         of its sequence on average; each micro-batch reads the weights; the hidden states go in and out."""
         shape, d = self.shape, self.shape.decoder
-        micro = self.micro_batches(batching, devices)
+        split = fsdp.tensor_parallel_size * fsdp.pipeline_parallel_size
+        micro = self.micro_batches(batching, devices // split)
         attended = 2 * d.layers * d.heads * d.head_width * float((self.lengths**2).sum())
         operations = 2 * shape.layers * self.tokens + 2 * shape.head * int(self.responses.sum()) + attended
         streamed = 2 * self.item * d.hidden * d.layers * self.tokens
         return Work(
             operations / devices,
-            micro * self.item * (shape.layers + shape.head) + streamed / devices,
-            micro * d.layers,
+            micro * self.item * (shape.layers + shape.head) / split + streamed / devices,
+            micro * d.layers / fsdp.pipeline_parallel_size,
             self.tokens / devices,
             self.samples / devices,
         )
 
     def micro_batches(self, batching: Batching, devices: int, parts: int = 1) -> int:
-        """Of a device, where the batch is divided into so many mini-batches."""
+        """Of one of so many devices that have other tokens, where the batch is cut into mini-batches."""
         if batching.max_tokens is not None:
             return parts * -(-self.tokens // (devices * parts * batching.max_tokens))
         share = -(-self.samples // (devices * parts))
         return parts * -(-share // (batching.max_samples or share))
 
-    def written(self, devices: int, slots: int, budget: int) -> Work:
+    def written(self, rollout: EngineConfig, devices: int) -> Work:
         """Prompts computed once for all of their responses, then a token a step for each that runs. A step
         reads the weights once, and the keys and values of every sequence that runs."""
-        shape, d = self.shape, self.shape.decoder
-        share = self.responses[::devices]
+        shape, d, split = self.shape, self.shape.decoder, rollout.split
+        share = self.responses[:: max(1, devices // split)]
         prompt = int(self.prompts.sum()) / devices
-        steps = decode_steps(share.tolist(), slots) + -(-prompt // budget)
+        steps = decode_steps(share.tolist(), rollout.max_num_seqs)
+        steps += -(-int(prompt * split) // rollout.max_num_batched_tokens)
         tokens = int(self.responses.sum()) / devices
         context = float((self.before * self.responses + self.responses**2 / 2).sum()) / devices
         width = d.layers * d.head_width
@@ -217,33 +218,35 @@ class _Batch:
         operations = 2 * shape.layers * (tokens + prompt) + 2 * shape.head * tokens
         return Work(
             operations + 4 * width * d.heads * context + prefill,
-            steps * self.item * (shape.layers + shape.head) + 2 * self.item * width * d.key_heads * context,
+            steps * self.item * (shape.layers + shape.head) / split
+            + 2 * self.item * width * d.key_heads * context,
             steps * d.layers,
             tokens,
             self.samples / devices,
         )
 
 
-def _update(
-    batch: _Batch, section: ActorConfig | CriticConfig, model: BackboneConfig, parameters: int, devices: int
-) -> Work:
-    """All updates of a role in a step: a forward pass, and a backward pass of twice its operations; one more
-    forward pass where whole layers run again; the head's logits made again, as it keeps none. What layers
-    keep is written and read; the weights are read three times by each micro-batch."""
-    shape, d, epochs = batch.shape, batch.shape.decoder, section.ppo_epochs
-    prompts = len(batch.prompts)
-    minis = -(-prompts // section.ppo_mini_batch_size)
+def _update(batch: _Batch, section: ActorConfig | CriticConfig, model: BackboneConfig, devices: int) -> Work:
+    """All updates of a role in a step: a forward pass, and a backward pass of twice its operations, or, with
+    adapters, of as many; one more forward pass where whole layers run again; the head's logits made again, as
+    it keeps none. What layers keep is written and read; each of these passes reads the weights."""
+    shape, d, epochs, fsdp = batch.shape, batch.shape.decoder, section.ppo_epochs, section.fsdp_config
+    minis = -(-len(batch.prompts) // section.ppo_mini_batch_size)
     again = model.enable_gradient_checkpointing and model.gradient_checkpointing_mode == "full"
-    micro = batch.micro_batches(section.train_batching, devices, minis)
-    once = batch.forward(section.train_batching, devices)
+    passes = (2 if model.lora_rank else 3) + again
+    split = fsdp.tensor_parallel_size * fsdp.pipeline_parallel_size
+    micro = batch.micro_batches(section.train_batching, devices // split, minis)
+    once = batch.forward(section.train_batching, fsdp, devices)
     head = 2 * shape.head * float(batch.responses.sum()) / devices
     kept = kept_bytes(d, Setup(batch.item), "full" if again else "none") * d.layers * batch.tokens / devices
-    learns = 0.02 if model.lora_rank else 1.0
+    query, keys = d.heads * d.head_width, d.key_heads * d.head_width
+    adapters = d.layers * model.lora_rank * (7 * d.hidden + 2 * (query + keys) + 3 * d.intermediate)
+    learning = adapters or shape.layers + shape.head
     return Work(
-        epochs * ((4 if again else 3) * (once.operations - head) + 4 * head),
-        epochs * (3 * micro * batch.item * (shape.layers + shape.head) + 2 * kept)
-        + epochs * minis * _ADAM_BYTES * learns * parameters / devices,
-        epochs * micro * d.layers * (4 if again else 3),
+        epochs * (passes * (once.operations - head) + 4 * head),
+        epochs * (passes * micro * batch.item * (shape.layers + shape.head) / split + 2 * kept)
+        + epochs * minis * _ADAM_BYTES * learning / devices,
+        epochs * micro * d.layers * passes / fsdp.pipeline_parallel_size,
         epochs * once.tokens,
         epochs * once.samples,
     )
@@ -295,29 +298,14 @@ def fit(observed: Sequence[tuple[Work, float]], rates: Rates) -> list[float]:
     return [float(each) for each in chosen]
 
 
-@dataclass(frozen=True, slots=True)
-class Forecast:
-    """What a run takes.
-
-    Attributes:
-        phases: seconds of each phase of a step, and of the `step`.
-        tokens_per_s: prompts' and responses', of all devices.
-        days: of all steps.
-        device_hours: of all devices.
-    """
-
-    phases: Mapping[str, float]
-    tokens_per_s: float
-    days: float
-    device_hours: float
-
-
-def forecast(phases: Mapping[str, float], tokens: int, steps: int, devices: int) -> Forecast:
-    """What a run of so many steps takes, of the seconds that `predict` gives.
+def forecast(phases: Mapping[str, float], tokens: int, steps: int, devices: int) -> dict[str, Any]:
+    """What a run of so many steps takes: the phases' seconds, as `predict` gives them, tokens per second of
+    all devices, days, and the hours of all devices.
 
     Args:
-        tokens: of a step.
+        tokens: of a step, prompts' and responses'.
         devices: of all pools.
     """
     hours = steps * phases["step"] / 3600
-    return Forecast(phases, tokens / phases["step"], hours / 24, hours * devices)
+    rate = tokens / phases["step"]
+    return {"phases": phases, "tokens_per_s": rate, "days": hours / 24, "device_hours": hours * devices}

@@ -142,7 +142,12 @@ def test_prediction_adds_phases_up() -> None:
     phases = predict(work, RATES, {"a": [1.5, 0, 0, 0, 0]})
     assert phases == {"a": 3.0, "b": 2.0, "step": 5.0}  # without factors, twice the floor
     found = forecast(phases, tokens=1000, steps=7200, devices=4)
-    assert (found.tokens_per_s, found.days, found.device_hours) == (200, pytest.approx(10 / 24), 40)
+    assert found == {
+        "phases": phases,
+        "tokens_per_s": 200,
+        "days": pytest.approx(10 / 24),
+        "device_hours": 40,
+    }
 
 
 def test_the_file_of_devices_keeps_the_newest_of_a_run(tmp_path: Path) -> None:
@@ -171,3 +176,30 @@ def test_prediction_needs_no_torch() -> None:
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
         == "False\n"
     )
+
+
+def test_devices_share_the_work_and_split_layers_their_weights(tmp_path: Path) -> None:
+    sizes = np.array([10] * 4), np.array([20] * 8)
+    one = step_work(config(tmp_path), SHAPE, *sizes, item=4)
+    two = step_work(config(tmp_path, "trainer.n_gpus_per_node=2"), SHAPE, *sizes, item=4)
+    split = step_work(
+        config(
+            tmp_path,
+            "trainer.n_gpus_per_node=2",
+            "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+            "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size=2",
+        ),
+        SHAPE,
+        *sizes,
+        item=4,
+    )
+    weights = 4 * (SHAPE.layers + SHAPE.head)
+    for phase in ("generate_sequences", "old_log_prob", "update_actor"):
+        assert two[phase].operations == split[phase].operations == pytest.approx(one[phase].operations / 2)
+    decode = [each["generate_sequences"].bytes for each in (one, two, split)]
+    assert decode[1] - decode[2] == pytest.approx(21 * weights / 2)  # as many steps, of a half each
+    assert one["old_log_prob"].bytes - 2 * split["old_log_prob"].bytes == pytest.approx(0)
+    adapters = config(tmp_path, "actor_rollout_ref.model.lora_rank=2")
+    saved = one["update_actor"].bytes - step_work(adapters, SHAPE, *sizes, item=4)["update_actor"].bytes
+    few = 3 * 2 * (32 + 32 + 32 + 16 + 32 + 16 + 32 + 32 + 3 * (32 + 80))  # in and out of seven matrices
+    assert saved == pytest.approx(2 * 40 * (weights / 4 - few) + 2 * weights)
