@@ -58,7 +58,8 @@ stress: $(DEV) ## 10,000 random requests on a tiny cache, each as if it were alo
 bench: $(DEV) peers ## the performance claims, each against its peer
 	$(BIN)/python benchmarks/rollout_vs_vllm.py
 	$(BIN)/python benchmarks/grpo_step_vs_trl.py
-	$(BIN)/python benchmarks/reward_vs_trl.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/scoreboard.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/plan_time.py
 	$(BIN)/python benchmarks/dispatch.py
 	$(BIN)/python benchmarks/controller_traffic.py
 	$(BIN)/python benchmarks/weight_sync.py
@@ -92,7 +93,7 @@ $(DEV): $(CORE)
 	$@ $(PIP_INSTALL) $(TORCH)
 
 .peers/trl/.installed: | .peers/trl/bin/python
-	.peers/trl/bin/python $(PIP_INSTALL) $(TORCH) trl==1.16.0 '$(TRANSFORMERS)'
+	.peers/trl/bin/python $(PIP_INSTALL) $(TORCH) trl==1.16.0 '$(TRANSFORMERS)' -e '.[tasks]'
 	.peers/trl/bin/python -c 'import trl; print("trl", trl.__version__)'
 	touch $@
 

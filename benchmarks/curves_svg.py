@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -22,11 +23,13 @@ class Panel:
         title: above it.
         note: below the curves, at the right.
         curves: a line each, y from 0 to 1.
+        colours: of the curves, from the first again where there are more curves.
     """
 
     title: str
     note: str
     curves: list[Curve]
+    colours: Sequence[str] = COLOURS
 
 
 def draw(panels: list[Panel], *, goal: float) -> str:
@@ -67,6 +70,6 @@ def _panel(panel: Panel, longest: float, goal: float) -> list[str]:
     ]
     for number, curve in enumerate(panel.curves):
         points = " ".join(at(x, y) for x, y in curve)
-        colour = COLOURS[number % len(COLOURS)]
+        colour = panel.colours[number % len(panel.colours)]
         parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.4"/>')
     return parts

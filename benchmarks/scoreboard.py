@@ -1,53 +1,94 @@
-"""Wall-clock to 0.9 accuracy on the demo's task from the same warmed-up model, Tandem against TRL.
+"""Time to reward on one machine: Tandem and TRL learn six tasks of the demo from the same warmed-up models.
 
-Both train with GRPO on 64 prompts of 8 completions a step, the same constant learning rate and AdamW, in
-fp32, and look at the greedy accuracy every 5 steps; time spent looking is left out of both. The two
-take turns over several seeds; reported are the medians of seconds and steps, and their ratio.
+Both train with GRPO: the same prompts and responses a step, lengths, constant learning rate and AdamW, in
+fp32, and look at the greedy accuracy every 2 steps; time spent looking is left out of both. Seconds are those
+of the process's CPU time, on one thread, which other programs on the machine disturb less than they do the
+time on the wall; the file has both. A run ends when the accuracy is seen, or at the most steps. The two sides
+take turns, task by task and seed by seed, so that what else the machine does hits both. Of each pair the file
+keeps the curves and the machine's load; pairs that it has are not run again.
 
-    python benchmarks/reward_vs_trl.py [--seeds 0 1 2] [--out FILE]
+    OMP_NUM_THREADS=1 python benchmarks/scoreboard.py [TASK …] [--seeds 0 1 2 3 4] [--out FILE]
+    python benchmarks/scoreboard.py --report
 
-TRL runs in its own environment: `make peers` makes it.
-"""
+One seed of all tasks takes half an hour at most. `--report` draws the figure and prints the table of the file
+that is there. TRL runs in its own environment: `make peers` makes it."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import sys
 import tempfile
+import time
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from curves_svg import COLOURS, Panel, draw
 from grpo_step_vs_trl import HERE, TRL, run_json
 
 from tandem.config.load import load_train_config
+from tandem.demo.gym import ARITHMETIC, GYMS
 from tandem.demo.problems import LONGEST_PROMPT, LONGEST_RESPONSE
-from tandem.demo.program import make_task, warm_up
+from tandem.demo.program import GYM_PROMPTS, make_task, warm_up
 from tandem.observability.run import read_metrics
 from tandem.trainer.assembly import build_ppo
+from tandem.trainer.schedule import Learner, Synchronous
 
-TARGET, PROMPTS, N, LR, EVERY, MOST_STEPS = 0.9, 64, 8, 5e-4, 5, 100
+TASKS = (
+    ARITHMETIC,
+    "manipulate_matrix",
+    "rotate_matrix",
+    "spell_backward",
+    "spiral_matrix",
+    "string_insertion",
+)
+TARGET, N, LR, EVERY, MOST_STEPS = 0.9, 8, 5e-4, 2, 100
+RESULTS = HERE / "results" / "scoreboard.json"
+SIDES = ("tandem", "trl")
 
 
-def tandem_run(folder: Path, seed: int) -> dict[str, Any]:
+def sizes(task: str) -> tuple[int, int, int]:
+    """Prompts of a step, and the longest prompt and response, tokens."""
+    if task == ARITHMETIC:
+        return 64, LONGEST_PROMPT, LONGEST_RESPONSE
+    return GYM_PROMPTS["grpo"], GYMS[task].prompt, GYMS[task].response
+
+
+class Clocked(Synchronous):
+    """The usual order of a run, with the CPU time of each step after the validation at 0."""
+
+    def __init__(self) -> None:
+        self.cpu_seconds = [0.0]
+
+    def step(self, step: int, learner: Learner[Any]) -> dict[str, float]:
+        began = time.process_time()
+        metrics = super().step(step, learner)
+        self.cpu_seconds.append(time.process_time() - began)
+        return metrics
+
+
+def tandem_run(folder: Path, task: str, seed: int) -> dict[str, Any]:
     """Runs in a process of its own, which ends as soon as the target is seen."""
     run = folder / f"tandem_{seed}"
+    prompts, prompt, response = sizes(task)
     overrides = [
         f"actor_rollout_ref.model.path={folder / 'warm_model'}",
         f"data.train_files={folder / 'train.parquet'}",
         f"data.val_files={folder / 'val.parquet'}",
-        f"data.train_batch_size={PROMPTS}",
-        f"data.max_prompt_length={LONGEST_PROMPT}",
-        f"data.max_response_length={LONGEST_RESPONSE}",
+        f"data.train_batch_size={prompts}",
+        f"data.max_prompt_length={prompt}",
+        f"data.max_response_length={response}",
         "algorithm.adv_estimator=grpo",
         f"actor_rollout_ref.rollout.n={N}",
         "actor_rollout_ref.rollout.max_num_seqs=512",
         "actor_rollout_ref.model.enable_gradient_checkpointing=false",
-        f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS}",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={prompts}",
         "actor_rollout_ref.actor.use_dynamic_bsz=true",
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=2048",
         f"actor_rollout_ref.actor.optim.lr={LR}",
@@ -56,8 +97,10 @@ def tandem_run(folder: Path, seed: int) -> dict[str, Any]:
         f"trainer.seed={seed}",
         f"trainer.default_local_dir={run}",
         "trainer.logger=[]",
+        "reward.num_workers=0",  # in this process, as TRL's
     ]
-    trainer = build_ppo(load_train_config(None, overrides).config, say=lambda _: None)
+    clock = Clocked()
+    trainer = build_ppo(load_train_config(None, overrides).config, say=lambda _: None, schedule=clock)
     validate = trainer.validate
 
     def validate_and_stop(step: int) -> dict[str, float]:
@@ -68,76 +111,146 @@ def tandem_run(folder: Path, seed: int) -> dict[str, Any]:
     trainer.validate = validate_and_stop  # type: ignore[method-assign]
     trainer.fit()
     rows = read_metrics(run / "metrics.jsonl")
-    return {
-        "seconds": sum(row.get("timing/step", 0.0) for row in rows),
-        "steps": rows[-1]["step"],
-        "accuracy": rows[-1]["val/accuracy"],
-    }
+    passed = accumulate(row.get("timing/step", 0.0) for row in rows)
+    looked = [
+        {"step": row["step"], "seconds": seconds, "cpu_seconds": cpu, "accuracy": row["val/accuracy"]}
+        for row, seconds, cpu in zip(rows, passed, accumulate(clock.cpu_seconds), strict=True)
+        if "val/accuracy" in row
+    ]
+    return outcome(looked)
 
 
-def trl_run(folder: Path, seed: int) -> dict[str, Any]:
+def trl_run(folder: Path, task: str, seed: int) -> dict[str, Any]:
+    prompts, _, response = sizes(task)
     report = run_json(
         [
             str(TRL), str(HERE / "peers" / "trl_train.py"),
             "--model", str(folder / "warm_model"), "--train", str(folder / "train.parquet"),
             "--val", str(folder / "val.parquet"), "--target", str(TARGET), "--precision", "fp32",
-            "--train-batch-size", str(PROMPTS), "--n", str(N), "--mini-batch-size", str(PROMPTS),
-            "--micro-batch-size", "512", "--max-response-length", str(LONGEST_RESPONSE), "--lr", str(LR),
+            "--train-batch-size", str(prompts), "--n", str(N), "--mini-batch-size", str(prompts),
+            "--micro-batch-size", str(prompts * N), "--max-response-length", str(response), "--lr", str(LR),
             "--test-freq", str(EVERY), "--max-steps", str(MOST_STEPS), "--seed", str(seed),
         ]
     )  # fmt: skip
+    return outcome(report["curve"])
+
+
+def outcome(curve: list[dict[str, float]]) -> dict[str, Any]:
+    """What a run came to, with its curve as (step, CPU seconds, accuracy)."""
+    points = [[point["step"], round(point["cpu_seconds"], 3), round(point["accuracy"], 4)] for point in curve]
+    step, seconds, accuracy = points[-1]
     return {
-        "seconds": report["seconds_training"],
-        "steps": report["optimizer_steps"],
-        "accuracy": report["curve"][-1]["accuracy"],
+        "reached": accuracy >= TARGET,
+        "cpu_seconds": seconds,
+        "wall_seconds": round(curve[-1]["seconds"], 3),
+        "steps": step,
+        "curve": points,
     }
+
+
+def measure(folder: Path, task: str, seed: int) -> dict[str, Any]:
+    """Both sides, one after the other; which is first alternates with the seed."""
+    row: dict[str, Any] = {"task": task, "seed": seed, "load": [round(os.getloadavg()[0], 2)]}
+    for side in SIDES if seed % 2 == 0 else SIDES[::-1]:
+        if side == "tandem":
+            row[side] = run_json([sys.executable, __file__, "--tandem", str(folder), task, str(seed)])
+        else:
+            row[side] = trl_run(folder, task, seed)
+        row["load"].append(round(os.getloadavg()[0], 2))
+    return row
+
+
+def told(run: dict[str, Any]) -> str:
+    return f"{run['cpu_seconds']:>8.1f} s {run['steps']:>4}{' ' if run['reached'] else '*'}"
+
+
+def table(report: dict[str, Any]) -> str:
+    """Markdown: of each task the medians over seeds, and the median of the seeds' own ratios."""
+    lines = [
+        "| task | seeds | Tandem reached it | s | steps | TRL reached it | s | steps | TRL's s / Tandem's |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for task in TASKS:
+        rows = [row for row in report["rows"] if row["task"] == task]
+        if not rows:
+            continue
+        cells = []
+        for side in SIDES:
+            runs = [row[side] for row in rows]
+            seconds, steps = (statistics.median(run[key] for run in runs) for key in ("cpu_seconds", "steps"))
+            cells.append(f"{sum(run['reached'] for run in runs)} | {seconds:.1f} | {steps:.0f}")
+        ratios = [row["trl"]["cpu_seconds"] / row["tandem"]["cpu_seconds"] for row in rows]
+        spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        lines.append(f"| `{task}` | {len(rows)} | {' | '.join(cells)} | {spread} |")
+    return "\n".join(lines)
+
+
+def figure(report: dict[str, Any]) -> str:
+    """The curves of all seeds: Tandem's blue, TRL's red."""
+    panels = []
+    for task in TASKS:
+        rows = [row for row in report["rows"] if row["task"] == task]
+        curves = [[(s, a) for _, s, a in row[side]["curve"]] for side in SIDES for row in rows]
+        colours = [colour for colour in COLOURS[:2] for _ in rows]
+        panels.append(Panel(task, "blue Tandem, red TRL", curves, colours))
+    return draw(panels, goal=TARGET)
+
+
+def machine() -> dict[str, Any]:
+    return {
+        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, "
+        f"{torch.get_num_threads()} threads a side",
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "trl": "1.16.0",
+        },
+    }
+
+
+def run_all(tasks: list[str], seeds: list[int], out: Path) -> None:
+    report = json.loads(out.read_text()) if out.exists() else {"target": TARGET, "rows": []}
+    report |= {"command": " ".join(["python", *sys.argv]), **machine()}
+    with tempfile.TemporaryDirectory() as name:
+        print("tandem, then TRL: seconds and steps to the target; * not reached")
+        for seed in seeds:
+            for task in tasks:
+                if any((row["task"], row["seed"]) == (task, seed) for row in report["rows"]):
+                    continue
+                folder = Path(name) / task
+                if not folder.exists():
+                    make_task(folder, 0, task)
+                    warm_up(folder, 0, lambda _: None, task)
+                row = measure(folder, task, seed)
+                report["rows"].append(row)
+                out.parent.mkdir(parents=True, exist_ok=True)
+                out.write_text(json.dumps(report) + "\n")
+                print(f"{seed:>3} {task:<20} {told(row['tandem'])} {told(row['trl'])}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--tandem", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("tasks", nargs="*", metavar="TASK", help=", ".join(TASKS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--report", action="store_true", help="draw what the file has, and run nothing")
+    parser.add_argument("--tandem", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.tandem:
-        print(json.dumps(tandem_run(Path(args.tandem[0]), int(args.tandem[1]))))
+        print(json.dumps(tandem_run(Path(args.tandem[0]), args.tandem[1], int(args.tandem[2]))))
         return
-    if not TRL.exists():
-        sys.exit("TRL's environment is missing: run `make peers` first")
-    rows = []
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        make_task(folder, seed=0)
-        warm_up(folder, seed=0, say=lambda _: None)
-        print(" seed   tandem s  steps  accuracy      trl s  steps  accuracy")
-        for seed in args.seeds:
-            tandem = run_json([sys.executable, __file__, "--tandem", name, str(seed)])
-            trl = trl_run(folder, seed)
-            rows.append({"seed": seed, "tandem": tandem, "trl": trl})
-            cells = [f"{r['seconds']:>10.1f} {r['steps']:>6} {r['accuracy']:>9.3f}" for r in (tandem, trl)]
-            print(f"{seed:>5} {' '.join(cells)}", flush=True)
-    medians = {side: statistics.median(row[side]["seconds"] for row in rows) for side in ("tandem", "trl")}
-    print(
-        f"median seconds {medians['tandem']:.1f} and {medians['trl']:.1f}: "
-        f"{medians['trl'] / medians['tandem']:.2f} times"
-    )
-    if args.out:
-        report = {
-            "command": " ".join(["python", *sys.argv]),
-            "machine": f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads",
-            "versions": {
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-                "transformers": transformers.__version__,
-                "trl": "1.16.0",
-            },
-            "median_seconds": medians,
-            "rows": rows,
-        }
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(report, indent=1) + "\n")
+    if unknown := set(args.tasks) - set(TASKS):
+        parser.error(f"unknown task {', '.join(unknown)}; there are {', '.join(TASKS)}")
+    if not args.report:
+        if not TRL.exists():
+            sys.exit("TRL's environment is missing: run `make peers` first")
+        run_all(args.tasks or list(TASKS), args.seeds, args.out)
+    report = json.loads(args.out.read_text())
+    args.out.with_suffix(".svg").write_text(figure(report))
+    print(table(report))
 
 
 if __name__ == "__main__":

@@ -14,14 +14,14 @@ from trl import GRPOConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tandem.rewards.arithmetic import compute_score
+from tandem.rewards import Item, score
 
 
 def load_prompts(path: str) -> Dataset:
     """A parquet file in the users' format, as the columns that TRL hands to a reward function."""
     rows = Dataset.from_parquet(path)
     truths = [str(row["ground_truth"]) for row in rows["reward_model"]]
-    return rows.select_columns(["prompt", "data_source"]).add_column("ground_truth", truths)
+    return rows.select_columns(["prompt", "data_source", "extra_info"]).add_column("ground_truth", truths)
 
 
 def load_model(path: str, precision: str) -> PreTrainedModel:
@@ -30,14 +30,17 @@ def load_model(path: str, precision: str) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
 
 
-def arithmetic_reward(
-    completions: list[Any], ground_truth: list[str], data_source: list[str], **_: Any
+def own_reward(
+    completions: list[Any],
+    ground_truth: list[str],
+    data_source: list[str],
+    extra_info: list[dict[str, Any]],
+    **_: Any,
 ) -> list[float]:
+    """The scores that Tandem gives, by the data source of each row."""
     texts = [completion[0]["content"] for completion in completions]
-    return [
-        compute_score(source, text, truth)
-        for source, text, truth in zip(data_source, texts, ground_truth, strict=True)
-    ]
+    rows = zip(data_source, texts, ground_truth, extra_info, strict=True)
+    return [scored.score for scored in score([Item(*row) for row in rows])]
 
 
 def base_config(precision: str, **options: Any) -> GRPOConfig:
@@ -59,20 +62,22 @@ def base_config(precision: str, **options: Any) -> GRPOConfig:
 
 
 class StepClock(TrainerCallback):
-    """Seconds of each step, generation included: from one step's end to the next one's."""
+    """Seconds of each step, generation included: from one step's end to the next one's. Those of the
+    process's CPU time are `cpu_seconds`."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
-        self._last = 0.0
+        self.cpu_seconds: list[float] = []
+        self.restart()
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self._last = time.perf_counter()
+        self.restart()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        now = time.perf_counter()
-        self.seconds.append(now - self._last)
-        self._last = now
+        self.seconds.append(time.perf_counter() - self._last)
+        self.cpu_seconds.append(time.process_time() - self._last_cpu)
+        self.restart()
 
     def restart(self) -> None:
         """Leaves out what happened since the last step's end."""
-        self._last = time.perf_counter()
+        self._last, self._last_cpu = time.perf_counter(), time.process_time()

@@ -21,7 +21,7 @@ import transformers
 import trl
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from trl import GRPOTrainer
-from trl_common import StepClock, arithmetic_reward, base_config, load_model, load_prompts
+from trl_common import StepClock, base_config, load_model, load_prompts, own_reward
 
 
 class ForcedLengths(LogitsProcessor):
@@ -73,7 +73,7 @@ def main() -> None:
     clock = StepClock()
     trainer = GRPOTrainer(
         model=model,
-        reward_funcs=arithmetic_reward,
+        reward_funcs=own_reward,
         train_dataset=load_prompts(args.prompts),
         args=base_config(
             args.precision,

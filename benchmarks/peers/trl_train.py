@@ -20,7 +20,7 @@ import trl
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerControl
 from trl import GRPOTrainer
-from trl_common import StepClock, arithmetic_reward, base_config, load_model, load_prompts
+from trl_common import StepClock, base_config, load_model, load_prompts, own_reward
 
 
 class Evaluation(TrainerCallback):
@@ -54,7 +54,8 @@ class Evaluation(TrainerCallback):
         accuracy = self._accuracy(model, processing_class)
         self.seconds += time.perf_counter() - began
         self._clock.restart()
-        self.curve.append({"step": step, "seconds": sum(self._clock.seconds), "accuracy": accuracy})
+        spent = {"seconds": sum(self._clock.seconds), "cpu_seconds": sum(self._clock.cpu_seconds)}
+        self.curve.append({"step": step, **spent, "accuracy": accuracy})
         control.should_training_stop = accuracy >= self._target
 
     def _accuracy(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> float:
@@ -73,8 +74,9 @@ class Evaluation(TrainerCallback):
         model.train(was_training)
         texts = tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         completions = [[{"role": "assistant", "content": text}] for text in texts]
-        scores = arithmetic_reward(completions, self._rows["ground_truth"], self._rows["data_source"])
-        return sum(scores) / len(scores)
+        columns = (self._rows[name] for name in ("ground_truth", "data_source", "extra_info"))
+        scores = own_reward(completions, *columns)
+        return sum(score >= 1 for score in scores) / len(scores)
 
 
 def parse() -> argparse.Namespace:
@@ -117,7 +119,7 @@ def main() -> None:
     )
     trainer = GRPOTrainer(
         model=load_model(args.model, args.precision),
-        reward_funcs=arithmetic_reward,
+        reward_funcs=own_reward,
         train_dataset=load_prompts(args.train),
         args=base_config(
             args.precision,

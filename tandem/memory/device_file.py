@@ -49,10 +49,13 @@ def read_devices(path: Path) -> dict[str, Device]:
     Raises:
         DataError: the file is of another kind.
     """
-    return {
-        name: Device(Rates(**each["rates"]), each["item"], each["factors"])
-        for name, each in _stored(path)["devices"].items()
-    }
+    try:
+        return {
+            name: Device(Rates(**each["rates"]), each["item"], each["factors"])
+            for name, each in _stored(path)["devices"].items()
+        }
+    except (KeyError, TypeError) as error:
+        raise _foreign(path, error) from error
 
 
 def add_observation(
@@ -101,10 +104,14 @@ def _stored(path: Path) -> dict[str, Any]:
         if found["format"] != FORMAT or not isinstance(found["devices"], dict):
             raise ValueError(f"format {found['format']}")
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            "is no file of measured devices",
-            field=str(path),
-            got=error,
-            remedy="remove it; tandem bench makes one",
-        ) from error
+        raise _foreign(path, error) from error
     return found
+
+
+def _foreign(path: Path, error: Exception) -> DataError:
+    return DataError(
+        "is no file of measured devices",
+        field=str(path),
+        got=f"{type(error).__name__}: {error}",
+        remedy="remove it; tandem bench makes one",
+    )

@@ -118,6 +118,10 @@ def test_the_table_names_machine_and_command(made: Path) -> None:
     assert "| update_critic | " in text and "| save_checkpoint | " in text and "TFLOP/s" in text
     assert text.splitlines()[-1].startswith("`tandem ")
     assert "verl" not in text  # of another model the document says nothing
+    theirs = markdown(report(made) | {"model": MODELS["DeepSeek-R1-Distill-Qwen-1.5B"]})
+    (gen,) = (line for line in theirs.splitlines() if line.startswith("| gen | "))
+    assert gen.endswith("| 260.9 | 266.1 |")
+    assert "| 6,993 | 6,801 |" in theirs and "Sequence Parallelism 2" in theirs and "of two GPUs" in theirs
 
 
 def test_two_reports_side_by_side(made: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -160,9 +160,10 @@ def test_the_file_of_devices_keeps_the_newest_of_a_run(tmp_path: Path) -> None:
     there = read_devices(path)
     assert there["cpu"] == known and known.factors == {"a": [pytest.approx(3), 0, 0, 0, 0]}
     assert (there["gpu"].rates, there["gpu"].item) == (Rates(1e12, 1e12), 2)
-    path.write_text('{"format": 9}')
-    with pytest.raises(DataError, match="no file of measured devices"):
-        read_devices(path)
+    for other in ('{"format": 9}', "[]", '{"format": 1, "devices": {"cpu": {"rates": {}}}}'):
+        path.write_text(other)
+        with pytest.raises(DataError, match="no file of measured devices"):
+            read_devices(path)
 
 
 def test_a_model_of_other_layers_is_refused() -> None:
