@@ -72,9 +72,9 @@ def device_name(device: torch.device) -> str:
 
 def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
     """The rates of a device, in about a second: the best of ten square products of a width (8192 on a GPU,
-    1024 on a CPU), and of ten copies within its memory (2 GiB, 128 MiB)."""
+    1024 on a CPU), and of ten copies within its memory (512 MiB, 128 MiB)."""
     on_cuda = device.type == "cuda"
-    width, size = (8192, 2 << 30) if on_cuda else (1024, 128 << 20)
+    width, size = (8192, 512 << 20) if on_cuda else (1024, 128 << 20)
     a, b = (torch.randn(width, width, device=device).to(dtype) for _ in range(2))
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
