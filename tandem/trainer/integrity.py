@@ -177,7 +177,12 @@ def _no_learning_rate(metrics: Row, before: Row, facts: Facts) -> str | None:
 def _lost_prompts(metrics: Row, before: Row, facts: Facts) -> str | None:
     """A step goes on in the data where the one before it, in this process or another, had come to."""
     used, was = metrics.get(PROMPTS_USED), before.get(PROMPTS_USED)
-    if used is None or was is None or "sampling/gen_batches" in metrics or 0 <= used - was < 2 * facts.prompts:
+    if (
+        used is None
+        or was is None
+        or "sampling/gen_batches" in metrics
+        or 0 <= used - was < 2 * facts.prompts
+    ):
         return None
     return (
         f"this step ends after {used:.0f} prompts of the data, and the step before it ended after "
