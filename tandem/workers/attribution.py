@@ -101,13 +101,12 @@ def attribute(reference: Reference, batch: DataProto, loss: ActorLoss, *, shares
     parameters = {name: value.clone().requires_grad_() for name, value in reference.parameters.items()}
     metrics, outward = [], []
     for row in range(len(batch)):
-        metrics.append(Metrics())
         ids_T, columns = tokens[row], _columns(batch, loss, row)
         out = reference.outputs(parameters, ids_T, masks[row])
         held = [o.detach().requires_grad_() for o in out]
-        value, metrics[-1] = loss(
-            dict(zip(OUTPUTS, held, strict=True)), columns, torch.tensor([0, len(ids_T)]), counts
-        )
+        named, offsets = dict(zip(OUTPUTS, held, strict=True)), torch.tensor([0, len(ids_T)])
+        value, observed = loss(named, columns, offsets, counts)
+        metrics.append(observed)
         found = torch.autograd.grad(value, held, allow_unused=True) if value.requires_grad else (None, None)
         outward.append([torch.zeros_like(o) if d is None else d for o, d in zip(out, found, strict=True)])
         if bool(masks[row].any()):
@@ -176,7 +175,8 @@ class WatchedActorPart(ActorPart):
             trust_remote_code=model.trust_remote_code,
         )
         loss, kept = self.loss_with(entropy_coeff), without_rejected(batch)
-        self.found.append(attribute(reference, kept, loss, shares=self.shares))
+        if bool(kept.ragged("response_mask").values.any()):  # else nothing is learnt
+            self.found.append(attribute(reference, kept, loss, shares=self.shares))
         return super().update_actor(worker, batch, first=first, entropy_coeff=entropy_coeff)
 
 
