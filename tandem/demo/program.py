@@ -78,6 +78,7 @@ SETTINGS = {
         "trainer.critic_warmup=3",
     ),
 }
+_PLACE = "trainer.default_local_dir="
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,8 @@ def run_demo(
     say(f"2/3  warming up: supervised fine-tuning on demonstrations that {flaw}")
     warm = warm_up(folder, seed, say, task)
     say(f"3/3  reinforcement: {algorithm.upper()}, rewarded for right answers alone")
-    run = folder / ("run" if control == "none" else f"run_{control}")
+    chosen = [word.removeprefix(_PLACE) for word in overrides if word.startswith(_PLACE)]
+    run = Path(chosen[-1]) if chosen else folder / ("run" if control == "none" else f"run_{control}")
     devices = f"trainer.n_gpus_per_node={ranks}"
     words = [*SETTINGS[algorithm], *_sizes(task, algorithm), *CONTROLS[control], devices, *overrides]
     _reinforce(folder, warm, run, words, seed, say)
