@@ -51,6 +51,7 @@ COMMANDS = {
     "node": "srun tandem node -- tandem train config.yaml trainer.cluster.address=auto",
     "export": "tandem export runs/mine my-model --best",
     "check": "tandem check config.yaml actor_rollout_ref.rollout.n=8 --here",
+    "plan": "tandem plan config.yaml actor_rollout_ref.model.path=Qwen/Qwen2.5-7B --devices 8x80GB",
     "from-trl": "tandem from-trl train_grpo.py -o config.yaml",
     "from-openrlhf": "tandem from-openrlhf train.sh -o config.yaml",
     "config": "tandem config explain actor_rollout_ref.rollout.n",

@@ -32,6 +32,7 @@ COMMANDS = {
     "node": ("node:node", "joins this machine to a cluster"),
     "export": ("export:export", "a checkpoint as a Hugging Face model folder"),
     "check": ("check:check", "says everything that is wrong with a config"),
+    "plan": ("plan:plan_memory", "what a run will hold on its devices, from the config alone"),
     "from-trl": ("from_peer:from_trl", "a config from TRL's settings"),
     "from-openrlhf": ("from_peer:from_openrlhf", "a config from OpenRLHF's options"),
     "config": ("config:config", "shows a resolved config; explains a key"),

@@ -68,6 +68,7 @@ def load_train_config(
     overrides: Sequence[str] = (),
     *,
     count_rows: Callable[[Sequence[str], int], int] | None = None,
+    elsewhere: bool = False,
 ) -> Loaded[TrainConfig]:
     """The config of `tandem train`.
 
@@ -76,11 +77,12 @@ def load_train_config(
         overrides: `key=value` each, the value in YAML; they win over the file.
         count_rows: counts the rows of files, so many at most (-1: all). Keys that nobody set are then
             fitted to the run, unless the command line is verl's; None: the defaults stand.
+        elsewhere: the run is for another machine: files and folders need not be here.
 
     Raises:
         ConfigErrors: everything that is wrong.
     """
-    loaded = _load(TrainConfig, rule_of, path, overrides)
+    loaded = _load(TrainConfig, rule_of, path, overrides, elsewhere=elsewhere)
     config = loaded.config
     if count_rows is None or loaded.readings or config.trainer.defaults == "verl":
         return loaded
@@ -91,7 +93,8 @@ def load_train_config(
     if not chosen:
         return loaded
     words = [f"{name}={json.dumps(value)}" for name, (value, _) in chosen.items()]
-    return replace(_load(TrainConfig, rule_of, path, [*words, *overrides]), chosen=chosen)
+    fitting = _load(TrainConfig, rule_of, path, [*words, *overrides], elsewhere=elsewhere)
+    return replace(fitting, chosen=chosen)
 
 
 def load_sft_config(path: str | None = None, overrides: Sequence[str] = ()) -> Loaded[SFTConfig]:
@@ -144,17 +147,22 @@ def _no_rule(name: str) -> None:
     """Only `tandem train`, `generate` and `eval` are called with other programs' keys."""
 
 
-def _load(root: type[C], rules: Rules, path: str | None, overrides: Sequence[str]) -> Loaded[C]:
+def _load(
+    root: type[C], rules: Rules, path: str | None, overrides: Sequence[str], *, elsewhere: bool = False
+) -> Loaded[C]:
     tree, errors, notices = read_sources(path, overrides)
     flat, unknown = _flatten(root, rules, tree)
     found = translate(flat, keys(root), rules, _trainer(flat).devices_of)
     asked_of_verl = found.given.get("trainer.defaults") == "verl"
     if asked_of_verl:
         found = averaged_by_verl(found)
-    snapshots = _snapshots(found.given)
+    snapshots = {} if elsewhere else _snapshots(found.given)
     found.given.update(snapshots)
     config, wrong = _build(root, {**(DEFAULTS if asked_of_verl else {}), **found.given})
     bad = _with_heirs(root, found.given, frozenset(str(error.field) for error in wrong))
+    if elsewhere:
+        wrong = [error for error in wrong if error.message != "missing" or error.field not in _DATA]
+        bad |= {name for name in keys(root) if name.endswith(_PLACES)}
     changed = frozenset(name for name in found.given if value_at(config, name) != _unset(root, config, name))
     off = frozenset(name for name, value in found.given.items() if value is False) - changed
     lenient = asked_of_verl or bool(found.readings)
@@ -168,6 +176,11 @@ def _load(root: type[C], rules: Rules, path: str | None, overrides: Sequence[str
     said = (*notices, *found.notices, *(f"{name} is {folder}" for name, folder in snapshots.items()))
     said += tuple(findings.notices)
     return Loaded(config, said, frozenset(found.given), tuple(found.readings), other)
+
+
+_PLACES = ("path", "train_files", "val_files")
+"""Ends of the keys that name files and folders."""
+_DATA = ("data.train_files", "data.val_files")
 
 
 def _snapshots(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -110,9 +110,9 @@ def kept_bytes(decoder: Decoder, setup: Setup, mode: Recomputed) -> float:
         outputs = c * (2 * features + query + 2 * keys + 2 * gated)
         few = _ADAPTED * c * setup.lora_rank
         return c * features + outputs * (2 if setup.lora_rank else 1) + few + setup.padding * attended
-    norms = 2 * (_norm(setup, features) + c * features)
+    norms = 2 * (norm_bytes(setup, features) + c * features)
     if decoder.head_norms:
-        norms += _norm(setup, query) + _norm(setup, keys) + 4 * (heads + key_heads)
+        norms += norm_bytes(setup, query) + norm_bytes(setup, keys) + 4 * (heads + key_heads)
     wide = _exchanged(key_heads, heads, setup.sequence) * decoder.head_width
     inputs, copies = c * (query + 2 * wide), setup.rectangles + (setup.sequence > 1)
     attention = setup.padding * (attended + inputs + c * heads * setup.scores)
@@ -121,7 +121,20 @@ def kept_bytes(decoder: Decoder, setup: Setup, mode: Recomputed) -> float:
     return norms + attention + mlp + _ADAPTED * c * setup.lora_rank
 
 
-def _norm(setup: Setup, features: float) -> float:
+def again_bytes(decoder: Decoder, setup: Setup, mode: Recomputed) -> float:
+    """Bytes per token that a layer makes again for its backward, beside what it kept: with "ops" the outputs
+    of gate and up, attention's and the values are there."""
+    if mode == "none":
+        return 0.0
+    whole = kept_bytes(decoder, setup, "none")
+    if mode == "full":
+        return whole
+    heads, key_heads = decoder.heads / setup.tensor, decoder.key_heads / setup.tensor
+    there = 2 * decoder.intermediate / setup.tensor + (heads + key_heads) * decoder.head_width
+    return whole - setup.itemsize * there - 4 * heads
+
+
+def norm_bytes(setup: Setup, features: float) -> float:
     """Bytes per token that a norm keeps of its input."""
     if setup.fused:
         return setup.itemsize * features + 4
@@ -149,7 +162,7 @@ def activation_bytes(decoder: Decoder, setup: Setup, mode: Recomputed, tokens: i
     kept = setup.held * layers * kept_bytes(decoder, setup, mode)
     again = 0.0 if mode == "none" else kept_bytes(decoder, setup, "none")
     gradients = 4 * c * decoder.intermediate / setup.tensor + (3 * c + 12) * features
-    around = _norm(setup, features) + 3 * c * features + 4 * features
+    around = norm_bytes(setup, features) + 3 * c * features + 4 * features
     return round(tokens * (kept + again + gradients + around)) + setup.tiles
 
 

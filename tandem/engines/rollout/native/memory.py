@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from tandem.engines.rollout.native.budget import DeviceMemory, Wanted
+from tandem.engines.rollout.native.budget import Wanted
 from tandem.engines.rollout.native.lasting import lasting_bytes
 from tandem.engines.rollout.native.paged import PagedCache
 from tandem.engines.rollout.native.split import WHOLE, LayerSplit
 from tandem.errors import EngineError
+from tandem.memory.cache import DeviceMemory
 from tandem.memory.host import host_free, host_total
 
 _SHARE_OF_CUDA, _SHARE_OF_HOST = 0.9, 0.5

@@ -2,7 +2,8 @@
 
 import pytest
 
-from tandem.engines.rollout.native.budget import DeviceMemory, Wanted, statement, weights_statement
+from tandem.engines.rollout.native.budget import Wanted, statement, weights_statement
+from tandem.memory.cache import DeviceMemory
 
 GIB = 2**30
 PARAMETERS = 1_543_714_304  # Qwen2.5-1.5B

@@ -1,0 +1,195 @@
+"""The memory of a log-prob pass and of an update, op by op, by torch's FSDPMemTracker: Tandem's own model,
+sharded by its own code, under fake tensors, as one of many ranks that are not there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tandem.config.fsdp import FSDPConfig
+from tandem.config.model import BackboneConfig
+from tandem.config.optim import OptimConfig
+from tandem.engines.train.optimizers import build_optimizers
+from tandem.models import attention
+from tandem.models.activations import manage_activations
+from tandem.models.attention_kernels import torch_varlen
+from tandem.models.collectives import CollectiveMeter
+from tandem.models.heads import tiled
+from tandem.models.packing import PackedInputs, pack
+from tandem.models.parallel import Grid, shard
+from tandem.models.policy import PolicyModel
+from tandem.models.sequence_parallel import SequenceSplit
+from tandem.models.tensor_group import TensorGroup
+from tandem.models.tensor_parallel import parallelize
+from tandem.models.value import ValueModel
+from tandem.models.wrap import wrapped
+from tandem.protocol import Ragged
+
+CPU = torch.device("cpu")
+# The tracker's kinds, and the plan's.
+KINDS = {
+    "SHARDED_PARAM": "weights",
+    "OPT": "optimizer",
+    "UNSHARDED_PARAM": "gathered",
+    "ALL_GATHER": "gathered",
+    "SHARDED_GRAD": "gradients",
+    "UNSHARDED_GRAD": "gradients",
+    "REDUCE_SCATTER": "gradients",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, how it is divided and what runs.
+
+    Attributes:
+        model: config.json.
+        lengths: tokens of the sequences of each micro-batch, less the last of each.
+        micro: micro-batches of the update.
+        shards, tensor, sequence: ranks that share weights, layers and tokens.
+        mode: what runs again.
+        entropy: whether the head gives entropies too.
+        kind: "policy" or "value".
+    """
+
+    model: dict[str, Any]
+    lengths: tuple[int, ...]
+    micro: int = 1
+    shards: int = 1
+    tensor: int = 1
+    sequence: int = 1
+    mode: str = "none"
+    entropy: bool = False
+    kind: str = "policy"
+    reshard: bool = True
+    prefetch: bool = False
+
+    @property
+    def world(self) -> int:
+        return self.shards * self.tensor
+
+
+@contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """Attention by the kernel of variable lengths, and tiles of a GPU's size, though nothing is computed."""
+    kept = attention._rectangular, tiled._TILE_BYTES["cpu"], DeviceMesh._concatenate
+
+    def real(*args: Any) -> DeviceMesh:
+        with unset_fake_temporarily():
+            return kept[2](*args)
+
+    attention._rectangular, tiled._TILE_BYTES["cpu"] = torch_varlen, tiled._TILE_BYTES["cuda"]
+    DeviceMesh._concatenate = real
+    try:
+        yield
+    finally:
+        attention._rectangular, tiled._TILE_BYTES["cpu"], DeviceMesh._concatenate = kept
+
+
+def traced(case: Case) -> dict[str, dict[str, int]]:
+    """The most bytes of "log_prob" and "update", by kind; "state", before them."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.world)
+    try:
+        grid = Grid.over_all_ranks(CPU, sequence=case.sequence, tensor=case.tensor)
+        meter = CollectiveMeter()
+        split = SequenceSplit.of(grid.work["sequence"], meter)
+        sequences = Ragged.from_list([torch.zeros(n + 1, dtype=torch.int64) for n in case.lengths])
+        inputs = [pack(sequences, None, device=CPU, split=split, whole=False) for _ in range(case.micro)]
+        with as_on_a_gpu(), FakeTensorMode(allow_non_fake_inputs=True) as fake:
+            return _run(case, grid, meter, [_faked(one, fake) for one in inputs])
+    finally:
+        dist.destroy_process_group()
+
+
+def _faked(inputs: PackedInputs, fake: FakeTensorMode) -> PackedInputs:
+    for name in ("position_ids", "cu_seqlens", "places"):
+        value = getattr(inputs.packing, name)
+        if value is not None:
+            setattr(inputs.packing, name, fake.from_tensor(value))
+    names = ("input_ids", "sources", "targets", "places")
+    return replace(inputs, **{name: fake.from_tensor(getattr(inputs, name)) for name in names})
+
+
+def _run(
+    case: Case, grid: Grid, meter: CollectiveMeter, inputs: list[PackedInputs]
+) -> dict[str, dict[str, int]]:
+    module, units = _sharded(case, grid, meter)
+    optimizers = build_optimizers(module, module.decoder.layers, OptimConfig(), meter)
+    tracker = FSDPMemTracker(module, optimizers[0])
+    outputs = {"values"} if case.kind == "value" else {"log_probs", *(["entropy"] if case.entropy else [])}
+    wanted = frozenset(outputs)
+
+    def log_prob() -> None:
+        with torch.no_grad():
+            module(inputs[0], wanted)
+        for unit in units:
+            unit.reshard()
+
+    def update() -> None:
+        for index, part in enumerate(inputs):
+            last = index == len(inputs) - 1
+            units[-1].set_requires_gradient_sync(last)
+            units[-1].set_reshard_after_backward(last)
+            tracker.reset_mod_stats()
+            out = module(part, wanted)
+            torch.autograd.backward(sum(value.sum() for value in out.values()))
+            del out
+
+    def peak(work: Callable[[], None]) -> dict[str, int]:
+        tracker.reset_mod_stats()
+        with tracker:
+            work()
+        found: dict[str, int] = {}
+        for kind, size in tracker.get_tracker_snapshot("peak")[CPU].items():
+            name = str(kind).rpartition(".")[2]
+            key = "total" if name == "Total" else KINDS.get(name, "activations")
+            found[key] = found.get(key, 0) + size
+        return found
+
+    log_prob()  # what is set up once is not counted, nor shapes that DTensor tries once
+    if case.tensor > 1:
+        peak(update)
+        module.zero_grad(set_to_none=True)
+    return {"log_prob": peak(log_prob), "update": peak(update)}
+
+
+def _sharded(case: Case, grid: Grid, meter: CollectiveMeter) -> tuple[Any, list[Any]]:
+    """The model as `FSDPEngine` makes it, on this rank, and its units."""
+    config = AutoConfig.for_model(**case.model)
+    backbone = AutoModelForCausalLM.from_config(
+        config, attn_implementation=attention.PACKED, dtype=torch.float32
+    )
+    model = BackboneConfig.model_construct(**_defaults(), path="")
+    module: Any = PolicyModel(backbone) if case.kind == "policy" else ValueModel(backbone)
+    module.train()
+    units = wrapped(module, FSDPConfig().wrap_policy)
+    if case.tensor > 1:
+        parallelize(module, TensorGroup(grid.weights["tp"], meter))
+    switch = manage_activations(module.decoder.layers, model, CPU).switch
+    assert switch is not None
+    switch.mode = case.mode
+    sharded = shard(
+        module,
+        units,
+        grid.fsdp,
+        compute_dtype=torch.bfloat16,
+        master_dtype=torch.float32,
+        reshard_after_forward=case.reshard and case.shards > 1,
+        forward_prefetch=case.prefetch,
+        meter=meter,
+    )
+    return module, sharded
+
+
+def _defaults() -> dict[str, Any]:
+    return {name: f.default for name, f in BackboneConfig.model_fields.items() if name != "path"}

@@ -1,0 +1,111 @@
+"""What to change first where a run does not fit: each lever with its gain, by the plan with the lever
+changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+from tandem.config.root import TrainConfig
+from tandem.config.section import Section
+from tandem.memory.plan import Plan
+
+_ACTOR = "actor_rollout_ref.actor"
+_SECTIONS = {
+    "actor": _ACTOR,
+    "ref": "actor_rollout_ref.ref",
+    "critic": "critic",
+    "reward_model": "reward_model",
+}
+_MODELS = {"actor": "actor_rollout_ref.model", "critic": "critic.model"}
+
+
+class Lever(NamedTuple):
+    """A change of the config.
+
+    Attributes:
+        words: key=value, the changes.
+        gain: bytes that the worst moment of the run becomes smaller by.
+        fits: whether the run fits then.
+    """
+
+    words: tuple[str, ...]
+    gain: float
+    fits: bool
+
+
+def levers(config: TrainConfig, replan: Callable[[TrainConfig], Plan]) -> list[Lever]:
+    """The levers that make the worst moment smaller, those that suffice first, then by their gain. None of
+    them changes what is learnt, but by rounding, and the optimizers'."""
+    before = replan(config).worst.total
+    found = []
+    for changes in _changes(config):
+        changed = config
+        for key, value in changes.items():
+            changed = with_value(changed, key, value)
+        after = replan(changed)
+        gain = before - after.worst.total
+        if gain > before / 200:
+            words = tuple(f"{key}={_word(value)}" for key, value in changes.items())
+            found.append(Lever(words, gain, after.fits))
+    return sorted(found, key=lambda lever: (not lever.fits, -lever.gain))
+
+
+def _changes(config: TrainConfig) -> Iterator[dict[str, Any]]:
+    for role in config.roles:
+        if role in _SECTIONS:
+            yield from _of_section(config, role, _SECTIONS[role])
+    for role, at in _MODELS.items():
+        model: Any = attrgetter(at)(config)
+        if role in config.roles:
+            full = {f"{at}.enable_gradient_checkpointing": True, f"{at}.gradient_checkpointing_mode": "full"}
+            yield full
+            if not model.enable_activation_offload:
+                yield {**full, f"{at}.enable_activation_offload": True}
+    rollout = config.actor_rollout_ref.rollout
+    at = "actor_rollout_ref.rollout"
+    if rollout.name == "vllm":
+        yield {f"{at}.gpu_memory_utilization": round((rollout.gpu_memory_utilization or 0.5) * 0.7, 2)}
+    if not rollout.free_cache_engine:
+        yield {f"{at}.free_cache_engine": True}
+    if rollout.log_prob_use_dynamic_bsz:
+        yield {f"{at}.log_prob_max_token_len_per_gpu": rollout.log_prob_max_token_len_per_gpu // 2}
+
+
+def _of_section(config: TrainConfig, role: str, at: str) -> Iterator[dict[str, Any]]:
+    own: Any = attrgetter(at)(config)
+    fsdp = own.fsdp_config
+    if not fsdp.param_offload:
+        yield {f"{at}.fsdp_config.param_offload": True}
+    devices = config.trainer.devices_of(role)
+    if fsdp.tensor_parallel_size * 2 <= min(8, devices):
+        yield {f"{at}.fsdp_config.tensor_parallel_size": fsdp.tensor_parallel_size * 2}
+    if not hasattr(own, "optim"):
+        return
+    if not fsdp.optimizer_offload:
+        yield {f"{at}.fsdp_config.optimizer_offload": True}
+    if own.optim.optimizer == "adamw":
+        yield {f"{at}.optim.optimizer": "adamw_8bit"}
+        yield {f"{at}.optim.optimizer": "adamw_cpu"}
+    split = own.ulysses_sequence_parallel_size * 2
+    if split * fsdp.tensor_parallel_size <= min(16, devices):
+        yield {f"{at}.ulysses_sequence_parallel_size": split}
+    longest = config.actor_rollout_ref.rollout.longest(config.data)
+    if own.use_dynamic_bsz:
+        fewer = max(own.ppo_max_token_len_per_gpu // 2, -(-longest // own.ulysses_sequence_parallel_size))
+        yield {f"{at}.ppo_max_token_len_per_gpu": fewer}
+    else:
+        yield {f"{at}.ppo_micro_batch_size_per_gpu": max(1, (own.ppo_micro_batch_size_per_gpu or 2) // 2)}
+
+
+def with_value(section: Any, key: str, value: Any) -> Any:
+    """The section with another value at a dotted key, which is not checked."""
+    name, _, rest = key.partition(".")
+    inner = with_value(getattr(section, name), rest, value) if rest else value
+    assert isinstance(section, Section)
+    return section.model_copy(update={name: inner})
+
+
+def _word(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,318 @@
+"""The plan of a run's memory: for every pool of devices and every phase of a step, what fills a device; what
+the host and the disk hold. From the config and the models' shapes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from tandem.config.actor import ActorConfig
+from tandem.config.batching import Batching
+from tandem.config.critic import CriticConfig
+from tandem.config.root import TrainConfig
+from tandem.memory.cache import DeviceMemory
+from tandem.memory.roles import Held, Load
+from tandem.memory.shapes import ModelShape
+from tandem.memory.training import Moment
+
+GIB = 2**30
+CONTEXT = 0.6 * GIB
+"""A CUDA context with the libraries' handles and work spaces; not measured."""
+CHANNELS = 0.4 * GIB
+"""NCCL's buffers, where there is more than one rank; not measured."""
+GAPS = 0.05
+"""Of what a phase takes beside weights and optimizer, the share that the allocator loses; not measured."""
+_SAMPLE_BYTES = 8 + 1 + 5 * 4 + 4
+"""Of a token of a batch on the host: ids, mask, five columns of fp32, its version."""
+_PROCESS = 3.0 * GIB
+"""Of a worker's process on the host, with the libraries it loads; not measured on CUDA."""
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A phase of a step on a device of a pool.
+
+    Attributes:
+        name, pool: which phase, and where.
+        parts: bytes by what they are for.
+        moment: the worst of the phase.
+    """
+
+    name: str
+    pool: str
+    parts: dict[str, float]
+    moment: str = ""
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a run holds.
+
+    Attributes:
+        phases: of a step, in its order.
+        device: bytes of a device.
+        host: bytes on a node's host, by what they are for.
+        disk: bytes on disk of all ranks together: of a checkpoint.
+        notes: sentences on what was chosen or assumed.
+    """
+
+    phases: list[Phase]
+    device: float
+    host: dict[str, float]
+    disk: dict[str, float]
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def worst(self) -> Phase:
+        return max(self.phases, key=lambda phase: phase.total)
+
+    @property
+    def margin(self) -> float:
+        """Bytes that are left at the worst moment; below 0, that are lacking."""
+        return self.device - self.worst.total
+
+    @property
+    def fits(self) -> bool:
+        return self.margin >= 0
+
+
+def plan(config: TrainConfig, shapes: Callable[[str], ModelShape], device: float) -> Plan:
+    """The plan of a run.
+
+    Args:
+        config: the loaded config.
+        shapes: gives the shape of the model at a path.
+        device: bytes of a device; of the host, for a run on a CPU.
+    """
+    return _Planner(config, shapes, device).made()
+
+
+class _Planner:
+    def __init__(self, config: TrainConfig, shapes: Callable[[str], ModelShape], device: float) -> None:
+        self.config, self.device = config, device
+        self.cuda = config.trainer.device != "cpu"
+        self.notes: list[str] = []
+        self.held = {held.name: held for held in self._models(shapes)}
+        self.pools = {name: config.trainer.placed(name) or "" for name in self.held}
+        self.longest = config.actor_rollout_ref.rollout.longest(config.data)
+
+    def _models(self, shapes: Callable[[str], ModelShape]) -> Iterator[Held]:
+        """The roles' models. A rollout apart from the actor has a frozen copy."""
+        config, policy = self.config, self.config.actor_rollout_ref
+        devices = config.trainer.devices_of
+
+        def held(name: str, section: Any, model: Any, optim: Any = None, **more: Any) -> Held:
+            sequence = section.ulysses_sequence_parallel_size
+            options = {"cuda": self.cuda, **more}
+            return Held(
+                name,
+                shapes(model.path),
+                devices(name),
+                model,
+                section.fsdp_config,
+                sequence,
+                optim,
+                **options,
+            )
+
+        entropy = policy.actor.entropy_coeff != 0 or policy.actor.adaptive_entropy.enabled
+        yield held("actor", policy.actor, policy.model, policy.actor.optim, entropy=entropy)
+        if config.trainer.placed("rollout") != config.trainer.placed("actor"):
+            yield held("rollout", policy.actor, policy.model.without_adapters)
+        if config.needs_reference and not config.reference_is_the_actor:
+            yield held("ref", policy.ref, policy.model.without_adapters)
+        if config.needs_critic:
+            yield held("critic", config.critic, config.critic.model, config.critic.optim, head=False)
+        if config.reward_model.enable:
+            yield held("reward_model", config.reward_model, config.reward_model.model, head=False)
+
+    def made(self) -> Plan:
+        phases = [*self._loads(), *self._rollout(), *self._forwards(), *self._updates()]
+        return Plan(phases, self.device, self._host(), self._disk(), self.notes)
+
+    def _beside(self, pool: str, active: str | None = None) -> dict[str, float]:
+        """What lies on a device of the pool whatever runs, but for the active model."""
+        parts = {"others": 0.0}
+        for name, held in self.held.items():
+            if self.pools[name] == pool and name != active:
+                parts["others"] += sum(held.idle.values())
+        if self.cuda:
+            several = any(held.ranks > 1 for name, held in self.held.items() if self.pools[name] == pool)
+            parts["context"] = CONTEXT + (CHANNELS if several else 0.0)
+        return parts
+
+    def _phase(
+        self, name: str, held: Held, moment: Moment | None, *, trains: bool = False, **more: float
+    ) -> Phase:
+        """A phase in which a model is on its device, with its optimizer where it is trained."""
+        pool = self.pools[held.name]
+        parts = {"weights": held.weights, "optimizer": held.state if trains else held.idle["optimizer"]}
+        if moment is not None:
+            parts |= {
+                "gathered": moment.gathered,
+                "gradients": moment.gradients,
+                "activations": moment.activations,
+                "head": moment.head,
+            }
+        parts |= {**more, **self._beside(pool, held.name)}
+        if self.cuda:
+            dynamic = sum(size for part, size in parts.items() if part in _DYNAMIC)
+            parts["gaps"] = GAPS * dynamic
+        if self.pools.get("rollout", self.pools["actor"]) == pool and name not in ("rollout", "reshard"):
+            parts["engine"] = self._left_over()
+        return Phase(name, pool, parts, moment.name if moment else "")
+
+    def _loads(self) -> Iterator[Phase]:
+        for name, held in self.held.items():
+            parts = {"weights": held.weights, "optimizer": held.state, **self._beside(self.pools[name], name)}
+            yield Phase(f"load {name}", self.pools[name], parts)
+
+    def _sampler(self) -> Held:
+        return self.held.get("rollout", self.held["actor"])
+
+    def _left_over(self) -> float:
+        """What the rollout engine holds outside generation."""
+        rollout = self.config.actor_rollout_ref.rollout
+        if rollout.free_cache_engine or rollout.on_named_servers or rollout.name == "hf":
+            return 0.0
+        if rollout.name == "vllm":
+            return (rollout.gpu_memory_utilization or 0.5) * self.device
+        weights, cache, _ = self._native()
+        return weights + cache
+
+    def _native(self) -> tuple[float, float, float]:
+        """Bytes of the native engine's weights, its cache, and what both leave alone. The cache is what its
+        sequences need, and no more than `DeviceMemory` gives."""
+        rollout, held = self.config.actor_rollout_ref.rollout, self._sampler()
+        weights = held.compute * held.shape.parameters / rollout.split
+        wanted = self._wanted(rollout.split)
+        if not self.cuda:
+            return weights, min(wanted, (rollout.gpu_memory_utilization or 0.5) * self.device), 0.0
+        others = sum(self._beside(self.pools[held.name]).values())
+        memory = DeviceMemory(int(self.device), int(others + weights), int(weights))
+        share = rollout.gpu_memory_utilization or (0.9 if rollout.free_cache_engine else 0.5)
+        cache = min(wanted, memory.cache(share))
+        block = rollout.block_size * held.shape.kv_bytes(held.compute, rollout.split)
+        if cache < wanted and cache < -(-self.longest // rollout.block_size) * block:
+            self.notes.append("the KV cache cannot hold one sequence of the greatest length")
+            cache = -(-self.longest // rollout.block_size) * block
+        elif cache < wanted:
+            sequences = int(cache // (self.longest * block / rollout.block_size))
+            self.notes.append(f"the KV cache holds {sequences} sequences of {self.longest} tokens at a time")
+        return weights, cache, float(memory.reserved)
+
+    def _wanted(self, split: int) -> float:
+        """Bytes of the cache of all sequences that run at the same time, at their longest."""
+        config, rollout = self.config, self.config.actor_rollout_ref.rollout
+        held = self._sampler()
+        engines = max(1, held.ranks // split)
+        samples = -(-config.data.prompts_at_a_time * rollout.n // engines)
+        sequences = min(rollout.max_num_seqs, samples)
+        blocks = -(-self.longest // rollout.block_size)
+        if rollout.num_gpu_blocks_override is not None:
+            return (
+                rollout.num_gpu_blocks_override
+                * rollout.block_size
+                * held.shape.kv_bytes(held.compute, split)
+            )
+        return sequences * blocks * rollout.block_size * held.shape.kv_bytes(held.compute, split)
+
+    def _rollout(self) -> Iterator[Phase]:
+        rollout, held = self.config.actor_rollout_ref.rollout, self._sampler()
+        if rollout.on_named_servers:
+            self.notes.append("responses come from servers elsewhere, whose memory is theirs")
+            return
+        if rollout.name == "vllm":
+            share = rollout.gpu_memory_utilization or 0.5
+            bucket = rollout.update_weights_bucket_megabytes * 2.0**20
+            yield self._phase("reshard", held, None, engine=share * self.device, gathered=bucket)
+            yield self._phase("rollout", held, None, engine=share * self.device)
+            return
+        weights, cache, reserve = self._native()
+        whole = held.compute * held.gathered.whole
+        if self.cuda and rollout.name == "native":
+            yield self._phase("reshard", held, None, gathered=whole, engine=weights)
+            yield self._phase("rollout", held, None, engine=weights, cache=cache, reserve=reserve)
+        else:
+            yield self._phase("rollout", held, None, gathered=whole, cache=cache)
+
+    def _load(self, samples: int, batching: Batching) -> Load:
+        return Load(samples, self.longest, batching)
+
+    def _forwards(self) -> Iterator[Phase]:
+        config, policy = self.config, self.config.actor_rollout_ref
+        samples = config.data.train_batch_size * policy.rollout.n
+        every = {
+            "actor": ("old log-probs", policy.rollout.log_prob_batching),
+            "ref": ("ref log-probs", policy.ref.log_prob_batching),
+            "critic": ("values", config.critic.forward_batching),
+            "reward_model": ("rewards", config.reward_model.forward_batching),
+        }
+        for name, (phase, batching) in every.items():
+            if name in self.held:
+                moment = self.held[name].forward(self._load(samples, batching))
+                yield self._phase(phase, self.held[name], moment)
+
+    def _updates(self) -> Iterator[Phase]:
+        policy, n = self.config.actor_rollout_ref, self.config.actor_rollout_ref.rollout.n
+        every: list[tuple[str, str, CriticConfig | ActorConfig]] = [
+            ("critic", "critic update", self.config.critic),
+            ("actor", "actor update", policy.actor),
+        ]
+        for name, phase, section in every:
+            held = self.held.get(name)
+            if held is None:
+                continue
+            load = self._load(section.ppo_mini_batch_size * n, section.train_batching)
+            free = self.device - self._phase(phase, held, None, trains=True).total
+            moment, again = held.update(load, free)
+            tokens, count = held.tokens(load)
+            self.notes.append(
+                f"{phase}: {count} micro-batches of {tokens:,} tokens a device at most; "
+                f"recomputation: {again}"
+            )
+            yield self._phase(phase, held, moment, trains=True)
+        yield self._phase("save", self.held["actor"], None, trains=False)
+
+    def _host(self) -> dict[str, float]:
+        """Bytes on the host of the fullest node."""
+        config, trainer = self.config, self.config.trainer
+        processes = {name: max(counts) for name, counts in trainer.pools.items()}
+        parts = {"offloaded": 0.0, "activations": 0.0, "checkpoints": 0.0, "processes": 0.0}
+        for name, held in self.held.items():
+            here = processes[self.pools[name]]
+            parts["offloaded"] += here * held.offloaded
+            if trainer.async_save and held.optim is not None:
+                parts["checkpoints"] += here * (held.weights + held.state + held.host_state)
+            if held.way().setup.offloaded and held.optim is not None:
+                parts["activations"] = max(parts["activations"], here * self._activations_on_host(name, held))
+        parts["processes"] = max(processes.values()) * _PROCESS
+        rollout = config.actor_rollout_ref.rollout
+        parts["samples"] = config.data.train_batch_size * rollout.n * self.longest * float(_SAMPLE_BYTES)
+        return parts
+
+    def _activations_on_host(self, name: str, held: Held) -> float:
+        """The inputs of all layers but those on the device, which run again."""
+        section: Any = self.config.critic if name == "critic" else self.config.actor_rollout_ref.actor
+        n = self.config.actor_rollout_ref.rollout.n
+        tokens, _ = held.tokens(self._load(section.ppo_mini_batch_size * n, section.train_batching))
+        return float(tokens * held.shape.decoder.hidden * held.compute * held.gathered.layers)
+
+    def _disk(self) -> dict[str, float]:
+        """Bytes of a checkpoint: weights and optimizer state of what learns, once."""
+        parts = {}
+        for name, held in self.held.items():
+            if held.optim is not None:
+                own = held.gathered
+                state = (held.state + held.host_state) * held.shards
+                split = held.fsdp.tensor_parallel_size * held.fsdp.pipeline_parallel_size
+                parts[name] = (held.master * own.trained + state) * split
+        return {"checkpoint": sum(parts.values())}
+
+
+_DYNAMIC = ("gathered", "gradients", "activations", "head")

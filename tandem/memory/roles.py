@@ -1,0 +1,211 @@
+"""A model of a run as one rank holds it: what lies on its device between phases, and what a pass over it
+takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tandem.config.batching import Batching
+from tandem.config.fsdp import FSDPConfig
+from tandem.config.model import PLAIN_DECODERS, BackboneConfig
+from tandem.config.optim import OptimConfig
+from tandem.memory.activations import FASTEST_FIRST, Recomputed, Setup, fastest_that_fits
+from tandem.memory.shapes import ModelShape
+from tandem.memory.training import TILE, Gathered, Moment, Way, forward_moments, update_moments, worst
+
+SIZES = {"fp64": 8, "fp32": 4, "bf16": 2}
+CPU_BLOCK = 4096  # tokens to which micro-batches are cut further on a CPU
+_CPU_TILE = 4 << 20
+_STATE_BYTES = {"adamw": 8.0, "adamw_8bit": 2.0 + 8 / 256, "adamw_cpu": 0.0, "muon": 8.0}
+"""Of the optimizer's state on the device, for each fp32 number that learns; muon's matrices have 4."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The samples that a phase takes, over all ranks.
+
+    Attributes:
+        samples: of a mini-batch, or of all that a forward pass takes.
+        longest: tokens of one.
+        batching: how a rank cuts its share.
+    """
+
+    samples: int
+    longest: int
+    batching: Batching
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A model on one rank of several.
+
+    Attributes:
+        name: the role.
+        shape: of the model.
+        ranks: of its pool.
+        model, fsdp: how it is run.
+        sequence: ranks that share the tokens.
+        optim: of a model that learns.
+        cuda: whether it lives on a CUDA device, not on a CPU.
+        head: whether it gives log-probs, not one number for each state.
+        entropy: whether its updates need entropies.
+    """
+
+    name: str
+    shape: ModelShape
+    ranks: int
+    model: BackboneConfig
+    fsdp: FSDPConfig
+    sequence: int
+    optim: OptimConfig | None
+    cuda: bool
+    head: bool = True
+    entropy: bool = False
+
+    @property
+    def master(self) -> int:
+        return SIZES[self.fsdp.model_dtype]
+
+    @property
+    def compute(self) -> int:
+        return SIZES.get(self.fsdp.dtype, 2 if self.cuda else self.master)
+
+    @property
+    def shards(self) -> int:
+        parts = self.ranks // (self.fsdp.tensor_parallel_size * self.fsdp.pipeline_parallel_size)
+        return parts if self.fsdp.fsdp_size == -1 else self.fsdp.fsdp_size
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that take different samples."""
+        split = self.fsdp.tensor_parallel_size * self.fsdp.pipeline_parallel_size * self.sequence
+        return max(1, self.ranks // split)
+
+    @property
+    def gathered(self) -> Gathered:
+        return Gathered.of(
+            self.shape,
+            tensor=self.fsdp.tensor_parallel_size,
+            stages=self.fsdp.pipeline_parallel_size,
+            head=self.head,
+            lora_rank=self.model.lora_rank if self.optim else 0,
+            trained=self.optim is not None,
+        )
+
+    @property
+    def weights(self) -> float:
+        """Bytes of this rank's shard: what learns in the master type, what adapters stand beside in the
+        compute type."""
+        own = self.gathered
+        frozen = own.whole - own.trained if self.optim and self.model.lora_rank else 0.0
+        return (self.master * (own.whole - frozen) + self.compute * frozen) / self.shards
+
+    @property
+    def state(self) -> float:
+        """Bytes of the optimizer's state on the device."""
+        if self.optim is None:
+            return 0.0
+        own = self.gathered
+        each = _STATE_BYTES[self.optim.optimizer] * self.master / 4
+        saved = own.layers * own.trained_layer * self.master if self.optim.optimizer == "muon" else 0.0
+        return (each * own.trained - saved) / self.shards
+
+    @property
+    def host_state(self) -> float:
+        """Bytes of the optimizer's state that always lies on the host."""
+        if self.optim is None or self.optim.optimizer != "adamw_cpu":
+            return 0.0
+        return 2 * self.master * self.gathered.trained / self.shards
+
+    @property
+    def idle(self) -> dict[str, float]:
+        """What stays on the device between phases."""
+        stays = {"weights": self.weights, "optimizer": self.state}
+        if self.cuda and self.fsdp.param_offload:
+            stays["weights"] = 0.0
+        if self.cuda and self.fsdp.optimizer_offload:
+            stays["optimizer"] = 0.0
+        return stays
+
+    @property
+    def offloaded(self) -> float:
+        """What lies on the host between phases."""
+        return self.weights + self.state + self.host_state - sum(self.idle.values())
+
+    def tokens(self, load: Load) -> tuple[int, int]:
+        """Tokens of the largest micro-batch on this rank, and how many micro-batches its share makes, at
+        most."""
+        share = -(-load.samples // self.data_ranks) * load.longest
+        most = share
+        if load.batching.max_tokens is not None:
+            most = min(share, load.batching.max_tokens * self.sequence)
+        elif load.batching.max_samples is not None:
+            most = min(share, load.batching.max_samples * load.longest)
+        if not self.cuda:
+            most = min(most, max(CPU_BLOCK, load.longest))
+        count = max(-(-share // most), self.fsdp.pipeline_parallel_size)
+        return -(-most // self.sequence), count
+
+    def way(self, micro_batches: int = 1) -> Way:
+        """How a pass is run; nothing runs again."""
+        fused = self.cuda and self.model.use_liger is not False and self.shape.kind in PLAIN_DECODERS
+        stages, held = self.fsdp.pipeline_parallel_size, 1
+        if stages > 1:
+            held = micro_batches if self.fsdp.pipeline_schedule == "gpipe" else min(stages, micro_batches)
+        setup = Setup(
+            itemsize=self.compute,
+            tensor=self.fsdp.tensor_parallel_size,
+            sequence=self.sequence,
+            lora_rank=self.model.lora_rank if self.optim else 0,
+            fused=fused,
+            rectangles=False,
+            offloaded=self.cuda and self.model.enable_activation_offload,
+            held=held,
+        )
+        kernels = "triton" if self.cuda and self.model.head in ("auto", "triton", "liger") else "torch"
+        return Way(
+            setup,
+            master=self.master,
+            shards=self.shards,
+            reshard=self.fsdp.reshard_after_forward,
+            prefetch=self.fsdp.forward_prefetch,
+            head=kernels if self.head else "value",
+            micro_batches=micro_batches,
+            entropy=self.entropy,
+            tile=TILE if self.cuda else _CPU_TILE,
+        )
+
+    def forward(self, load: Load) -> Moment:
+        """The worst moment of a pass without gradient."""
+        tokens, _ = self.tokens(load)
+        return worst(forward_moments(self.gathered, self.shape.decoder, self.way(), tokens))
+
+    def update(self, load: Load, free: float) -> tuple[Moment, str]:
+        """The worst moment of an update, and what runs again in it.
+
+        Args:
+            free: bytes that the device has for it, by which that is chosen where the config leaves it open.
+        """
+        tokens, count = self.tokens(load)
+        way, own, decoder = self.way(count), self.gathered, self.shape.decoder
+
+        def needs(mode: Recomputed, share: float = 1.0) -> Moment:
+            return worst(update_moments(own, decoder, replace(way, mode=mode, share=share), tokens))
+
+        if not self.model.enable_gradient_checkpointing:
+            return needs("none"), "none"
+        if self.model.recomputes_by_memory:
+            if self.model.enable_activation_offload or self.shape.kind not in PLAIN_DECODERS:
+                return needs("full"), "full"
+            modes: tuple[Recomputed, ...] = FASTEST_FIRST
+            if self.fsdp.use_torch_compile:
+                modes = ("none", "full")
+            mode = fastest_that_fits({each: round(needs(each).total) for each in modes}, int(free * 0.9))
+            return needs(mode), mode
+        asked: Any = self.model.gradient_checkpointing_mode
+        layers = self.model.gradient_checkpointing_layers or 1
+        if asked in ("full", "ops"):
+            return needs(asked), asked
+        again = layers if asked == "first" else decoder.layers // layers
+        return needs("full", min(1.0, again / decoder.layers)), f"{asked} {layers}"

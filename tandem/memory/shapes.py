@@ -1,0 +1,145 @@
+"""The shape of a language model, from its config.json or from the name under which it is published, and what
+follows from it: its parameters, part by part, and the bytes that keys and values take."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tandem.errors import ConfigError
+from tandem.memory.activations import Decoder
+
+_KEYS = (
+    *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "vocab_size", "tie_word_embeddings", "head_dim"),
+)
+_MATH = r"qwen2\.5(-math|-coder)?"
+PUBLISHED: dict[str, tuple[Any, ...]] = {
+    r"qwen2\.5(-coder)?-0\.5b": ("qwen2", 896, 4864, 24, 14, 2, 151936, True, 64),
+    rf"{_MATH}-1\.5b": ("qwen2", 1536, 8960, 28, 12, 2, 151936, True, 128),
+    r"r1-distill-qwen-1\.5b": ("qwen2", 1536, 8960, 28, 12, 2, 151936, False, 128),
+    r"qwen2\.5(-coder)?-3b": ("qwen2", 2048, 11008, 36, 16, 2, 151936, True, 128),
+    rf"({_MATH}|r1-distill-qwen)-7b": ("qwen2", 3584, 18944, 28, 28, 4, 152064, False, 128),
+    r"(qwen2\.5(-coder)?|r1-distill-qwen)-14b": ("qwen2", 5120, 13824, 48, 40, 8, 152064, False, 128),
+    r"(qwen2\.5(-coder)?|r1-distill-qwen)-32b": ("qwen2", 5120, 27648, 64, 40, 8, 152064, False, 128),
+    rf"{_MATH}-72b": ("qwen2", 8192, 29568, 80, 64, 8, 152064, False, 128),
+    r"qwen3-0\.6b": ("qwen3", 1024, 3072, 28, 16, 8, 151936, True, 128),
+    r"qwen3-1\.7b": ("qwen3", 2048, 6144, 28, 16, 8, 151936, True, 128),
+    r"qwen3-4b": ("qwen3", 2560, 9728, 36, 32, 8, 151936, True, 128),
+    r"qwen3-8b": ("qwen3", 4096, 12288, 36, 32, 8, 151936, False, 128),
+    r"qwen3-14b": ("qwen3", 5120, 17408, 40, 40, 8, 151936, False, 128),
+    r"qwen3-32b": ("qwen3", 5120, 25600, 64, 64, 8, 151936, False, 128),
+    r"qwen3-30b-a3b": ("qwen3_moe", 2048, 6144, 48, 32, 4, 151936, False, 128, 128, 8, 768),
+    r"qwen3-235b-a22b": ("qwen3_moe", 4096, 12288, 94, 64, 4, 151936, False, 128, 128, 8, 1536),
+    r"(llama-3(\.1)?|r1-distill-llama)-8b": ("llama", 4096, 14336, 32, 32, 8, 128256, False, 128),
+    r"(llama-3(\.[13])?|r1-distill-llama)-70b": ("llama", 8192, 28672, 80, 64, 8, 128256, False, 128),
+    r"llama-3\.2-1b": ("llama", 2048, 8192, 16, 32, 8, 128256, True, 64),
+    r"llama-3\.2-3b": ("llama", 3072, 8192, 28, 24, 8, 128256, True, 128),
+    r"mistral-7b(-instruct)?-v0\.[12]": ("mistral", 4096, 14336, 32, 32, 8, 32000, False, 128),
+    r"mistral-7b": ("mistral", 4096, 14336, 32, 32, 8, 32768, False, 128),
+    r"gemma-2-2b": ("gemma2", 2304, 9216, 26, 8, 4, 256000, True, 256),
+    r"gemma-2-9b": ("gemma2", 3584, 14336, 42, 16, 8, 256000, True, 256),
+    r"gemma-2-27b": ("gemma2", 4608, 36864, 46, 32, 16, 256000, True, 128),
+    r"gemma-3-1b": ("gemma3_text", 1152, 6912, 26, 4, 1, 262144, True, 256),
+}
+"""What the config.json of published models says, by a pattern of their names, with the keys of `_KEYS` and of
+experts."""
+
+_EXPERT_KEYS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+_TIED = ("gemma", "gemma2", "gemma3_text")  # whose class ties embeddings where config.json does not say
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The shape of a decoder with its embedding and head.
+
+    Attributes:
+        kind: the model_type.
+        decoder: its layers; of experts, as wide as those that a token goes through.
+        vocabulary: entries.
+        tied: whether embedding and head are one matrix.
+        layer: parameters of a layer's matrices and biases, which tensor parallelism splits.
+        layer_norms: parameters of a layer's norms, and a router's, which it does not.
+    """
+
+    kind: str
+    decoder: Decoder
+    vocabulary: int
+    tied: bool
+    layer: int
+    layer_norms: int
+
+    @property
+    def embedding(self) -> int:
+        """Parameters of the embedding, and as many of a head of its own."""
+        return self.vocabulary * self.decoder.hidden
+
+    @property
+    def parameters(self) -> int:
+        """Of the whole model, a matrix that is used twice counted once."""
+        matrices = self.embedding * (1 if self.tied else 2)
+        return matrices + self.decoder.layers * (self.layer + self.layer_norms) + self.decoder.hidden
+
+    def kv_bytes(self, itemsize: int, split: int = 1) -> float:
+        """Bytes that the keys and values of a token take in all layers, 2 · layers · K · d · itemsize, on
+        each of `split` ranks; a rank has at least one key head.
+
+        Source: Kwon et al. 2023, "PagedAttention", https://arxiv.org/abs/2309.06180, section 3.
+        """
+        own = self.decoder
+        return 2 * own.layers * max(1, own.key_heads / split) * own.head_width * itemsize
+
+
+def published(name: str) -> dict[str, Any] | None:
+    """What the config.json of a published model says, as far as `model_shape` reads it, by a name such as
+    Qwen/Qwen2.5-7B-Instruct, or a folder that is named so; None for one that is not known here."""
+    last = name.rstrip("/").rpartition("/")[2].lower()
+    for pattern, values in PUBLISHED.items():
+        if re.search(rf"(?:^|-){pattern}(?![\w.])", last):
+            return dict(zip((*_KEYS, *_EXPERT_KEYS), values, strict=False))
+    return None
+
+
+def model_shape(config: Mapping[str, Any]) -> ModelShape:
+    """The shape that a config.json says; of a model of several kinds of input, that of its text.
+
+    Each layer has, with D hidden features, H heads and K key heads of d features, I of the MLP: queries and
+    output 2 D H d, keys and values 2 D K d, gate, up and down 3 D I; biases (H + 2K) d in Qwen2, or of all
+    linear layers where the config asks for them; norms 2 D, in Gemma 2 and 3 4 D, and of heads 2 d in Qwen3
+    and Gemma 3. Of E experts each has 3 D I, and the router D E.
+
+    Raises:
+        ConfigError: a size is missing.
+    """
+    text = {**config, **(config.get("text_config") or {})}
+    missing = [key for key in _KEYS[1:5] if not isinstance(text.get(key), int)] + (
+        [] if isinstance(text.get("vocab_size"), int) else ["vocab_size"]
+    )
+    if missing:
+        raise ConfigError(
+            "the model's config.json lacks a size, and how much memory the model takes is not known",
+            field=missing[0],
+            expected="a config.json of a decoder, with hidden_size, num_hidden_layers and the like",
+        )
+    kind, hidden, inner = str(text.get("model_type")), text["hidden_size"], text["intermediate_size"]
+    heads, layers = text["num_attention_heads"], text["num_hidden_layers"]
+    key_heads = text.get("num_key_value_heads") or heads
+    width = text.get("head_dim") or hidden // heads
+    experts = text.get("num_experts") or text.get("num_local_experts") or 0
+    if experts:
+        inner = text.get("moe_intermediate_size") or inner
+    per_head = kind.startswith(("qwen3", "gemma3"))
+    query, keys = heads * width, key_heads * width
+    layer = 2 * hidden * (query + keys) + 3 * hidden * inner * max(1, experts)
+    biased = text.get("attention_bias", kind.startswith("qwen2"))
+    layer += (query + 2 * keys) if biased else 0
+    layer += hidden if biased and kind == "llama" else 0
+    layer += 2 * inner + hidden if text.get("mlp_bias") else 0
+    norms = 4 if kind in ("gemma2", "gemma3_text") else 2
+    active = inner * (text.get("num_experts_per_tok") or 1) if experts else inner
+    decoder = Decoder(layers, hidden, active, heads, key_heads, width, head_norms=per_head)
+    small = norms * hidden + (2 * width if per_head else 0) + hidden * experts
+    tied = bool(text.get("tie_word_embeddings", kind in _TIED))
+    return ModelShape(kind, decoder, text["vocab_size"], tied, layer, small)

@@ -1,0 +1,31 @@
+"""The plan against traces of Tandem's own model: those that are kept, and one that is made here."""
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("plan_memory")  # which finds `traced_memory` beside it, as a script does
+
+
+def test_the_kept_traces(bench):
+    rows = json.loads((BENCHMARKS / "results" / "plan_memory.json").read_text())["rows"]
+    assert list(rows) == [name for name, _ in (*bench.designed(), *bench.held_out())]
+    for name, row in rows.items():
+        found = bench.errors(row, bench.predicted(bench.Case(**row["case"])))
+        assert all(abs(kinds["total"]) <= 0.025 for kinds in found.values()), (name, found)
+
+
+def test_a_trace_made_here(bench):
+    shape = {**bench.published("Qwen2.5-0.5B"), "num_hidden_layers": 2}
+    case = bench.Case(shape, (512, 300, 212), micro=2, shards=4, mode="full")
+    row = {"case": {}, "traced": bench.traced(case)}
+    found = bench.errors(row, bench.predicted(case))
+    assert all(abs(kinds["total"]) <= 0.03 for kinds in found.values()), found

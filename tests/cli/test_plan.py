@@ -1,0 +1,70 @@
+"""`tandem plan`: what it prints, refuses and imports."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tandem.cli.main import main
+
+SEVEN = ("actor_rollout_ref.model.path=Qwen/Qwen2.5-7B", "algorithm.adv_estimator=grpo")
+BUDGET = (
+    "actor_rollout_ref.actor.use_dynamic_bsz=true",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=16384",
+)
+
+
+def test_a_run_that_fits(capsys):
+    assert main(["plan", *SEVEN, *BUDGET, "--devices", "8x80GB"]) == 0
+    out = capsys.readouterr().out
+    assert "7.62B parameters, 8 devices of 80.0 GiB" in out and "are left" in out
+    assert {line.split("  ")[0] for line in out.splitlines()} >= {"rollout", "old log-probs", "actor update"}
+
+
+def test_a_run_that_does_not_fit_is_told_what_to_change(capsys):
+    assert main(["plan", *SEVEN, *BUDGET, "--device=24GB"]) == 1
+    out = capsys.readouterr().out
+    assert "are lacking" in out and "actor_rollout_ref.actor.optim.optimizer=adamw_cpu" in out
+
+
+def test_the_plan_for_programs(capsys):
+    assert main(["plan", *SEVEN, "--devices", "16x141GB", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    worst = max(found["phases"], key=lambda phase: phase["total"])
+    assert found["fits"] and worst["name"] == found["worst"] and found["device"] == 141 * 2**30
+    assert found["margin"] == pytest.approx(found["device"] - worst["total"])
+    assert all(phase["total"] == pytest.approx(sum(phase["parts"].values())) for phase in found["phases"])
+
+
+def test_a_folder_is_read(tmp_path, capsys):
+    stored = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    stored |= {"num_attention_heads": 4, "vocab_size": 100}
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    assert main(["plan", f"actor_rollout_ref.model.path={tmp_path}", "trainer.device=cpu"]) == 0
+    assert "actor update" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("actor_rollout_ref.model.path=gpt2",), "no name whose shape is known"),
+        ((*SEVEN, "--device", "80"), "no size of devices"),
+        ((*SEVEN, "--devices", "9x80GB"), "spread evenly"),
+        ((*SEVEN, "trainer.n_gpu=8"), "unknown key"),
+        ((), "actor_rollout_ref.model.path: missing"),
+    ],
+)
+def test_what_is_refused(words, said, capsys):
+    assert main(["plan", *words]) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_it_imports_no_torch():
+    words = ["plan", "actor_rollout_ref.model.path=meta-llama/Llama-3.1-70B", "--devices", "64x80GB"]
+    code = (
+        "import sys; from tandem.cli.main import main; main(sys.argv[1:]); "
+        "print({'torch', 'transformers', 'ray', 'huggingface_hub'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "set()" and "actor update" in done.stdout

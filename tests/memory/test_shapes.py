@@ -1,0 +1,82 @@
+"""Shapes of models: their parameters against those of transformers' own models."""
+
+import re
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tandem.errors import ConfigError
+from tandem.memory.shapes import PUBLISHED, model_shape, published
+
+KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+SMALL |= {"num_key_value_heads": 2, "vocab_size": 50, "head_dim": 16}
+KINDS = {
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"tie_word_embeddings": False, "head_dim": 24},
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "mistral": {},
+    "gemma2": {},
+    "gemma3_text": {},
+    "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40},
+}
+NAMES = {
+    "Qwen/Qwen2.5-0.5B-Instruct": 494_032_768,
+    "models/Qwen2.5-Math-7B/": 7_615_616_512,
+    "meta-llama/Meta-Llama-3.1-8B-Instruct": 8_030_261_248,
+    "meta-llama/Llama-3.3-70B-Instruct": 70_553_706_496,
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": 1_777_088_000,
+    "Qwen/Qwen3-30B-A3B": 30_532_122_624,
+    "mistralai/Mistral-7B-Instruct-v0.2": 7_241_732_096,
+}
+
+
+def counted(config):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_are_those_of_the_model(kind):
+    config = AutoConfig.for_model(kind, **{**SMALL, **KINDS[kind]})
+    assert model_shape(config.to_dict()).parameters == counted(config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pattern", PUBLISHED)
+def test_parameters_of_published_models(pattern):
+    name = re.sub(r"\((.*?)(\|.*?)?\)\??", "", pattern.replace(r"\.", "."))
+    values = dict(zip(("model_type", *KEYS[:4]), PUBLISHED[pattern], strict=False))
+    stored = published(name) or pytest.fail(name)
+    assert stored["model_type"] == values["model_type"] and stored["hidden_size"] == values["hidden_size"]
+    shape = {key: value for key, value in stored.items() if key != "model_type"}
+    config = AutoConfig.for_model(stored["model_type"], **shape)
+    assert model_shape(stored).parameters == counted(config)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_model_is_known_by_its_name(name):
+    assert model_shape(published(name)).parameters == NAMES[name]
+
+
+def test_what_is_not_known():
+    assert (
+        published("gpt2") is None and published("x/Qwen2.5-70B") is None and published("Qwen2.5-7Bx") is None
+    )
+    with pytest.raises(ConfigError, match="lacks a size") as caught:
+        model_shape({"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "vocab_size": 9})
+    assert caught.value.field == "num_hidden_layers"
+
+
+def test_the_text_of_a_model_of_several_inputs():
+    stored = published("Qwen/Qwen2.5-0.5B")
+    assert model_shape({"model_type": "x", "text_config": stored}) == model_shape(stored)
+
+
+def test_keys_and_values():
+    """KiB per token in bf16, as published for these models."""
+    sizes = {"Qwen2.5-0.5B": 12, "Qwen2.5-1.5B": 28, "Qwen2.5-7B": 56, "Llama-3-70B": 320}
+    assert {name: model_shape(published(name)).kv_bytes(2) / 1024 for name in sizes} == sizes
+    assert model_shape(published("Llama-3-70B")).kv_bytes(2, split=16) == 40 * 1024  # a key head at least
