@@ -125,7 +125,7 @@ def _print(config: TrainConfig, made: Plan, found: list[Lever]) -> None:
     worst = made.worst
     at = f", at its {worst.moment}" if worst.moment else ""
     over = f"{_gib(made.margin)} are left" if made.fits else f"{_gib(-made.margin)} are lacking"
-    print(f"worst: {worst.name}{at}, {_gib(worst.total)} of {_gib(made.device)}: {over}")
+    print(f"worst: {worst.name}{at}, {_gib(worst.needed)} of {_gib(made.device)}: {over}")
     print(f"host, fullest node: {_sizes(made.host)}")
     print(f"disk, a checkpoint: {_gib(made.disk['checkpoint'])}")
     for note in dict.fromkeys(made.notes):
@@ -162,7 +162,7 @@ def _gib(size: float) -> str:
 
 def _as_json(made: Plan, found: list[Lever]) -> dict[str, Any]:
     """Sizes are bytes."""
-    phases = [{**asdict(phase), "total": phase.total} for phase in made.phases]
+    phases = [{**asdict(phase), "total": phase.total, "needed": phase.needed} for phase in made.phases]
     return {
         "device": made.device,
         "fits": made.fits,

@@ -38,14 +38,14 @@ class Lever(NamedTuple):
 def levers(config: TrainConfig, replan: Callable[[TrainConfig], Plan]) -> list[Lever]:
     """The levers that make the worst moment smaller, those that suffice first, then by their gain. None of
     them changes what is learnt, but by rounding, and the optimizers'."""
-    before = replan(config).worst.total
+    before = replan(config).worst.needed
     found = []
     for changes in _changes(config):
         changed = config
         for key, value in changes.items():
             changed = with_value(changed, key, value)
         after = replan(changed)
-        gain = before - after.worst.total
+        gain = before - after.worst.needed
         if gain > before / 200:
             words = tuple(f"{key}={_word(value)}" for key, value in changes.items())
             found.append(Lever(words, gain, after.fits))

@@ -4,7 +4,7 @@ the host and the disk hold. From the config and the models' shapes alone."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tandem.config.actor import ActorConfig
@@ -37,12 +37,18 @@ class Phase:
         name, pool: which phase, and where.
         parts: bytes by what they are for.
         moment: the worst of the phase.
+        flexible: of them, those that it could do without: of the KV cache all but one sequence.
     """
 
     name: str
     pool: str
     parts: dict[str, float]
     moment: str = ""
+    flexible: float = 0.0
+
+    @property
+    def needed(self) -> float:
+        return self.total - self.flexible
 
     @property
     def total(self) -> float:
@@ -69,12 +75,13 @@ class Plan:
 
     @property
     def worst(self) -> Phase:
-        return max(self.phases, key=lambda phase: phase.total)
+        """The phase that needs most."""
+        return max(self.phases, key=lambda phase: phase.needed)
 
     @property
     def margin(self) -> float:
         """Bytes that are left at the worst moment; below 0, that are lacking."""
-        return self.device - self.worst.total
+        return self.device - self.worst.needed
 
     @property
     def fits(self) -> bool:
@@ -152,6 +159,8 @@ class _Planner:
         """A phase in which a model is on its device, with its optimizer where it is trained."""
         pool = self.pools[held.name]
         parts = {"weights": held.weights, "optimizer": held.state if trains else held.idle["optimizer"]}
+        if name == "rollout" and self.cuda:  # once the engine has copied the weights, they may leave
+            parts["weights"] = held.idle["weights"]
         if moment is not None:
             parts |= {
                 "gathered": moment.gathered,
@@ -193,17 +202,17 @@ class _Planner:
         wanted = self._wanted(rollout.split)
         if not self.cuda:
             return weights, min(wanted, (rollout.gpu_memory_utilization or 0.5) * self.device), 0.0
-        others = sum(self._beside(self.pools[held.name]).values())
+        others = self._beside(self.pools[held.name], held.name)["others"]
+        others += sum(held.idle.values())
         memory = DeviceMemory(int(self.device), int(others + weights), int(weights))
         share = rollout.gpu_memory_utilization or (0.9 if rollout.free_cache_engine else 0.5)
         cache = min(wanted, memory.cache(share))
-        block = rollout.block_size * held.shape.kv_bytes(held.compute, rollout.split)
-        if cache < wanted and cache < -(-self.longest // rollout.block_size) * block:
+        sequences = int(cache // self._one_sequence(rollout.split))
+        if sequences == 0:
             self.notes.append("the KV cache cannot hold one sequence of the greatest length")
-            cache = -(-self.longest // rollout.block_size) * block
         elif cache < wanted:
-            sequences = int(cache // (self.longest * block / rollout.block_size))
             self.notes.append(f"the KV cache holds {sequences} sequences of {self.longest} tokens at a time")
+        cache = max(cache, self._one_sequence(rollout.split))
         return weights, cache, float(memory.reserved)
 
     def _wanted(self, split: int) -> float:
@@ -213,14 +222,15 @@ class _Planner:
         engines = max(1, held.ranks // split)
         samples = -(-config.data.prompts_at_a_time * rollout.n // engines)
         sequences = min(rollout.max_num_seqs, samples)
-        blocks = -(-self.longest // rollout.block_size)
         if rollout.num_gpu_blocks_override is not None:
-            return (
-                rollout.num_gpu_blocks_override
-                * rollout.block_size
-                * held.shape.kv_bytes(held.compute, split)
-            )
-        return sequences * blocks * rollout.block_size * held.shape.kv_bytes(held.compute, split)
+            token = held.shape.kv_bytes(held.compute, split)
+            return rollout.num_gpu_blocks_override * rollout.block_size * token
+        return sequences * self._one_sequence(split)
+
+    def _one_sequence(self, split: int) -> float:
+        """Bytes of the blocks of a sequence of the greatest length."""
+        size, held = self.config.actor_rollout_ref.rollout.block_size, self._sampler()
+        return -(-self.longest // size) * size * held.shape.kv_bytes(held.compute, split)
 
     def _rollout(self) -> Iterator[Phase]:
         rollout, held = self.config.actor_rollout_ref.rollout, self._sampler()
@@ -234,10 +244,14 @@ class _Planner:
             yield self._phase("rollout", held, None, engine=share * self.device)
             return
         weights, cache, reserve = self._native()
-        whole = held.compute * held.gathered.whole
+        split = held.fsdp.tensor_parallel_size * held.fsdp.pipeline_parallel_size > 1
+        streamed = held.model.lora_rank > 0 or split  # tensor by tensor
+        whole = held.compute * (held.shape.embedding if streamed else held.gathered.whole)
         if self.cuda and rollout.name == "native":
             yield self._phase("reshard", held, None, gathered=whole, engine=weights)
-            yield self._phase("rollout", held, None, engine=weights, cache=cache, reserve=reserve)
+            reserve = max(0.0, reserve - self._beside(self.pools[held.name])["context"])
+            phase = self._phase("rollout", held, None, engine=weights, cache=cache, reserve=reserve)
+            yield replace(phase, flexible=cache - self._one_sequence(rollout.split))
         else:
             yield self._phase("rollout", held, None, gathered=whole, cache=cache)
 

@@ -1,0 +1,123 @@
+"""Prints the tables of docs/memory.md: what `tandem plan` says of the configs of examples/memory, and what
+levers save of an update's activations.
+
+    python docs/memory_table.py
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from tandem.cli.plan import shape_of
+from tandem.config.load import load_train_config
+from tandem.memory.activations import Setup
+from tandem.memory.plan import GIB, Plan, plan
+from tandem.memory.training import Gathered, Way, update_moments, worst
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = sorted((ROOT / "examples" / "memory").glob("*.yaml"))
+_NAME = re.compile(r"[^_]+_(\d+)x(\d+)(_fast)?")
+_PHASES = ("reshard", "rollout", "old log-probs", "actor update")
+
+
+def planned(file: Path) -> tuple[int, int, Plan]:
+    """The number of devices that the file's name says, GiB of each, and the plan."""
+    match = _NAME.fullmatch(file.stem)
+    assert match is not None, file
+    config = load_train_config(str(file), elsewhere=True).config
+    assert config.trainer.world_size == int(match[1]), file
+    size = int(match[2])
+    return int(match[1]), size, plan(config, shape_of, size * GIB)
+
+
+def examples() -> Iterator[str]:
+    """A row for each config: GiB of each phase on a device."""
+    yield "| config | devices | " + " | ".join(_PHASES) + " | left at the worst | host of a node |"
+    yield "|---|---|" + "---|" * (len(_PHASES) + 2)
+    for file in EXAMPLES:
+        count, size, made = planned(file)
+        phases = {phase.name: phase.total / GIB for phase in made.phases}
+        cells = " | ".join(f"{phases[name]:.1f}" for name in _PHASES)
+        name = f"[{file.stem}](../examples/memory/{file.name})"
+        host = sum(made.host.values()) / GIB
+        yield f"| {name} | {count} × {size} | {cells} | {made.margin / GIB:.1f} | {host:.0f} |"
+
+
+def savings() -> Iterator[str]:
+    """A row for each model: of an update's activations, and of all that it holds beside weights and moments,
+    the share that a lever saves; one micro-batch of 8,192 tokens on one of eight devices."""
+    yield "| model | none: activations, all | ops | full | full, on the host |"
+    yield "|---|---|---|---|---|"
+    for name in (
+        "Qwen/Qwen2.5-3B",
+        "meta-llama/Llama-3.1-8B",
+        "Qwen/Qwen2.5-32B",
+        "meta-llama/Llama-3.1-70B",
+    ):
+        shape = shape_of(name)
+        own, setup = Gathered.of(shape), Setup(itemsize=2, fused=True)
+        way = Way(setup, master=4, shards=8, head="triton")
+        ways = {
+            "none": way,
+            "ops": replace(way, mode="ops"),
+            "full": replace(way, mode="full"),
+            "host": replace(way, mode="full", setup=replace(setup, offloaded=True)),
+        }
+        most = {key: worst(update_moments(own, shape.decoder, each, 8192)) for key, each in ways.items()}
+        kept = {
+            key: max(moment.activations for moment in update_moments(own, shape.decoder, each, 8192))
+            for key, each in ways.items()
+        }
+        cells = [
+            f"{1 - kept[key] / kept['none']:.0%}, {1 - most[key].total / most['none'].total:.0%}"
+            for key in ("ops", "full", "host")
+        ]
+        sizes = f"{kept['none'] / GIB:.1f} GiB, {most['none'].total / GIB:.1f} GiB"
+        yield f"| {name} | {sizes} | {' | '.join(cells)} |"
+
+
+_ONE = (
+    *("algorithm.adv_estimator=grpo", "data.max_prompt_length=1024", "data.max_response_length=1024"),
+    *("actor_rollout_ref.rollout.n=8", "actor_rollout_ref.model.gradient_checkpointing_mode=full"),
+    *("actor_rollout_ref.model.enable_activation_offload=true", "actor_rollout_ref.rollout.max_num_seqs=32"),
+    "actor_rollout_ref.actor.fsdp_config.param_offload=true",
+    "actor_rollout_ref.actor.fsdp_config.optimizer_offload=true",
+)
+_THEIRS = (
+    *(("Qwen/Qwen2.5-3B", 8, "15.9"), ("meta-llama/Llama-3.1-8B", 8, "27.4")),
+    *(("Qwen/Qwen2.5-32B", 16, "71.8"), ("meta-llama/Llama-3.1-70B", 64, "")),
+)
+
+
+def beside_theirs() -> Iterator[str]:
+    """A row for each model: GiB of an update in one micro-batch and in several, of 8,192 tokens a device,
+    with all that saves memory, beside the figure of a table that states neither lengths nor batches."""
+    yield "| model | devices | GB, elsewhere | one micro-batch | several | several, 8 devices a layer |"
+    yield "|---|---|---|---|---|---|"
+    for name, devices, theirs in _THEIRS:
+        nodes = devices // 8
+        size = [
+            f"actor_rollout_ref.model.path={name}",
+            f"trainer.nnodes={nodes}",
+            "trainer.n_gpus_per_node=8",
+        ]
+        cells = []
+        for several, split in ((1, 1), (4, 1), (4, 8)):
+            prompts = several * devices // split // 2  # of 8 responses of 2,048 tokens
+            words = [*size, *_ONE, f"data.train_batch_size={prompts}"]
+            actor = "actor_rollout_ref.actor"
+            words += [f"{actor}.ppo_mini_batch_size={prompts}", f"{actor}.use_dynamic_bsz=true"]
+            words += [f"{actor}.ppo_max_token_len_per_gpu=8192"]
+            words += [f"{actor}.fsdp_config.tensor_parallel_size={split}"] if split > 1 else []
+            words += [f"actor_rollout_ref.rollout.tensor_model_parallel_size={split}"] if split > 1 else []
+            made = plan(load_train_config(None, words, elsewhere=True).config, shape_of, 1000 * GIB)
+            phases = {phase.name: phase.needed / GIB for phase in made.phases}
+            cells.append(f"{phases['actor update']:.1f}")
+        yield f"| {name} | {devices} | {theirs} | {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    print("\n".join([*examples(), "", *savings(), "", *beside_theirs()]))
