@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,9 @@ import torch
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from tandem.demo.model import build_tokenizer
-from tandem.memory.activations import FASTEST_FIRST, Decoder, Setup, activation_bytes, state_bytes
+from tandem.memory.activations import FASTEST_FIRST, Setup
+from tandem.memory.shapes import model_shape
+from tandem.memory.training import Gathered, Way, update_moments, worst
 
 _QWEN = {"vocab_size": 151936, "tie_word_embeddings": True}
 SIZES: dict[str, dict[str, Any]] = {
@@ -118,25 +121,17 @@ def decode_seconds(size: str, batch: int, context: float, copy: float, product: 
 
 
 def training_bytes(size: str, tokens: int, *, fused: bool) -> dict[str, int]:
-    """Bytes of training with AdamW on one device, as Tandem reckons them: the "state", which is fp32 weights,
-    their two moments and what an update adds to them; and with the activations of a micro-batch of so many
-    tokens, by what is computed again.
+    """Bytes of training with AdamW on one device, as Tandem reckons them: the "state", which is fp32 weights
+    and their two moments; and with what an update of several micro-batches of so many tokens holds besides,
+    by what is computed again.
 
     Args:
         fused: whether norms and gated layers are fused kernels.
     """
-    shape, count = SIZES[size], parameters(size)
-    heads = shape["num_attention_heads"]
-    decoder = Decoder(
-        layers=shape["num_hidden_layers"],
-        hidden=shape["hidden_size"],
-        intermediate=shape["intermediate_size"],
-        heads=heads,
-        key_heads=shape["num_key_value_heads"],
-        head_width=shape["hidden_size"] // heads,
-    )
-    largest = shape["hidden_size"] * shape["vocab_size"]
-    state = 12 * count + state_bytes(count, count, largest, compute=2, master=4)
-    setup = Setup(itemsize=2, fused=fused)
-    kept = {mode: state + activation_bytes(decoder, setup, mode, tokens) for mode in FASTEST_FIRST}
-    return {"state": state, **kept}
+    shape, state = model_shape({"model_type": "qwen2", **SIZES[size]}), 12 * parameters(size)
+    way = Way(Setup(itemsize=2, fused=fused), master=4, shards=1, head="triton", micro_batches=3)
+    kept = {
+        mode: worst(update_moments(Gathered.of(shape), shape.decoder, replace(way, mode=mode), tokens))
+        for mode in FASTEST_FIRST
+    }
+    return {"state": state, **{mode: round(state + most.total) for mode, most in kept.items()}}

@@ -16,8 +16,6 @@ Recomputed = Literal["none", "ops", "full"]
 FASTEST_FIRST: tuple[Recomputed, ...] = ("none", "ops", "full")
 
 _ADAPTED = 7  # linear layers of a decoder layer
-_HEAD_TILES = 3 * (256 << 20)  # on a GPU: logits, their exponentials or gradient, and one being made
-_ON_DEVICE = 2  # layers, with those of the others on the host: the one that runs and its neighbour
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +56,6 @@ class Setup:
         scores: width of the attention's scores that are written out, on average over tokens; 0: none are.
         offloaded: whether activations wait for the backward pass on the host.
         held: micro-batches whose activations wait at the same time, in a stage of a pipeline.
-        tiles: bytes that the head's tiles take while they are made.
     """
 
     itemsize: int
@@ -71,7 +68,6 @@ class Setup:
     scores: float = 0.0
     offloaded: bool = False
     held: int = 1
-    tiles: int = _HEAD_TILES
 
 
 def kept_bytes(decoder: Decoder, setup: Setup, mode: Recomputed) -> float:
@@ -146,39 +142,6 @@ def _exchanged(key_heads: float, heads: float, ranks: int) -> float:
     if key_heads % ranks == 0:
         return key_heads
     return ranks if ranks % key_heads == 0 else heads
-
-
-def activation_bytes(decoder: Decoder, setup: Setup, mode: Recomputed, tokens: int) -> int:
-    """The most bytes that the activations of a micro-batch take on the device, at the beginning of its
-    backward pass: what its layers keep; what one layer keeps, made again, where layers run again; the
-    gradients that one layer's backward holds, those of gate, activated gate, up and product, and of the
-    hidden states, some in fp32; embeddings, last norm and states for the head; the head's tiles.
-
-    Args:
-        tokens: of the largest micro-batch, on this rank.
-    """
-    c, features = setup.itemsize, decoder.hidden
-    layers = min(decoder.layers, _ON_DEVICE) if setup.offloaded else decoder.layers
-    kept = setup.held * layers * kept_bytes(decoder, setup, mode)
-    again = 0.0 if mode == "none" else kept_bytes(decoder, setup, "none")
-    gradients = 4 * c * decoder.intermediate / setup.tensor + (3 * c + 12) * features
-    around = norm_bytes(setup, features) + 3 * c * features + 4 * features
-    return round(tokens * (kept + again + gradients + around)) + setup.tiles
-
-
-def state_bytes(weights: int, trained: int, largest: int, *, compute: int, master: int) -> int:
-    """The bytes that an update holds on a rank besides the shards of weights and optimizer state, which lie
-    there before it: the weights gathered in the compute type, which stay between micro-batches; their whole
-    gradient in the master type, in which micro-batches are summed, and which gives way to its shards unit by
-    unit; while these are reduced the largest unit once more, and its shard.
-
-    Args:
-        weights: that a rank has of all layers when they are gathered.
-        trained: of these, those that learn.
-        largest: of the unit with most.
-        compute, master: bytes of a number.
-    """
-    return compute * weights + master * (trained + 2 * min(largest, trained))
 
 
 def fastest_that_fits(needed: Mapping[Recomputed, int], free: int) -> Recomputed:

@@ -12,11 +12,19 @@ from tandem.config.model import PLAIN_DECODERS, BackboneConfig
 from tandem.config.optim import OptimConfig
 from tandem.memory.activations import FASTEST_FIRST, Recomputed, Setup, fastest_that_fits
 from tandem.memory.shapes import ModelShape
-from tandem.memory.training import TILE, Gathered, Moment, Way, forward_moments, update_moments, worst
+from tandem.memory.training import (
+    CPU_TILE,
+    TILE,
+    Gathered,
+    Moment,
+    Way,
+    forward_moments,
+    update_moments,
+    worst,
+)
 
 SIZES = {"fp64": 8, "fp32": 4, "bf16": 2}
 CPU_BLOCK = 4096  # tokens to which micro-batches are cut further on a CPU
-_CPU_TILE = 4 << 20
 _STATE_BYTES = {"adamw": 8.0, "adamw_8bit": 2.0 + 8 / 256, "adamw_cpu": 0.0, "muon": 8.0}
 """Of the optimizer's state on the device, for each fp32 number that learns; muon's matrices have 4."""
 
@@ -173,7 +181,7 @@ class Held:
             head=kernels if self.head else "value",
             micro_batches=micro_batches,
             entropy=self.entropy,
-            tile=TILE if self.cuda else _CPU_TILE,
+            tile=TILE if self.cuda else CPU_TILE,
         )
 
     def forward(self, load: Load) -> Moment:

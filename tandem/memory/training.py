@@ -19,6 +19,7 @@ from tandem.memory.shapes import ModelShape
 
 TILE = 256 << 20
 """Bytes of a tile of logits on a GPU."""
+CPU_TILE = 4 << 20
 _ENTRIES = 256  # the fewest entries of the vocabulary that a tile has
 _SPAN = 2048  # entries of the vocabulary for which Triton's head keeps three numbers of each token
 

@@ -10,14 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from tandem.config.model import BackboneConfig
-from tandem.memory.activations import (
-    Decoder,
-    Setup,
-    activation_bytes,
-    fastest_that_fits,
-    kept_bytes,
-    state_bytes,
-)
+from tandem.memory.activations import Decoder, Setup, fastest_that_fits, kept_bytes
+from tandem.memory.training import Gathered, Way, update_moments
 from tandem.models.activations import manage_activations
 from tandem.models.attention import written_scores
 from tandem.models.loading import load_policy
@@ -132,7 +126,6 @@ def setup_of(inputs, dtype, **more):
         rectangles=packing.places is not None,
         padding=packing.padded_tokens / packing.tokens,
         scores=written_scores(packing, dtype.itemsize) / packing.tokens,
-        tiles=0,
         **more,
     )
 
@@ -240,25 +233,21 @@ def test_what_ranks_share():
     assert shared - alone == 2 * 1536 + 2 * 2 * (4 - 2) * 128
 
 
+def most(layers, **options):
+    """Bytes of activations at the head's backward, of 1,000 tokens."""
+    mode = options.pop("mode", "none")
+    way = Way(Setup(2, **options), master=4, shards=8, mode=mode)
+    decoder = Decoder(layers, 1536, 8960, 12, 2, 128)
+    return next(update_moments(Gathered(layers, 1, 1, 0, 1, 1), decoder, way, 1000)).activations
+
+
 def test_layers_micro_batches_and_offload_multiply():
-    setup, tokens = Setup(2, tiles=0), 1000
-    one, two = (
-        activation_bytes(Decoder(layers, 1536, 8960, 12, 2, 128), setup, "none", tokens) for layers in (1, 2)
-    )
-    each = kept_bytes(QWEN, setup, "none") * tokens
-    assert two - one == pytest.approx(each, abs=2)
-    assert activation_bytes(QWEN, setup, "none", tokens) - one == pytest.approx(27 * each, abs=2)
-    held = activation_bytes(QWEN, Setup(2, tiles=0, held=3), "none", tokens)
-    assert held - one == pytest.approx((3 * 28 - 1) * each, abs=2)
-    assert activation_bytes(QWEN, Setup(2, tiles=0, offloaded=True), "none", tokens) == two
-    # Where all layers run again, what one of them keeps is there once, and 28 times its input.
-    full = activation_bytes(QWEN, setup, "full", tokens)
-    assert full - one == pytest.approx(28 * 3072 * tokens, abs=2)
-
-
-def test_the_state_of_an_update():
-    assert state_bytes(100, 100, 30, compute=2, master=4) == 200 + 400 + 240
-    assert state_bytes(100, 3, 30, compute=2, master=4) == 200 + 12 + 24
+    each = kept_bytes(QWEN, Setup(2), "none") * 1000
+    assert most(2) - most(1) == pytest.approx(each)
+    assert most(28) - most(1) == pytest.approx(27 * each)
+    assert most(28, held=3) - most(1) == pytest.approx((3 * 28 - 1) * each)
+    assert most(28, offloaded=True) == most(2)
+    assert most(28, mode="full") - most(1, mode="full") == pytest.approx(27 * 3072 * 1000)
 
 
 def test_the_fastest_that_fits():

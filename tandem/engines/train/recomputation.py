@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,15 +23,10 @@ from tandem.engines.train.base import MicroBatching
 from tandem.engines.train.division import Division
 from tandem.engines.train.microbatch import MicroBatch
 from tandem.errors import EngineError
-from tandem.memory.activations import (
-    FASTEST_FIRST,
-    Decoder,
-    Setup,
-    activation_bytes,
-    fastest_that_fits,
-    state_bytes,
-)
+from tandem.memory.activations import FASTEST_FIRST, Decoder, Recomputed, Setup, fastest_that_fits
 from tandem.memory.host import host_free
+from tandem.memory.shapes import model_shape
+from tandem.memory.training import CPU_TILE, TILE, Gathered, Way, update_moments, worst
 from tandem.models.activations import Switch
 from tandem.models.attention import written_scores
 from tandem.models.packing import Packing
@@ -75,7 +71,7 @@ class Recomputation:
         say: Callable[[str], None] | None,
     ) -> None:
         self._switch, self._module, self._units = switch, module, units
-        self._model, self._compiled = model, fsdp.use_torch_compile
+        self._model, self._compiled, self._reshard = model, fsdp.use_torch_compile, fsdp.reshard_after_forward
         self._division, self._device, self._say = division, device, say
         self._compute, self._master = compute.itemsize, master.itemsize
         self._kind = str(module.decoder.config.model_type)
@@ -98,7 +94,7 @@ class Recomputation:
         self._tokens = int(tokens * _GROWTH) if budget is None else tokens
         reason = self._reason()
         if reason is None:
-            self._choose(parts)
+            self._choose(parts, micro)
         else:
             self._tell(f"recomputation: full, as {reason}")
 
@@ -145,16 +141,11 @@ class Recomputation:
             tokens = max(tokens, budget)
         return _largest(tokens)
 
-    def _choose(self, parts: Sequence[MicroBatch]) -> None:
+    def _choose(self, parts: Sequence[MicroBatch], micro: MicroBatching) -> None:
         assert self._switch is not None
-        decoder, setup = self._decoder(), self._setup(parts)
-        needed = {
-            mode: activation_bytes(decoder, setup, mode, self._tokens)
-            for mode in FASTEST_FIRST
-            if mode != "ops" or not self._compiled  # which writes products where they cannot be kept
-        }
-        free, state = _free_bytes(self._device), self._state()
-        room = int(free * (1 - _SPARED[self._device.type])) - state
+        needed = self._needed(parts, micro)
+        free = _free_bytes(self._device)
+        room = int(free * (1 - _SPARED[self._device.type]))
         mine = fastest_that_fits(needed, room)
         mode = FASTEST_FIRST[_largest(FASTEST_FIRST.index(mine))]
         self._switch.mode = mode
@@ -162,11 +153,32 @@ class Recomputation:
         rest += ["which may not suffice"] if needed[mode] > room else []
         faster = [f"{m} would take {_size(needed[m])}" for m in needed if needed[m] > needed[mode]]
         self._tell(
-            f"recomputation: {mode}: activations {_size(needed[mode])} of {_size(max(0, room))} free"
+            f"recomputation: {mode}: an update takes {_size(needed[mode])} of {_size(max(0, room))} free"
             + "".join(f"; {part}" for part in (*faster, *rest))
-            + f" ({self._tokens:,} tokens; {_size(free)} less {_SPARED[self._device.type]:.0%}, and "
-            f"{_size(state)} of gathered weights and gradients)"
+            + f" ({self._tokens:,} tokens; {_size(free)} less {_SPARED[self._device.type]:.0%})"
         )
+
+    def _needed(self, parts: Sequence[MicroBatch], micro: MicroBatching) -> dict[Recomputed, int]:
+        """The most bytes that an update takes beside weights and optimizer state, for each choice. Where a
+        budget cuts micro-batches their number changes from step to step: the most costly is meant."""
+        several = len(parts) > 1 or micro.max_tokens is not None
+        policy = isinstance(self._module, PolicyModel)
+        way = Way(
+            self._setup(parts),
+            self._master,
+            self._division.grid.weights["shard"].size(),
+            reshard=self._reshard,
+            head=(self._module.kernels.head or "torch") if policy else "value",
+            micro_batches=3 if several else 1,
+            entropy=policy,
+            tile=CPU_TILE if self._device.type == "cpu" else TILE,
+        )
+        own, decoder = self._gathered(), self._decoder()
+        return {
+            mode: round(worst(update_moments(own, decoder, replace(way, mode=mode), self._tokens)).total)
+            for mode in FASTEST_FIRST
+            if mode != "ops" or not self._compiled  # which writes products where they cannot be kept
+        }
 
     def _tell(self, sentence: str) -> None:
         """The sentence, unless the last began with the same choice."""
@@ -175,17 +187,8 @@ class Recomputation:
         self._sentence = sentence
 
     def _decoder(self) -> Decoder:
-        config: Any = self._module.decoder.config
-        heads = config.num_attention_heads
-        return Decoder(
-            layers=len(own_layers(self._module)),
-            hidden=config.hidden_size,
-            intermediate=config.intermediate_size,
-            heads=heads,
-            key_heads=config.num_key_value_heads,
-            head_width=getattr(config, "head_dim", None) or config.hidden_size // heads,
-            head_norms=self._kind == "qwen3",
-        )
+        shape = model_shape(self._module.decoder.config.to_dict())
+        return replace(shape.decoder, layers=len(own_layers(self._module)))
 
     def _setup(self, parts: Sequence[MicroBatch]) -> Setup:
         work, pipeline = self._division.grid.work, self._division.pipeline
@@ -206,27 +209,32 @@ class Recomputation:
         )
 
     def _kernels(self, packings: Sequence[Packing]) -> dict[str, Any]:
-        """What attention and the head take on this device."""
+        """What attention takes on this device."""
         if self._device.type != "cpu":
-            return {} if isinstance(self._module, PolicyModel) else {"tiles": 0}
+            return {}
         return {
             "rectangles": any(p.places is not None for p in packings),
             "padding": max(p.padded_tokens / p.tokens for p in packings),
             "scores": max(written_scores(p, self._compute) / p.tokens for p in packings),
-            "tiles": 0,
         }
 
-    def _state(self) -> int:
-        """Bytes that the update adds to the weights and the optimizer's state."""
-        shards = self._division.grid.weights["shard"].size()
-        inner = [_numbers(unit) for unit in self._units[:-1]]
-        weights = _numbers(self._module)
-        return state_bytes(
-            shards * weights,
-            shards * _numbers(self._module, trained=True),
-            shards * max([*inner, weights - sum(inner)]),
-            compute=self._compute,
-            master=self._master,
+    def _gathered(self) -> Gathered:
+        """What this rank has when all shards are there."""
+        shards, layers = self._division.grid.weights["shard"].size(), own_layers(self._module)
+        inside, learns = (
+            sum(_numbers(layer, trained=only) for layer in layers) * shards for only in (False, True)
+        )
+        whole, trained = (_numbers(self._module, trained=only) * shards for only in (False, True))
+        head: Any = None
+        if isinstance(self._module, PolicyModel):
+            head = self._module.model.get_output_embeddings()
+        return Gathered(
+            layers=len(layers),
+            layer=inside / len(layers),
+            root=whole - inside,
+            head=0 if head is None else _numbers(head) * shards,
+            trained_layer=learns / len(layers),
+            trained_root=trained - learns,
         )
 
 

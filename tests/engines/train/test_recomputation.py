@@ -9,7 +9,6 @@ from tandem.config.model import PLAIN_DECODERS
 from tandem.engines.train import recomputation
 from tandem.engines.train.base import MicroBatching
 from tandem.errors import EngineError
-from tandem.memory.activations import activation_bytes
 from tests.support.ranks import run_ranks
 
 LOSS, MICRO = synthetic.SyntheticLoss(), synthetic.CUTS["three"]
@@ -45,9 +44,11 @@ def needed(engine, tokens=None):
     """The bytes of each choice for so many tokens, or for those that the engine planned for."""
     own = engine._recomputation
     parts = list(engine._micro_batches(synthetic.make_batch(), LOSS.columns, MICRO))
-    decoder, setup = own._decoder(), own._setup(parts)
-    modes = ("none", "ops", "full")
-    return {mode: activation_bytes(decoder, setup, mode, tokens or own._tokens) for mode in modes}
+    kept, own._tokens = own._tokens, tokens or own._tokens
+    try:
+        return own._needed(parts, MICRO)
+    finally:
+        own._tokens = kept
 
 
 def step(engine, rows=10, micro=MICRO):
@@ -57,32 +58,33 @@ def step(engine, rows=10, micro=MICRO):
 def test_the_fastest_that_fits_is_chosen_and_said(folder, free):
     probe, _ = engine_on(folder)
     step(probe)
-    sizes, state = needed(probe), probe._recomputation._state()
+    sizes = needed(probe)
     assert sizes["none"] > sizes["ops"] > sizes["full"]
     wanted = step(synthetic.make_engine(folder, model={"gradient_checkpointing_mode": "full"}))
     for mode, room in (
         *(("none", sizes["none"]), ("ops", sizes["none"] - 1), ("ops", sizes["ops"])),
         *(("full", sizes["ops"] - 1), ("full", sizes["full"]), ("full", sizes["full"] - 1)),
     ):
-        free(2 * (room + state))  # half of it is left to others
+        free(2 * room)  # half of it is left to others
         engine, heard = engine_on(folder)
         found = step(engine)
         assert synthetic.relative_difference(found, wanted) <= 1e-12
         assert engine._recomputation._switch.mode == mode and heard.choices == [mode]
-        assert heard[0].startswith(f"recomputation: {mode}: activations {sizes[mode] / 2**20:.1f} MiB of ")
+        assert heard[0].startswith(
+            f"recomputation: {mode}: an update takes {sizes[mode] / 2**20:.1f} MiB of "
+        )
         assert ("none would take" in heard[0]) == (mode != "none")
         assert ("may not suffice" in heard[0]) == (room < sizes["full"])
         step(engine)
         assert len(heard) == 1
 
 
-def test_the_state_is_that_of_whole_weights_and_their_gradients(folder, free):
-    """In fp64 eight bytes for each weight that is gathered, and as many for its gradient, and the largest
-    unit twice more."""
+def test_what_a_rank_has_is_counted_from_its_module(folder, free):
     engine, _ = engine_on(folder)
-    weights = sum(value.numel() for _, value in engine.weights())
+    own = engine._recomputation._gathered()
     units = [sum(p.numel() for p in unit) for unit in synthetic.units(engine).values()]
-    assert engine._recomputation._state() == 8 * (2 * weights + 2 * max(units))
+    assert own.whole == own.trained == sum(value.numel() for _, value in engine.weights())
+    assert own.layers == 3 and own.layer in units and own.head == 31 * 32 == own.root - 32
 
 
 def test_it_is_made_again_for_more_tokens_and_for_no_fewer(folder, free):
@@ -90,7 +92,7 @@ def test_it_is_made_again_for_more_tokens_and_for_no_fewer(folder, free):
     step(engine, rows=3)
     few = engine._recomputation._tokens
     assert few == int(1.25 * (5 + 17 + 30 - 3)) and heard.choices == ["none"]
-    free(2 * (needed(engine, few)["none"] + engine._recomputation._state()))
+    free(2 * needed(engine, few)["none"])
     step(engine, rows=2)
     assert engine._recomputation._tokens == few and len(heard) == 1
     step(engine, rows=10, micro=MicroBatching())
@@ -125,7 +127,7 @@ def test_compiled_layers_run_again_as_a_whole_or_not_at_all(folder, free, monkey
     engine, heard = engine_on(folder)
     monkeypatch.setattr(engine._recomputation, "_compiled", True)
     step(engine)
-    free(2 * (needed(engine)["none"] + engine._recomputation._state()) - 2)
+    free(2 * needed(engine)["none"] - 2)
     other, heard = engine_on(folder)
     monkeypatch.setattr(other._recomputation, "_compiled", True)
     step(other)
