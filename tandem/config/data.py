@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from tandem.config.dynamic_sampling import SamplerConfig
 from tandem.config.needs import files
-from tandem.config.section import Paths, Section, When, beside, key
+from tandem.config.section import LocalPath, Paths, Section, When, beside, key
 from tandem.config.view import root
+from tandem.errors import ConfigError
 
 _VALIDATES = When(lambda own: bool(own.val_files), "with {val_files}", notice=True)
 _OF_TEXT = "a row that has any is refused, as models of text alone are trained"
+_WITHOUT_SAMPLER = When(
+    lambda own: own.sampler.class_name is None, "without {sampler.class_name}, which draws the prompts"
+)
+WORKERS = key(
+    None,
+    "processes that check, filter and tokenise files of more than 32 MiB; null: one for each processor",
+    ge=1,
+)
+CACHE_DIR = key(
+    "~/.cache/tandem/data", "folder of what was made of such files; entries unused for 30 days are removed"
+)
 Truncation = Literal["error", "left", "right", "middle"]
+
+
+def _above_zero(own: Any, name: str) -> Iterator[ConfigError]:
+    if wrong := [source for source, weight in own.mixture.items() if weight <= 0]:
+        yield ConfigError(
+            "no weight above 0",
+            got=", ".join(wrong),
+            remedy="leave the rows of this source out of data.train_files",
+        )
 
 
 class DataConfig(Section):
@@ -43,18 +65,33 @@ class DataConfig(Section):
     video_key: str = key("videos", f"column of videos; {_OF_TEXT}")
     audio_key: str = key("audios", f"column of sounds; {_OF_TEXT}")
     reward_fn_key: str = key("data_source", "column that names the reward function of a row")
+    answer_key: str | None = key(
+        None, "column of the answer, which rewards know as ground truth; null: reward_model.ground_truth"
+    )
+    system_key: str | None = key(None, "column of a system message put before the prompt; null: none")
+    tools_key: str | None = key(
+        None, "column of tools for the chat template: a list of JSON schemas, or that as JSON; null: none"
+    )
+    apply_chat_template: bool = key(
+        False, "a prompt that is a text is what the user says; false: it is already formatted"
+    )
+    mixture: dict[str, float] = key(
+        {},
+        "weight of each data source in training batches; empty: every row once an epoch",
+        when=_WITHOUT_SAMPLER,
+        needs=_above_zero,
+    )
     shuffle: bool = key(
         True,
         "a new order of the training prompts in each epoch",
-        when=When(
-            lambda own: own.sampler.class_name is None,
-            "without {sampler.class_name}, which draws the prompts",
-        ),
+        when=_WITHOUT_SAMPLER,
     )
     seed: int = key(
         0, "seed of that order", inherits="trainer.seed", when=beside("shuffle", True, notice=True), ge=0
     )
     filter_overlong_prompts: bool = key(False, "leave out prompts above max_prompt_length")
+    filter_overlong_prompts_workers: int | None = WORKERS
+    cache_dir: LocalPath = CACHE_DIR
     truncation: Truncation = key("error", "what to do with a prompt above max_prompt_length; error: stop")
     train_max_samples: int = key(-1, "use the first so many training rows; -1: all", ge=-1)
     val_max_samples: int = key(-1, "use the first so many validation rows; -1: all", when=_VALIDATES, ge=-1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from tandem.config.data import Truncation
+from tandem.config.data import CACHE_DIR, WORKERS, Truncation
 from tandem.config.needs import countable, files, model_folder
 from tandem.config.rewards import CustomRewardConfig, RewardConfig
 from tandem.config.rollout import EngineConfig
@@ -52,6 +52,8 @@ class RowsConfig(Section):
     filter_overlong_prompts: bool = key(False, "leave out prompts above max_prompt_length")
     truncation: Truncation = key("error", "what to do with a prompt above max_prompt_length; error: stop")
     apply_chat_template_kwargs: dict[str, Any] = key({}, "further arguments of the tokenizer's chat template")
+    filter_overlong_prompts_workers: int | None = WORKERS
+    cache_dir: LocalPath = CACHE_DIR
 
 
 class GenerateDataConfig(RowsConfig):
@@ -147,6 +149,8 @@ _OF_PROMPTS = (
     "filter_overlong_prompts",
     "truncation",
     "apply_chat_template_kwargs",
+    "filter_overlong_prompts_workers",
+    "cache_dir",
 )
 
 

@@ -23,6 +23,8 @@ _FREE = (
     "data.image_key",
     "data.video_key",
     "data.audio_key",
+    "data.filter_overlong_prompts_workers",
+    "data.cache_dir",
     "*micro_batch_size*",
     "*use_dynamic_bsz",
     "*max_token_len_per_gpu",

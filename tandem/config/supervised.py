@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from tandem.config.batching import BY_SAMPLES, BY_TOKENS, Batching
-from tandem.config.data import Truncation
+from tandem.config.data import CACHE_DIR, WORKERS, Truncation
 from tandem.config.fsdp import OPTIMIZER_HAS_STATE_HERE, FSDPConfig
 from tandem.config.model import ModelConfig
 from tandem.config.needs import files, holds_longest
 from tandem.config.optim import OptimConfig
-from tandem.config.section import Paths, Section, beside, key, section
+from tandem.config.section import LocalPath, Paths, Section, beside, key, section
 from tandem.config.trainer import RunConfig
 
 
@@ -30,6 +30,8 @@ class SupervisedDataConfig(Section):
         0, "seed of that order", inherits="trainer.seed", when=beside("shuffle", True, notice=True), ge=0
     )
     apply_chat_template_kwargs: dict[str, Any] = key({}, "further arguments of the tokenizer's chat template")
+    filter_overlong_prompts_workers: int | None = WORKERS
+    cache_dir: LocalPath = CACHE_DIR
 
     @property
     def lengths(self) -> tuple[str, ...]:
@@ -78,6 +80,9 @@ class SFTDataConfig(SupervisedDataConfig):
 
     response_key: str = key("response", "column of the response to the prompt")
     messages_key: str = key("messages", "column of whole conversations; assistant turns are learned")
+    tools_key: str | None = key(
+        None, "column of tools for their chat template: a list of JSON schemas, or that as JSON; null: none"
+    )
 
 
 class SFTConfig(SupervisedConfig):

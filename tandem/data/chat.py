@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+import json
+from collections.abc import Mapping, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
 
 import numpy as np
-from jinja2.exceptions import TemplateError, TemplateSyntaxError
+from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from tandem.data.files import DataFiles
-from tandem.data.validate import RowProblems
+from tandem.data.cache import digest, file_digest
 from tandem.errors import DataError
 
-T = TypeVar("T")
 Message = dict[str, Any]
-Piece = tuple[str, bool]
-"""Text, and whether the model is to learn to write it."""
+Piece = tuple[str | Sequence[int], bool]
+"""Text or token ids, and whether the model is to learn to write it."""
 
 TEMPLATE_KEY = "model.custom_chat_template"
 """The config key of the template in commands that have one model."""
@@ -36,12 +37,18 @@ class ChatTemplate:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | None, key: str = TEMPLATE_KEY
     ) -> None:
-        self._key = key
+        self.key = key
         self._tokenizer = tokenizer
-        self._options = dict(options or {})
+        self.options = dict(options or {})
 
-    def render(self, messages: Sequence[Message], *, generation_prompt: bool = False) -> str:
-        """The conversation as text.
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        generation_prompt: bool = False,
+        tools: list[Any] | None = None,
+    ) -> str:
+        """The conversation as text; the template is told of tools, as JSON schemas.
 
         Raises:
             DataError: the tokenizer has no chat template.
@@ -53,10 +60,14 @@ class ChatTemplate:
                 field="tokenizer.chat_template",
                 got=f"None in {self._tokenizer.name_or_path or type(self._tokenizer).__name__}",
                 expected="a Jinja chat template, or a prompt column that is text already formatted",
-                remedy=f"set {self._key}=…",
+                remedy=f"set {self.key}=…",
             )
         text = self._tokenizer.apply_chat_template(
-            plain_messages(messages), tokenize=False, add_generation_prompt=generation_prompt, **self._options
+            plain(messages),
+            tools=tools,
+            tokenize=False,
+            add_generation_prompt=generation_prompt,
+            **self.options,
         )
         assert isinstance(text, str)
         return text
@@ -65,7 +76,7 @@ class ChatTemplate:
         """A prompt up to where the answer begins; text is taken as already formatted. Raises as `render`."""
         return prompt if isinstance(prompt, str) else self.render(prompt, generation_prompt=True)
 
-    def pieces(self, messages: Sequence[Message]) -> list[Piece]:
+    def pieces(self, messages: Sequence[Message], tools: list[Any] | None = None) -> list[Piece]:
         """The rendered conversation cut where the assistant's turns begin and end.
 
         A turn begins where its generation prompt ends. It ends after its end-of-sequence token, or, if
@@ -73,73 +84,52 @@ class ChatTemplate:
 
         Args:
             messages: the first is not the assistant's.
+            tools: that the template is told of, as JSON schemas.
 
         Raises:
             TemplateError: the template refuses the conversation, or renders a turn differently once
                 others follow, so that it cannot be found in the whole.
         """
-        whole = self.render(messages)
+        whole = self.render(messages, tools=tools)
         turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-        starts = [self._start(whole, messages[:place]) for place in turns]
+        starts = [self._start(whole, messages[:place], tools) for place in turns]
         pieces: list[Piece] = []
         end = 0
         for place, start, following in zip(turns, starts, [*starts[1:], len(whole)], strict=True):
             pieces.append((whole[end:start], False))
-            end = self._end(whole, messages[: place + 1], start, following)
+            end = self._end(whole, messages[: place + 1], start, following, tools)
             pieces.append((whole[start:end], True))
         pieces.append((whole[end:], False))
         return [piece for piece in pieces if piece[0]]
 
-    def rows(self, files: DataFiles, column: str, form: Callable[[Any], T]) -> list[T]:
-        """`form`, a method of this template, of every row's entry in `column`.
-
-        Raises:
-            DataError: rows for which `form` raised TemplateError, by number; or the template itself, where it
-                is not Jinja or fails in the same way for every row.
-        """
-        problems = RowProblems(files.where)
-        formed: list[T] = []
-        reasons: set[str] = set()
-        rows = 0
-        for row, record in files.records([column]):
-            rows += 1
-            try:
-                formed.append(form(record[column]))
-            except TemplateSyntaxError as error:
-                raise self._broken(str(error)) from error
-            except TemplateError as error:
-                reasons.add(str(error))
-                problems.add(row, str(error))
-        if rows > 1 and not formed and len(reasons) == 1:
-            raise self._broken(f"{reasons.pop()}, for each of {rows} rows")
-        problems.raise_if_any(
-            "that the tokenizer's chat template cannot format",
-            field=files.names,
-            expected="conversations that the template accepts",
-            remedy=f"mend these rows, or set another template: {self._key}=…",
-        )
-        return formed
-
-    def _broken(self, reason: str) -> DataError:
+    def broken(self, reason: str) -> DataError:
+        """The error of a template that is not Jinja, or fails in the same way for every row."""
         return DataError(
             "the tokenizer's chat template formats no conversation",
             field="tokenizer.chat_template",
             got=reason,
             expected="a Jinja template that takes messages of role and content",
-            remedy=f"mend it in the model's folder, or set another: {self._key}=…",
+            remedy=f"mend it in the model's folder, or set another: {self.key}=…",
         )
 
-    def _start(self, whole: str, before: Sequence[Message]) -> int:
+    def _start(self, whole: str, before: Sequence[Message], tools: list[Any] | None) -> int:
         """Finds where the turn after the messages `before` begins."""
-        prompt = self.prompt_text(before)
+        prompt = self.render(before, generation_prompt=True, tools=tools)
         if not whole.startswith(prompt):
             raise TemplateError(f"it changes the first {len(before)} message(s) once others follow")
         return len(prompt)
 
-    def _end(self, whole: str, messages: Sequence[Message], start: int, following: int) -> int:
+    def _end(
+        self,
+        whole: str,
+        messages: Sequence[Message],
+        start: int,
+        following: int,
+        tools: list[Any] | None,
+    ) -> int:
         """Finds where the last of `messages` ends; it begins at `start`, its next turn at `following`."""
         eos = str(self._tokenizer.eos_token or "")
-        turn = self.render(messages)
+        turn = self.render(messages, tools=tools)
         if whole.startswith(turn):
             last = whole.rfind(eos, start, len(turn)) if eos else -1
             return last + len(eos) if last >= 0 else len(turn)
@@ -150,9 +140,11 @@ class ChatTemplate:
         return first + len(eos)
 
 
-def plain_messages(messages: Sequence[Message]) -> list[Message]:
-    """The messages without the null fields that a columnar file adds to make all rows alike."""
-    return [{key: value for key, value in message.items() if value is not None} for message in messages]
+def plain(value: Any) -> Any:
+    """The value without the null fields that a columnar file adds to make all rows alike."""
+    if isinstance(value, Mapping):
+        return {name: plain(inner) for name, inner in value.items() if inner is not None}
+    return [plain(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[np.ndarray]:
@@ -167,3 +159,14 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[n
         )
         ids.extend(np.array(row, dtype=np.int32) for row in encoded["input_ids"])
     return ids
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Tells a tokenizer, with its chat template, from others."""
+    template = json.dumps(tokenizer.chat_template)
+    today = str(date.today()) if "strftime_now" in template else ""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    whole = sorted(tokenizer.get_vocab().items()) if backend is None else backend.to_str()
+    files = Path(tokenizer.name_or_path).glob("*") if backend is None else ()
+    code = [file_digest(file) for file in sorted(files) if file.is_file()]
+    return digest(type(tokenizer).__name__, whole, code, tokenizer.special_tokens_map, template, today)

@@ -1,36 +1,44 @@
-"""Reads parquet, Arrow, JSON and CSV files, and tasks, into one table; every error names the file."""
+"""Reads data files into one table; every error names the file."""
 
 from __future__ import annotations
 
 import difflib
-import gzip
-import json
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.csv as pa_csv
-import pyarrow.json as pa_json
 import pyarrow.parquet as pa_parquet
 
+from tandem.data.cache import Cache, digest, mapped
+from tandem.data.formats import (
+    LINES,
+    PARQUET,
+    UNREADABLE,
+    File,
+    as_one,
+    bytes_of,
+    format_of,
+    open_file,
+    opened,
+    read_columns,
+    unreadable,
+    whole_table,
+)
 from tandem.errors import DataError
 from tandem.tasks import is_task, parse
 
 CHUNK_ROWS = 1024
-ARROW, CSV, JSON, LINES, PARQUET = "Arrow", "CSV", "JSON", "JSON-lines", "parquet"
-FORMATS = {".arrow": ARROW, ".feather": ARROW, ".csv": CSV, ".json": JSON, ".jsonl": LINES}
-"""By the file's ending, before `.gz`; others are parquet. A JSON file is a list, or has a row per line."""
-_ARROW_FILE = b"ARROW1"
-_UNREADABLE = (OSError, EOFError, ValueError, OverflowError, RecursionError, pa.ArrowException)
-JSON_BLOCK_BYTES = 64 << 20
-"""The longest line of a JSON-lines file; Arrow's default, 1 MiB, is less than a long conversation."""
+IN_MEMORY_BYTES = 32 << 20
+"""Files of more bytes together are mapped where there is a cache."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DataFiles:
     """The rows of all files below each other.
 
@@ -38,11 +46,15 @@ class DataFiles:
         table: the columns asked for, as far as they exist.
         paths: one per file.
         starts: the number in the table of each file's first row.
+        arrow: the Arrow files that the table is mapped from, if it is.
+        digest: tells a mapped table from others.
     """
 
     table: pa.Table
     paths: tuple[Path, ...]
     starts: tuple[int, ...]
+    arrow: tuple[Path, ...] = ()
+    digest: str = ""
 
     def __len__(self) -> int:
         return int(self.table.num_rows)
@@ -70,8 +82,20 @@ class DataFiles:
 
     def take(self, rows: Sequence[int] | np.ndarray) -> list[dict[str, Any]]:
         """The rows of these numbers, in that order."""
-        taken: list[dict[str, Any]] = self.table.take(pa.array(rows, pa.int64())).to_pylist()
-        return taken
+        numbers = np.asarray(rows, dtype=np.int64)
+        batches, ends = self._batches
+        at = np.searchsorted(ends, numbers, side="right")
+        found: dict[int, dict[str, Any]] = {}
+        for place in np.unique(at).tolist():  # from a table of many chunks, `take` would copy it whole
+            batch, (wanted,) = batches[place], np.nonzero(at == place)
+            taken = batch.take(pa.array(numbers[wanted] - (ends[place] - len(batch)))).to_pylist()
+            found.update(zip(wanted.tolist(), taken, strict=True))
+        return [found[place] for place in range(len(numbers))]
+
+    @cached_property
+    def _batches(self) -> tuple[list[pa.RecordBatch], np.ndarray]:
+        batches = self.table.to_batches()
+        return batches, np.cumsum([len(batch) for batch in batches])
 
 
 def read_files(
@@ -80,6 +104,7 @@ def read_files(
     optional: Sequence[str] | None = (),
     max_samples: int = -1,
     keys: Sequence[str] = (),
+    cache_dir: str | None = None,
 ) -> DataFiles:
     """Reads the columns of the first alternative that all files have.
 
@@ -89,6 +114,8 @@ def read_files(
         optional: further columns, read where they are there; None: all others.
         max_samples: keep the first so many rows of all files together; -1 keeps all.
         keys: config keys that name the columns, for messages.
+        cache_dir: files of more than `IN_MEMORY_BYTES` are mapped, other formats than Arrow from copies in
+            this folder; None: all is read into memory.
 
     Raises:
         DataError: no file is named; max_samples is out of range; a file is missing, unreadable, empty or
@@ -99,15 +126,17 @@ def read_files(
         raise DataError("no data file is named", field="files", expected="at least one path")
     if max_samples < -1 or max_samples == 0:
         raise DataError("out of range", field="max_samples", got=max_samples, expected="-1 (all) or >= 1")
-    there = [_open(path) for path in paths]
+    large = cache_dir is not None and sum(map(bytes_of, paths)) > IN_MEMORY_BYTES
+    cache = Cache(Path(cache_dir).expanduser()) if cache_dir is not None and large else None
+    there = [open_file(path, cache) for path in paths]
     wanted = _shared_columns(there, alternatives, keys)
     names = None if optional is None else list(dict.fromkeys([*wanted, *optional]))
-    tables = [_read(file, file.columns if names is None else names) for file in there]
-    starts = [0]
-    for table in tables[:-1]:
-        starts.append(starts[-1] + table.num_rows)
+    parts = [read_columns(file, file.columns if names is None else names) for file in there]
+    starts = [0, *accumulate(part.table.num_rows for part in parts[:-1])]
     try:
-        whole = pa.concat_tables(tables, promote_options="permissive")
+        if cache is not None:
+            parts = as_one(parts, cache)
+        whole = pa.concat_tables([part.table for part in parts], promote_options="permissive")
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
         raise DataError(
             "the files have different types in one column",
@@ -118,8 +147,18 @@ def read_files(
         ) from error
     if max_samples > 0:
         whole = whole.slice(0, max_samples)
-    # One chunk per column: taking rows out of many chunks would copy the whole column each time.
-    return DataFiles(whole.combine_chunks(), tuple(paths), tuple(starts))
+    if cache is None:
+        return DataFiles(whole.combine_chunks(), tuple(paths), tuple(starts))
+    told = digest(whole.column_names, len(whole), *(part.digest for part in parts))
+    return DataFiles(
+        whole, tuple(paths), tuple(starts), tuple(part.place for part in parts if part.place), told
+    )
+
+
+def read_part(arrow: Sequence[Path], columns: Sequence[str], start: int, stop: int) -> pa.Table:
+    """Some rows of a table that is mapped from these files."""
+    tables = [mapped(path).select(list(columns)) for path in arrow]
+    return pa.concat_tables(tables).slice(start, stop - start)
 
 
 def count_rows(files: Sequence[str], max_samples: int = -1) -> int:
@@ -142,76 +181,14 @@ def count_rows(files: Sequence[str], max_samples: int = -1) -> int:
                 with opened(path) as lines:
                     rows += sum(1 for line in lines if line.strip())
             else:
-                rows += _whole(path).num_rows
-        except _UNREADABLE as error:
-            raise _unreadable(path, error) from error
+                rows += whole_table(path).num_rows
+        except UNREADABLE as error:
+            raise unreadable(path, error) from error
     return min(rows, max_samples) if max_samples > 0 else rows
 
 
-@dataclass(frozen=True, slots=True)
-class _File:
-    path: Path
-    columns: list[str]
-    read: Callable[[list[str]], pa.Table]
-
-
-def _open(path: Path) -> _File:
-    if is_task(str(path)):
-        made = pa.Table.from_pylist(parse(str(path)).rows())
-        return _File(path, made.column_names, made.select)
-    if not path.is_file():
-        raise DataError(
-            "is a folder" if path.is_dir() else "no such data file",
-            field=str(path),
-            expected="a parquet, Arrow, JSON or CSV file",
-            remedy="check data.train_files and data.val_files; paths are relative to the working folder",
-        )
-    if path.stat().st_size == 0:
-        raise _empty(path)
-    try:
-        if format_of(path) != PARQUET:
-            table = _whole(path)
-            return _File(path, table.column_names, table.select)
-        parquet = pa_parquet.ParquetFile(path)
-        return _File(path, parquet.schema_arrow.names, lambda columns: parquet.read(columns=columns))
-    except _UNREADABLE as error:
-        raise _unreadable(path, error) from error
-
-
-def format_of(path: Path) -> str:
-    """The format that a file's name tells."""
-    name = Path(path.stem) if path.suffix == ".gz" else path
-    return FORMATS.get(name.suffix, PARQUET)
-
-
-def opened(path: Path) -> IO[bytes]:
-    """The bytes of a file, which may be packed by gzip."""
-    return gzip.open(path) if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]
-
-
-def _whole(path: Path) -> pa.Table:
-    """All of a file that is not parquet."""
-    kind = format_of(path)
-    if kind == CSV:
-        return pa_csv.read_csv(path)
-    if kind == ARROW:
-        with pa.memory_map(str(path)) as file:
-            is_file = file.read(len(_ARROW_FILE)) == _ARROW_FILE
-            file.seek(0)
-            return (pa.ipc.open_file if is_file else pa.ipc.open_stream)(file).read_all()
-    with opened(path) as file:
-        if kind == JSON and file.read(64).lstrip()[:1] == b"[":
-            file.seek(0)
-            rows = json.load(file)
-            if not all(isinstance(row, dict) for row in rows):
-                raise ValueError("a list of other things than objects")
-            names = dict.fromkeys(name for row in rows for name in row)
-            return pa.table({name: [row.get(name) for row in rows] for name in names})
-    return pa_json.read_json(path, read_options=pa_json.ReadOptions(block_size=JSON_BLOCK_BYTES))
-
-
 def _shared_columns(
-    files: list[_File], alternatives: Sequence[Sequence[str]], keys: Sequence[str]
+    files: list[File], alternatives: Sequence[Sequence[str]], keys: Sequence[str]
 ) -> list[str]:
     """The first alternative whose columns all files have."""
     for wanted in alternatives:
@@ -243,28 +220,3 @@ def _nearest(missing: Sequence[str], columns: Sequence[str]) -> str:
     lower = {name.lower(): name for name in columns}
     close = {name: difflib.get_close_matches(name.lower(), lower, n=1) for name in missing}
     return "".join(f"is {lower[near[0]]!r} the {name!r}? " for name, near in close.items() if near)
-
-
-def _read(file: _File, columns: list[str]) -> pa.Table:
-    try:
-        table = file.read([name for name in columns if name in file.columns])
-        table.validate(full=True)  # texts that are no UTF-8 come to light here, and not row by row
-    except (OSError, pa.ArrowException) as error:
-        raise _unreadable(file.path, error) from error
-    if table.num_rows == 0:
-        raise _empty(file.path)
-    return table
-
-
-def _empty(path: Path) -> DataError:
-    return DataError("the data file is empty", field=str(path), got="0 rows", expected="at least one row")
-
-
-def _unreadable(path: Path, error: Exception) -> DataError:
-    return DataError(
-        f"not a readable {format_of(path)} file",
-        field=str(path),
-        got=str(error).splitlines()[0],
-        expected="a parquet, Arrow, JSON or CSV file",
-        remedy="write the file anew; it may be cut off or of another format",
-    )

@@ -12,7 +12,7 @@ from typing import IO, Any
 
 import pyarrow as pa
 
-from tandem.data.files import CSV, JSON, LINES, format_of, opened
+from tandem.data.formats import CSV, JSON, LINES, format_of, opened
 from tandem.tasks import is_task
 
 Scanned = Iterator[tuple[int, dict[str, Any] | None, str | None]]

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from tandem.data.chat import ChatTemplate, Piece
+from tandem.data.chat import ChatTemplate
+from tandem.data.encoder import Encoder
+from tandem.data.encoding import encode
 from tandem.data.files import DataFiles, read_files
-from tandem.data.reader import RowCheck, check_rows, read_sequences
-from tandem.data.sft import turns_problem
+from tandem.data.forms import PreferenceForm
+from tandem.data.loader import Prefix, uids
+from tandem.data.sft import written
 from tandem.data.truncation import Limit
-from tandem.data.validate import kind, prompt_problem
 from tandem.protocol import DataProto, Ragged
 
 _KEYS = ("data.prompt_key", "data.chosen_key", "data.rejected_key", "data.margin_key")
@@ -38,11 +40,13 @@ class PreferenceDataset:
         max_length: tokens at most, of either answer with its prompt.
         truncation: what happens to longer ones: "error", or the part to cut: "left", "right", "middle".
         chat_template_kwargs: further variables of the chat template.
+        workers, cache_dir: see `tandem.data.encoding.encode` and `read_files`.
 
     Attributes:
         chosen, rejected: Ragged int32, a row per pair.
         chosen_mask, rejected_mask: Ragged bool, the tokens of the answers.
         margins: (P) fp64.
+        digests: (P) uint64, of each pair.
 
     Raises:
         DataError: anything wrong with the files or their rows; says which file, which rows, and what.
@@ -60,31 +64,35 @@ class PreferenceDataset:
         max_length: int = 1024,
         truncation: str = "error",
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        workers: int | None = None,
+        cache_dir: str | None = None,
     ) -> None:
-        limit = Limit(max_length, "data.max_length", truncation)
         answers = (chosen_key, rejected_key)
         needs = (*answers, *([] if margin_key is None else [margin_key]))
-        table = read_files(files, (prompt_key, *needs), needs, keys=_KEYS)
-        template = ChatTemplate(tokenizer, chat_template_kwargs)
+        table = read_files(files, (prompt_key, *needs), needs, keys=_KEYS, cache_dir=cache_dir)
         as_text = are_text(table, answers)
         if as_text and prompt_key not in table.columns:
             read_files(files, (prompt_key, *needs), keys=_KEYS)  # no prompt for these answers
-        prompts = _checked(table, answers, prompt_key if as_text else None, margin_key, template)
-        sides: list[tuple[Ragged, Ragged]] = []
-        for key in answers:
-            if as_text:
-                texts = [record[key] for _, record in table.records([key])]
-                pieces = [[(p, False), (text, True)] for p, text in zip(prompts, texts, strict=True)]
-            else:
-                pieces = template.rows(table, key, lambda messages: answered(template.pieces(messages)))
-            sides.append(read_sequences(table, tokenizer, pieces, limit, ended=as_text))
-        (self.chosen, self.chosen_mask), (self.rejected, self.rejected_mask) = sides
+        form = PreferenceForm(answers, prompt_key if as_text else None, margin_key)
+        template = ChatTemplate(tokenizer, chat_template_kwargs)
+        limit = Limit(max_length, "data.max_length", truncation)
+        sides = [
+            encode(
+                table,
+                Encoder(replace(form, side=key), tokenizer, template, limit, ended=as_text, learnt=True),
+                workers=workers,
+                cache_dir=cache_dir,
+            )
+            for key in answers
+        ]
+        (self.chosen, self.chosen_mask), (self.rejected, self.rejected_mask) = map(written, sides)
+        self.digests = sides[0].digests
         self.margins = _margins(table, margin_key)
 
     def __len__(self) -> int:
         return len(self.chosen)
 
-    def batch(self, rows: Sequence[int], *, uid_prefix: str) -> DataProto:
+    def batch(self, rows: Sequence[int], *, uid_prefix: Prefix) -> DataProto:
         """A table of the named pairs, one to a row so that its halves are never parted.
 
         Returns:
@@ -102,7 +110,7 @@ class PreferenceDataset:
                 "sequence_lengths": Ragged.from_lengths(lengths.flatten(), [2] * len(rows)),
                 "margin": self.margins[rows],
             },
-            {"uid": [f"{uid_prefix}-{row}" for row in rows], "index": rows},
+            {"uid": uids(uid_prefix, rows), "index": rows},
         )
 
 
@@ -117,65 +125,6 @@ def are_text(files: DataFiles, answers: Sequence[str]) -> bool:
     """Tells whether the answers are texts, by what the first row holds."""
     (first,) = files.take([0])
     return all(isinstance(first[key], str) for key in answers)
-
-
-def answered(pieces: list[Piece]) -> list[Piece]:
-    """Up to the end of the assistant's last turn."""
-    last = max(place for place, (_, written) in enumerate(pieces) if written)
-    return pieces[: last + 1]
-
-
-def _checked(
-    files: DataFiles,
-    answers: Sequence[str],
-    prompt_key: str | None,
-    margin_key: str | None,
-    template: ChatTemplate,
-) -> list[str]:
-    """The prompts as texts (none for conversations), once every row has been found to be in shape."""
-    conversation = "[{role, content}, …] that the assistant ends"
-    wanted = conversation if prompt_key is None else "text"
-    columns = [name for name in (prompt_key, *answers, margin_key) if name is not None]
-    prompt = "" if prompt_key is None else f"{prompt_key}: [{{role, content}}, …] or text; "
-    margin = "" if margin_key is None else f"; {margin_key}: a number"
-    check_rows(
-        files,
-        preference_check(answers, prompt_key, margin_key),
-        columns=columns,
-        expected=f"{prompt}{' and '.join(answers)}: {wanted}{margin}",
-    )
-    return [] if prompt_key is None else template.rows(files, prompt_key, template.prompt_text)
-
-
-def preference_check(answers: Sequence[str], prompt_key: str | None, margin_key: str | None) -> RowCheck:
-    """Looks at a row's answers, texts where there is a `prompt_key`, else conversations, and its margin."""
-
-    def problem(row: dict[str, Any]) -> str | None:
-        if prompt_key is not None and (wrong := prompt_problem(row[prompt_key])):
-            return f"{prompt_key}: {wrong}"
-        for key in answers:
-            wrong = _text_problem(row[key]) if prompt_key is not None else _ending_problem(row[key])
-            if wrong:
-                return f"{key}: {wrong}"
-        return None if margin_key is None else _margin_problem(margin_key, row[margin_key])
-
-    return problem
-
-
-def _text_problem(answer: Any) -> str | None:
-    return None if isinstance(answer, str) else f"{kind(answer)}, not text"
-
-
-def _ending_problem(messages: Any) -> str | None:
-    if problem := turns_problem(messages):
-        return problem
-    return None if messages[-1]["role"] == "assistant" else "the assistant does not have the last word"
-
-
-def _margin_problem(key: str, margin: Any) -> str | None:
-    if isinstance(margin, bool) or not isinstance(margin, int | float):
-        return f"{key}: {kind(margin)}, not a number"
-    return None if math.isfinite(margin) else f"{key}: {margin}, not a finite number"
 
 
 def _margins(files: DataFiles, key: str | None) -> Tensor:

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pa_compute
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from tandem.data.chat import plain_messages
-from tandem.data.reader import PromptRows, RowCheck
-from tandem.data.validate import reward_problem
+from tandem.data.forms import PARAMETERS, UNNAMED, PromptForm
+from tandem.data.loader import Prefix, uids
+from tandem.data.reader import PromptRows
+from tandem.errors import DataError
 from tandem.protocol import DataProto, Ragged
-
-UNNAMED = "data"
-"""The data source of rows that name none, for metrics."""
-
-RESERVED = ("response", "responses", "completion", "completions", "completion_ids")
-"""Names of what the policy writes, in reward functions that read columns by name."""
-
-PARAMETERS = "the parameters or arguments of your reward function"
-"""What else names columns."""
 
 _SCORED = {"data_source", "reward_model", "extra_info"}
 
@@ -34,19 +28,17 @@ class PromptDataset:
     reward, `reward_model` with its `ground_truth`, and perhaps `extra_info`.
 
     Args:
-        files: parquet or .jsonl paths.
+        files: paths of data files.
         tokenizer: a Hugging Face tokenizer.
-        prompt_key: the column of prompts; see `PromptRows`.
-        reward_fn_key: the column of data sources.
-        needs: the columns that the reward reads; it is given those of such a name that are there, and the
-            prompt as "prompt".
-        optional: further columns that it reads where they are there; None: all others.
-        media_keys: columns that must be empty, where they are there: of images, videos, sounds.
-        limits: max_prompt_length, truncation, filter_overlong_prompts, max_samples, chat_template_kwargs:
-            see `PromptRows`.
+        form: what stands in a row.
+        optional: further columns that the reward reads where they are there; None: all others. It is given
+            those that it reads, and the prompt as "prompt".
+        options: max_prompt_length, truncation, filter_overlong_prompts, max_samples, chat_template_kwargs,
+            workers, cache_dir: see `PromptRows`.
 
     Attributes:
         tokens: Ragged int32, one row per prompt.
+        digests: (N) uint64, of each prompt as the files hold it.
         data_sources: the different ones, sorted.
         dropped: how many prompts were left out for their length.
 
@@ -59,41 +51,54 @@ class PromptDataset:
         files: str | Sequence[str],
         tokenizer: PreTrainedTokenizerBase,
         *,
-        prompt_key: str = "prompt",
-        reward_fn_key: str = "data_source",
-        needs: Sequence[str] = ("data_source", "reward_model"),
+        form: PromptForm = PromptForm(),  # noqa: B008 (frozen)
         optional: Sequence[str] | None = ("extra_info",),
-        media_keys: Sequence[str] = (),
-        **limits: Any,
+        **options: Any,
     ) -> None:
-        scored = "reward_model" in needs
-        shape = (
-            f"{reward_fn_key}: a name; reward_model: {{style, ground_truth}}; extra_info: a mapping, if any"
-        )
-        needed, check = reward_columns(needs, prompt_key, reward_fn_key, media_keys)
         rows = PromptRows(
             files,
             tokenizer,
-            prompt_key=prompt_key,
-            needs=needed,
-            optional=None if optional is None else (*optional, *media_keys, reward_fn_key),
-            check=check,
-            expected=shape if scored else "",
-            column_keys=("data.prompt_key", "data.reward_fn_key" if scored else PARAMETERS),
+            form=form,
+            optional=None if optional is None else (*optional, *form.media_keys, form.reward_fn_key),
+            column_keys=(
+                "data.prompt_key",
+                *(["data.reward_fn_key", "data.answer_key"] if form.scored else [PARAMETERS]),
+            ),
             template_key="actor_rollout_ref.model.custom_chat_template",
-            **limits,
+            **options,
         )
-        self._files, self._kept = rows.files, rows.kept
-        self._prompt_key = prompt_key
-        self._source_key = reward_fn_key
-        self._by_name = not scored or optional is None or not {*needs, *optional} <= _SCORED
-        named = reward_fn_key in rows.files.columns
-        self.data_sources = tuple(
-            sorted(set(rows.files.table[reward_fn_key].to_pylist() if named else [UNNAMED]))
-        )
-        self.dropped = rows.dropped
-        ids = np.concatenate(rows.prompts).astype(np.int32)
-        self.tokens = Ragged.from_lengths(torch.from_numpy(ids), [len(prompt) for prompt in rows.prompts])
+        self._files, self._kept, self._form = rows.files, rows.kept, rows.form
+        self.tokens, self.digests, self.dropped = rows.tokens, rows.digests, rows.dropped
+        self._by_name = by_name(form, optional)
+        names = self._sources.value_counts().field("values").to_pylist()
+        self.data_sources = tuple(sorted(names))
+
+    @cached_property
+    def _sources(self) -> pa.ChunkedArray:
+        """The data source of every row in the files."""
+        key, table = self._form.reward_fn_key, self._files.table
+        if key in table.column_names:
+            return pa_compute.fill_null(table[key].cast(pa.string()), UNNAMED)
+        return pa.chunked_array([pa.repeat(UNNAMED, len(table))])
+
+    def places_of_sources(self, names: Sequence[str]) -> np.ndarray:
+        """(N) int64: the data source of each prompt, by its place among these names.
+
+        Raises:
+            DataError: prompts of another source.
+        """
+        places = pa_compute.index_in(self._sources, pa.array(names, pa.string())).fill_null(-1)
+        found: np.ndarray = places.to_numpy()[self._kept]
+        if (found < 0).any():
+            others = sorted(set(self.data_sources) - set(names))
+            raise DataError(
+                "the training data have sources without a weight",
+                field="data.mixture",
+                got=", ".join(others),
+                expected=f"a weight for each of {', '.join(self.data_sources)}",
+                remedy="give them one, or leave their rows out of the files",
+            )
+        return found.astype(np.int64)
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -103,12 +108,12 @@ class PromptDataset:
         """Tokens of the longest prompt."""
         return int(self.tokens.lengths.max())
 
-    def batch(self, rows: Sequence[int], *, uid_prefix: str) -> DataProto:
+    def batch(self, rows: Sequence[int], *, uid_prefix: Prefix) -> DataProto:
         """A table of the named prompts.
 
         Args:
             rows: numbers below `len(self)`.
-            uid_prefix: the epoch, or "val"; a prompt's uid is "{uid_prefix}-{index}".
+            uid_prefix: the epoch, or a number for each, or "val"; a prompt's uid is "{uid_prefix}-{index}".
 
         Returns:
             batch["prompts"] Ragged int64; non-tensor uid, data_source, ground_truth, messages (one without
@@ -116,21 +121,14 @@ class PromptDataset:
             columns, those of the row by name, where the reward reads them so.
         """
         index = self._kept[np.asarray(rows, dtype=np.int64)]
-        records = self._files.take(index)
-        prompts = [record[self._prompt_key] for record in records]
-        table: dict[str, list[Any]] = {
-            "uid": [f"{uid_prefix}-{row}" for row in index],
-            "data_source": [record.get(self._source_key, UNNAMED) for record in records],
-            "ground_truth": [(record.get("reward_model") or {}).get("ground_truth") for record in records],
-            "messages": list(map(_messages, prompts)),
-            "extra_info": [record.get("extra_info") or {} for record in records],
-            "index": index.tolist(),
-        }
-        if self._by_name:
-            table["columns"] = [
-                {**record, "prompt": prompt} for record, prompt in zip(records, prompts, strict=True)
-            ]
-        return DataProto({"prompts": self.tokens[list(rows)].to(torch.int64)}, table)
+        return prompt_table(
+            self._form,
+            self._files.take(index),
+            self.tokens[list(rows)],
+            uids(uid_prefix, index.tolist()),
+            index.tolist(),
+            by_name=self._by_name,
+        )
 
     def recall(self, uids: Sequence[str]) -> DataProto:
         """The table of prompts that were in earlier ones, by their uids."""
@@ -148,30 +146,35 @@ class PromptDataset:
         return self._files.take(self._kept[np.asarray(rows, dtype=np.int64)])
 
 
-def reward_columns(
-    needs: Sequence[str], prompt_key: str, reward_fn_key: str, media_keys: Sequence[str]
-) -> tuple[list[str], RowCheck]:
-    """The columns that must be there beside the prompt, and what looks at them; see `PromptDataset`."""
-    beside = [name for name in needs if name not in ("prompt", prompt_key)]
-    needed = [reward_fn_key if name == "data_source" else name for name in beside]
-    reserved = RESERVED if prompt_key == "prompt" else ("prompt", *RESERVED)
-    scored = partial(reward_problem, reward_fn_key=reward_fn_key)
-    problem = scored if "reward_model" in needs else partial(_clash, reserved)
-    return needed, lambda row: _media_problem(row, media_keys) or problem(row)
+def by_name(form: PromptForm, optional: Sequence[str] | None) -> bool:
+    """Whether the reward reads columns by their names."""
+    return not form.scored or optional is None or not {*(form.needs or ()), *optional} <= _SCORED
 
 
-def _clash(reserved: Sequence[str], row: Mapping[str, Any]) -> str | None:
-    """A column that a reward function could not be given, for its name means something else there."""
-    held = [name for name in reserved if name in row]
-    return f"a column is named {held[0]}, as what a reward function is given beside columns" if held else None
+def prompt_table(
+    form: PromptForm,
+    records: Sequence[dict[str, Any]],
+    tokens: Ragged,
+    uids: Sequence[str],
+    index: Sequence[int],
+    *,
+    by_name: bool,
+) -> DataProto:
+    """A table of prompts; see `PromptDataset.batch`.
 
-
-def _media_problem(row: Mapping[str, Any], media_keys: Sequence[str]) -> str | None:
-    held = [key for key in media_keys if row.get(key)]
-    return f"{held[0]}: not empty; models of text alone are trained" if held else None
-
-
-def _messages(prompt: Any) -> list[dict[str, Any]]:
-    if isinstance(prompt, str):
-        return [{"role": "", "content": prompt}]
-    return plain_messages(prompt) if isinstance(prompt[0], Mapping) else []
+    Args:
+        records: their rows.
+        tokens, uids, index: of each.
+        by_name: the columns go along, for a reward that reads them by their names.
+    """
+    table: dict[str, Any] = {
+        "uid": uids,
+        "data_source": list(map(form.source, records)),
+        "ground_truth": list(map(form.truth, records)),
+        "messages": list(map(form.messages, records)),
+        "extra_info": [record.get("extra_info") or {} for record in records],
+        "index": index,
+    }
+    if by_name:
+        table["columns"] = [{**record, "prompt": record[form.prompt_key]} for record in records]
+    return DataProto({"prompts": tokens.to(torch.int64)}, table)

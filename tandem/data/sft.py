@@ -10,11 +10,13 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from tandem.data.chat import ChatTemplate
-from tandem.data.files import DataFiles, read_files
-from tandem.data.reader import RowCheck, check_rows, read_sequences
+from tandem.data.encoder import Encoder
+from tandem.data.encoding import Encoded, encode
+from tandem.data.files import read_files
+from tandem.data.forms import ConversationForm, PairForm
+from tandem.data.loader import Prefix, uids
 from tandem.data.truncation import Limit
-from tandem.data.validate import conversation_problem, kind, prompt_problem
-from tandem.protocol import DataProto
+from tandem.protocol import DataProto, Ragged
 
 _KEYS = ("data.messages_key", "data.prompt_key", "data.response_key")
 
@@ -36,10 +38,13 @@ class SFTDataset:
         truncation: what happens to longer rows: "error", or the part to cut: "left", "right", "middle".
         max_samples: use the first so many rows; -1 uses all.
         chat_template_kwargs: further variables of the chat template.
+        tools_key: the column of the tools that conversations' template is given, if any.
+        workers, cache_dir: see `tandem.data.encoding.encode` and `read_files`.
 
     Attributes:
         tokens: Ragged int32, one row per sequence.
         response_mask: Ragged bool, aligned with `tokens`; false for each first token, which nothing precedes.
+        digests: (N) uint64, of each row.
 
     Raises:
         DataError: anything wrong with the files or their rows; says which file, which rows, and what.
@@ -57,72 +62,43 @@ class SFTDataset:
         truncation: str = "error",
         max_samples: int = -1,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools_key: str | None = None,
+        workers: int | None = None,
+        cache_dir: str | None = None,
     ) -> None:
-        limit = Limit(max_length, "data.max_length", truncation)
         columns = (messages_key,), (prompt_key, response_key)
-        table = read_files(files, *columns, max_samples=max_samples, keys=_KEYS)
-        template = ChatTemplate(tokenizer, chat_template_kwargs)
+        optional = () if tools_key is None else (tools_key,)
+        table = read_files(
+            files, *columns, optional=optional, max_samples=max_samples, keys=_KEYS, cache_dir=cache_dir
+        )
         whole = messages_key in table.columns
-        if whole:
-            _check_conversations(table, messages_key)
-            pieces = template.rows(table, messages_key, template.pieces)
-        else:
-            _check_pairs(table, prompt_key, response_key)
-            prompts = template.rows(table, prompt_key, template.prompt_text)
-            responses = [record[response_key] for _, record in table.records([response_key])]
-            pieces = [[(p, False), (r, True)] for p, r in zip(prompts, responses, strict=True)]
-        self.tokens, self.response_mask = read_sequences(table, tokenizer, pieces, limit, ended=not whole)
+        form = ConversationForm(messages_key, tools_key) if whole else PairForm(prompt_key, response_key)
+        encoder = Encoder(
+            form,
+            tokenizer,
+            ChatTemplate(tokenizer, chat_template_kwargs),
+            Limit(max_length, "data.max_length", truncation),
+            ended=not whole,
+            learnt=True,
+        )
+        made = encode(table, encoder, workers=workers, cache_dir=cache_dir)
+        self.digests = made.digests
+        self.tokens, self.response_mask = written(made)
 
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def batch(self, rows: Sequence[int], *, uid_prefix: str) -> DataProto:
+    def batch(self, rows: Sequence[int], *, uid_prefix: Prefix) -> DataProto:
         """A table of the named rows: batch tokens (Ragged int64), response_mask (Ragged bool);
         non-tensor uid ("{uid_prefix}-{row}") and index (the row's number in the files together)."""
         rows = list(rows)
         return DataProto(
             {"tokens": self.tokens[rows].to(torch.int64), "response_mask": self.response_mask[rows]},
-            {"uid": [f"{uid_prefix}-{row}" for row in rows], "index": rows},
+            {"uid": uids(uid_prefix, rows), "index": rows},
         )
 
 
-def _check_conversations(files: DataFiles, key: str) -> None:
-    check_rows(
-        files,
-        conversation_check(key),
-        columns=[key],
-        expected=f"{key}: [{{role, content}}, …] with a turn of the assistant that is not the first",
-    )
-
-
-def conversation_check(key: str) -> RowCheck:
-    """Looks at a row's conversation."""
-    return lambda row: f"{key}: {problem}" if (problem := turns_problem(row[key])) else None
-
-
-def turns_problem(messages: Any) -> str | None:
-    """Names what keeps `messages` from being a conversation in which the assistant answers."""
-    if problem := conversation_problem(messages):
-        return problem
-    roles = [message["role"] for message in messages]
-    if roles[0] == "assistant":
-        return "the assistant speaks first"
-    return None if "assistant" in roles else "no turn of the assistant"
-
-
-def pair_check(prompt_key: str, response_key: str) -> RowCheck:
-    """Looks at a row's prompt and its response."""
-
-    def problem(row: dict[str, Any]) -> str | None:
-        if prompt := prompt_problem(row[prompt_key]):
-            return f"{prompt_key}: {prompt}"
-        response = row[response_key]
-        return None if isinstance(response, str) else f"{response_key}: {kind(response)}, not text"
-
-    return problem
-
-
-def _check_pairs(files: DataFiles, prompt_key: str, response_key: str) -> None:
-    problem = pair_check(prompt_key, response_key)
-    expected = f"{prompt_key}: [{{role, content}}, …] or text; {response_key}: text"
-    check_rows(files, problem, columns=[prompt_key, response_key], expected=expected)
+def written(made: Encoded) -> tuple[Ragged, Ragged]:
+    """The ids of sequences, and which of them the model is to write."""
+    tokens = Ragged.from_lengths(torch.from_numpy(made.ids), torch.from_numpy(made.lengths))
+    return tokens, tokens.with_values(torch.from_numpy(made.masks))

@@ -42,6 +42,10 @@ class Limit:
                 expected=f"one of {', '.join(TRUNCATIONS)}",
             )
 
+    def holds(self, length: int) -> bool:
+        """Whether a sequence of this length is within it, or cut to it."""
+        return length <= self.tokens or (self.truncation != "error" and not self.drops)
+
     def kept(self, lengths: np.ndarray, files: DataFiles) -> np.ndarray:
         """(K) int64: the numbers of the rows that stay, of rows of (B) `lengths`.
 

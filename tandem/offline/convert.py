@@ -11,8 +11,7 @@ from typing import Any
 import pyarrow as pa
 
 from tandem.data.files import CHUNK_ROWS, DataFiles, read_files
-from tandem.data.preferences import preference_check
-from tandem.data.sft import turns_problem
+from tandem.data.forms import PreferenceForm, PromptForm, turns_problem
 from tandem.data.validate import RowProblems, conversation_problem, kind
 from tandem.errors import ConfigError, DataError
 from tandem.offline.faults import UNREWARDED, odd_roles, unscored
@@ -28,7 +27,7 @@ _SPEAKERS = {
 }
 _HUMAN = re.compile(r"\n\n(Human|Assistant):")
 _BOXED = "Put the final answer in \\boxed{}."
-_CONVERSATIONS = preference_check(("chosen", "rejected"), None, None)
+_CONVERSATIONS = PreferenceForm(("chosen", "rejected"), None, None).problem
 
 
 class Unfit(ValueError):
@@ -160,7 +159,7 @@ def _scored(
         "reward_model": {"style": "rule", "ground_truth": truth if isinstance(truth, list) else str(truth)},
         "extra_info": {"index": number, **kept, **(own if isinstance(own, Mapping) else {})},
     }
-    _refuse(unscored(made, "data_source"))
+    _refuse(unscored(made, PromptForm()))
     return made
 
 

@@ -20,7 +20,7 @@ from tandem.config.generate import EvalConfig, EvalDataConfig
 from tandem.config.load import to_dict
 from tandem.config.rewards import CustomRewardConfig
 from tandem.data.files import read_files
-from tandem.data.prompts import PARAMETERS, UNNAMED
+from tandem.data.forms import PARAMETERS, UNNAMED
 from tandem.data.rows import check_new_columns, json_line, write_rows
 from tandem.data.validate import RowProblems, kind, reward_problem
 from tandem.errors import ConfigError

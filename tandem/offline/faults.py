@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from tandem.data.forms import PromptForm
 from tandem.errors import RewardError
 from tandem.rewards.base import Item, reward_for
 
@@ -29,11 +30,11 @@ def odd_roles(key: str, prompt: Any, *, ended: bool = False) -> Found:
         yield "blank text", f"{key}: nothing but white space"
 
 
-def unscored(row: Mapping[str, Any], source_key: str) -> Found:
+def unscored(row: Mapping[str, Any], form: PromptForm) -> Found:
     """What the data source's reward will lack: there is none, or it cannot use the ground truth."""
-    source, truth = row[source_key], row["reward_model"]["ground_truth"]
+    source, truth = form.source(row), form.truth(row)
     if truth == [] or (isinstance(truth, str) and not truth.strip()):
-        yield "no answer", "reward_model.ground_truth: empty"
+        yield "no answer", f"{form.answer_key or 'reward_model.ground_truth'}: empty"
         return
     try:
         reward = reward_for(source)
@@ -42,4 +43,4 @@ def unscored(row: Mapping[str, Any], source_key: str) -> Found:
     except RewardError as error:
         missing = error.field == f"data_source '{source}'"
         kind = UNREWARDED if missing else "no answer that the reward can use"
-        yield kind, f"{source_key} {source!r}: {error.message}"
+        yield kind, f"{form.reward_fn_key} {source!r}: {error.message}"

@@ -26,6 +26,7 @@ from tandem.config.generate import (
     RowsConfig,
     SampledModelConfig,
 )
+from tandem.data.forms import PromptForm
 from tandem.data.reader import PromptRows
 from tandem.data.rows import check_new_columns, write_rows
 from tandem.device import choose_device
@@ -153,13 +154,14 @@ def read_rows(
     rows = PromptRows(
         data.path,
         tokenizer,
-        prompt_key=data.prompt_key,
-        needs=needs,
+        form=PromptForm(prompt_key=data.prompt_key, needs=None, beside=tuple(needs)),
         max_prompt_length=data.max_prompt_length,
         truncation=data.truncation,
         filter_overlong_prompts=data.filter_overlong_prompts,
         max_samples=data.max_samples,
         chat_template_kwargs=data.apply_chat_template_kwargs,
+        workers=data.filter_overlong_prompts_workers,
+        cache_dir=data.cache_dir,
     )
     if rows.dropped:
         say(f"{rows.dropped} prompts are over the length limit and left out")
@@ -188,7 +190,7 @@ class Offline:
         fetch_weights(model.path)
         self._folder = model.path
         self._model, self._rollout, self._trainer, self._tokenizer = model, rollout, trainer, tokenizer
-        self._longest = max(map(len, rows.prompts)) + data.max_response_length
+        self._longest = int(rows.tokens.lengths.max()) + data.max_response_length
         self._params = sampling_params(
             rollout,
             rollout,
@@ -198,8 +200,8 @@ class Offline:
             seed=trainer.seed,
         )
         self.requests = [
-            Request(str(row), sample, prompt, self._params)
-            for row, prompt in enumerate(rows.prompts)
+            Request(str(row), sample, prompt.numpy().astype(np.int64), self._params)
+            for row, prompt in enumerate(rows.tokens)
             for sample in range(rollout.n)
         ]
 

@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from operator import itemgetter
 from pathlib import Path
@@ -21,26 +21,26 @@ import pyarrow as pa
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from tandem.config.data import DataConfig
 from tandem.config.root import TrainConfig
-from tandem.config.supervised import RMConfig, SFTConfig
+from tandem.config.supervised import RMConfig, SFTConfig, SupervisedDataConfig
 from tandem.data.chat import ChatTemplate, tokenize
+from tandem.data.encoder import Form
 from tandem.data.files import CHUNK_ROWS, DataFiles, read_files
+from tandem.data.forms import ConversationForm, PairForm, PreferenceForm
 from tandem.data.lines import line_numbers, scan
-from tandem.data.preferences import are_text, preference_check
-from tandem.data.prompts import reward_columns
-from tandem.data.reader import RowCheck, holds_ids, prompt_check
-from tandem.data.sft import conversation_check, pair_check
+from tandem.data.preferences import are_text
+from tandem.data.reader import holds_ids
 from tandem.errors import DataError
 from tandem.offline.faults import ROLE, Found, odd_roles, unscored
 from tandem.rewards import own_reward
 from tandem.rewards.signatures import VERLS
 from tandem.trainer.supervised import rm_task, sft_task
+from tandem.workers.data import prompt_form
 
 DUPLICATE = "duplicate"
 ALLOWED = (DUPLICATE, ROLE)
 """Problems that training takes, so that a user may too."""
-
-Check = Callable[[DataFiles], RowCheck]
 
 
 @dataclass(frozen=True)
@@ -50,33 +50,36 @@ class Shape:
     Attributes:
         columns: sets of columns, of which one must be there; the prompt is first.
         optional: further columns.
-        check: makes what the command checks rows with.
+        form: what is in the rows of some files.
         further: what a row has beside, that only shows later.
     """
 
     columns: tuple[tuple[str, ...], ...]
     optional: tuple[str, ...] | None
-    check: Check
+    form: Callable[[DataFiles], Form]
     further: Callable[[Mapping[str, Any]], Found] = lambda row: iter(())
 
 
-def prompts_shape(config: TrainConfig) -> Shape:
-    """What `tandem train` reads."""
+def prompts_shape(config: TrainConfig, sources: set[str]) -> Shape:
+    """What `tandem train` reads; the data sources with a weight that are met are added to `sources`."""
     data, own = config.data, own_reward(config.custom_reward_function)
     reads = VERLS if own is None else own.reads
-    media = (data.image_key, data.video_key, data.audio_key)
-    needed, check = reward_columns(reads.needs, data.prompt_key, data.reward_fn_key, media)
+    form = prompt_form(data, reads)
     scored = own is None and config.calls_functions
 
     def further(row: Mapping[str, Any]) -> Found:
         yield from odd_roles(data.prompt_key, row[data.prompt_key])
+        source = form.source(row)
         if scored:
-            yield from unscored(row, data.reward_fn_key)
+            yield from unscored(row, form)
+        if data.mixture and source not in data.mixture:
+            yield "no weight", f"{data.reward_fn_key} {source!r} has no weight in data.mixture"
+        sources.add(source)
 
     return Shape(
-        ((data.prompt_key, *needed),),
-        None if reads.optional is None else (*reads.optional, *media, data.reward_fn_key),
-        lambda files: prompt_check(data.prompt_key, check, as_ids=holds_ids(files, data.prompt_key)),
+        (form.required,),
+        None if reads.optional is None else (*reads.optional, *form.media_keys, data.reward_fn_key),
+        lambda files: replace(form, as_ids=holds_ids(files, data.prompt_key)),
         further,
     )
 
@@ -86,15 +89,16 @@ def sft_shape(config: SFTConfig) -> Shape:
     data = config.data
     pair = (data.prompt_key, data.response_key)
 
-    def check(files: DataFiles) -> RowCheck:
+    def form(files: DataFiles) -> Form:
         whole = data.messages_key in files.columns
-        return conversation_check(data.messages_key) if whole else pair_check(*pair)
+        return ConversationForm(data.messages_key, data.tools_key) if whole else PairForm(*pair)
 
     def further(row: Mapping[str, Any]) -> Found:
         key = data.messages_key if data.messages_key in row else data.prompt_key
         return odd_roles(key, row[key], ended=True)
 
-    return Shape(((data.messages_key,), pair), (), check, further)
+    optional = () if data.tools_key is None else (data.tools_key,)
+    return Shape(((data.messages_key,), pair), optional, form, further)
 
 
 def rm_shape(config: RMConfig) -> Shape:
@@ -103,11 +107,11 @@ def rm_shape(config: RMConfig) -> Shape:
     answers = (data.chosen_key, data.rejected_key)
     needs = (*answers, *([] if data.margin_key is None else [data.margin_key]))
 
-    def check(files: DataFiles) -> RowCheck:
+    def form(files: DataFiles) -> Form:
         prompt = data.prompt_key if are_text(files, answers) else None
         if prompt is not None and prompt not in files.columns:
             read_files([str(path) for path in files.paths], (prompt, *needs))  # which is refused
-        return preference_check(answers, prompt, data.margin_key)
+        return PreferenceForm(answers, prompt, data.margin_key)
 
     def further(row: Mapping[str, Any]) -> Found:
         for key in answers:
@@ -115,7 +119,7 @@ def rm_shape(config: RMConfig) -> Shape:
         if row[answers[0]] == row[answers[1]]:
             yield "equal answers", f"{answers[0]} and {answers[1]} are the same"
 
-    return Shape(((data.prompt_key, *needs), needs), (), check, further)
+    return Shape(((data.prompt_key, *needs), needs), (), form, further)
 
 
 class Report:
@@ -208,22 +212,22 @@ class Prompts:
         )
         self._longer = self._kept = 0
 
-    def look(self, rows: Sequence[tuple[int, Any]], report: Report) -> None:
+    def look(self, rows: Sequence[tuple[int, Any]], form: Form, report: Report) -> None:
         """Reports the prompts that the template refuses, that have no tokens, or too many.
 
         Raises:
             DataError: the tokenizer has no template.
         """
-        ids = dict((row, prompt) for row, prompt in rows if _is_ids(prompt))
-        texts: dict[int, str] = {}
-        for row, prompt in rows:
+        ids: dict[int, Any] = {}
+        for row, record in rows:
             try:
-                texts |= {} if row in ids else {row: self._template.prompt_text(prompt)}
+                ((ids[row], _),) = form.pieces(record, self._template)
             except TemplateError as error:
                 report.row(row, f"the chat template refuses it: {error}")
-        counted = zip(texts, tokenize(self._tokenizer, list(texts.values())), strict=True)
+        texts = {row: text for row, text in ids.items() if isinstance(text, str)}
+        ids.update(zip(texts, tokenize(self._tokenizer, list(texts.values())), strict=True))
         limit, refuses = self._data.max_prompt_length, self._data.truncation == "error"
-        for row, tokens in sorted((row, len(found)) for row, found in (*ids.items(), *counted)):
+        for row, tokens in ((row, len(found)) for row, found in ids.items()):
             self._longer += tokens > limit
             self._kept += tokens <= limit
             if not tokens:
@@ -251,23 +255,30 @@ def validate(
     """
     files = config.data.train_files
     if isinstance(config, TrainConfig):
-        _look(files, prompts_shape(config), report, None if tokenizer is None else Prompts(config, tokenizer))
+        met: set[str] = set()
+        prompts = None if tokenizer is None else Prompts(config, tokenizer)
+        _look(config.data, prompts_shape(config, met), report, prompts)
+        if missing := [source for source in config.data.mixture if source not in met]:
+            report.file(DataError("no row has this source", field="data.mixture", got=", ".join(missing)))
         return
     task = sft_task(config) if isinstance(config, SFTConfig) else rm_task(config)
-    _look(files, sft_shape(config) if isinstance(config, SFTConfig) else rm_shape(config), report, None)
+    _look(config.data, sft_shape(config) if isinstance(config, SFTConfig) else rm_shape(config), report, None)
     if tokenizer is not None and not report.kinds.keys() - {DUPLICATE, ROLE}:
         with report.catching():
             task.dataset(list(files), tokenizer)
 
 
-def _look(files: Sequence[str], shape: Shape, report: Report, prompts: Prompts | None) -> None:
+def _look(
+    data: DataConfig | SupervisedDataConfig, shape: Shape, report: Report, prompts: Prompts | None
+) -> None:
+    files = data.train_files
     hashes, numbers = array("Q"), array("q")
     identity = list(dict.fromkeys(name for names in shape.columns for name in names))
     for file in files:
         report.begin(file)
-        records = _records(file, shape, report)
+        records = _records(file, shape, report, data.cache_dir)
         while chunk := list(islice(records, CHUNK_ROWS)):
-            good = [(row, record) for row, record, check in chunk if _sound(row, check(record), report)]
+            good = [(row, record) for row, record, form in chunk if _sound(row, form.problem(record), report)]
             for row, record in good:
                 for kind, problem in shape.further(record):
                     report.row(row, problem, kind)
@@ -275,7 +286,7 @@ def _look(files: Sequence[str], shape: Shape, report: Report, prompts: Prompts |
             hashes.extend(_hash(record.get(name) for name in identity) for _, record in good)
             if prompts is not None:
                 with report.catching():
-                    prompts.look([(row, record[identity[0]]) for row, record in good], report)
+                    prompts.look(good, chunk[0][2], report)
     if prompts is not None:
         with report.catching():
             prompts.require_any(files)
@@ -284,7 +295,9 @@ def _look(files: Sequence[str], shape: Shape, report: Report, prompts: Prompts |
     report.flush()
     if len(files) > 1 and not report.kinds.keys() - {DUPLICATE}:
         with report.catching():
-            read_files(files, *shape.columns, optional=shape.optional)  # together, as training does
+            read_files(
+                files, *shape.columns, optional=shape.optional, cache_dir=data.cache_dir
+            )  # as training
 
 
 def _sound(row: int, problem: str | None, report: Report) -> bool:
@@ -293,27 +306,25 @@ def _sound(row: int, problem: str | None, report: Report) -> bool:
     return not problem
 
 
-def _is_ids(prompt: Any) -> bool:
-    return isinstance(prompt, list) and isinstance(prompt[0], int)
-
-
-def _records(file: str, shape: Shape, report: Report) -> Iterator[tuple[int, dict[str, Any], RowCheck]]:
-    """The rows of a file with what checks them; of one that cannot be read, those that can, line by line."""
+def _records(
+    file: str, shape: Shape, report: Report, cache_dir: str
+) -> Iterator[tuple[int, dict[str, Any], Form]]:
+    """The rows of a file with their form; of one that cannot be read, those that can, line by line."""
     try:
-        table = read_files(file, *shape.columns, optional=shape.optional)
-        check = shape.check(table)
+        table = read_files(file, *shape.columns, optional=shape.optional, cache_dir=cache_dir)
+        form = shape.form(table)
     except DataError as error:
         yield from _rescued(error, file, shape, report)
         return
     for number, record in table.records():
-        yield report.number(number), record, check
+        yield report.number(number), record, form
 
 
 def _rescued(
     error: DataError, file: str, shape: Shape, report: Report
-) -> Iterator[tuple[int, dict[str, Any], RowCheck]]:
+) -> Iterator[tuple[int, dict[str, Any], Form]]:
     """What there is of a file that training refuses with `error`: its good rows; the others are reported."""
-    path, broken, check = Path(file), False, None
+    path, broken, form = Path(file), False, None
     for number, record, problem in scan(path) if error.message.startswith("not a readable") else ():
         row = report.number(number)
         if problem:
@@ -321,9 +332,9 @@ def _rescued(
             report.row(row, problem)
         elif record is not None:
             record = dict.fromkeys(shape.columns[0]) | record
-            if check is None:
-                check = shape.check(DataFiles(pa.Table.from_pylist([record]), (path,), (0,)))
-            yield row, record, check
+            if form is None:
+                form = shape.form(DataFiles(pa.Table.from_pylist([record]), (path,), (0,)))
+            yield row, record, form
     if not broken:
         report.file(error)
 

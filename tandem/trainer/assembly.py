@@ -90,7 +90,7 @@ def build_ppo(
         plan = plan_run(config, spec, batches_of(facts.rows, config.data.train_batch_size))
         _say_beginning(config, run, facts.rows, plan, say)
         stops = stop_token_ids(policy.model.path, tokenizer)
-        gatherer = _gatherer(config, data, facts.rows, stops)
+        gatherer = _gatherer(config, data, facts, stops)
         launcher = Launcher(
             cast,
             plan,
@@ -152,7 +152,7 @@ def build_supervised(config: SupervisedConfig, task: Task, *, say: Say) -> Super
         read = partial(task.dataset, tokenizer=tokenizer)
         data, facts = _data(backend, partial(examples, config.data, read, run.folder))
         order = config.data
-        prompts = Prompts(data, facts.rows, order.train_batch_size, shuffle=order.shuffle, seed=order.seed)
+        prompts = Prompts(data, facts, order.train_batch_size, shuffle=order.shuffle, seed=order.seed)
 
         steps = trainer.steps(prompts.steps_per_epoch)
         say(run.beginning(config.model.path, facts.rows, f"{order.train_batch_size} rows", steps))
@@ -247,18 +247,26 @@ def _data(backend: Backend, reader: WorkerFactory) -> tuple[WorkerGroup, DataFac
     return data, data.describe()
 
 
-def _gatherer(config: TrainConfig, data: WorkerGroup, rows: int, stops: tuple[int, ...]) -> Gatherer:
+def _gatherer(config: TrainConfig, data: WorkerGroup, facts: DataFacts, stops: tuple[int, ...]) -> Gatherer:
     """What answers the prompts of each step, which come in generation batches.
 
     Raises:
         DataError: too few rows for such a batch.
     """
     order, drawn = config.data, config.data.sampler.class_name is not None
-    size, shuffle, seed = order.prompts_at_a_time, order.shuffle, order.seed
+    prompts = Prompts(
+        data,
+        facts,
+        order.prompts_at_a_time,
+        shuffle=order.shuffle,
+        seed=order.seed,
+        mixture=order.mixture,
+        drawn=drawn,
+    )
     return Gatherer(
         config.algorithm.filter_groups,
         config.reward_model.overlong_buffer,
-        Prompts(data, rows, size, shuffle=shuffle, seed=seed, drawn=drawn),
+        prompts,
         sampling(config, stops),
         size=order.train_batch_size,
         leaves_out_failed=config.leaves_out_failed,

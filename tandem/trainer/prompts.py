@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from tandem.data.loader import BatchOrder
-from tandem.errors import DataError
+from tandem.data.loader import BatchOrder, other_data, saved_rows
 from tandem.runtime import BatchFuture, Future, WorkerGroup
+from tandem.workers.data import DataFacts
 
 
 class Prompts(BatchOrder):
@@ -16,7 +16,9 @@ class Prompts(BatchOrder):
 
     Args:
         data: the group that makes a batch of its number.
-        rows, batch_size, shuffle, seed: see `BatchOrder`.
+        facts: what it found in the data.
+        batch_size: see `BatchOrder`.
+        shuffle, seed, mixture: what fixes the order; a checkpoint goes on with the same alone.
         drawn: whether a sampler there draws the batches; then none is asked for ahead, for what is observed
             of a batch may change the next.
     """
@@ -24,15 +26,18 @@ class Prompts(BatchOrder):
     def __init__(
         self,
         data: WorkerGroup,
-        rows: int,
+        facts: DataFacts,
         batch_size: int,
         *,
         shuffle: bool,
         seed: int,
+        mixture: Mapping[str, float] | None = None,
         drawn: bool = False,
     ) -> None:
-        super().__init__(rows, batch_size, shuffle=shuffle, seed=seed)
+        weights = dict(mixture) if mixture else None
+        super().__init__(facts.rows, batch_size, seed=seed, shuffle=shuffle, mixture=weights)
         self._data = data
+        self._digest = facts.digest
         self._drawn = drawn
         self._ahead: tuple[int, BatchFuture] | None = None
         self._waiting: list[str] = []
@@ -63,28 +68,31 @@ class Prompts(BatchOrder):
             self._told = self._data.observe(samples.select("index").union(scores.select("scores")))
 
     def state_dict(self) -> dict[str, Any]:
-        """See `BatchOrder`; with it the prompts given back, and the sampler's state."""
+        """See `BatchOrder`; with it the digest of the rows, the prompts given back, and the sampler's state."""
         self._await_told()
         drawn = {"sampler": self._data.sampler_state()} if self._drawn else {}
-        return {**super().state_dict(), "waiting": list(self._waiting), **drawn}
+        return {**super().state_dict(), "digest": self._digest, "waiting": list(self._waiting), **drawn}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `BatchOrder`.
 
         Raises:
-            DataError: it is the state of a run with a sampler and this has none, or the other way round.
+            DataError: it is the state of a run with a sampler and this has none, or the other way round; or
+                the rows of that run are not the first of this.
         """
         if self._drawn != ("sampler" in state):
             names = {True: "a sampler's draws", False: "the order of data.shuffle and data.seed"}
-            raise DataError(
-                "the checkpoint continues another order of the data",
-                field="data.sampler.class_name",
-                got=names[self._drawn],
-                expected=names["sampler" in state],
-                remedy="resume with the sampler of the first run, or start anew with "
-                "trainer.resume_mode=disable",
-            )
+            raise other_data(got=names[self._drawn], expected=names["sampler" in state])
         super().load_state_dict(state)
+        then = saved_rows(state)
+        if state.get("digest") not in (None, self._data.digest(then)):
+            raise other_data(
+                got=f"{self.stretches[-1].rows} rows, whose first {then} are not those of the checkpoint",
+                expected="the same prompts in the same order; further rows at the end join in the next epoch",
+            )
+        self._ahead = None
+        if not self._drawn:
+            self._data.grow(self.stretches)
         self._waiting = list(state.get("waiting", ()))
         if self._drawn:
             self._data.load_sampler_state(state["sampler"])

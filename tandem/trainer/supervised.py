@@ -53,6 +53,9 @@ def sft_task(config: SFTConfig) -> Task:
         max_length=data.max_length,
         truncation=data.truncation,
         chat_template_kwargs=data.apply_chat_template_kwargs,
+        tools_key=data.tools_key,
+        workers=data.filter_overlong_prompts_workers,
+        cache_dir=data.cache_dir,
     )
     return Task(name="sft", role="actor", kind="policy", loss=NextTokenLoss(), dataset=dataset)
 
@@ -69,6 +72,8 @@ def rm_task(config: RMConfig) -> Task:
         max_length=data.max_length,
         truncation=data.truncation,
         chat_template_kwargs=data.apply_chat_template_kwargs,
+        workers=data.filter_overlong_prompts_workers,
+        cache_dir=data.cache_dir,
     )
     loss = PreferenceLoss(config.center_rewards_coefficient)
     return Task(name="rm", role="reward_model", kind="score", loss=loss, dataset=dataset)

@@ -146,6 +146,9 @@ class BatchWorker(CombiningWorker):
         if {"group", "token_level_rewards"} <= set(self.spec.columns):
             _add_groups(metrics, batch)
         _add_lengths(metrics, mask, batch.non_tensor_batch["finish_reason"])
+        sources = Counter(batch.non_tensor_batch.get("data_source", ()))
+        for source, count in sources.items() if len(sources) > 1 else ():
+            metrics.add_mean(f"data/share/{source}", count, len(batch))
         for column, name in _MEASURED.items():
             if column in batch:
                 values_T = batch.ragged(column).values[mask.values]

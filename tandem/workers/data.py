@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -11,7 +12,9 @@ from transformers import PreTrainedTokenizerBase
 from tandem.config.data import DataConfig
 from tandem.config.supervised import SupervisedDataConfig
 from tandem.data.curriculum import DrawnBatches, load_sampler
+from tandem.data.forms import PromptForm
 from tandem.data.loader import BatchLoader, Dataset, EveryRow
+from tandem.data.mixture import EpochOrder, MixedOrder, Order, Stretch
 from tandem.data.prompts import PromptDataset
 from tandem.observability.run import RunFolder
 from tandem.protocol import DataProto
@@ -27,12 +30,14 @@ class DataFacts:
     Attributes:
         rows: training prompts.
         val_batches: validation batches; 0 without validation data.
+        digest: of all training prompts in their order.
         sources: the data sources of both, sorted.
         longest_prompt: of both, tokens; 0 where examples hold their responses.
     """
 
     rows: int
     val_batches: int
+    digest: str
     sources: tuple[str, ...]
     longest_prompt: int = 0
 
@@ -49,38 +54,47 @@ class DatasetWorker(TimedWorker):
 
     Args:
         train: the rows to train on.
+        batches: made of them.
         validation: batches of rows to validate on, if any.
-        config: how training batches are cut.
+        run: the run folder.
         sources: the data sources of both.
         longest_prompt: of both, tokens.
-        run: the run folder.
-        batches: the training batches, where they are others than of `config`'s size and order.
-
-    Raises:
-        DataError: too few rows for a batch.
     """
 
     def __init__(
         self,
         train: Dataset,
+        batches: Batches,
         validation: EveryRow | None,
-        config: DataConfig | SupervisedDataConfig,
         run: RunFolder,
         *,
         sources: Iterable[str] = (),
         longest_prompt: int = 0,
-        batches: Batches | None = None,
     ) -> None:
-        self.train: Batches = batches or BatchLoader(
-            train, config.train_batch_size, shuffle=config.shuffle, seed=config.seed
+        self._rows, self.train, self.validation = train, batches, validation
+        self.facts = DataFacts(
+            len(train),
+            len(validation or ()),
+            self.digest(len(train)),
+            tuple(sorted(sources)),
+            longest_prompt,
         )
-        self.validation = validation
-        self.facts = DataFacts(len(train), len(validation or ()), tuple(sorted(sources)), longest_prompt)
         super().__init__(run, "data")  # last: data that are refused leave no trace in the run folder
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def describe(self) -> DataFacts:
         return self.facts
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def digest(self, rows: int) -> str:
+        """Tells the first so many training rows from others."""
+        return hashlib.blake2b(self._rows.digests[:rows].tobytes(), digest_size=16).hexdigest()
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def grow(self, stretches: tuple[Stretch, ...]) -> None:
+        """Says how many rows there were in earlier epochs; see `BatchOrder`."""
+        assert isinstance(self.train, BatchLoader), "a sampler draws from all rows"
+        self.train.stretches = stretches
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def train_batch(self, number: int) -> DataProto:
@@ -121,14 +135,9 @@ class DataWorker(DatasetWorker):
             batches = EveryRow(validation, config.val_batch_size)
         self._prompts = train
         self._drawn = _drawn(config, train)
-        made = self._drawn or BatchLoader(
-            train,
-            config.prompts_at_a_time,
-            shuffle=config.shuffle,
-            seed=config.seed,
-            field="data.gen_batch_size" if config.gen_batch_size else "data.train_batch_size",
-        )
-        super().__init__(train, batches, config, run, sources=sources, longest_prompt=longest, batches=made)
+        field = "data.gen_batch_size" if config.gen_batch_size else "data.train_batch_size"
+        made = self._drawn or BatchLoader(train, config.prompts_at_a_time, _order(config, train), field=field)
+        super().__init__(train, made, batches, run, sources=sources, longest_prompt=longest)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def recall(self, uids: tuple[str, ...]) -> DataProto:
@@ -172,7 +181,16 @@ class ExamplesWorker(DatasetWorker):
     ) -> None:
         train = read(config.train_files)
         held_out = EveryRow(read(config.val_files), config.train_batch_size) if config.val_files else None
-        super().__init__(train, held_out, config, run)
+        order = EpochOrder(shuffle=config.shuffle, seed=config.seed)
+        super().__init__(train, BatchLoader(train, config.train_batch_size, order), held_out, run)
+
+
+def _order(config: DataConfig, prompts: PromptDataset) -> Order:
+    """The order of the prompts."""
+    shuffle, seed, weights = config.shuffle, config.seed, config.mixture
+    if not weights:
+        return EpochOrder(shuffle=shuffle, seed=seed)
+    return MixedOrder(weights, prompts.places_of_sources(tuple(weights)), shuffle=shuffle, seed=seed)
 
 
 def _drawn(config: DataConfig, prompts: PromptDataset) -> DrawnBatches | None:
@@ -201,14 +219,27 @@ def prompt_dataset(
     return PromptDataset(
         list(files),
         tokenizer,
-        needs=reads.needs,
+        form=prompt_form(config, reads),
         optional=reads.optional,
-        prompt_key=config.prompt_key,
-        reward_fn_key=config.reward_fn_key,
-        media_keys=(config.image_key, config.video_key, config.audio_key),
         max_prompt_length=config.max_prompt_length,
         truncation=config.truncation,
         filter_overlong_prompts=config.filter_overlong_prompts,
         max_samples=max_samples,
         chat_template_kwargs=config.apply_chat_template_kwargs,
+        workers=config.filter_overlong_prompts_workers,
+        cache_dir=config.cache_dir,
+    )
+
+
+def prompt_form(config: DataConfig, reads: Reads) -> PromptForm:
+    """What stands in the rows of prompts."""
+    return PromptForm(
+        prompt_key=config.prompt_key,
+        apply_chat_template=config.apply_chat_template,
+        system_key=config.system_key,
+        tools_key=config.tools_key,
+        answer_key=config.answer_key,
+        reward_fn_key=config.reward_fn_key,
+        needs=tuple(reads.needs),
+        media_keys=(config.image_key, config.video_key, config.audio_key),
     )

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tandem.data.chat import ChatTemplate, Piece
-from tandem.data.preferences import answered
+from tandem.data.forms import answered
 from tandem.errors import DataError
 from tandem.protocol import DataProto, Ragged
 from tandem.rewards.steps import ending_tokens, step_ends, steps_of_ids

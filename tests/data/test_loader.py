@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
-from tandem.data.loader import BatchLoader, BatchOrder, EveryRow
+from tandem.data.loader import BatchLoader, BatchOrder, EveryRow, Prefix, uids
+from tandem.data.mixture import EpochOrder
 from tandem.errors import DataError
 from tandem.protocol import DataProto
 
@@ -17,12 +19,17 @@ class Numbers:
 
     def __init__(self, count: int) -> None:
         self._count = count
+        self.digests = np.arange(count, dtype=np.uint64)
 
     def __len__(self) -> int:
         return self._count
 
-    def batch(self, rows: Sequence[int], *, uid_prefix: str) -> DataProto:
-        return DataProto(non_tensor_batch={"row": list(rows), "uid": [f"{uid_prefix}-{row}" for row in rows]})
+    def batch(self, rows: Sequence[int], *, uid_prefix: Prefix) -> DataProto:
+        return DataProto(non_tensor_batch={"row": list(rows), "uid": uids(uid_prefix, list(rows))})
+
+
+def loader_of(count: int, size: int, *, shuffle: bool, seed: int) -> BatchLoader:
+    return BatchLoader(Numbers(count), size, EpochOrder(shuffle=shuffle, seed=seed))
 
 
 def rows_of(loader: BatchLoader, batches: int) -> list[list[int]]:
@@ -30,7 +37,7 @@ def rows_of(loader: BatchLoader, batches: int) -> list[list[int]]:
 
 
 def test_an_epoch_is_a_permutation_less_the_short_batch() -> None:
-    loader = BatchLoader(Numbers(11), 3, shuffle=True, seed=4)
+    loader = loader_of(11, 3, shuffle=True, seed=4)
     assert loader.steps_per_epoch == 3
     epochs = [[row for batch in rows_of(loader, 3) for row in batch] for _ in range(4)]
     for rows in epochs:
@@ -41,18 +48,18 @@ def test_an_epoch_is_a_permutation_less_the_short_batch() -> None:
 
 
 def test_seed_fixes_the_order() -> None:
-    orders = [rows_of(BatchLoader(Numbers(64), 8, shuffle=True, seed=seed), 20) for seed in (1, 1, 2)]
+    orders = [rows_of(loader_of(64, 8, shuffle=True, seed=seed), 20) for seed in (1, 1, 2)]
     assert orders[0] == orders[1]
     assert orders[0] != orders[2]
 
 
 def test_without_shuffle_the_order_is_the_files() -> None:
-    loader = BatchLoader(Numbers(5), 2, shuffle=False, seed=0)
+    loader = loader_of(5, 2, shuffle=False, seed=0)
     assert rows_of(loader, 5) == [[0, 1], [2, 3], [0, 1], [2, 3], [0, 1]]
 
 
 def test_uid_is_unique_over_epochs() -> None:
-    loader = BatchLoader(Numbers(4), 2, shuffle=True, seed=0)
+    loader = loader_of(4, 2, shuffle=True, seed=0)
     uids = [uid for _ in range(6) for uid in loader.next().non_tensor_batch["uid"]]
     assert len(set(uids)) == 12
     assert sorted(uids) == sorted(f"{epoch}-{row}" for epoch in range(3) for row in range(4))
@@ -60,10 +67,10 @@ def test_uid_is_unique_over_epochs() -> None:
 
 @pytest.mark.parametrize("taken", range(9))
 def test_resumed_loader_goes_on_exactly(taken: int) -> None:
-    whole = rows_of(BatchLoader(Numbers(11), 3, shuffle=True, seed=7), 12)
-    first = BatchLoader(Numbers(11), 3, shuffle=True, seed=7)
+    whole = rows_of(loader_of(11, 3, shuffle=True, seed=7), 12)
+    first = loader_of(11, 3, shuffle=True, seed=7)
     rows_of(first, taken)
-    second = BatchLoader(Numbers(11), 3, shuffle=True, seed=7)
+    second = loader_of(11, 3, shuffle=True, seed=7)
     rows_of(second, 5)
     second.load_state_dict(first.state_dict())
     assert (second.epoch, second.position) == (first.epoch, first.position)
@@ -71,33 +78,76 @@ def test_resumed_loader_goes_on_exactly(taken: int) -> None:
 
 
 def test_state_is_plain_and_holds_epoch_position_seed() -> None:
-    loader = BatchLoader(Numbers(4), 2, shuffle=True, seed=9)
-    rows_of(loader, 3)
-    assert loader.state_dict() == {"epoch": 1, "position": 2, "seed": 9, "shuffle": True, "rows": 4}
+    order = BatchOrder(4, 2, shuffle=True, seed=9)
+    order.used = 3
+    state = {"epoch": 1, "position": 2, "seed": 9, "shuffle": True, "stretches": [[0, 4]]}
+    assert order.state_dict() == state
 
 
 @pytest.mark.parametrize(
     ("rows", "shuffle", "seed", "got"),
     [
-        (9, True, 0, "seed 0, shuffle True, rows 9"),
+        (7, True, 0, "seed 0, shuffle True, rows 7"),
         (8, False, 0, "seed 0, shuffle False, rows 8"),
         (8, True, 1, "seed 1, shuffle True, rows 8"),
     ],
 )
 def test_state_of_another_order_is_refused(rows: int, shuffle: bool, seed: int, got: str) -> None:
-    state = BatchLoader(Numbers(8), 2, shuffle=True, seed=0).state_dict()
-    loader = BatchLoader(Numbers(rows), 2, shuffle=shuffle, seed=seed)
+    state = BatchOrder(8, 2, shuffle=True, seed=0).state_dict()
+    order = BatchOrder(rows, 2, seed=seed, shuffle=shuffle)
     with pytest.raises(DataError) as caught:
-        loader.load_state_dict(state)
+        order.load_state_dict(state)
     assert f"got:      {got}\n  expected: seed 0, shuffle True, rows 8\n" in str(caught.value)
-    assert loader.state_dict()["rows"] == rows
+    assert order.stretches == ((0, rows),)
+
+
+@pytest.mark.parametrize("taken", range(8))
+def test_rows_that_were_added_join_in_the_next_epoch(taken: int) -> None:
+    old, new = loader_of(11, 3, shuffle=True, seed=7), loader_of(16, 3, shuffle=True, seed=7)
+    before = rows_of(old, taken)
+    new.load_state_dict(old.state_dict())
+    after = rows_of(new, 9 - taken % 3)
+    begun = -(-taken // 3)  # epochs of the 11 rows, which are finished as they began
+    whole = rows_of(loader_of(11, 3, shuffle=True, seed=7), 3 * begun)
+    assert (before + after)[: 3 * begun] == whole
+    for epoch in (begun, begun + 1):
+        places = range(15 * (epoch - begun), 15 * (epoch - begun) + 15)
+        flat = [row for batch in (before + after)[3 * begun :] for row in batch]
+        there = [flat[place] for place in places if place < len(flat)]
+        assert (
+            there == np.random.Generator(np.random.PCG64([7, epoch])).permutation(16)[: len(there)].tolist()
+        )
+
+
+def test_data_that_grew_twice_go_on_exactly_in_between() -> None:
+    first = loader_of(8, 2, shuffle=True, seed=1)
+    rows_of(first, 3)
+    second = loader_of(10, 2, shuffle=True, seed=1)
+    second.load_state_dict(first.state_dict())
+    rows_of(second, 4)  # the last of epoch 0, then three of epoch 1
+    third = loader_of(14, 2, shuffle=True, seed=1)
+    third.load_state_dict(second.state_dict())
+    assert third.stretches == ((0, 8), (1, 10), (2, 14))
+    assert (third.epoch, third.position, third.used) == (1, 6, 7)
+    uids = [uid for _ in range(9) for uid in third.next().non_tensor_batch["uid"]]
+    assert [uid.split("-")[0] for uid in uids] == ["1"] * 4 + ["2"] * 14
+    again = loader_of(14, 2, shuffle=True, seed=1)
+    again.load_state_dict(third.state_dict())
+    assert again.state_dict() == third.state_dict()
+    assert again.batch(2).non_tensor_batch["uid"].tolist() == first.batch(2).non_tensor_batch["uid"].tolist()
+
+
+def test_data_that_grew_before_the_first_step_are_new_at_once() -> None:
+    grown = loader_of(10, 2, shuffle=False, seed=1)
+    grown.load_state_dict(loader_of(8, 2, shuffle=False, seed=1).state_dict())
+    assert grown.stretches == ((0, 10),)
 
 
 def test_a_batch_is_a_function_of_its_number() -> None:
-    loader = BatchLoader(Numbers(11), 3, shuffle=True, seed=7)
+    loader = loader_of(11, 3, shuffle=True, seed=7)
     in_order = [loader.next().non_tensor_batch["uid"].tolist() for _ in range(8)]
     asked = [7, 0, 3, 3, 5]
-    fresh = BatchLoader(Numbers(11), 3, shuffle=True, seed=7)
+    fresh = loader_of(11, 3, shuffle=True, seed=7)
     assert [fresh.batch(number).non_tensor_batch["uid"].tolist() for number in asked] == [
         in_order[number] for number in asked
     ]
@@ -117,7 +167,7 @@ def test_another_batch_size_goes_on_at_the_next_batch_that_repeats_no_row(
 
 def test_dataset_smaller_than_a_batch() -> None:
     with pytest.raises(DataError) as caught:
-        BatchLoader(Numbers(3), 4, shuffle=True, seed=0)
+        loader_of(3, 4, shuffle=True, seed=0)
     assert str(caught.value).startswith(
         "data.train_batch_size: the training data do not fill one batch\n"
         "  got:      batch size 4, 3 row(s) of data\n"

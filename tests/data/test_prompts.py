@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from tandem.data.forms import PromptForm
 from tandem.data.prompts import PromptDataset
 from tandem.errors import DataError
 from tandem.rewards.signatures import VERLS, Reads
@@ -75,7 +76,7 @@ def test_functions_of_either_form_get_what_they_read(files: Any, tokenizer: Any,
     plain = PromptDataset(path, tokenizer).batch([0], uid_prefix="e")
     assert "columns" not in plain.non_tensor_batch
     both = VERLS + Reads(("prompt",), ())
-    dataset = PromptDataset(path, tokenizer, needs=both.needs, optional=both.optional)
+    dataset = PromptDataset(path, tokenizer, form=PromptForm(needs=both.needs), optional=both.optional)
     (columns,) = dataset.batch([0], uid_prefix="e").non_tensor_batch["columns"]
     assert columns["prompt"][0]["content"] == "x" and columns["reward_model"]["ground_truth"]
 
@@ -94,7 +95,10 @@ def test_other_column_names_and_template_options(files: Any, tokenizer: Any, pro
     row = prompt_row("a", source="s")
     path = files.parquet([{"q": row["prompt"], "from": "s", "reward_model": row["reward_model"]}])
     dataset = PromptDataset(
-        path, tokenizer, prompt_key="q", reward_fn_key="from", chat_template_kwargs={"think": True}
+        path,
+        tokenizer,
+        form=PromptForm(prompt_key="q", reward_fn_key="from"),
+        chat_template_kwargs={"think": True},
     )
     assert tokenizer.decode(dataset.tokens.row(0)) == chatml("a") + "<think>"
     assert dataset.data_sources == ("s",)
@@ -335,8 +339,8 @@ def test_rows_that_hold_images_are_refused_and_empty_ones_are_not(
     files: Any, tokenizer: Any, prompt_row: Row
 ) -> None:
     rows = [prompt_row("1+1=", "2") | {"images": images} for images in ([], None, ["cat.png"])]
-    keys = ("images", "videos")
-    assert len(PromptDataset(files.parquet(rows[:2]), tokenizer, media_keys=keys)) == 2
+    form = PromptForm(media_keys=("images", "videos"))
+    assert len(PromptDataset(files.parquet(rows[:2]), tokenizer, form=form)) == 2
     assert len(PromptDataset(files.parquet(rows), tokenizer)) == 3
-    error = raised(files.parquet(rows), tokenizer, media_keys=keys)
+    error = raised(files.parquet(rows), tokenizer, form=form)
     assert "row 2: images: not empty; models of text alone are trained" in error

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tandem.data.loader import BatchLoader
+from tandem.data.mixture import EpochOrder
 from tandem.data.sft import SFTDataset
 from tandem.errors import DataError
 
@@ -120,7 +121,7 @@ def test_pairs_of_messages_and_text_under_other_names(files: Any, tokenizer: Any
 def test_batches_for_the_trainer(files: Any, tokenizer: Any) -> None:
     rows = [{"prompt": "x" * (1 + n), "response": str(n)} for n in range(5)]
     dataset = SFTDataset(files.parquet(rows), tokenizer)
-    batch = BatchLoader(dataset, 2, shuffle=True, seed=1).next()
+    batch = BatchLoader(dataset, 2, EpochOrder(shuffle=True, seed=1)).next()
     picked = list(batch.non_tensor_batch["index"])
     assert batch.ragged("tokens").dtype == torch.int64
     assert batch.ragged("tokens").lengths.tolist() == [row + 3 for row in picked]

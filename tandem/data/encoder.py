@@ -1,0 +1,208 @@
+"""From some rows to token ids: checked, formatted, tokenised, kept to a length limit. Imports no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+from jinja2.exceptions import TemplateError, TemplateSyntaxError
+from transformers import PreTrainedTokenizerBase
+
+from tandem.data.cache import digest
+from tandem.data.chat import ChatTemplate, Piece, plain, tokenize, tokenizer_digest
+from tandem.data.files import CHUNK_ROWS
+from tandem.data.truncation import Limit
+from tandem.errors import DataError
+
+FORMAT = 1
+"""Of the tokens that are kept: those of another are made anew."""
+SHAPE, FAILED, TEMPLATE, EMPTY, UNLEARNT = "shape", "failed", "template", "empty", "unlearnt"
+Problems = dict[str, list[tuple[int, str]]]
+"""By kind: numbers of rows, and what is wrong with each."""
+
+
+class Form(Protocol):
+    """What is done with the rows of a use. It goes to other processes, and its `repr` says all that its
+    results depend on beside tokenizer and template."""
+
+    @property
+    def columns(self) -> tuple[str, ...] | None:
+        """Those that it looks at; None: all."""
+        ...
+
+    @property
+    def told_by(self) -> tuple[str, ...]:
+        """The columns that tell a row from others."""
+        ...
+
+    @property
+    def expected(self) -> str:
+        """The shape of a row, in words."""
+        ...
+
+    def problem(self, row: dict[str, Any]) -> str | None:
+        """What is wrong with a row, None if nothing is."""
+        ...
+
+    def pieces(self, row: dict[str, Any], template: ChatTemplate) -> list[Piece]:
+        """The text, or the token ids, that a row becomes. Pieces are tokenised separately, as they are when
+        the model answers.
+
+        Raises:
+            TemplateError: the template refuses the row.
+        """
+        ...
+
+
+@dataclass
+class Part:
+    """What some rows became.
+
+    Attributes:
+        ids: int32, of the rows that the limit keeps, below each other and cut to it.
+        masks: bool, which of them the model is to write; false for each first token, which nothing precedes.
+            Empty where nothing is learnt of rows.
+        lengths: (B) tokens of each row before that.
+        digests: (B) uint64, of the columns that tell a row from others.
+        problems: by kind, with the numbers of the rows.
+        formed: how many rows the template formatted.
+        error: of the template or the tokenizer as such.
+    """
+
+    ids: np.ndarray
+    masks: np.ndarray
+    lengths: np.ndarray
+    digests: np.ndarray
+    problems: Problems
+    formed: int = 0
+    error: DataError | None = None
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Makes token ids of rows.
+
+    Attributes:
+        form: what is done with a row.
+        tokenizer: a Hugging Face tokenizer.
+        template: its chat template.
+        limit: of a row's tokens.
+        ended: the end-of-sequence token is put after each row; it is the model's to write.
+        learnt: each row must hold tokens that the model is to write.
+    """
+
+    form: Form
+    tokenizer: PreTrainedTokenizerBase
+    template: ChatTemplate
+    limit: Limit
+    ended: bool = False
+    learnt: bool = False
+
+    @property
+    def digest(self) -> str:
+        """Tells its results from those of another."""
+        told = (FORMAT, self.form, self.limit, self.ended, self.learnt, self.template.options)
+        return digest(told, tokenizer_digest(self.tokenizer))
+
+    def part(self, table: pa.Table, start: int) -> Part:
+        """What the rows of a table become; `start` is the number of the first."""
+        problems: Problems = defaultdict(list)
+        digests = np.zeros(len(table), np.uint64)
+        rows: list[tuple[int, list[Piece]]] = []
+        error = None
+        for at, record in enumerate(_records(table, self.form.columns)):
+            digests[at] = _digest(record[name] for name in self.form.told_by)
+            try:
+                if problem := self.form.problem(record):
+                    problems[SHAPE].append((start + at, problem))
+                elif error is None:
+                    rows.append((start + at, self.form.pieces(record, self.template)))
+            except TemplateSyntaxError as broken:
+                error = self.template.broken(str(broken))
+            except TemplateError as refused:
+                problems[TEMPLATE].append((start + at, str(refused)))
+            except DataError as unfit:
+                error = unfit
+            except Exception as raised:
+                problems[FAILED].append((start + at, _named(raised)))
+        made = self._joined(rows, start, len(table), problems)
+        return replace(made, digests=digests, formed=len(rows), error=error)
+
+    def _joined(
+        self, rows: Sequence[tuple[int, list[Piece]]], start: int, count: int, problems: Problems
+    ) -> Part:
+        """The tokens of the rows' pieces, within the limit."""
+        end = np.array([_eos(self.tokenizer)] if self.ended else [], np.int32)
+        ids = self._tokenized(rows, problems)
+        lengths = np.zeros(count, np.int64)
+        values: list[np.ndarray] = [np.zeros(0, np.int32)]
+        masks: list[np.ndarray] = [np.zeros(0, bool)]
+        for row, pieces in rows:
+            parts = [*((next(ids), written) for _, written in pieces), (end, True)]
+            tokens = np.concatenate([part for part, _ in parts])
+            lengths[row - start] = len(tokens)
+            if not len(tokens):
+                problems[EMPTY].append((row, "no tokens"))
+            if not self.limit.holds(len(tokens)):
+                continue
+            values.append(self.limit.cut(tokens))
+            if self.learnt:
+                mask = self.limit.cut(np.repeat([w for _, w in parts], [len(part) for part, _ in parts]))
+                mask[:1] = False
+                masks.append(mask)
+                if not mask.any():
+                    problems[UNLEARNT].append((row, f"none of its {len(mask)} tokens is learnt"))
+        return Part(np.concatenate(values), np.concatenate(masks), lengths, np.zeros(0), problems)
+
+    def _tokenized(self, rows: Sequence[tuple[int, list[Piece]]], problems: Problems) -> Iterator[np.ndarray]:
+        """int32 token ids of each piece."""
+        pieces = [(row, text) for row, parts in rows for text, _ in parts]
+        texts = [text for _, text in pieces if isinstance(text, str)]
+        try:
+            ids = iter(tokenize(self.tokenizer, texts))
+        except Exception:  # of one text: which one?
+            ids = (self._alone(row, text, problems) for row, text in pieces if isinstance(text, str))
+        for _, text in pieces:
+            yield next(ids) if isinstance(text, str) else np.array(text, np.int32)
+
+    def _alone(self, row: int, text: str, problems: Problems) -> np.ndarray:
+        try:
+            return tokenize(self.tokenizer, [text])[0]
+        except Exception as error:
+            problems[FAILED].append((row, _named(error)))
+            return np.zeros(1, np.int32)
+
+
+def _records(table: pa.Table, columns: Sequence[str] | None) -> Iterator[dict[str, Any]]:
+    chosen = (
+        table if columns is None else table.select([name for name in columns if name in table.column_names])
+    )
+    for start in range(0, len(chosen), CHUNK_ROWS):
+        yield from chosen.slice(start, CHUNK_ROWS).to_pylist()
+
+
+def _digest(values: Iterable[Any]) -> int:
+    text = json.dumps([plain(value) for value in values], default=str)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
+
+
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _eos(tokenizer: PreTrainedTokenizerBase) -> int:
+    if tokenizer.eos_token_id is None:
+        raise DataError(
+            "the tokenizer has no end-of-sequence token to put after responses",
+            field="tokenizer.eos_token",
+            got=f"None in {tokenizer.name_or_path or type(tokenizer).__name__}",
+            expected="an eos_token in tokenizer_config.json",
+            remedy="name one there; without it the model would never learn to stop",
+        )
+    return int(tokenizer.eos_token_id)

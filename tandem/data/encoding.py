@@ -1,0 +1,232 @@
+"""From data files to token ids, the same way for every use; of large data by several processes, and kept.
+What is wrong is said of all rows at once, with their names."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from types import ModuleType
+from typing import IO, Any
+
+import numpy as np
+
+from tandem.data.cache import Cache, digest
+from tandem.data.encoder import EMPTY, FAILED, SHAPE, TEMPLATE, UNLEARNT, Encoder, Part
+from tandem.data.files import CHUNK_ROWS, DataFiles, read_part
+from tandem.data.validate import RowProblems
+from tandem.errors import DataError
+from tandem.observability.progress import Progress
+
+PART_ROWS = 8 * CHUNK_ROWS
+"""Rows that a process is given at a time."""
+PART_SECONDS = 600
+"""After so long with them it hangs."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The token ids of all rows that the limit keeps.
+
+    Attributes:
+        ids: int32, below each other.
+        masks: bool, beside them, which ones the model is to write; empty where it writes none.
+        lengths: (K) int64, of each row.
+        kept: (K) int64, the numbers of the rows.
+        digests: (K) uint64, of what they were made of.
+    """
+
+    ids: np.ndarray
+    masks: np.ndarray
+    lengths: np.ndarray
+    kept: np.ndarray
+    digests: np.ndarray
+
+
+def encode(files: DataFiles, encoder: Encoder, *, workers: int | None, cache_dir: str | None) -> Encoded:
+    """The tokens of all rows. Those of a mapped table are made by several processes, and kept.
+
+    Args:
+        workers: processes; None: as many as there are processors, if there is enough to do for them.
+        cache_dir: where they are kept.
+
+    Raises:
+        DataError: rows of the wrong shape, that the template or the tokenizer refuses, without tokens, over
+            the limit, or with nothing left to learn; a tokenizer without a template or end token.
+    """
+    if not files.arrow:
+        ids, masks = io.BytesIO(), io.BytesIO()
+        lengths, digests = _gather(files, encoder, _parts(files, encoder, 1), ids, masks)
+        flat = [np.frombuffer(sink.getbuffer(), kind) for sink, kind in ((ids, np.int32), (masks, bool))]
+    else:
+        assert cache_dir is not None, "what is mapped is kept"
+        name = f"tokens-{digest(files.digest, encoder.digest)}"
+        make = partial(_keep, files, encoder, workers or _processes(len(files)))
+        folder = Cache(Path(cache_dir).expanduser()).entry(name, f"the tokens of {files.names}", make)
+        lengths, digests = np.load(folder / "lengths.npy"), np.load(folder / "digests.npy")
+        flat = [_map(folder / name, kind) for name, kind in (("ids", np.int32), ("masks", bool))]
+    kept = encoder.limit.kept(lengths, files)
+    cut = np.minimum(lengths[kept], encoder.limit.tokens)
+    return Encoded(flat[0], flat[1], cut, kept, digests[kept])
+
+
+def _map(path: Path, kind: Any) -> np.ndarray:
+    return np.memmap(path, kind, mode="c") if path.stat().st_size else np.zeros(0, kind)
+
+
+def _keep(files: DataFiles, encoder: Encoder, workers: int, folder: Path) -> None:
+    folder.mkdir()
+    with (
+        (folder / "ids").open("wb") as ids,
+        (folder / "masks").open("wb") as masks,
+        Progress("tokenize", len(files)) as progress,
+    ):
+        parts = _counted(_parts(files, encoder, workers), progress)
+        lengths, digests = _gather(files, encoder, parts, ids, masks)
+    np.save(folder / "lengths.npy", lengths)
+    np.save(folder / "digests.npy", digests)
+
+
+def _counted(parts: Iterator[Part], progress: Progress) -> Iterator[Part]:
+    for part in parts:
+        progress.advance(len(part.lengths), int(part.lengths.sum()))
+        yield part
+
+
+def _gather(
+    files: DataFiles, encoder: Encoder, parts: Iterator[Part], ids: IO[bytes], masks: IO[bytes]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Writes ids and masks; returns the lengths and digests of all rows.
+
+    Raises:
+        DataError: see `encode`; of the problems the kind that comes first.
+    """
+    problems = {kind: RowProblems(files.where) for kind in (SHAPE, FAILED, TEMPLATE, EMPTY, UNLEARNT)}
+    lengths, digests, reasons, formed, error = [], [], set(), 0, None
+    for part in parts:
+        ids.write(part.ids.data)
+        masks.write(part.masks.data)
+        lengths.append(part.lengths)
+        digests.append(part.digests)
+        for kind, found in part.problems.items():
+            for row, problem in found:
+                problems[kind].add(row, problem)
+        reasons |= {reason for _, reason in part.problems[TEMPLATE]}
+        formed, error = formed + part.formed, error or part.error
+    whole = np.concatenate(lengths)
+    _refuse(problems[SHAPE], SHAPE, files, encoder)
+    if error is not None:
+        raise error
+    if len(whole) > 1 and not formed and len(reasons) == 1:
+        raise encoder.template.broken(f"{reasons.pop()}, for each of {len(whole)} rows")
+    for kind in (FAILED, TEMPLATE, EMPTY):
+        _refuse(problems[kind], kind, files, encoder)
+    encoder.limit.kept(whole, files)
+    _refuse(problems[UNLEARNT], UNLEARNT, files, encoder)
+    return whole, np.concatenate(digests)
+
+
+def _refuse(found: RowProblems, kind: str, files: DataFiles, encoder: Encoder) -> None:
+    limit, key = encoder.limit, encoder.template.key
+    message, expected, remedy = {
+        SHAPE: (
+            "of the wrong shape",
+            encoder.form.expected,
+            "mend or remove these rows; rows are counted from 0",
+        ),
+        FAILED: (
+            "that could not be turned into tokens",
+            "rows that the chat template and the tokenizer take",
+            "mend or remove these rows; rows are counted from 0",
+        ),
+        TEMPLATE: (
+            "that the tokenizer's chat template cannot format",
+            "conversations that the template accepts",
+            f"mend these rows, or set another template: {key}=…",
+        ),
+        EMPTY: (
+            "whose prompt has no tokens",
+            "prompts of at least one token",
+            "remove these rows, or check the chat template, which writes nothing for them",
+        ),
+        UNLEARNT: (
+            "with nothing left to learn once cut to the length limit",
+            f"at least one token of the response among {limit.tokens}",
+            f"raise {limit.field}, or cut the other side with data.truncation",
+        ),
+    }[kind]
+    found.raise_if_any(message, field=files.names, expected=expected, remedy=remedy)
+
+
+def _processes(rows: int) -> int:
+    """As many as there are processors, each with several parts to do."""
+    return max(1, min(len(os.sched_getaffinity(0)), rows // (4 * PART_ROWS)))
+
+
+def _parts(files: DataFiles, encoder: Encoder, workers: int) -> Iterator[Part]:
+    """What all rows become, in their order."""
+    starts = range(0, len(files), PART_ROWS)
+    if workers == 1:
+        yield from (encoder.part(files.table.slice(start, PART_ROWS), start) for start in starts)
+        return
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), _begin, (encoder,))
+    waiting: deque[tuple[int, Future[Part]]] = deque()
+    try:
+        for start in starts:
+            if len(waiting) == 2 * workers:
+                yield _result(files, *waiting.popleft())
+            with _without_main():
+                job = pool.submit(
+                    _part_of, files.arrow, files.columns, start, min(start + PART_ROWS, len(files))
+                )
+            waiting.append((start, job))
+        while waiting:
+            yield _result(files, *waiting.popleft())
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _result(files: DataFiles, start: int, job: Future[Part]) -> Part:
+    try:
+        return job.result(PART_SECONDS)
+    except (BrokenProcessPool, TimeoutError) as error:
+        reason = f"has not answered for {PART_SECONDS} s" if isinstance(error, TimeoutError) else "died"
+        raise DataError(
+            f"a process that makes tokens {reason}",
+            field=files.names,
+            got=f"{files.where(start)} and the {PART_ROWS} rows from there",
+            remedy="see what is odd about these rows, or give the processes more memory: "
+            "data.filter_overlong_prompts_workers=1 takes one",
+        ) from error
+
+
+@contextmanager
+def _without_main() -> Iterator[None]:
+    """A user's script is not to run again in the processes that begin here."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+_mine: list[Encoder] = []
+
+
+def _begin(encoder: Encoder) -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each process has one processor
+    _mine[:] = [encoder]
+
+
+def _part_of(arrow: Sequence[Path], columns: Sequence[str], start: int, stop: int) -> Part:
+    return _mine[0].part(read_part(arrow, columns, start, stop), start)

@@ -1,0 +1,221 @@
+"""One data file as a table: parquet, Arrow, JSON, CSV, or a task; mapped from a cache where there is one."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.csv as pa_csv
+import pyarrow.json as pa_json
+import pyarrow.parquet as pa_parquet
+
+from tandem.data.cache import BATCH_ROWS, Cache, digest, file_digest, lies_in_file, mapped, write_arrow
+from tandem.errors import DataError
+from tandem.tasks import is_task, parse
+
+ARROW, CSV, JSON, LINES, PARQUET = "Arrow", "CSV", "JSON", "JSON-lines", "parquet"
+FORMATS = {".arrow": ARROW, ".feather": ARROW, ".csv": CSV, ".json": JSON, ".jsonl": LINES}
+"""By the file's ending, before `.gz`; others are parquet. A JSON file is a list, or has a row per line."""
+UNREADABLE = (OSError, EOFError, ValueError, OverflowError, RecursionError, pa.ArrowException)
+BLOCK_BYTES = 64 << 20
+"""Read at a time, and the longest line of a JSON-lines file: Arrow's default, 1 MiB, is less than a long
+conversation."""
+_PACKED = 5
+"""About how many bytes gzip makes of one."""
+
+
+class Part(NamedTuple):
+    """The rows of a file, the Arrow file they are mapped from, if any, and what tells them from others."""
+
+    table: pa.Table
+    place: Path | None = None
+    digest: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    path: Path
+    columns: list[str]
+    read: Callable[[list[str]], Part]
+
+
+def open_file(path: Path, cache: Cache | None) -> File:
+    if is_task(str(path)):
+        made = pa.Table.from_pylist(parse(str(path)).rows())
+        return File(path, made.column_names, lambda names: Part(made.select(names), None, digest(str(path))))
+    if not path.is_file():
+        raise DataError(
+            "is a folder" if path.is_dir() else "no such data file",
+            field=str(path),
+            expected="a parquet, Arrow, JSON or CSV file",
+            remedy="check data.train_files and data.val_files; paths are relative to the working folder",
+        )
+    if path.stat().st_size == 0:
+        raise _empty(path)
+    try:
+        if format_of(path) != PARQUET:
+            whole = Part(whole_table(path)) if cache is None else _text_part(path, cache)
+            return File(
+                path, whole.table.column_names, lambda names: whole._replace(table=whole.table.select(names))
+            )
+        parquet = pa_parquet.ParquetFile(path)
+
+        def read(names: list[str]) -> Part:
+            if cache is None:
+                return Part(parquet.read(columns=names))
+            batches = partial(parquet.iter_batches, BATCH_ROWS, columns=names)
+            return _kept(path, cache, lambda: map(pa.Table.from_batches, zip(batches())), names)
+
+        return File(path, parquet.schema_arrow.names, read)
+    except DataError:
+        raise
+    except UNREADABLE as error:
+        raise unreadable(path, error) from error
+
+
+def _text_part(path: Path, cache: Cache) -> Part:
+    """All columns of a file that is not parquet, from the Arrow file that it is or that is made of it."""
+    if format_of(path) == ARROW and lies_in_file(table := mapped(path)):
+        return Part(table, path, file_digest(path))
+    return _kept(path, cache, partial(_blocks, path))
+
+
+def _kept(
+    path: Path, cache: Cache, tables: Callable[[], Iterator[pa.Table]], names: Sequence[str] = ()
+) -> Part:
+    """The rows of a file, from an entry of the cache.
+
+    Args:
+        tables: gives them, each time it is called.
+        names: of their columns, where they are not all.
+    """
+    told = digest(file_digest(path), names)
+    place = cache.entry(f"rows-{told}.arrow", f"the rows of {path}", lambda to: write_arrow(to, tables))
+    return Part(mapped(place), place, told)
+
+
+def as_one(parts: list[Part], cache: Cache) -> list[Part]:
+    """Tables of the same types, all mapped: where these are not, one from an entry of the cache."""
+    if (
+        all(part.place for part in parts)
+        and len({part.table.schema.remove_metadata() for part in parts}) == 1
+    ):
+        return parts
+    told = digest(*((part.digest, part.table.column_names) for part in parts))
+
+    def tables() -> Iterator[pa.Table]:
+        for part in parts:
+            yield from (pa.Table.from_batches([batch]) for batch in part.table.to_batches(BATCH_ROWS))
+
+    place = cache.entry(f"rows-{told}.arrow", "the rows of all files", lambda to: write_arrow(to, tables))
+    return [Part(mapped(place), place, told)]
+
+
+def bytes_of(path: Path) -> int:
+    """About how many bytes a file's rows have in memory; 0 of what is no file."""
+    if is_task(str(path)) or not path.is_file():
+        return 0
+    size = path.stat().st_size
+    if format_of(path) != PARQUET:
+        return size * (_PACKED if path.suffix == ".gz" else 1)
+    with suppress(*UNREADABLE):  # which its reading says
+        metadata = pa_parquet.read_metadata(path)
+        size = sum(metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups))
+    return size
+
+
+def format_of(path: Path) -> str:
+    """The format that a file's name tells."""
+    name = Path(path.stem) if path.suffix == ".gz" else path
+    return FORMATS.get(name.suffix, PARQUET)
+
+
+def opened(path: Path) -> IO[bytes]:
+    """The bytes of a file, which may be packed by gzip."""
+    return gzip.open(path) if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]
+
+
+def whole_table(path: Path) -> pa.Table:
+    """All of a file that is not parquet."""
+    kind = format_of(path)
+    if kind == CSV:
+        return pa_csv.read_csv(path)
+    if kind == ARROW:
+        return mapped(path)
+    with opened(path) as file:
+        if kind == JSON and file.read(64).lstrip()[:1] == b"[":
+            file.seek(0)
+            rows = json.load(file)
+            if not all(isinstance(row, dict) for row in rows):
+                raise ValueError("a list of other things than objects")
+            names = dict.fromkeys(name for row in rows for name in row)
+            return pa.table({name: [row.get(name) for row in rows] for name in names})
+    return _json_lines(path)
+
+
+def _json_lines(source: Any) -> pa.Table:
+    return pa_json.read_json(source, read_options=pa_json.ReadOptions(block_size=BLOCK_BYTES))
+
+
+def _blocks(path: Path) -> Iterator[pa.Table]:
+    """The rows of a file that is not parquet, some at a time, but for a JSON list."""
+    kind = format_of(path)
+    if kind == ARROW:
+        yield from (pa.Table.from_batches([batch]) for batch in mapped(path).to_batches())
+    if kind == CSV:
+        yield from _csv_blocks(path)
+    if kind in (ARROW, CSV):
+        return
+    with opened(path) as file:
+        is_list = file.read(64).lstrip()[:1] == b"["
+        file.seek(0)
+        while block := b"" if is_list else file.read(BLOCK_BYTES):
+            if not block.isspace():
+                yield _json_lines(io.BytesIO(block + file.readline()))
+    if is_list:
+        yield whole_table(path)
+
+
+def _csv_blocks(path: Path) -> Iterator[pa.Table]:
+    blocks = partial(pa_csv.open_csv, path, read_options=pa_csv.ReadOptions(block_size=BLOCK_BYTES))
+    try:
+        deque(blocks(), maxlen=0)
+    except pa.ArrowInvalid:  # the first block does not tell the types of all, or the file is broken
+        yield whole_table(path)
+    else:
+        yield from map(pa.Table.from_batches, zip(blocks()))
+
+
+def read_columns(file: File, columns: list[str]) -> Part:
+    try:
+        part = file.read([name for name in columns if name in file.columns])
+        if part.place is None:
+            part.table.validate(full=True)  # texts that are no UTF-8 come to light here, and not row by row
+    except (OSError, pa.ArrowException) as error:
+        raise unreadable(file.path, error) from error
+    if part.table.num_rows == 0:
+        raise _empty(file.path)
+    return part
+
+
+def _empty(path: Path) -> DataError:
+    return DataError("the data file is empty", field=str(path), got="0 rows", expected="at least one row")
+
+
+def unreadable(path: Path, error: Exception) -> DataError:
+    return DataError(
+        f"not a readable {format_of(path)} file",
+        field=str(path),
+        got=str(error).splitlines()[0],
+        expected="a parquet, Arrow, JSON or CSV file",
+        remedy="write the file anew; it may be cut off or of another format",
+    )
