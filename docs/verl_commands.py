@@ -25,8 +25,6 @@ REFUSED = {
     "run_qwen2.5-3b_gsm8k_multiturn_server.sh": {_TOOLS},
     "run_qwen2.5-3b_gsm8k_tool_agent_mlflow.sh": {_TOOLS},
     "run_qwen3_4b_dapo_multiturn.sh": {
-        "data.custom_cls.path",
-        "data.custom_cls.name",
         f"{_ROLLOUT}.multi_turn.enable",
         _TOOLS,
     },

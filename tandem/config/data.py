@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from tandem.config.dynamic_sampling import SamplerConfig
+from tandem.config.dynamic_sampling import CustomClassConfig, SamplerConfig
 from tandem.config.needs import files
 from tandem.config.section import LocalPath, Paths, Section, When, beside, key
 from tandem.config.view import root
@@ -96,6 +96,7 @@ class DataConfig(Section):
     train_max_samples: int = key(-1, "use the first so many training rows; -1: all", ge=-1)
     val_max_samples: int = key(-1, "use the first so many validation rows; -1: all", when=_VALIDATES, ge=-1)
     apply_chat_template_kwargs: dict[str, Any] = key({}, "further arguments of the tokenizer's chat template")
+    custom_cls: CustomClassConfig = CustomClassConfig()
     sampler: SamplerConfig = SamplerConfig()
 
     @property

@@ -126,6 +126,27 @@ class SamplerConfig(Section):
     )
 
 
+def _named_whole(own: Any, name: str) -> Iterator[ConfigError]:
+    if (own.path is None) != (own.name is None):
+        missing = path(own, "name" if own.name is None else "path")
+        yield ConfigError(
+            "file and class belong together", expected=f"{missing} too", remedy=f"set {missing}"
+        )
+    else:
+        yield from module_or_file(own, "path")
+
+
+class CustomClassConfig(Section):
+    """A dataset of one's own in the place of the files' rows, with verl's signature."""
+
+    path: LocalPath | None = key(
+        None,
+        "Python file or module with the dataset's class; null: rows are those of the files",
+        needs=_named_whole,
+    )
+    name: str | None = key(None, "the class, which is given the files", needs=_named_whole)
+
+
 def _below_upper(own: Any, name: str) -> Iterator[ConfigError]:
     if own.min_ent_coef > own.max_ent_coef:
         yield ConfigError(

@@ -9,7 +9,14 @@ A sampler of one's own is a class in a file, named by `data.sampler.class_path` 
         def state_dict(self): ...                    # plain values, for a checkpoint
         def load_state_dict(self, state): ...
 
-`len(dataset)` is the number of training prompts, `dataset.records(rows)` what the data files say of some.
+`len(dataset)` is the number of training prompts, `dataset.records(rows)` what the data files say of some,
+`dataset[row]` of one.
+
+A class with `__iter__` and no `draw` is taken as one of verl's: it is made with `data_source` and `data_config`,
+and its `update`, if there is one, gets a batch with `token_level_scores` and the rows' columns. Each pass over it
+gives whole batches. It goes on after a resume by its `state_dict` and `load_state_dict`; without them as many rows
+are passed over, and a class that has `update` is refused, for it would not be where it was.
+
 The sampler lives with the data. It is told of every generation batch before it is asked for the next one, so
 that a run that was killed goes on exactly.
 """
@@ -17,9 +24,12 @@ that a run that was killed goes on exactly.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
+import torch
+from omegaconf import OmegaConf
 
 from tandem.data.prompts import PromptDataset
 from tandem.errors import ConfigError, DataError
@@ -112,7 +122,7 @@ class PassRateSampler:
         return {"rates": self._rates.tolist(), "random": self._random.bit_generator.state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._rates = np.array(state["rates"])
+        self._rates[: len(state["rates"])] = state["rates"]  # rows that were added have none yet
         self._random.bit_generator.state = state["random"]
 
 
@@ -124,6 +134,7 @@ def load_sampler(
     batch_size: int,
     seed: int,
     kwargs: Mapping[str, Any],
+    config: Mapping[str, Any] | None = None,
 ) -> Sampler:
     """The sampler that the config names.
 
@@ -133,6 +144,7 @@ def load_sampler(
         batch_size: rows of a batch.
         seed: for its draws.
         kwargs: further arguments.
+        config: the data section, for a sampler of verl's kind.
 
     Raises:
         ConfigError: no such file or class, a class that lacks a method, or arguments that it does not take.
@@ -143,24 +155,83 @@ def load_sampler(
     if not isinstance(found, type):
         classes = [key for key, value in vars(module).items() if isinstance(value, type)]
         raise ConfigError("no such class", field=field, got=known, expected=f"one of {', '.join(classes)}")
+    iterated = hasattr(found, "__iter__") and not hasattr(found, "draw")
     missing = [method for method in _METHODS if not callable(getattr(found, method, None))]
-    if missing:
+    if missing and not iterated:
         raise ConfigError(
             "the sampler lacks methods that are called",
             field=field,
             got=f"{known} without {', '.join(missing)}",
             expected=f"the methods {', '.join(_METHODS)}; see {BUILT_IN}",
         )
+    given = {"batch_size": batch_size, "seed": seed, **kwargs}
+    if iterated:
+        given = {"data_source": dataset, "data_config": OmegaConf.create(dict(config or {})), **kwargs}
     try:
-        made: Sampler = found(dataset, batch_size=batch_size, seed=seed, **kwargs)
+        made: Any = found(**given) if iterated else found(dataset, **given)
     except TypeError as error:
+        first = "" if iterated else "dataset, "
         raise ConfigError(
             f"the sampler cannot be made: {error}",
             field="data.sampler.kwargs",
-            got=f"{name}(dataset, batch_size=…, seed=…, {', '.join(f'{key}=…' for key in kwargs)})",
+            got=f"{name}({first}{', '.join(f'{key}=…' for key in given)})",
             remedy="take these arguments by these names",
         ) from error
-    return made
+    return IteratedSampler(made, dataset) if iterated else made
+
+
+class IteratedSampler:
+    """A sampler of verl's kind, which is iterated.
+
+    Args:
+        sampler: yields numbers of rows.
+        dataset: of the rows.
+    """
+
+    def __init__(self, sampler: Any, dataset: PromptDataset) -> None:
+        self._sampler, self._dataset = sampler, dataset
+        self._rows = iter(sampler)
+        self._draws: list[int] = []
+
+    def draw(self, count: int) -> Sequence[int]:
+        """The next rows of this pass, or, if it has not so many left, the first of the next."""
+        rows = list(islice(self._rows, count))
+        if len(rows) < count:
+            self._rows = iter(self._sampler)
+            rows = list(islice(self._rows, count))
+        self._draws.append(count)
+        return rows
+
+    def update(self, rows: np.ndarray, rewards: np.ndarray) -> None:
+        """Tells the sampler, if it wants to know."""
+        if hasattr(self._sampler, "update"):
+            columns = self._dataset.batch(rows.tolist(), uid_prefix="seen").non_tensor_batch
+            scores = torch.from_numpy(rewards).float()
+            batch = DataProto({"token_level_scores": scores[:, None], "scores": scores}, columns)
+            self._sampler.update(batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        own = self._sampler.state_dict() if hasattr(self._sampler, "state_dict") else None
+        return {"draws": self._draws, "own": own}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """
+        Raises:
+            DataError: the sampler learns and cannot say what it has learnt.
+        """
+        if state["own"] is not None:
+            self._sampler.load_state_dict(state["own"])
+            self._rows, self._draws = iter(self._sampler), state["draws"]
+            return
+        if hasattr(self._sampler, "update"):
+            raise DataError(
+                "the sampler cannot go on where it was",
+                field="data.sampler.class_name",
+                got=f"{type(self._sampler).__name__} with update, and without state_dict",
+                expected="state_dict and load_state_dict",
+            )
+        for count in state["draws"]:
+            self.draw(count)
 
 
 class DrawnBatches:

@@ -10,13 +10,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
-import pyarrow as pa
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
 from tandem.data.cache import digest
 from tandem.data.chat import ChatTemplate, Piece, plain, tokenize, tokenizer_digest
-from tandem.data.files import CHUNK_ROWS
 from tandem.data.truncation import Limit
 from tandem.errors import DataError
 
@@ -110,45 +108,45 @@ class Encoder:
         told = (FORMAT, self.form, self.limit, self.ended, self.learnt, self.template.options)
         return digest(told, tokenizer_digest(self.tokenizer))
 
-    def part(self, table: pa.Table, start: int) -> Part:
-        """What the rows of a table become; `start` is the number of the first."""
+    def part(self, records: Sequence[dict[str, Any]], numbers: Sequence[int]) -> Part:
+        """What rows become; they have these numbers."""
         problems: Problems = defaultdict(list)
-        digests = np.zeros(len(table), np.uint64)
+        digests = np.zeros(len(records), np.uint64)
         rows: list[tuple[int, list[Piece]]] = []
         error = None
-        for at, record in enumerate(_records(table, self.form.columns)):
+        for at, record in enumerate(records):
             digests[at] = _digest(record[name] for name in self.form.told_by)
             try:
                 if problem := self.form.problem(record):
-                    problems[SHAPE].append((start + at, problem))
+                    problems[SHAPE].append((numbers[at], problem))
                 elif error is None:
-                    rows.append((start + at, self.form.pieces(record, self.template)))
+                    rows.append((at, self.form.pieces(record, self.template)))
             except TemplateSyntaxError as broken:
                 error = self.template.broken(str(broken))
             except TemplateError as refused:
-                problems[TEMPLATE].append((start + at, str(refused)))
+                problems[TEMPLATE].append((numbers[at], str(refused)))
             except DataError as unfit:
                 error = unfit
             except Exception as raised:
-                problems[FAILED].append((start + at, _named(raised)))
-        made = self._joined(rows, start, len(table), problems)
+                problems[FAILED].append((numbers[at], _named(raised)))
+        made = self._joined(rows, numbers, problems)
         return replace(made, digests=digests, formed=len(rows), error=error)
 
     def _joined(
-        self, rows: Sequence[tuple[int, list[Piece]]], start: int, count: int, problems: Problems
+        self, rows: Sequence[tuple[int, list[Piece]]], numbers: Sequence[int], problems: Problems
     ) -> Part:
         """The tokens of the rows' pieces, within the limit."""
         end = np.array([_eos(self.tokenizer)] if self.ended else [], np.int32)
-        ids = self._tokenized(rows, problems)
-        lengths = np.zeros(count, np.int64)
+        ids = self._tokenized([(numbers[at], pieces) for at, pieces in rows], problems)
+        lengths = np.zeros(len(numbers), np.int64)
         values: list[np.ndarray] = [np.zeros(0, np.int32)]
         masks: list[np.ndarray] = [np.zeros(0, bool)]
-        for row, pieces in rows:
+        for at, pieces in rows:
             parts = [*((next(ids), written) for _, written in pieces), (end, True)]
             tokens = np.concatenate([part for part, _ in parts])
-            lengths[row - start] = len(tokens)
+            lengths[at] = len(tokens)
             if not len(tokens):
-                problems[EMPTY].append((row, "no tokens"))
+                problems[EMPTY].append((numbers[at], "no tokens"))
             if not self.limit.holds(len(tokens)):
                 continue
             values.append(self.limit.cut(tokens))
@@ -157,7 +155,7 @@ class Encoder:
                 mask[:1] = False
                 masks.append(mask)
                 if not mask.any():
-                    problems[UNLEARNT].append((row, f"none of its {len(mask)} tokens is learnt"))
+                    problems[UNLEARNT].append((numbers[at], f"none of its {len(mask)} tokens is learnt"))
         return Part(np.concatenate(values), np.concatenate(masks), lengths, np.zeros(0), problems)
 
     def _tokenized(self, rows: Sequence[tuple[int, list[Piece]]], problems: Problems) -> Iterator[np.ndarray]:
@@ -177,14 +175,6 @@ class Encoder:
         except Exception as error:
             problems[FAILED].append((row, _named(error)))
             return np.zeros(1, np.int32)
-
-
-def _records(table: pa.Table, columns: Sequence[str] | None) -> Iterator[dict[str, Any]]:
-    chosen = (
-        table if columns is None else table.select([name for name in columns if name in table.column_names])
-    )
-    for start in range(0, len(chosen), CHUNK_ROWS):
-        yield from chosen.slice(start, CHUNK_ROWS).to_pylist()
 
 
 def _digest(values: Iterable[Any]) -> int:

@@ -7,7 +7,7 @@ import io
 import os
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import IO, Any
 
 import numpy as np
+import pyarrow as pa
 
 from tandem.data.cache import Cache, digest
 from tandem.data.encoder import EMPTY, FAILED, SHAPE, TEMPLATE, UNLEARNT, Encoder, Part
@@ -64,19 +65,39 @@ def encode(files: DataFiles, encoder: Encoder, *, workers: int | None, cache_dir
             the limit, or with nothing left to learn; a tokenizer without a template or end token.
     """
     if not files.arrow:
-        ids, masks = io.BytesIO(), io.BytesIO()
-        lengths, digests = _gather(files, encoder, _parts(files, encoder, 1), ids, masks)
-        flat = [np.frombuffer(sink.getbuffer(), kind) for sink, kind in ((ids, np.int32), (masks, bool))]
-    else:
-        assert cache_dir is not None, "what is mapped is kept"
-        name = f"tokens-{digest(files.digest, encoder.digest)}"
-        make = partial(_keep, files, encoder, workers or _processes(len(files)))
-        folder = Cache(Path(cache_dir).expanduser()).entry(name, f"the tokens of {files.names}", make)
-        lengths, digests = np.load(folder / "lengths.npy"), np.load(folder / "digests.npy")
-        flat = [_map(folder / name, kind) for name, kind in (("ids", np.int32), ("masks", bool))]
+        return gather_rows(files, encoder, _parts(files, encoder, 1))
+    assert cache_dir is not None, "what is mapped is kept"
+    name = f"tokens-{digest(files.digest, encoder.digest)}"
+    make = partial(_keep, files, encoder, workers or _processes(len(files)))
+    folder = Cache(Path(cache_dir).expanduser()).entry(name, f"the tokens of {files.names}", make)
+    ids, masks = _map(folder / "ids", np.int32), _map(folder / "masks", bool)
+    return _encoded(
+        files, encoder, ids, masks, np.load(folder / "lengths.npy"), np.load(folder / "digests.npy")
+    )
+
+
+def gather_rows(files: DataFiles, encoder: Encoder, parts: Iterable[Part]) -> Encoded:
+    """The tokens of all rows, of their parts.
+
+    Raises:
+        DataError: see `encode`.
+    """
+    ids, masks = io.BytesIO(), io.BytesIO()
+    lengths, digests = _gather(files, encoder, parts, ids, masks)
+    flat = [np.frombuffer(sink.getbuffer(), kind) for sink, kind in ((ids, np.int32), (masks, bool))]
+    return _encoded(files, encoder, *flat, lengths, digests)
+
+
+def _encoded(
+    files: DataFiles,
+    encoder: Encoder,
+    ids: np.ndarray,
+    masks: np.ndarray,
+    lengths: np.ndarray,
+    digests: np.ndarray,
+) -> Encoded:
     kept = encoder.limit.kept(lengths, files)
-    cut = np.minimum(lengths[kept], encoder.limit.tokens)
-    return Encoded(flat[0], flat[1], cut, kept, digests[kept])
+    return Encoded(ids, masks, np.minimum(lengths[kept], encoder.limit.tokens), kept, digests[kept])
 
 
 def _map(path: Path, kind: Any) -> np.ndarray:
@@ -103,7 +124,7 @@ def _counted(parts: Iterator[Part], progress: Progress) -> Iterator[Part]:
 
 
 def _gather(
-    files: DataFiles, encoder: Encoder, parts: Iterator[Part], ids: IO[bytes], masks: IO[bytes]
+    files: DataFiles, encoder: Encoder, parts: Iterable[Part], ids: IO[bytes], masks: IO[bytes]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Writes ids and masks; returns the lengths and digests of all rows.
 
@@ -176,7 +197,7 @@ def _parts(files: DataFiles, encoder: Encoder, workers: int) -> Iterator[Part]:
     """What all rows become, in their order."""
     starts = range(0, len(files), PART_ROWS)
     if workers == 1:
-        yield from (encoder.part(files.table.slice(start, PART_ROWS), start) for start in starts)
+        yield from (_part(encoder, files.table.slice(start, PART_ROWS), start) for start in starts)
         return
     pool = ProcessPoolExecutor(workers, get_context("spawn"), _begin, (encoder,))
     waiting: deque[tuple[int, Future[Part]]] = deque()
@@ -229,4 +250,14 @@ def _begin(encoder: Encoder) -> None:
 
 
 def _part_of(arrow: Sequence[Path], columns: Sequence[str], start: int, stop: int) -> Part:
-    return _mine[0].part(read_part(arrow, columns, start, stop), start)
+    return _part(_mine[0], read_part(arrow, columns, start, stop), start)
+
+
+def _part(encoder: Encoder, table: pa.Table, start: int) -> Part:
+    """What the rows of a table become; `start` is the number of the first."""
+    columns = encoder.form.columns
+    chosen = (
+        table if columns is None else table.select([name for name in columns if name in table.column_names])
+    )
+    chunks = (chosen.slice(at, CHUNK_ROWS).to_pylist() for at in range(0, len(chosen), CHUNK_ROWS))
+    return encoder.part([row for chunk in chunks for row in chunk], range(start, start + len(chosen)))

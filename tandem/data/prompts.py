@@ -141,6 +141,10 @@ class PromptDataset:
         rows: np.ndarray = np.searchsorted(self._kept, index)
         return rows
 
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        """See `records`."""
+        return self.records([row])[0]
+
     def records(self, rows: Sequence[int]) -> list[dict[str, Any]]:
         """The named prompts as the files hold them: the columns that were read."""
         return self._files.take(self._kept[np.asarray(rows, dtype=np.int64)])

@@ -83,7 +83,8 @@ def _reward(config: TrainConfig) -> None:
 
 
 def _rows(config: RunsConfig) -> None:
-    if not all(file.endswith(".parquet") for file in config.data.train_files):
+    own = isinstance(config, TrainConfig) and config.data.custom_cls.path is not None
+    if own or not all(file.endswith(".parquet") for file in config.data.train_files):
         return
     most = config.data.train_max_samples if isinstance(config, TrainConfig) else -1
     rows, size = count_rows(config.data.train_files, most), config.data.train_batch_size

@@ -68,7 +68,7 @@ class Prompts(BatchOrder):
             self._told = self._data.observe(samples.select("index").union(scores.select("scores")))
 
     def state_dict(self) -> dict[str, Any]:
-        """See `BatchOrder`; with it the digest of the rows, the prompts given back, and the sampler's state."""
+        """See `BatchOrder`; with it the rows' digest, the prompts given back, and the sampler's state."""
         self._await_told()
         drawn = {"sampler": self._data.sampler_state()} if self._drawn else {}
         return {**super().state_dict(), "digest": self._digest, "waiting": list(self._waiting), **drawn}

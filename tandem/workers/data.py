@@ -11,11 +11,15 @@ from transformers import PreTrainedTokenizerBase
 
 from tandem.config.data import DataConfig
 from tandem.config.supervised import SupervisedDataConfig
+from tandem.data.chat import ChatTemplate
 from tandem.data.curriculum import DrawnBatches, load_sampler
+from tandem.data.encoder import Encoder
 from tandem.data.forms import PromptForm
 from tandem.data.loader import BatchLoader, Dataset, EveryRow
 from tandem.data.mixture import EpochOrder, MixedOrder, Order, Stretch
-from tandem.data.prompts import PromptDataset
+from tandem.data.own import OwnPrompts, load_dataset
+from tandem.data.prompts import PromptDataset, by_name
+from tandem.data.truncation import Limit
 from tandem.observability.run import RunFolder
 from tandem.protocol import DataProto
 from tandem.rewards.signatures import VERLS, Reads
@@ -205,6 +209,7 @@ def _drawn(config: DataConfig, prompts: PromptDataset) -> DrawnBatches | None:
         batch_size=size,
         seed=config.seed,
         kwargs=sampler.kwargs,
+        config=config.model_dump(mode="json"),
     )
     return DrawnBatches(prompts, size, made)
 
@@ -216,10 +221,19 @@ def prompt_dataset(
     max_samples: int,
     reads: Reads = VERLS,
 ) -> PromptDataset:
+    form = prompt_form(config, reads)
+    if config.custom_cls.path is not None and config.custom_cls.name is not None:
+        named = config.custom_cls.path, config.custom_cls.name
+        own = load_dataset(*named, files, tokenizer, config.model_dump(mode="json"), max_samples)
+        key = "actor_rollout_ref.model.custom_chat_template"
+        template = ChatTemplate(tokenizer, config.apply_chat_template_kwargs, key)
+        long = config.max_prompt_length, "data.max_prompt_length", config.truncation
+        encoder = Encoder(form, tokenizer, template, Limit(*long, config.filter_overlong_prompts))
+        return OwnPrompts(own, named[1], encoder, by_name=by_name(form, reads.optional))
     return PromptDataset(
         list(files),
         tokenizer,
-        form=prompt_form(config, reads),
+        form=form,
         optional=reads.optional,
         max_prompt_length=config.max_prompt_length,
         truncation=config.truncation,

@@ -167,7 +167,7 @@ def test_results_do_not_depend_on_keys_with_nothing_to_act_on(load):
         ([f"{R}.dtype=float16"], f"{R}.dtype"),
         ([f"{R}.multi_turn.tool_config_path=tools.yaml"], f"{R}.multi_turn.tool_config_path"),
         (["trainer.v1.trainer_mode=separate_async"], "trainer.v1.trainer_mode"),
-        (["data.custom_cls.path=a.py", "data.image_patch_size=14"], "data.custom_cls.path"),
+        (["data.datagen.path=a.py", "data.image_patch_size=14"], "data.datagen.path"),
         (
             ["actor_rollout_ref.model.override_config.attention_dropout=0.1"],
             "actor_rollout_ref.model.override_config.attention_dropout",

@@ -1,0 +1,213 @@
+"""Datasets and samplers of one's own, with verl's signatures: torch classes that know nothing of Tandem."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tandem.config.data import DataConfig
+from tandem.data.curriculum import DrawnBatches, load_sampler
+from tandem.data.own import OwnPrompts
+from tandem.data.prompts import PromptDataset
+from tandem.errors import ConfigError, DataError
+from tandem.protocol import DataProto
+from tandem.rewards.signatures import VERLS
+from tandem.workers.data import prompt_dataset
+
+DATASETS = '''
+import torch
+from torch.utils.data import Dataset
+
+
+class Chat(Dataset):
+    """As verl 0.7 and later: messages, formatted by whoever generates."""
+
+    def __init__(self, data_files, tokenizer, config, processor=None, max_samples=-1):
+        assert processor is None and config.prompt_key == "prompt" and config.get("missing", 7) == 7
+        self.count, self.read = int(open(data_files[0]).read()), []
+        if max_samples > 0:
+            self.count = min(self.count, max_samples)
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, item):
+        self.read.append(item)
+        return {
+            "raw_prompt": [{"role": "user", "content": f"{item}+{item}="}],
+            "dummy_tensor": torch.tensor([0], dtype=torch.uint8),
+            "data_source": "even" if item % 2 == 0 else "odd",
+            "reward_model": {"style": "rule", "ground_truth": str(2 * item)},
+            "extra_info": {"index": item},
+            "index": item,
+        }
+
+
+class Padded(Chat):
+    """As verl 0.6: ids, padded on the left."""
+
+    def __init__(self, data_files, tokenizer, processor, config):
+        super().__init__(data_files, tokenizer, config, processor)
+        self.tokenizer, self.longest = tokenizer, config.max_prompt_length
+
+    def __getitem__(self, item):
+        ids = self.tokenizer.encode("7" * (1 + item), add_special_tokens=False)
+        pad = self.longest - len(ids)
+        row = super().__getitem__(item)
+        row["input_ids"] = torch.tensor([99] * pad + ids)
+        row["attention_mask"] = torch.tensor([0] * pad + [1] * len(ids))
+        return row
+
+
+class Broken(Chat):
+    def __getitem__(self, item):
+        return super().__getitem__(item) | ({"reward_model": None} if item == 3 else {})
+
+
+class Strange(Chat):
+    def __init__(self, files):
+        pass
+'''
+SAMPLERS = '''
+class Sorted:
+    """verl's AbstractCurriculumSampler in shape."""
+
+    def __init__(self, data_source, data_config):
+        self.sources = [data_source[row]["data_source"] for row in range(len(data_source))]
+        self.first, self.told = data_config.get("seed"), []
+
+    def __iter__(self):
+        yield from sorted(range(len(self.sources)), key=lambda row: (self.sources[row], -row))
+
+    def __len__(self):
+        return len(self.sources)
+
+
+class Learning(Sorted):
+    def update(self, batch):
+        scores = batch.batch["token_level_scores"].sum(-1)
+        self.told += zip(batch.non_tensor_batch["index"].tolist(), scores.tolist())
+
+
+class Saved(Learning):
+    place = 0
+
+    def __iter__(self):
+        while True:
+            self.place += 1
+            yield (self.place - 1) % len(self.sources)
+
+    def state_dict(self):
+        return {"place": self.place}
+
+    def load_state_dict(self, state):
+        self.place = state["place"]
+'''
+
+
+def own(tmp_path: Path, tokenizer: Any, name: str, rows: int = 6, **keys: Any) -> PromptDataset:
+    (tmp_path / "own.py").write_text(DATASETS)
+    (tmp_path / "rows.txt").write_text(str(rows))
+    files = (str(tmp_path / "rows.txt"),)
+    cls = {"path": str(tmp_path / "own.py"), "name": name}
+    config = DataConfig(train_files=files, custom_cls=cls, **keys)
+    return prompt_dataset(config, tokenizer, files, config.train_max_samples, VERLS)
+
+
+def test_rows_of_messages_are_formatted_and_scored(tmp_path: Path, tokenizer: Any) -> None:
+    dataset = own(tmp_path, tokenizer, "Chat", train_max_samples=5)
+    assert isinstance(dataset, OwnPrompts)
+    assert (len(dataset), dataset.data_sources) == (5, ("even", "odd"))
+    batch = dataset.batch([4, 1], uid_prefix=[0, 3])
+    texts = [tokenizer.decode(ids) for ids in batch.ragged("prompts")]
+    ask = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+    assert texts == [ask.format("4+4="), ask.format("1+1=")]
+    columns = {name: list(column) for name, column in batch.non_tensor_batch.items()}
+    assert columns["ground_truth"] == ["8", "2"] and columns["uid"] == ["0-4", "3-1"]
+    assert columns["messages"][0] == [{"role": "user", "content": "4+4="}]
+    assert columns["data_source"] == ["even", "odd"] and columns["extra_info"][1] == {"index": 1}
+    assert list(dataset.recall(["3-1"]).non_tensor_batch["uid"]) == ["3-1"]
+    assert dataset.places_of_sources(("odd", "even")).tolist() == [1, 0, 1, 0, 1]
+
+
+def test_padded_ids_are_taken_as_they_are_without_padding(tmp_path: Path, tokenizer: Any) -> None:
+    keys: dict[str, Any] = {"max_prompt_length": 8}
+    dataset = own(tmp_path, tokenizer, "Padded", **keys)
+    assert dataset.longest == 6
+    prompts = dataset.batch(range(6), uid_prefix="0").ragged("prompts")
+    assert [tokenizer.decode(ids) for ids in prompts] == ["7" * n for n in range(1, 7)]
+
+
+def test_long_rows_are_left_out_or_cut(tmp_path: Path, tokenizer: Any) -> None:
+    for keys, lengths in (
+        ({"filter_overlong_prompts": True}, [1, 2, 3, 4]),
+        ({"truncation": "left"}, [1, 2, 3, 4, 4, 4]),
+    ):
+        text = DATASETS.replace(
+            "self.longest = tokenizer, config.max_prompt_length", "self.longest = tokenizer, 9"
+        )
+        (tmp_path / "own.py").write_text(text)
+        (tmp_path / "rows.txt").write_text("6")
+        cls = {"path": str(tmp_path / "own.py"), "name": "Padded"}
+        files = (str(tmp_path / "rows.txt"),)
+        config = DataConfig(train_files=files, custom_cls=cls, max_prompt_length=4, **keys)
+        dataset = prompt_dataset(config, tokenizer, files, -1, VERLS)
+        batch = dataset.batch(range(len(dataset)), uid_prefix="0")
+        assert batch.ragged("prompts").lengths.tolist() == lengths
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "said"),
+    [
+        ("Broken", DataError, "row 3: reward_model is null"),
+        ("Strange", ConfigError, "data.custom_cls.name: it cannot be made so"),
+        ("Missing", ConfigError, "data.custom_cls.name: no dataset of that name"),
+    ],
+)
+def test_what_is_wrong_is_said_before_training(
+    tmp_path: Path, tokenizer: Any, name: str, error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error) as caught:
+        own(tmp_path, tokenizer, name)
+    assert said in str(caught.value)
+
+
+def drawn(tmp_path: Path, dataset: PromptDataset, name: str) -> DrawnBatches:
+    (tmp_path / "samplers.py").write_text(SAMPLERS)
+    path = str(tmp_path / "samplers.py")
+    sampler = load_sampler(dataset, path=path, name=name, batch_size=4, seed=1, kwargs={}, config={"seed": 1})
+    return DrawnBatches(dataset, 4, sampler)
+
+
+def indices(batches: DrawnBatches, numbers: range) -> list[list[int]]:
+    return [batches.batch(number).non_tensor_batch["index"].tolist() for number in numbers]
+
+
+def test_a_sampler_of_verls_is_iterated_in_whole_batches(tmp_path: Path, tokenizer: Any) -> None:
+    dataset = own(tmp_path, tokenizer, "Chat", rows=10)
+    batches = drawn(tmp_path, dataset, "Sorted")
+    one_pass = [[8, 6, 4, 2], [0, 9, 7, 5]]  # 3 and 1 do not fill a batch
+    assert indices(batches, range(4)) == one_pass * 2
+    again = drawn(tmp_path, dataset, "Sorted")
+    again.load_state_dict(drawn(tmp_path, dataset, "Sorted").state_dict() | batches.state_dict())
+    assert indices(again, range(4, 6)) == one_pass
+
+
+def test_it_is_told_of_scores_and_goes_on_by_its_own_state(tmp_path: Path, tokenizer: Any) -> None:
+    dataset = own(tmp_path, tokenizer, "Chat", rows=10)
+    batches = drawn(tmp_path, dataset, "Saved")
+    assert indices(batches, range(2)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    seen = {"index": np.array([4, 4, 6, 6])}
+    batches.observe(DataProto({"scores": torch.tensor([1.0, 0.0, 1.0, 1.0])}, seen))
+    assert batches._sampler._sampler.told == [(4, 0.5), (6, 1.0)]
+    again = drawn(tmp_path, dataset, "Saved")
+    again.load_state_dict(batches.state_dict())
+    assert indices(again, range(2, 3)) == [[8, 9, 0, 1]]
+    learning = drawn(tmp_path, dataset, "Learning")
+    learning.batch(0)
+    with pytest.raises(DataError, match="Learning with update, and without state_dict"):
+        drawn(tmp_path, dataset, "Learning").load_state_dict(learning.state_dict())
