@@ -142,7 +142,7 @@ class ChatTemplate:
 
 def plain(value: Any) -> Any:
     """The value without the null fields that a columnar file adds to make all rows alike."""
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         return {name: plain(inner) for name, inner in value.items() if inner is not None}
     return [plain(inner) for inner in value] if isinstance(value, list | tuple) else value
 

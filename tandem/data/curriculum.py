@@ -12,10 +12,11 @@ A sampler of one's own is a class in a file, named by `data.sampler.class_path` 
 `len(dataset)` is the number of training prompts, `dataset.records(rows)` what the data files say of some,
 `dataset[row]` of one.
 
-A class with `__iter__` and no `draw` is taken as one of verl's: it is made with `data_source` and `data_config`,
-and its `update`, if there is one, gets a batch with `token_level_scores` and the rows' columns. Each pass over it
-gives whole batches. It goes on after a resume by its `state_dict` and `load_state_dict`; without them as many rows
-are passed over, and a class that has `update` is refused, for it would not be where it was.
+A class with `__iter__` and no `draw` is taken as one of verl's: it is made with `data_source` and
+`data_config`, and its `update`, if there is one, gets a batch with `token_level_scores` and the rows'
+columns. Each pass over it gives whole batches. It goes on after a resume by its `state_dict` and
+`load_state_dict`; without them as many rows are passed over, and a class that has `update` is refused, for
+it would not be where it was.
 
 The sampler lives with the data. It is told of every generation batch before it is asked for the next one, so
 that a run that was killed goes on exactly.

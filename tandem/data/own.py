@@ -1,6 +1,7 @@
 """A user's own dataset, as verl's `data.custom_cls` names one: a map-style dataset of torch's that is made
 with data_files, tokenizer, processor, config and, if it takes it, max_samples. A row is a mapping with the
-prompt as `raw_prompt` (messages), `raw_prompt_ids`, or `input_ids` with `attention_mask`, and what the reward reads."""
+prompt as `raw_prompt` (messages), `raw_prompt_ids`, or `input_ids` with `attention_mask`, and with what
+rewards read."""
 
 from __future__ import annotations
 
