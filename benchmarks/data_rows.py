@@ -1,11 +1,11 @@
-"""Times a million rows from the file to the first training batch: checked, formatted, tokenised, filtered, shuffled;
-beside `datasets` doing the same but for the checks, with as many processes.
+"""Times a million rows from the file to the first training batch: checked, formatted, tokenised, filtered,
+shuffled; beside `datasets` doing the same but for the checks, with as many processes.
 
     python benchmarks/data_rows.py --out benchmarks/results/data_rows.json
 
-Each measurement is a process of its own, cold (nothing cached) and warm, in turns; seconds are from the end of the
-imports to the first batch, memory is the peak of what all of its processes hold together (PSS: a shared page counts
-once). `ratio` is Tandem's seconds over those of `datasets`."""
+Each measurement is a process of its own, cold (nothing cached) and warm, in turns; seconds are from the end of
+the imports to the first batch, memory is the peak of what all of its processes hold together (PSS: a shared page
+counts once). `ratio` is Tandem's seconds over those of `datasets`."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def tokenizer_of(folder: Path) -> Any:
 
 
 def measured(way: str, folder: Path, cache: Path, workers: int) -> dict[str, Any]:
-    """Runs one way in a process; its peak of memory is looked for ten times a second."""
+    """Runs one way in a process; its peak of memory is looked for twice a second."""
     words = [
         sys.executable,
         __file__,
@@ -138,17 +138,17 @@ def measured(way: str, folder: Path, cache: Path, workers: int) -> dict[str, Any
         "--workers",
         workers,
     ]
-    log = tempfile.TemporaryFile()
-    process = subprocess.Popen(list(map(str, words)), stdout=subprocess.PIPE, stderr=log)
     peak = 0.0
-    while process.poll() is None:
-        peak = max(peak, held(process.pid))
-        time.sleep(0.1)
-    assert process.stdout is not None
-    if process.returncode:
-        log.seek(0)
-        raise SystemExit(log.read().decode()[-4000:])
-    found = json.loads(process.stdout.read().splitlines()[-1])
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(list(map(str, words)), stdout=subprocess.PIPE, stderr=log)
+        while process.poll() is None:
+            peak = max(peak, held(process.pid))
+            time.sleep(0.5)
+        assert process.stdout is not None
+        if process.returncode:
+            log.seek(0)
+            raise SystemExit(log.read().decode()[-4000:])
+        found = json.loads(process.stdout.read().splitlines()[-1])
     return {**found, "peak_gib": peak / 2**30, "load": os.getloadavg()[0]}
 
 
@@ -191,7 +191,7 @@ def main() -> None:
                     result = measured(way, folder, cache, given.workers)
                     found.setdefault(f"{way} {state}", []).append(result)
                     print(repeat, way, state, result, file=sys.stderr, flush=True)
-                shutil.rmtree(cache)
+                shutil.rmtree(cache, ignore_errors=True)
     medians = {
         name: {key: statistics.median(run[key] for run in runs) for key in runs[0]}
         for name, runs in found.items()
