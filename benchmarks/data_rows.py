@@ -3,8 +3,8 @@ shuffled; beside `datasets` doing the same but for the checks, with as many proc
 
     python benchmarks/data_rows.py --out benchmarks/results/data_rows.json
 
-Each measurement is a process of its own, cold (nothing cached) and warm, in turns; seconds are from the end of
-the imports to the first batch, memory is the peak of what all of its processes hold together (PSS: a shared page
+Each measurement is a process of its own, cold (nothing cached) and warm, in turns; seconds are from the end
+of the imports to the first batch, memory is the peak of what all of its processes hold (PSS: a shared page
 counts once). `ratio` is Tandem's seconds over those of `datasets`."""
 
 from __future__ import annotations
