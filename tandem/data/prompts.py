@@ -63,6 +63,8 @@ class PromptDataset:
             column_keys=(
                 "data.prompt_key",
                 *(["data.reward_fn_key", "data.answer_key"] if form.scored else [PARAMETERS]),
+                *(["data.system_key"] if form.system_key else []),
+                *(["data.tools_key"] if form.tools_key else []),
             ),
             template_key="actor_rollout_ref.model.custom_chat_template",
             **options,

@@ -55,7 +55,7 @@ def conversation_problem(value: Any) -> str | None:
     for place, message in enumerate(value):
         if not isinstance(message, dict):
             return f"message {place} is not {{role, content}} but {kind(message)}"
-        for key in ("role", "content"):
+        for key in ("role",) if message.get("tool_calls") else ("role", "content"):
             if not isinstance(message.get(key), str):
                 state = f"is {kind(message[key])}" if key in message else "is missing"
                 return f"message {place}: '{key}' {state}, not text"

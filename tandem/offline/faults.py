@@ -26,7 +26,7 @@ def odd_roles(key: str, prompt: Any, *, ended: bool = False) -> Found:
             yield ROLE, f"{key}: message {place}: {message['role']!r} is none of {', '.join(ROLES)}"
     if not ended and prompt[-1]["role"] == "assistant":
         yield ROLE, f"{key}: the assistant has the last word, and nothing is left to answer"
-    if not any(message["content"].strip() for message in prompt):
+    if not any((message.get("content") or "").strip() for message in prompt):
         yield "blank text", f"{key}: nothing but white space"
 
 
