@@ -82,7 +82,8 @@ class Prompts(BatchOrder):
         """
         if self._drawn != ("sampler" in state):
             names = {True: "a sampler's draws", False: "the order of data.shuffle and data.seed"}
-            raise other_data(got=names[self._drawn], expected=names["sampler" in state])
+            field = "data.sampler.class_name"
+            raise other_data(field=field, got=names[self._drawn], expected=names["sampler" in state])
         super().load_state_dict(state)
         then = saved_rows(state)
         if state.get("digest") not in (None, self._data.digest(then)):

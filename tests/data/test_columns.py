@@ -15,9 +15,11 @@ from tandem.errors import DataError
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 WITH_TOOLS = (
-    "{% if tools %}[{% for t in tools %}{{ t.function.name }}{{ t.function.keys() | list }}{% endfor %}]{% endif %}"
+    "{% if tools %}[{% for t in tools %}{{ t.function.name }}{{ t.function.keys() | list }}{% endfor %}]"
+    "{% endif %}"
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}{{ c.function.name }}({{ c.function.arguments.keys() | list }}){% endfor %}"
+    "{% for c in m.tool_calls or [] %}"
+    "{{ c.function.name }}({{ c.function.arguments.keys() | list }}){% endfor %}"
     "{% if m.role == 'assistant' %}<|im_end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
@@ -116,7 +118,7 @@ def test_demonstrations_with_tools(files: Any, tokenizer: Any) -> None:
     [
         ({"answer": None}, {"answer_key": "answer"}, "row 0: answer is null, not an answer"),
         ({"tools": "add"}, {"tools_key": "tools"}, "row 0: tools: Expecting value"),
-        ({"tools": '{"a": 1}'}, {"tools_key": "tools"}, "row 0: tools: not a list of JSON schemas but of type dict"),
+        ({"tools": '{"a": 1}'}, {"tools_key": "tools"}, "row 0: tools: not a list of JSON schemas but"),
         ({"rules": 3}, {"system_key": "rules"}, "row 0: rules: of type int, not text"),
         ({"rules": "r", "prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]},
          {"system_key": "rules"}, "row 0: rules: not empty, and the prompt has a system message already"),
