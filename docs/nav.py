@@ -53,7 +53,10 @@ NAV: tuple[Part, ...] = (
                 "Data and rewards",
                 ("data.md", "rewards.md", "sandbox.md", "reward-models.md", "tasks-museum.md"),
             ),
-            ("Watching a run", ("viewer.md", "replay.md", "loggers.md", "museum.md", "failures.md", "messages.md")),
+            (
+                "Watching a run",
+                ("viewer.md", "replay.md", "loggers.md", "museum.md", "failures.md", "messages.md"),
+            ),
             (
                 "Size and speed",
                 ("large-models.md", "memory.md", "performance.md", "bench.md", "scoreboard.md"),

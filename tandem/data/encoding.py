@@ -84,8 +84,8 @@ def gather_rows(files: DataFiles, encoder: Encoder, parts: Iterable[Part]) -> En
     """
     ids, masks = io.BytesIO(), io.BytesIO()
     lengths, digests = _gather(files, encoder, parts, ids, masks)
-    flat = [np.frombuffer(sink.getbuffer(), kind) for sink, kind in ((ids, np.int32), (masks, bool))]
-    return _encoded(files, encoder, *flat, lengths, digests)
+    flat_ids, flat_masks = np.frombuffer(ids.getbuffer(), np.int32), np.frombuffer(masks.getbuffer(), bool)
+    return _encoded(files, encoder, flat_ids, flat_masks, lengths, digests)
 
 
 def _encoded(

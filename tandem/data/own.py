@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from tandem.data.encoder import Encoder, Part
 from tandem.data.encoding import PART_ROWS, gather_rows
 from tandem.data.files import DataFiles
+from tandem.data.forms import PromptForm
 from tandem.data.loader import Prefix, uids
 from tandem.data.prompts import PromptDataset, prompt_table
 from tandem.errors import ConfigError, DataError
@@ -73,19 +74,20 @@ class OwnPrompts(PromptDataset):
         rows: the dataset.
         name: of its class, for messages.
         encoder: makes tokens of the rows.
+        form: what stands in a row.
         by_name: the reward reads columns by their names.
 
     Raises:
         DataError: rows of the wrong shape, or beyond the limit.
     """
 
-    def __init__(self, rows: Any, name: str, encoder: Encoder, *, by_name: bool) -> None:
+    def __init__(self, rows: Any, name: str, encoder: Encoder, form: PromptForm, *, by_name: bool) -> None:
         if not len(rows):
             raise DataError("the dataset is empty", field=name, got="0 rows", expected="at least one row")
         self._rows, self._by_name = rows, by_name
         self._names = DataFiles(pa.table({}), (Path(name),), (0,))
-        self._form = encoder.form
-        self._form = replace(encoder.form, as_ids=self._row(0)[1] is not None)
+        self._form = form
+        self._form = replace(form, as_ids=self._row(0)[1] is not None)
         self._encoder = replace(encoder, form=self._form)
         sources: list[str] = []
         parts: list[Part] = []

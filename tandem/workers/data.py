@@ -229,7 +229,7 @@ def prompt_dataset(
         template = ChatTemplate(tokenizer, config.apply_chat_template_kwargs, key)
         long = config.max_prompt_length, "data.max_prompt_length", config.truncation
         encoder = Encoder(form, tokenizer, template, Limit(*long, config.filter_overlong_prompts))
-        return OwnPrompts(own, named[1], encoder, by_name=by_name(form, reads.optional))
+        return OwnPrompts(own, named[1], encoder, form, by_name=by_name(form, reads.optional))
     return PromptDataset(
         list(files),
         tokenizer,

@@ -112,6 +112,7 @@ class Reader:
         for piece, _ in pieces[:-1]:
             read += self.own(piece, add_special_tokens=False, verbose=False)["input_ids"]
         response = pieces[-1][0]
+        assert isinstance(response, str), "a response is read as text"
         offsets = self.separator is not None
         last = self.own(response, add_special_tokens=False, return_offsets_mapping=offsets, verbose=False)
         at = [len(read) + place for place in self._steps(response, text, last)] if offsets else []

@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tandem.data.mixture import Stretch
 from tandem.protocol import DataProto
 from tandem.runtime import BatchFuture
 from tandem.trainer.perf import throughput
 from tandem.trainer.prompts import Prompts
 from tandem.trainer.steps import MiniBatching, Plan, minibatches
 from tandem.workers.actor import ActorWorker
+from tandem.workers.data import DataFacts
 from tests.support.runs import Lab
 
 SLOW = """
@@ -149,10 +151,17 @@ class Asked:
         self.numbers.append(number)
         return BatchFuture.of(DataProto(non_tensor_batch={"number": [number]}))
 
+    def digest(self, rows: int) -> str:
+        return f"of {rows}"
+
+    def grow(self, stretches: tuple[Stretch, ...]) -> None:
+        assert stretches == ((0, 9),)
+
 
 def test_the_next_batch_is_asked_for_with_the_present_one() -> None:
     data = Asked()
-    prompts = Prompts(data, rows=9, batch_size=2, shuffle=True, seed=3)  # type: ignore[arg-type]
+    facts = DataFacts(9, 0, data.digest(9), ())
+    prompts = Prompts(data, facts, 2, shuffle=True, seed=3)  # type: ignore[arg-type]
     assert data.numbers == []
     assert prompts.next().get().non_tensor_batch["number"].tolist() == [0]
     assert data.numbers == [0, 1]
