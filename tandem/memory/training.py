@@ -225,20 +225,37 @@ def update_moments(own: Gathered, decoder: Decoder, way: Way, tokens: int) -> It
             activations - (0 if way.setup.offloaded else kept) + layer,
             0.0,
         )
+    single = activations - way.setup.held * on_device * kept + kept + layer
+    yield from _last_moments(own, way, single, around, head_gradient)
+
+
+def _last_moments(
+    own: Gathered, way: Way, single: float, around: float, head_gradient: float
+) -> Iterator[Moment]:
+    """The end of an update's backward.
+
+    Args:
+        single: bytes of activations in the first layer's backward.
+        around: of these, those that no layer has.
+        head_gradient: bytes of the head's.
+    """
+    c, m, layers = way.setup.itemsize, way.master, own.layers
+    w, r = c * own.layer, c * own.root
+    several = way.micro_batches > 1
+    reducing = 0.0 if several else m * own.trained_layer * min(1, layers - 1)
     of_root, tied = c * own.trained_root, own.root < 1.5 * own.head
-    single = activations - way.setup.held * on_device * kept + kept
     layers_summed = m * layers * own.trained_layer
     if several:
         whole, earlier = c * own.whole, m * own.trained_root if way.micro_batches > 2 else 0.0
         summed_so_far = layers_summed + earlier + head_gradient
-        yield Moment("first layer, backward", whole, summed_so_far, single + layer, 0.0)
+        yield Moment("first layer, backward", whole, summed_so_far, single, 0.0)
         matrix = of_root if tied or not own.head else head_gradient
         yield Moment("root, summed", whole, layers_summed + matrix + m * own.trained_root, around, 0.0)
         reduced = 2 * m * own.trained_root
     else:
         gathered = r + (w if way.resharding else 0.0)
         gradients = layers_summed / way.shards + head_gradient + reducing
-        yield Moment("first layer, backward", gathered, gradients, single + layer, 0.0)
+        yield Moment("first layer, backward", gathered, gradients, single, 0.0)
         at_embedding = (
             layers_summed / way.shards + reducing + (of_root + (head_gradient if tied else 0.0) * 2)
         )
