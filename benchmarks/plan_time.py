@@ -146,7 +146,10 @@ def judge(folder: Path, rows: list[dict[str, Any]]) -> dict[str, Any]:
     rates = Rates(**fitted[-1][1]["rates"])
     phases = dict.fromkeys(phase for work, _ in fitted for phase in work)
     factors = {
-        phase: fit([(work[phase], row["measured"][phase]) for work, row in fitted if phase in work], rates)
+        phase: fit(
+            [(work[phase], s) for work, row in fitted if phase in work and (s := row["measured"][phase]) > 0],
+            rates,
+        )
         for phase in phases
     }
     off: dict[str, list[float]] = {"fitted": [], "held out": []}

@@ -275,7 +275,8 @@ def predict(work: Mapping[str, Work], rates: Rates, factors: Factors) -> dict[st
 
 def fit(observed: Sequence[tuple[Work, float]], rates: Rates) -> list[float]:
     """The factors that explain a phase best: of all sets of terms the one whose least squares of relative
-    errors are smallest, with a price for each term (Schwarz's criterion), and none negative.
+    errors are smallest, with a price for each term (Schwarz's criterion), and none negative. Operations,
+    where there are any, are among them: few runs may be explained without, and larger models would not be.
 
     Args:
         observed: what was done, and the seconds it took.
@@ -285,6 +286,8 @@ def fit(observed: Sequence[tuple[Work, float]], rates: Rates) -> list[float]:
     present = [column for column in range(rows.shape[1]) if rows[:, column].any()]
     for size in range(1, min(len(present), len(observed)) + 1):
         for columns in combinations(present, size):
+            if columns[0] != present[0] == 0:
+                continue
             part = rows[:, columns]
             scale = part.max(axis=0)
             found = np.linalg.lstsq(part / scale, np.ones(len(rows)), rcond=None)[0] / scale

@@ -1,0 +1,37 @@
+"""The table and the figure of the scoreboard."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def board(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return pytest.importorskip("scoreboard")
+
+
+def run(seconds: float, steps: int, *, reached: bool = True) -> dict[str, Any]:
+    curve = [[0, 0.0, 0.25], [steps, seconds, 0.9 if reached else 0.5]]
+    return {"reached": reached, "cpu_seconds": seconds, "wall_seconds": 9.0, "steps": steps, "curve": curve}
+
+
+def test_medians_and_ratios_of_seeds(board: Any) -> None:
+    rows = [
+        {
+            "task": "arithmetic",
+            "seed": seed,
+            "tandem": run(ours, 20),
+            "trl": run(theirs, 30, reached=seed > 0),
+        }
+        for seed, (ours, theirs) in enumerate([(10.0, 30.0), (20.0, 30.0), (15.0, 15.0)])
+    ]
+    lines = board.table({"rows": rows}).splitlines()
+    assert lines[2:] == ["| `arithmetic` | 3 | 3 | 15.0 | 20 | 2 | 30.0 | 30 | 1.50 (1.00 to 3.00) |"]
+    drawn = board.figure({"rows": rows})
+    assert drawn.count('stroke="#1b6ca8"') == drawn.count('stroke="#c44536"') == 3
