@@ -106,6 +106,6 @@ NAV: tuple[Part, ...] = (
             "questions/debugging.md",
         ),
     ),
-    ("Reference", ("config/index.md", ("Config", ("config/",)), "api/index.md", ("Python", ("api/",)))),
+    ("Reference", (("Config", ("config/index.md", "config/")), ("Python", ("api/index.md", "api/")))),
     ("Project", ("design.md", "contributing.md", "changelog.md")),
 )
