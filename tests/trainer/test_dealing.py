@@ -9,6 +9,7 @@ from tandem.runtime.index import Index
 from tandem.runtime.local_backend import LocalBackend
 from tandem.trainer.dealing import Dealer
 from tandem.trainer.roles import Roles
+from tandem.trainer.scoring import Scoring
 
 
 def table(uids, column, lengths):
@@ -85,7 +86,7 @@ class Writer(Worker):
 
 def test_samples_come_back_in_the_order_of_the_prompts():
     group = WorkerGroup(LocalBackend(), Writer, ResourcePool([1]))
-    roles = Roles(group, group, group, None, None, None, group, group, scores_parts=False)
+    roles = Roles(group, group, group, {}, None, {}, group, group, Scoring(None), scores_parts=False)
     prompts = BatchFuture.of(table(["1", "2", "3", "4", "5"], "prompts", [3, 9, 8, 1, 7]))
     plain = roles.generate(prompts, 2, SamplingParams(max_tokens=1), Dealer())
     dealt = replace(roles, rollout_shares=2).generate(prompts, 2, SamplingParams(max_tokens=1), Dealer())
