@@ -102,7 +102,7 @@ def test_a_long_curve_keeps_the_extremes_of_each_stretch(tmp_path: Path) -> None
         ),
         ({"kind": "val"}, lambda row: False),
     ],
-    ids=str,
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
 def test_filters_find_what_a_plain_loop_finds(
     client: Client, run: Path, query: dict[str, str], wanted: Any
