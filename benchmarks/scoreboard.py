@@ -190,6 +190,8 @@ def figure(report: dict[str, Any]) -> str:
     panels = []
     for task in TASKS:
         rows = [row for row in report["rows"] if row["task"] == task]
+        if not rows:
+            continue
         curves = [[(s, a) for _, s, a in row[side]["curve"]] for side in SIDES for row in rows]
         colours = [colour for colour in COLOURS[:2] for _ in rows]
         panels.append(Panel(task, "blue Tandem, red TRL", curves, colours))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results" / "scoreboard.json"
 
 
 @pytest.fixture
@@ -35,3 +37,9 @@ def test_medians_and_ratios_of_seeds(board: Any) -> None:
     assert lines[2:] == ["| `arithmetic` | 3 | 3 | 15.0 | 20 | 2 | 30.0 | 30 | 1.50 (1.00 to 3.00) |"]
     drawn = board.figure({"rows": rows})
     assert drawn.count('stroke="#1b6ca8"') == drawn.count('stroke="#c44536"') == 3
+
+
+def test_the_page_shows_the_results_that_are_there(board: Any) -> None:
+    report = json.loads(RESULTS.read_text())
+    assert board.table(report) in (ROOT / "docs" / "scoreboard.md").read_text()
+    assert RESULTS.with_suffix(".svg").read_text() == board.figure(report)
