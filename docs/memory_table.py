@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from tandem.cli.plan import shape_of
 from tandem.config.load import load_train_config
 from tandem.memory.activations import Setup
 from tandem.memory.plan import GIB, Plan, plan
+from tandem.memory.shapes import shape_of
 from tandem.memory.training import Gathered, Way, update_moments, worst
 
 ROOT = Path(__file__).parents[1]

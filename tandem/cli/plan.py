@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 from dataclasses import asdict
 from typing import Any
 
 from tandem.config.load import load_train_config
-from tandem.config.model import stored_config
 from tandem.config.root import TrainConfig
 from tandem.config.sources import split_arguments
 from tandem.data.files import count_rows
 from tandem.errors import ConfigError
 from tandem.memory.host import host_total
 from tandem.memory.levers import Lever, levers
-from tandem.memory.plan import GIB, Phase, Plan, plan
-from tandem.memory.shapes import ModelShape, model_shape, published
+from tandem.memory.plan import GIB, Phase, Plan, gib, plan
+from tandem.memory.shapes import shape_of
 from tandem.observability.terminal import say
 
 USAGE = """usage: tandem plan [CONFIG.yaml] key=value … [--device 80GB | --devices 8x80GB] [--json]
@@ -90,50 +88,27 @@ def _device_bytes(config: TrainConfig, size: float | None) -> float:
     return float(host_total()) if config.trainer.device == "cpu" else _DEFAULT * GIB
 
 
-@functools.cache
-def shape_of(path: str) -> ModelShape:
-    """The shape of the model in a folder, or of that name.
-
-    Raises:
-        ConfigError: neither is known.
-    """
-    stored = stored_config(path) or published(path)
-    if stored is None:
-        raise ConfigError(
-            "no folder with a config.json, and no name whose shape is known",
-            field="model.path",
-            got=path,
-            expected="a Hugging Face folder, or a name such as Qwen/Qwen2.5-7B, Qwen/Qwen3-8B, "
-            "meta-llama/Llama-3.1-70B",
-            remedy="copy the model's config.json into a folder and name that",
-        )
-    return model_shape(stored)
-
-
 def _print(config: TrainConfig, made: Plan, found: list[Lever]) -> None:
     policy = config.actor_rollout_ref
     shape = shape_of(policy.model.path)
     print(
         f"{policy.model.path}: {shape.parameters / 1e9:.2f}B parameters, "
-        f"{config.trainer.world_size} devices of {_gib(made.device)}"
+        f"{config.trainer.world_size} devices of {gib(made.device)}"
     )
     print(f"\n{'phase':<16} {'GiB':>7}  {'of the device':<{_BAR + 2}}  what fills it")
     for phase in made.phases:
         name = phase.name if len({each.pool for each in made.phases}) == 1 else f"{phase.name} ({phase.pool})"
         print(f"{name:<16} {phase.total / GIB:7.1f}  [{_bar(phase, made.device)}]  {_parts(phase)}")
     print(" " * 26 + "  ".join(f"{letter} {part}" for part, letter in _FILLS.items()) + "\n")
-    worst = made.worst
-    at = f", at its {worst.moment}" if worst.moment else ""
-    over = f"{_gib(made.margin)} are left" if made.fits else f"{_gib(-made.margin)} are lacking"
-    print(f"worst: {worst.name}{at}, {_gib(worst.needed)} of {_gib(made.device)}: {over}")
+    print(f"worst: {made.at_worst()}")
     print(f"host, fullest node: {_sizes(made.host)}")
-    print(f"disk, a checkpoint: {_gib(made.disk['checkpoint'])}")
+    print(f"disk, a checkpoint: {gib(made.disk['checkpoint'])}")
     for note in dict.fromkeys(made.notes):
         print(f"note: {note}")
     if not made.fits:
         print("\nit does not fit. What to change, one at a time, and what the worst moment gains by it:")
         for lever in found[:_SHOWN]:
-            say(f"  {_gib(lever.gain):>9}  {' '.join(lever.words)}{'   fits then' if lever.fits else ''}")
+            say(f"  {gib(lever.gain):>9}  {' '.join(lever.words)}{'   fits then' if lever.fits else ''}")
         if not any(lever.fits for lever in found):
             say("  none of these suffices alone: take several, or more devices")
 
@@ -153,11 +128,7 @@ def _parts(phase: Phase) -> str:
 
 
 def _sizes(parts: dict[str, float]) -> str:
-    return ", ".join(f"{part} {_gib(size)}" for part, size in parts.items() if size) or "nothing"
-
-
-def _gib(size: float) -> str:
-    return f"{size / GIB:,.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:,.1f} MiB"
+    return ", ".join(f"{part} {gib(size)}" for part, size in parts.items() if size) or "nothing"
 
 
 def _as_json(made: Plan, found: list[Lever]) -> dict[str, Any]:

@@ -87,6 +87,17 @@ class Plan:
     def fits(self) -> bool:
         return self.margin >= 0
 
+    def at_worst(self, of: str = "") -> str:
+        """The worst moment in words: what it needs and what is left.
+
+        Args:
+            of: says whose memory it is, after the device's bytes.
+        """
+        worst = self.worst
+        at = f", at its {worst.moment}" if worst.moment else ""
+        over = f"{gib(self.margin)} are left" if self.fits else f"{gib(-self.margin)} are lacking"
+        return f"{worst.name}{at}, {gib(worst.needed)} of {gib(self.device)}{of}: {over}"
+
 
 def plan(config: TrainConfig, shapes: Callable[[str], ModelShape], device: float) -> Plan:
     """The plan of a run.
@@ -327,6 +338,11 @@ class _Planner:
                 split = held.fsdp.tensor_parallel_size * held.fsdp.pipeline_parallel_size
                 parts[name] = (held.master * own.trained + state) * split
         return {"checkpoint": sum(parts.values())}
+
+
+def gib(size: float) -> str:
+    """Bytes in words."""
+    return f"{size / GIB:,.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:,.1f} MiB"
 
 
 _DYNAMIC = ("gathered", "gradients", "activations", "head")

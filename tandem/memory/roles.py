@@ -115,14 +115,15 @@ class Held:
         if self.optim is None:
             return 0.0
         own = self.gathered
-        each = _STATE_BYTES[self.optim.optimizer] * self.master / 4
+        on_host = self.optim.optimizer == "adamw_cpu"
+        each = _STATE_BYTES["adamw" if on_host and not self.cuda else self.optim.optimizer] * self.master / 4
         saved = own.layers * own.trained_layer * self.master if self.optim.optimizer == "muon" else 0.0
         return (each * own.trained - saved) / self.shards
 
     @property
     def host_state(self) -> float:
         """Bytes of the optimizer's state that always lies on the host."""
-        if self.optim is None or self.optim.optimizer != "adamw_cpu":
+        if self.optim is None or self.optim.optimizer != "adamw_cpu" or not self.cuda:
             return 0.0
         return 2 * self.master * self.gathered.trained / self.shards
 

@@ -3,11 +3,13 @@ follows from it: its parameters, part by part, and the bytes that keys and value
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tandem.config.model import stored_config
 from tandem.errors import ConfigError
 from tandem.memory.activations import Decoder
 
@@ -100,6 +102,26 @@ def published(name: str) -> dict[str, Any] | None:
         if re.search(rf"(?:^|-){pattern}(?![\w.])", last):
             return dict(zip((*_KEYS, *_EXPERT_KEYS), values, strict=False))
     return None
+
+
+@functools.cache
+def shape_of(path: str) -> ModelShape:
+    """The shape of the model in a folder, or of that name.
+
+    Raises:
+        ConfigError: neither is known.
+    """
+    stored = stored_config(path) or published(path)
+    if stored is None:
+        raise ConfigError(
+            "no folder with a config.json, and no name whose shape is known",
+            field="model.path",
+            got=path,
+            expected="a Hugging Face folder, or a name such as Qwen/Qwen2.5-7B, Qwen/Qwen3-8B, "
+            "meta-llama/Llama-3.1-70B",
+            remedy="copy the model's config.json into a folder and name that",
+        )
+    return model_shape(stored)
 
 
 def model_shape(config: Mapping[str, Any]) -> ModelShape:

@@ -79,7 +79,7 @@ def say_idle_offload(trainer: RunConfig, models: Mapping[str, Section], say: Cal
     Raises:
         ConfigError: the device is to be one of this machine, which has none of the kind.
     """
-    if not _on_cpu(trainer):
+    if not on_cpu(trainer):
         return
     parts = {
         f"{at}.{part}".removeprefix("."): getattr(model, part)
@@ -121,7 +121,7 @@ def models_of(config: TrainConfig, played: frozenset[str]) -> dict[str, Section]
     return {at: section for role, at, section in sections if role in kinds}
 
 
-def _on_cpu(trainer: RunConfig) -> bool:
+def on_cpu(trainer: RunConfig) -> bool:
     """Whether the workers compute on a CPU, as far as can be known here: under Ray they may be on machines
     that have a device which this one lacks."""
     if trainer.resolved_backend == "local":

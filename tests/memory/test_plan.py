@@ -151,3 +151,10 @@ def test_a_value_is_changed_in_a_copy():
     config = config_of()
     other = with_value(config, "actor_rollout_ref.rollout.n", 3)
     assert other.actor_rollout_ref.rollout.n == 3 and config.actor_rollout_ref.rollout.n == 8
+
+
+def test_on_a_cpu_moments_lie_where_the_weights_are():
+    assert "adamw_cpu" in str(levers(config_of(), lambda changed: plan(changed, shapes, 24 * GIB)))
+    cpu = ("trainer.device=cpu", "trainer.backend=ray")
+    update = phases(made(*cpu, "actor_rollout_ref.actor.optim.optimizer=adamw_cpu"))["actor update"]
+    assert update.parts["optimizer"] == pytest.approx(8 * P / 8)

@@ -1,0 +1,62 @@
+"""The plan of a run's memory, told as the run begins and held beside what its phases take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from tandem.config.root import TrainConfig
+from tandem.errors import ConfigError, TandemError
+from tandem.memory.host import host_free
+from tandem.memory.levers import levers, with_value
+from tandem.memory.plan import Plan, gib, plan
+from tandem.memory.shapes import shape_of
+from tandem.trainer.checks import on_cpu
+
+
+def tell_plan(config: TrainConfig, say: Callable[[str], None]) -> Plan | None:
+    """The plan of the run's memory, told: the worst moment and what is left then, or, as a warning, what is
+    lacking and what to change first. None where there is none, which is told too."""
+    try:
+        made, sentence = _planned(config)
+    except Exception as error:  # of a prediction, which must not stop a run
+        why = error.message if isinstance(error, TandemError) else f"{type(error).__name__}: {error}"
+        say(f"There is no plan of this run's memory: {why}.")
+        return None
+    say(sentence)
+    return made
+
+
+def _planned(config: TrainConfig) -> tuple[Plan, str]:
+    cpu = on_cpu(config.trainer)
+    config = with_value(config, "trainer.device", "cpu" if cpu else "cuda")
+    device, whose = _free_here(config) if cpu else _device_here()
+    made = plan(config, shape_of, device)
+    sentence = f"memory, by plan: at worst {made.at_worst(whose)}"
+    if made.fits:
+        return made, sentence
+    found = levers(config, lambda changed: plan(changed, shape_of, device))
+    first = "no single key makes it fit"
+    if found:
+        first = f"change first {' '.join(found[0].words)}, which saves {gib(found[0].gain)}"
+        first += ", and it fits then" if found[0].fits else "; alone that does not suffice"
+    return made, f"Warning: {sentence}; {first}. The run goes on, as a plan may be wrong."
+
+
+def _free_here(config: TrainConfig) -> tuple[float, str]:
+    """What is free on this host, for each of the processes that share it."""
+    sharing = sum(max(counts) for counts in config.trainer.pools.values())
+    each = "" if sharing == 1 else f" for each of {sharing} processes"
+    return host_free() / sharing, f" that are free on this host{each}"
+
+
+def _device_here() -> tuple[float, str]:
+    """What a device of this machine has.
+
+    Raises:
+        ConfigError: the run's devices are elsewhere.
+    """
+    if not torch.cuda.is_available():
+        raise ConfigError("its devices are on other machines, and what they have is not known here")
+    return float(torch.cuda.get_device_properties(0).total_memory), " of a device"

@@ -1,0 +1,69 @@
+"""What a run says of its memory before it begins, and what it measures."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tandem.config.load import load_train_config
+from tandem.memory.host import host_free
+from tandem.memory.plan import GIB
+from tandem.trainer import planning
+from tandem.trainer.planning import tell_plan
+from tests.support.runs import Lab, lab
+
+__all__ = ["lab"]
+
+SEVEN = (
+    *("actor_rollout_ref.model.path=Qwen/Qwen2.5-7B", "algorithm.adv_estimator=grpo"),
+    *("actor_rollout_ref.actor.use_dynamic_bsz=true", "data.train_batch_size=64"),
+    *("actor_rollout_ref.actor.ppo_max_token_len_per_gpu=16384", "actor_rollout_ref.rollout.n=8"),
+)
+
+
+def told(*words: str) -> str:
+    said: list[str] = []
+    tell_plan(load_train_config(None, list(words), elsewhere=True).config, said.append)
+    (sentence,) = said
+    return sentence
+
+
+def test_a_run_says_its_worst_moment(lab: Lab) -> None:
+    (sentence,) = [line for line in lab.run("told", "trainer.device=cpu").said if "memory" in line]
+    found = re.fullmatch(
+        r"memory, by plan: at worst .+, [\d.]+ MiB of ([\d.,]+) GiB that are free on this host: "
+        r"[\d.,]+ GiB are left",
+        sentence,
+    )
+    assert found and float(found[1].replace(",", "")) == pytest.approx(host_free() / GIB, rel=0.5)
+
+
+def test_processes_share_a_host() -> None:
+    sentence = told(*SEVEN, "trainer.device=cpu", "trainer.n_gpus_per_node=4", "trainer.backend=ray")
+    assert "free on this host for each of 4 processes" in sentence
+
+
+def test_a_run_that_does_not_fit_is_told_what_to_change_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "on_cpu", lambda trainer: False)
+    monkeypatch.setattr(planning, "_device_here", lambda: (24.0 * GIB, " of a device"))
+    sentence = told(*SEVEN, "trainer.n_gpus_per_node=8")
+    assert sentence.startswith("Warning: memory, by plan: at worst actor update")
+    assert (
+        "of 24.0 GiB of a device:" in sentence and "are lacking; change first actor_rollout_ref." in sentence
+    )
+    monkeypatch.setattr(planning, "_device_here", lambda: (141.0 * GIB, " of a device"))
+    assert re.search(
+        r"of 141\.0 GiB of a device: [\d.]+ GiB are left$", told(*SEVEN, "trainer.n_gpus_per_node=8")
+    )
+
+
+def test_a_run_without_a_plan_is_told_why(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "mamba", "hidden_size": 8, "vocab_size": 9}')
+    words = (*SEVEN, f"actor_rollout_ref.model.path={tmp_path}", "trainer.device=cpu")
+    assert told(*words).startswith(
+        "There is no plan of this run's memory: the model's config.json lacks a size"
+    )
+    elsewhere = told(*SEVEN, "trainer.n_gpus_per_node=8", "trainer.device=cuda")
+    assert "There is no plan" in elsewhere or "of a device" in elsewhere
