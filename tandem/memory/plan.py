@@ -54,6 +54,12 @@ class Phase:
     def total(self) -> float:
         return sum(self.parts.values())
 
+    @property
+    def allocated(self) -> float:
+        """Of a training phase, what PyTorch's allocator gives: neither the context, nor what the allocator
+        loses, nor a rollout engine."""
+        return sum(size for part, size in self.parts.items() if part not in ("context", "gaps", "engine"))
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:

@@ -39,7 +39,7 @@ from tandem.trainer.integrity import Facts
 from tandem.trainer.launch import Launcher, make_backend, plain_errors, recipes
 from tandem.trainer.loop import Listener, Rhythm
 from tandem.trainer.placing import CONTROLLER_POOL, cast_roles, configured_placement, pools_of, tenants
-from tandem.trainer.planning import tell_plan
+from tandem.trainer.planning import predicted, tell_plan
 from tandem.trainer.ppo import PPOTrainer
 from tandem.trainer.prompts import Prompts
 from tandem.trainer.sampling_params import sampling, stop_token_ids
@@ -90,7 +90,7 @@ def build_ppo(
             check_sources(facts.sources, reward, config.reward.sandbox, say)
         plan = plan_run(config, spec, batches_of(facts.rows, config.data.train_batch_size))
         _say_beginning(config, run, facts.rows, plan, say)
-        tell_plan(config, say)
+        memory = predicted(tell_plan(config, say))
         stops = stop_token_ids(policy.model.path, tokenizer)
         gatherer = _gatherer(config, data, facts, stops)
         launcher = Launcher(
@@ -115,6 +115,7 @@ def build_ppo(
             _entropy_controller(policy.actor),
             schedule,
             Facts.of(config, plan),
+            memory,
         )
         made.listeners += [*_own_listener(config.trainer.on_step), *listeners]
         return made

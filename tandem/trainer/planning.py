@@ -14,6 +14,18 @@ from tandem.memory.plan import Plan, gib, plan
 from tandem.memory.shapes import shape_of
 from tandem.trainer.checks import on_cpu
 
+_TIMED = {
+    **{"old log-probs": "old_log_prob", "ref log-probs": "ref", "values": "values", "rewards": "reward"},
+    **{"critic update": "update_critic", "actor update": "update_actor"},
+}
+"""The name in `timing/PHASE` of a phase of the plan in which a worker measures its memory."""
+
+
+def predicted(made: Plan | None) -> dict[str, float]:
+    """Bytes of each phase that workers measure, by its name in `timing/PHASE`; empty without a plan."""
+    phases = () if made is None else made.phases
+    return {_TIMED[phase.name]: phase.allocated for phase in phases if phase.name in _TIMED}
+
 
 def tell_plan(config: TrainConfig, say: Callable[[str], None]) -> Plan | None:
     """The plan of the run's memory, told: the worst moment and what is left then, or, as a warning, what is

@@ -49,6 +49,7 @@ class PPOTrainer(Loop[Gathered]):
         kl_controller: the coefficient of the KL in the reward.
         entropy_controller: that of the entropy bonus, where it moves.
         facts: by which each step is judged; None: it is not.
+        memory: bytes that phases will take by plan, by their names in `timing/PHASE`.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class PPOTrainer(Loop[Gathered]):
         entropy_controller: AdaptiveEntropyController | None,
         schedule: Schedule[Gathered] | None = None,
         facts: Facts | None = None,
+        memory: Mapping[str, float] | None = None,
     ) -> None:
         super().__init__(rhythm, gatherer.prompts, session, launcher.backend, schedule)
         self.plan = plan
@@ -73,6 +75,7 @@ class PPOTrainer(Loop[Gathered]):
         self.evaluator = evaluator
         self.kl = kl_controller
         self.entropy = entropy_controller
+        self.memory = memory or {}
         self.trust = TrustProbe(
             gatherer.params.temperature,
             session.warn,
@@ -227,11 +230,16 @@ class PPOTrainer(Loop[Gathered]):
         return self.roles.groups
 
     def rates(self, seconds: dict[str, float], metrics: Mapping[str, float]) -> dict[str, float]:
-        """Seconds, rates, and how each role spent the step's time and bytes."""
+        """Seconds, rates, how each role spent the step's time and bytes, and the memory that its phases were
+        predicted to take, beside which a GPU's workers have measured theirs."""
         devices = {"actor": self.roles.actor.world_size, "rollout": self.roles.rollout.world_size}
-        return throughput(seconds, metrics, self.plan, devices) | take_usage(
-            self.groups, seconds["timing/step"]
-        )
+        predicted = {
+            f"perf/memory_predicted_bytes/{phase}": size
+            for phase, size in self.memory.items()
+            if f"timing/{phase}" in seconds
+        }
+        usage = take_usage(self.groups, seconds["timing/step"])
+        return throughput(seconds, metrics, self.plan, devices) | usage | predicted
 
     def reallocate(self, placement: Placement) -> None:
         """Moves the roles to other processes, between two steps: what they have learnt goes through a

@@ -54,7 +54,7 @@ class ActorPart:
         own are from them. With it what `old_outputs` names: `sum_pi_squared`, and `ref_kl`, nats, for which
         the batch needs `ref_hidden`."""
         micro = micro_batching(self._rollout.log_prob_batching)
-        with worker.timeline.phase("old_log_prob"), worker.on_device(self.engine):
+        with worker.working("old_log_prob", self.engine):
             computed = self.engine.forward(batch, outputs=self._outputs, micro=micro)
         out = computed.ragged("log_probs")
         columns = {name: batch.ragged(name).values for name in gap_columns(batch)}
@@ -115,7 +115,7 @@ class ActorPart:
             loss = replace(loss, compared=gap_columns(batch))
         if loss.compared and len(batch) and self.engine.share.leads:
             self._add_evidence(worker, batch)
-        with worker.timeline.phase("update_actor"), worker.on_device(self.engine, training=True):
+        with worker.working("update_actor", self.engine, training=True):
             batching, optim = self._actor.train_batching, self._actor.optim
             rejects = KEPT in batch or loss.rejects
             batch = without_rejected(batch)

@@ -59,7 +59,7 @@ class CriticWorker(EngineWorker):
     @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, mesh="critic", blocking=False, balance="tokens")
     def compute_values(self, batch: DataProto) -> DataProto:
         """`values`, ragged fp32 (fp64 for an fp64 model): the expected return before each token."""
-        with self.timeline.phase("values"), self.on_device(self.engine):
+        with self.working("values", self.engine):
             micro = micro_batching(self.config.forward_batching)
             return self.engine.forward(batch, outputs=frozenset({"values"}), micro=micro)
 
@@ -73,7 +73,7 @@ class CriticWorker(EngineWorker):
     def update_critic(self, batch: DataProto) -> Metrics:
         """One optimizer step on a mini-batch with `values`, `returns` and `response_mask`, less the
         tokens that were rejected."""
-        with self.timeline.phase("update_critic"), self.on_device(self.engine, training=True):
+        with self.working("update_critic", self.engine, training=True):
             batching, optim = self.config.train_batching, self.config.optim
             share = without_rejected(batch)
             return self.guarded_step(

@@ -56,7 +56,7 @@ class ReferencePart:
         too, ragged (T, D) in the compute dtype: the last hidden states that predict each token, as many
         bytes per token as the model is wide."""
         micro = micro_batching(self._batching)
-        with worker.timeline.phase("ref"), worker.on_device(self.engine):
+        with worker.working("ref", self.engine):
             out = self.engine.forward(batch, outputs=self._outputs, micro=micro, adapter=not self._borrowed)
         columns = {self._column: out.ragged("log_probs")}
         if "hidden" in out:

@@ -122,7 +122,7 @@ class RewardModelWorker(EngineWorker):
         """
         micro, mask = micro_batching(self.config.forward_batching), batch.ragged("response_mask")
         texts = response_texts(self.tokenizer, batch)
-        with self.timeline.phase("reward"), self.on_device(self.engine):
+        with self.working("reward", self.engine):
             reading = self.reader.read(batch, texts)
             read: dict[str, Tensor | Ragged] = {"tokens": reading.tokens}
             if reading.judged is not None:

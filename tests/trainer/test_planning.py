@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from tandem.config.load import load_train_config
 from tandem.memory.host import host_free
@@ -38,6 +39,26 @@ def test_a_run_says_its_worst_moment(lab: Lab) -> None:
         sentence,
     )
     assert found and float(found[1].replace(",", "")) == pytest.approx(host_free() / GIB, rel=0.5)
+
+
+def test_predicted_bytes_stand_beside_the_phases_that_ran(lab: Lab) -> None:
+    """On a CPU no peak is measured, and none is invented."""
+    keys = ("actor_rollout_ref.actor.use_kl_loss=true", "trainer.device=cpu")
+    for words, timed in ((keys, {"ref", "update_actor"}), (keys[1:], {"update_actor"})):
+        for row in lab.run(f"predicted_{len(words)}", *words).rows:
+            found = {name.rpartition("/")[2]: row[name] for name in row if "memory_predicted" in name}
+            assert timed <= set(found) == {phase for phase in found if f"timing/{phase}" in row}
+            assert ("ref" in found) == ("ref" in timed)
+            # weights, gradients and two moments of 21,728 numbers of fp32 at least
+            assert 16 * 21_728 < found["update_actor"] < 2e7
+            assert not [name for name in row if "memory_peak" in name]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="peaks are counted on a CUDA device")
+def test_a_gpu_measures_the_peak_of_each_phase(lab: Lab) -> None:
+    for row in lab.run("measured", "trainer.device=cuda").rows:
+        assert row["perf/memory_peak_bytes/update_actor"] > 16 * 21_728
+        assert row["perf/memory_predicted_bytes/update_actor"] > 0
 
 
 def test_processes_share_a_host() -> None:
