@@ -172,6 +172,7 @@ def as_benchmark(config: TrainConfig, asked: Asked) -> TrainConfig:
         "log_val_generations": 0,
         "keep_best": None,
         "async_save": False,
+        "worst_batch_first": False,
         "on_step": None,
         "logger": (),
     }

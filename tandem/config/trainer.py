@@ -197,6 +197,11 @@ class TrainerConfig(RunConfig):
         "workers of your own: {role: file.py:Class or package.module:Class}; roles as in placement, and "
         "batch, data",
     )
+    worst_batch_first: bool | None = key(
+        None,
+        "run the largest micro-batch of actor and critic before the first step, without learning from it, so "
+        "that memory that does not suffice is known at once; null: on CUDA alone",
+    )
     critic_warmup: int = key(
         0,
         "first training steps in which only the critic learns",

@@ -39,7 +39,7 @@ from tandem.trainer.integrity import Facts
 from tandem.trainer.launch import Launcher, make_backend, plain_errors, recipes
 from tandem.trainer.loop import Listener, Rhythm
 from tandem.trainer.placing import CONTROLLER_POOL, cast_roles, configured_placement, pools_of, tenants
-from tandem.trainer.planning import predicted, tell_plan
+from tandem.trainer.planning import predicted, run_worst_batches, tell_plan
 from tandem.trainer.ppo import PPOTrainer
 from tandem.trainer.prompts import Prompts
 from tandem.trainer.sampling_params import sampling, stop_token_ids
@@ -103,6 +103,7 @@ def build_ppo(
             scores_parts=reward is None or not reward.batched,
         )
         roles = launcher.launch(placed, data)
+        run_worst_batches(config, roles)
         made = trainer(
             plan,
             _rhythm(config.trainer, plan.total_steps),

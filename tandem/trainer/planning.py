@@ -6,13 +6,19 @@ from collections.abc import Callable
 
 import torch
 
+from tandem.config.actor import ActorConfig
+from tandem.config.critic import CriticConfig
 from tandem.config.root import TrainConfig
 from tandem.errors import ConfigError, TandemError
 from tandem.memory.host import host_free
 from tandem.memory.levers import levers, with_value
 from tandem.memory.plan import Plan, gib, plan
 from tandem.memory.shapes import shape_of
+from tandem.runtime import WorkerGroup
 from tandem.trainer.checks import on_cpu
+from tandem.trainer.perf import offered
+from tandem.trainer.roles import Roles
+from tandem.workers.worst_batch import WorstBatch
 
 _TIMED = {
     **{"old log-probs": "old_log_prob", "ref log-probs": "ref", "values": "values", "rewards": "reward"},
@@ -25,6 +31,37 @@ def predicted(made: Plan | None) -> dict[str, float]:
     """Bytes of each phase that workers measure, by its name in `timing/PHASE`; empty without a plan."""
     phases = () if made is None else made.phases
     return {_TIMED[phase.name]: phase.allocated for phase in phases if phase.name in _TIMED}
+
+
+def run_worst_batches(config: TrainConfig, roles: Roles) -> None:
+    """Has what learns run the largest micro-batches that its updates can come to, where the config asks.
+
+    Raises:
+        EngineError: the memory of a GPU does not suffice.
+    """
+    trainer = config.trainer
+    if trainer.worst_batch_first is False or trainer.val_only:
+        return
+    learning: tuple[tuple[WorkerGroup | None, CriticConfig | ActorConfig], ...] = (
+        (roles.actor, config.actor_rollout_ref.actor),
+        (roles.critic, config.critic),
+    )
+    for group, section in learning:
+        if group is not None:
+            offered(group, "run_worst_batch", worst_batch(config, section, group.world_size))
+
+
+def worst_batch(config: TrainConfig, section: CriticConfig | ActorConfig, ranks: int) -> WorstBatch:
+    """The largest micro-batches of a rank's updates: of whole sequences, each as long as prompt and response
+    may be together."""
+    rollout, fsdp, batching = config.actor_rollout_ref.rollout, section.fsdp_config, section.train_batching
+    sequence, length = section.ulysses_sequence_parallel_size, rollout.longest(config.data)
+    split = fsdp.tensor_parallel_size * fsdp.pipeline_parallel_size * sequence
+    share = -(-section.ppo_mini_batch_size * rollout.n // (ranks // split))
+    rows = batching.max_samples or share
+    if batching.max_tokens is not None:
+        rows = max(1, batching.max_tokens * sequence // length)
+    return WorstBatch(min(rows, share), length, rows < share, config.trainer.worst_batch_first is True)
 
 
 def tell_plan(config: TrainConfig, say: Callable[[str], None]) -> Plan | None:

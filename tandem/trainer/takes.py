@@ -283,6 +283,7 @@ class Stage:
             **{"logger": (), "save_freq": 0, "samples_freq": -1, "async_save": False, "max_restarts": 0},
             **{"max_ckpt_to_keep": None, "val_before_train": False, "val_only": False, "test_freq": -1},
             **{"keep_best": None, "log_val_generations": 0, "profile": {}},
+            "worst_batch_first": False,
             "resume_mode": "disable" if checkpoint is None else "resume_path",
             "resume_from_path": None if checkpoint is None else str(checkpoint),
         }

@@ -68,6 +68,7 @@ class ActorWorker(EngineWorker):
     compute_log_prob = offered("actor", ActorPart.compute_log_prob)
     explain_gap = offered("actor", ActorPart.explain_gap)
     update_actor = offered("actor", ActorPart.update_actor)
+    run_worst_batch = offered("actor", ActorPart.run_worst_batch)
     hold_reference_head = offered("actor", ActorPart.hold_reference_head)
     reset_optimizer = offered("actor", ActorPart.reset_optimizer)
     weight_buckets = offered("actor", ActorPart.weight_buckets)

@@ -18,6 +18,7 @@ from tandem.workers.correction import KEPT, without_rejected
 from tandem.workers.experiments import add_experiments
 from tandem.workers.losses import ActorLoss
 from tandem.workers.probes import add_evidence, add_rollout_gap, difference_limit, gap_columns
+from tandem.workers.worst_batch import WorstBatch, run_worst_batch
 
 
 class ActorPart:
@@ -120,6 +121,11 @@ class ActorPart:
             rejects = KEPT in batch or loss.rejects
             batch = without_rejected(batch)
             return worker.guarded_step(self.engine, batch, loss, batching, "actor", optim, rejects=rejects)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def run_worst_batch(self, worker: EngineWorker, worst: WorstBatch) -> None:
+        """See `tandem.workers.worst_batch.run_worst_batch`."""
+        run_worst_batch(worker, "actor", self.loss.outputs, self._actor.train_batching, worst)
 
     def loss_with(self, entropy_coeff: float | None) -> ActorLoss:
         """The loss, with another coefficient of the entropy bonus where one is given."""

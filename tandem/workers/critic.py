@@ -12,6 +12,7 @@ from tandem.runtime import Dispatch, register
 from tandem.workers.base import EngineWorker, micro_batching, seeded
 from tandem.workers.correction import KEPT, without_rejected
 from tandem.workers.losses import CriticLoss
+from tandem.workers.worst_batch import WorstBatch, run_worst_batch
 
 
 class CriticWorker(EngineWorker):
@@ -55,6 +56,11 @@ class CriticWorker(EngineWorker):
                 say=self.voice("critic"),
             )
         self.engine = self.hold("critic", engine)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def run_worst_batch(self, worst: WorstBatch) -> None:
+        """See `tandem.workers.worst_batch.run_worst_batch`."""
+        run_worst_batch(self, "critic", self.loss.outputs, self.config.train_batching, worst)
 
     @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, mesh="critic", blocking=False, balance="tokens")
     def compute_values(self, batch: DataProto) -> DataProto:

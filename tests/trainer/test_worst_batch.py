@@ -1,0 +1,96 @@
+"""The largest micro-batch before the first step: it runs, and leaves no trace."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tandem.config.load import load_train_config
+from tandem.trainer.planning import worst_batch
+from tests.support.runs import Finished, Lab, lab, same_weights, without_times
+
+__all__ = ["lab"]
+
+FIRST = "trainer.worst_batch_first"
+PPO = ("algorithm.adv_estimator=gae", "trainer.device=cpu")
+ACTOR = "actor_rollout_ref.actor"
+
+
+def generators() -> list[Any]:
+    return [torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()]
+
+
+def state(engine: Any) -> dict[str, Any]:
+    """Everything of an engine that training changes."""
+    moments = [t.clone() for t in engine._state._moments()]
+    return {
+        "weights": {name: value.clone() for name, value in engine.weights()},
+        "moments": moments,
+        "gradients": [p.grad for p in engine.module.parameters()],
+        "version": engine.version,
+    }
+
+
+def equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    return (
+        all(torch.equal(a["weights"][name], value) for name, value in b["weights"].items())
+        and all(torch.equal(x, y) for x, y in zip(a["moments"], b["moments"], strict=True))
+        and (a["gradients"], a["version"]) == (b["gradients"], b["version"])
+    )
+
+
+def test_nothing_is_changed_by_it(lab: Lab) -> None:
+    """Here the moments are others than zero, too."""
+    done = lab.run("once", *PPO)
+    config = load_train_config(None, [*lab.overrides(lab.folder / "x"), *PPO, f"{FIRST}=true"]).config
+    roles, ran = done.trainer.roles, []
+    for group, section in ((roles.actor, config.actor_rollout_ref.actor), (roles.critic, config.critic)):
+        worker: Any = group._workers._worker
+        engine = worker.trained()
+        engine.module.register_forward_pre_hook(lambda _, inputs: ran.append(len(inputs[0].input_ids)))
+        before, drawn = state(engine), generators()
+        assert before["moments"] and set(before["gradients"]) == {None} and before["version"] > 0
+        worker.run_worst_batch(worst_batch(config, section, 1))
+        assert equal(before, state(engine)) and generators() == drawn
+    assert ran == [
+        12 * 13,
+        12 * 13,
+    ]  # 4 prompts of 3 responses, of 8 + 6 tokens, the last of which goes in nowhere
+
+
+def test_a_run_is_the_same_with_and_without_it(lab: Lab) -> None:
+    runs: list[Finished] = [lab.run(f"first_{on}", *PPO, f"{FIRST}={on}") for on in ("true", "false", "null")]
+    first, *others = runs
+    told = ["worst batch" in (run.folder / "log/run.log").read_text() for run in runs]
+    assert told == [True, False, False]  # null: on CUDA alone
+    for other in others:
+        assert same_weights(first, other)
+        assert without_times(first.rows) == without_times(other.rows)
+        assert first.samples(2)["tokens"] == other.samples(2)["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks", "expected"),
+    [
+        ((), 1, (12, 14, False)),
+        ((f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=60"), 1, (4, 14, True)),
+        ((f"{ACTOR}.use_dynamic_bsz=false", f"{ACTOR}.ppo_micro_batch_size_per_gpu=5"), 1, (5, 14, True)),
+        ((f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=60"), 4, (3, 14, False)),
+    ],
+)
+def test_the_largest_micro_batch(
+    lab: Lab, words: tuple[str, ...], ranks: int, expected: tuple[int, int, bool]
+) -> None:
+    config = load_train_config(None, [*lab.overrides(lab.folder / "x"), *words]).config
+    assert worst_batch(config, config.actor_rollout_ref.actor, ranks)[:3] == expected
+
+
+def test_two_run_where_an_update_has_several(lab: Lab) -> None:
+    words = (f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=60", "trainer.device=cpu")
+    done = lab.run("several", *words, f"{FIRST}=true")
+    said = (done.folder / "log/run.log").read_text()
+    assert "actor: the worst batch ran before the first step: twice, as gradients add up, 56 tokens" in said
