@@ -6,15 +6,22 @@ levers save of an update's activations.
 
 from __future__ import annotations
 
+import functools
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from tandem.bench.asked import draw
+from tandem.cli.fitting import fit_config
 from tandem.config.load import load_train_config
+from tandem.config.root import TrainConfig
 from tandem.memory.activations import Setup
+from tandem.memory.fit import Found
 from tandem.memory.plan import GIB, Plan, plan
 from tandem.memory.shapes import shape_of
+from tandem.memory.timing import Clock
 from tandem.memory.training import Gathered, Way, update_moments, worst
 
 ROOT = Path(__file__).parents[1]
@@ -119,5 +126,62 @@ def beside_theirs() -> Iterator[str]:
         yield f"| {name} | {devices} | {theirs} | {' | '.join(cells)} |"
 
 
+PAIRS = (
+    *(("Qwen/Qwen2.5-0.5B", "1x24GB"), ("Qwen/Qwen2.5-1.5B", "1x40GB"), ("Qwen/Qwen2.5-1.5B", "8x24GB")),
+    *(("Qwen/Qwen2.5-3B", "8x40GB"), ("Qwen/Qwen2.5-7B", "8x80GB"), ("meta-llama/Llama-3.1-8B", "8x80GB")),
+    *(("Qwen/Qwen2.5-14B", "8x80GB"), ("Qwen/Qwen2.5-32B", "8x141GB"), ("Qwen/Qwen2.5-32B", "16x80GB")),
+    ("meta-llama/Llama-3.1-70B", "64x80GB"),
+)
+_RUN = (
+    *("algorithm.adv_estimator=grpo", "data.train_batch_size=128", "data.max_prompt_length=1024"),
+    *("data.max_response_length=3072", "actor_rollout_ref.rollout.n=8"),
+    "actor_rollout_ref.actor.ppo_mini_batch_size=64",
+)
+
+
+@functools.cache
+def fitted_pair(model: str, devices: str) -> tuple[Plan, TrainConfig, Found]:
+    """What `tandem plan --fit` finds, and its plan."""
+    count, _, size = devices.removesuffix("GB").partition("x")
+    words = [f"actor_rollout_ref.model.path={model}", *_RUN, f"trainer.nnodes={-(-int(count) // 8)}"]
+    words += [f"trainer.n_gpus_per_node={min(8, int(count))}"]
+    clock = Clock.of({}, None, float(size), cuda=True)
+    assert clock is not None
+    given = load_train_config(None, words, elsewhere=True).config
+    lengths = draw(given, "", "")
+    found = fit_config(given, None, words, float(size) * GIB, clock, shape_of, lengths)
+    keys = [f"{key}={json.dumps(value)}" for key, value in found.changes.items()]
+    config = load_train_config(None, [*words, *keys], elsewhere=True).config
+    return plan(config, shape_of, float(size) * GIB), config, found
+
+
+def fitted() -> Iterator[str]:
+    """A row for each pair: what was found, GiB that are left, and the floor of a step."""
+    head = ("model", "devices", "tensor, sequence, stages, shards", "again", "on the host")
+    head += ("tokens: update, log-probs", "rollout: split, share", "left", "floor, s")
+    yield "| " + " | ".join(head) + " |"
+    yield "|" + "---|" * 9
+    for pair in PAIRS:
+        made, config, found = fitted_pair(*pair)
+        actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
+        fsdp, rollout = actor.fsdp_config, config.actor_rollout_ref.rollout
+        sizes = (fsdp.tensor_parallel_size, actor.ulysses_sequence_parallel_size)
+        shards = "all" if fsdp.fsdp_size == -1 else fsdp.fsdp_size
+        again = model.gradient_checkpointing_mode if model.enable_gradient_checkpointing else "none"
+        host = {"weights": fsdp.param_offload, "optimizer": fsdp.optimizer_offload}
+        host["activations"] = model.enable_activation_offload
+        cells = (
+            *pair,
+            f"{sizes[0]}, {sizes[1]}, {fsdp.pipeline_parallel_size}, {shards}",
+            again,
+            ", ".join(name for name, away in host.items() if away),
+            f"{actor.ppo_max_token_len_per_gpu:,}, {rollout.log_prob_max_token_len_per_gpu:,}",
+            f"{rollout.tensor_model_parallel_size}, {rollout.gpu_memory_utilization}",
+            f"{made.margin / GIB:.1f}",
+            f"{found.seconds:.0f}",
+        )
+        yield "| " + " | ".join(cells) + " |"
+
+
 if __name__ == "__main__":
-    print("\n".join([*examples(), "", *savings(), "", *beside_theirs()]))
+    print("\n".join([*examples(), "", *fitted(), "", *savings(), "", *beside_theirs()]))

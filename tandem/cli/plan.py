@@ -4,29 +4,46 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+from tandem.bench.asked import draw
+from tandem.cli.fitting import as_words, fit_config, print_time, refuse, time_of, write_fit
 from tandem.config.load import load_train_config
 from tandem.config.root import TrainConfig
 from tandem.config.sources import split_arguments
 from tandem.data.files import count_rows
 from tandem.errors import ConfigError
+from tandem.memory.device_file import default_path, read_devices
 from tandem.memory.host import host_total
 from tandem.memory.levers import Lever, levers
+from tandem.memory.peaks import CLASSES
 from tandem.memory.plan import GIB, Phase, Plan, gib, plan
 from tandem.memory.shapes import shape_of
+from tandem.memory.timing import Clock
 from tandem.observability.terminal import say
 
 USAGE = """usage: tandem plan [CONFIG.yaml] key=value … [--device 80GB | --devices 8x80GB] [--json]
+       tandem plan [CONFIG.yaml] key=value … --fit 8x80GB [--out FILE.yaml]
 
 Says what every phase of a run will hold on a device, from the config alone: neither the model's weights nor
 the data need to be here. A model that is not here is known by its name, such as Qwen/Qwen2.5-7B.
   --device SIZE     memory of a device; 80GB where this is not said. With trainer.device=cpu, this host's
   --devices NxSIZE  so many devices, for trainer.nnodes and trainer.n_gpus_per_node; 8 on a node at most
+  --fit NxSIZE      searches parallel sizes, token budgets, recomputation, offload and the rollout's cache
+                    for the fastest config that fits so many devices, and writes it; all else stays
+  --out FILE        where to; fit-NxSIZE.yaml where this is not said
+  SIZE may be a kind, whose factors and peaks then count: A10, A100-40, A100, H100, H200
+  --lengths, --prompt-lengths  tokens as of tandem bench, for the seconds; the greatest where this is not said
   --json            the plan for programs
 Exit status 1 where the run does not fit."""
-_DEVICE = re.compile(r"(?:(?P<count>\d+)x)?(?P<size>\d+(?:\.\d+)?)\s*(?:GB|GiB|G)", re.IGNORECASE)
+_DEVICE = re.compile(
+    rf"(?:(?P<count>\d+)x)?(?:(?P<size>\d+(?:\.\d+)?)\s*(?:GB|GiB|G)|(?P<kind>{'|'.join(CLASSES)}))",
+    re.IGNORECASE,
+)
+_OPTIONS = ("--device", "--devices", "--fit", "--out", "--lengths", "--prompt-lengths")
 _DEFAULT = 80.0
 _PER_NODE = 8
 _FILLS = {  # a part's letter in the bar
@@ -41,45 +58,93 @@ def plan_memory(arguments: list[str]) -> int:
     if {"-h", "--help"} & set(arguments):
         print(USAGE)
         return 0
-    words, count, size = _options(arguments)
-    if count is not None:
-        nodes = -(-count // _PER_NODE)
-        if count % nodes:
+    words, options = _options(arguments)
+    asked = _Devices.of(options)
+    if asked.count is not None:
+        nodes = -(-asked.count // _PER_NODE)
+        if asked.count % nodes:
             raise ConfigError(
-                "so many devices are not spread evenly over nodes of 8", field="--devices", got=count
+                "so many devices are not spread evenly over nodes of 8", field="--devices", got=asked.count
             )
-        words += [f"trainer.nnodes={nodes}", f"trainer.n_gpus_per_node={count // nodes}"]
+        words += [f"trainer.nnodes={nodes}", f"trainer.n_gpus_per_node={asked.count // nodes}"]
     as_json = "--json" in words
-    words = [word for word in words if word != "--json"]
-    config = load_train_config(*split_arguments(words), count_rows=count_rows, elsewhere=True).config
-    device = _device_bytes(config, size)
+    path, overrides = split_arguments([word for word in words if word != "--json"])
+    loaded = load_train_config(path, overrides, count_rows=count_rows, elsewhere=True)
+    config = loaded.config
+    device = _device_bytes(config, asked.size)
+    lengths = draw(config, options.get("--prompt-lengths", ""), options.get("--lengths", ""))
+    cuda = config.trainer.device != "cpu"
+    clock = Clock.of(read_devices(default_path()), asked.kind, asked.size or _DEFAULT, cuda=cuda)
+    changed: list[str] = []
+    if "--fit" in options:
+        if clock is None:
+            raise ConfigError("a search is for GPUs", field="--fit", got="trainer.device=cpu")
+        overrides = [*as_words({name: value for name, (value, _) in loaded.chosen.items()}), *overrides]
+        best = fit_config(config, path, overrides, device, clock, shape_of, lengths)
+        if best.seconds is None:
+            raise refuse(best)
+        out = Path(options.get("--out") or f"fit-{options['--fit']}.yaml")
+        changed = write_fit(path, overrides, config, best, out)
+        config = load_train_config(str(out), elsewhere=True).config
     made = plan(config, shape_of, device)
-    found = [] if made.fits else levers(config, lambda changed: plan(changed, shape_of, device))
+    found = [] if made.fits else levers(config, lambda other: plan(other, shape_of, device))
+    timed = time_of(config, made, clock, shape_of, lengths) if clock else None
     if as_json:
-        print(json.dumps(_as_json(made, found), indent=1))
+        print(json.dumps(_as_json(made, found) | {"time": timed, "changed": changed}, indent=1))
     else:
         _print(config, made, found)
+        if timed is not None:
+            print_time(timed, config.trainer.world_size)
+        if "--fit" in options:
+            say(f"\nwritten to {out}; changed:\n  " + "\n  ".join(changed or ["nothing"]))
     return 0 if made.fits else 1
 
 
-def _options(arguments: list[str]) -> tuple[list[str], int | None, float | None]:
-    """The other words, how many devices are asked for, and GiB of each."""
-    words, count, size = [], None, None
+def _options(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
+    """The other words, and the options with a value."""
+    words, options = [], {}
     rest = iter(arguments)
     for word in rest:
         name, equals, value = word.partition("=")
-        if name not in ("--device", "--devices"):
+        if name not in _OPTIONS:
             words.append(word)
-            continue
-        text = value if equals else next(rest, "")
-        match = _DEVICE.fullmatch(text)
-        if match is None or float(match["size"]) <= 0 or match["count"] == "0":
-            raise ConfigError(
-                "no size of devices", field=name, got=text or "nothing", expected="such as 80GB, or 8x80GB"
-            )
-        count = int(match["count"]) if match["count"] else count
-        size = float(match["size"])
-    return words, count, size
+        else:
+            options[name] = value if equals else next(rest, "")
+    return words, options
+
+
+@dataclass(frozen=True, slots=True)
+class _Devices:
+    """The devices that were asked for.
+
+    Attributes:
+        count: how many; None: as the config says.
+        size: GiB of each; None was not said.
+        kind: of `CLASSES`, where one was named.
+    """
+
+    count: int | None = None
+    size: float | None = None
+    kind: str | None = None
+
+    @classmethod
+    def of(cls, options: Mapping[str, str]) -> _Devices:
+        found = cls()
+        for name in ("--device", "--devices", "--fit"):
+            if name not in options:
+                continue
+            match = _DEVICE.fullmatch(options[name])
+            kind = match["kind"].upper() if match and match["kind"] else None
+            size = CLASSES[kind].size if kind else float(match["size"] if match else 0)
+            if match is None or size <= 0 or match["count"] == "0":
+                raise ConfigError(
+                    "no size of devices",
+                    field=name,
+                    got=options[name] or "nothing",
+                    expected="such as 80GB, 8x80GB or 8xH100",
+                )
+            found = cls(int(match["count"]) if match["count"] else found.count, size, kind)
+        return found
 
 
 def _device_bytes(config: TrainConfig, size: float | None) -> float:

@@ -3,7 +3,7 @@ changed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -101,10 +101,22 @@ def _of_section(config: TrainConfig, role: str, at: str) -> Iterator[dict[str, A
 
 def with_value(section: Any, key: str, value: Any) -> Any:
     """The section with another value at a dotted key, which is not checked."""
-    name, _, rest = key.partition(".")
-    inner = with_value(getattr(section, name), rest, value) if rest else value
+    return with_values(section, {key: value})
+
+
+def with_values(section: Any, values: Mapping[str, Any]) -> Any:
+    """The section with other values at dotted keys, which are not checked."""
     assert isinstance(section, Section)
-    return section.model_copy(update={name: inner})
+    update: dict[str, Any] = {}
+    below: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        name, _, rest = key.partition(".")
+        if rest:
+            below.setdefault(name, {})[rest] = value
+        else:
+            update[name] = value
+    inner = {name: with_values(getattr(section, name), each) for name, each in below.items()}
+    return section.model_copy(update=update | inner)
 
 
 def _word(value: Any) -> str:

@@ -71,6 +71,8 @@ class Plan:
         host: bytes on a node's host, by what they are for.
         disk: bytes on disk of all ranks together: of a checkpoint.
         notes: sentences on what was chosen or assumed.
+        slots: sequences of the greatest length that a rollout engine's cache holds; None: it has none.
+        recomputed: what runs again in the actor's update.
     """
 
     phases: list[Phase]
@@ -78,6 +80,8 @@ class Plan:
     host: dict[str, float]
     disk: dict[str, float]
     notes: list[str] = field(default_factory=list)
+    slots: int | None = None
+    recomputed: str = "none"
 
     @property
     def worst(self) -> Phase:
@@ -121,6 +125,8 @@ class _Planner:
         self.config, self.device = config, device
         self.cuda = config.trainer.device != "cpu"
         self.notes: list[str] = []
+        self.slots: int | None = None
+        self.recomputed = "none"
         self.held = {held.name: held for held in self._models(shapes)}
         self.pools = {name: config.trainer.placed(name) or "" for name in self.held}
         self.longest = config.actor_rollout_ref.rollout.longest(config.data)
@@ -157,7 +163,7 @@ class _Planner:
 
     def made(self) -> Plan:
         phases = [*self._loads(), *self._rollout(), *self._forwards(), *self._updates()]
-        return Plan(phases, self.device, self._host(), self._disk(), self.notes)
+        return Plan(phases, self.device, self._host(), self._disk(), self.notes, self.slots, self.recomputed)
 
     def _beside(self, pool: str, active: str | None = None) -> dict[str, float]:
         """What lies on a device of the pool whatever runs, but for the active model."""
@@ -224,7 +230,7 @@ class _Planner:
         memory = DeviceMemory(int(self.device), int(others + weights), int(weights))
         share = rollout.gpu_memory_utilization or (0.9 if rollout.free_cache_engine else 0.5)
         cache = min(wanted, memory.cache(share))
-        sequences = int(cache // self._one_sequence(rollout.split))
+        sequences = self.slots = int(cache // self._one_sequence(rollout.split))
         if sequences == 0:
             self.notes.append("the KV cache cannot hold one sequence of the greatest length")
         elif cache < wanted:
@@ -256,6 +262,8 @@ class _Planner:
             return
         if rollout.name == "vllm":
             share = rollout.gpu_memory_utilization or 0.5
+            weights = held.compute * held.shape.parameters / rollout.split
+            self.slots = int((share * self.device - weights) // self._one_sequence(rollout.split))
             bucket = rollout.update_weights_bucket_megabytes * 2.0**20
             yield self._phase("reshard", held, None, engine=share * self.device, gathered=bucket)
             yield self._phase("rollout", held, None, engine=share * self.device)
@@ -307,6 +315,7 @@ class _Planner:
                 f"{phase}: {count} micro-batches of {tokens:,} tokens a device at most; "
                 f"recomputation: {again}"
             )
+            self.recomputed = again  # of the actor, which is the last
             yield self._phase(phase, held, moment, trains=True)
         yield self._phase("save", self.held["actor"], None, trains=False)
 

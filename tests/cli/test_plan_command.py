@@ -37,6 +37,40 @@ def test_the_plan_for_programs(capsys):
     assert all(phase["total"] == pytest.approx(sum(phase["parts"].values())) for phase in found["phases"])
 
 
+def test_seconds(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    words = [*SEVEN, *BUDGET, "trainer.total_training_steps=100", "--lengths", "400", "--json", "--devices"]
+    found = []
+    for devices in ("8x80GB", "8xH100"):
+        assert main(["plan", *words, devices]) == 0
+        found.append(json.loads(capsys.readouterr().out)["time"])
+    floor, named = found
+    assert "floors" in floor["by"] and "default factors for H100" in named["by"]
+    for each in found:
+        step = each["phases"]["step"]
+        assert step == pytest.approx(sum(each["phases"].values()) - step)
+        assert each["device_hours"] == pytest.approx(8 * 24 * each["days"])
+        assert each["days"] == pytest.approx(100 * step / 86400)
+    assert named["phases"]["update_actor"] > 2.9 * floor["phases"]["update_actor"]
+
+
+def test_fit_writes_a_config_that_fits(capsys, tmp_path):
+    out = tmp_path / "fit.yaml"
+    assert main(["plan", *SEVEN, "--fit", "8x40GB", "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert f"written to {out}" in said and "rollout.tensor_model_parallel_size: 1 -> 4" in said
+    assert main(["plan", str(out), "--device", "40GB", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["margin"] >= 0.05 * found["device"]
+
+
+def test_fit_says_what_is_nearest(capsys, tmp_path):
+    out = tmp_path / "fit.yaml"
+    words = ["actor_rollout_ref.model.path=Qwen/Qwen2.5-32B", "algorithm.adv_estimator=grpo"]
+    assert main(["plan", *words, "--fit=1x24GB", f"--out={out}"]) == 1
+    assert "more, of the nearest" in capsys.readouterr().err and not out.exists()
+
+
 def test_a_folder_is_read(tmp_path, capsys):
     stored = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     stored |= {"num_attention_heads": 4, "vocab_size": 100}

@@ -1,0 +1,169 @@
+"""The fastest config of a run that fits its devices, among those that levers give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+from tandem.config.root import TrainConfig
+from tandem.memory.levers import with_values
+from tandem.memory.plan import Phase, Plan
+from tandem.memory.shapes import ModelShape
+from tandem.memory.space import BUDGETS, ROLLOUT, TRAINING, Choice, Space, changes, possible
+
+MARGIN = 0.05
+"""Of the device, what must be left at the worst moment."""
+_UPDATES = ("actor update", "critic update")
+_FORWARDS = ("old log-probs", "ref log-probs", "values")
+_ROLLOUTS = ("reshard", "rollout")
+_BY_LEVERS = (*_UPDATES, *_FORWARDS, *_ROLLOUTS)
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """What says how good a config is.
+
+    Attributes:
+        plan: what it holds.
+        seconds: what a step takes, with so many sequences in the rollout's cache; None: with all.
+        accepts: whether the rules of configs allow these keys.
+    """
+
+    plan: Callable[[TrainConfig], Plan]
+    seconds: Callable[[TrainConfig, int | None], float]
+    accepts: Callable[[dict[str, Any]], bool] = lambda changes: True
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a search found.
+
+    Attributes:
+        changes: key by key, of the config that was given.
+        seconds: of a step; None: nothing fits, and this is the nearest.
+        lacking: bytes by which it misses the device less the margin; 0 where it fits.
+    """
+
+    changes: dict[str, Any]
+    seconds: float | None
+    lacking: float = 0.0
+
+
+def search(config: TrainConfig, shape: ModelShape, space: Space, judge: Judge) -> Found:
+    """The fastest config that fits with `MARGIN`; of equally fast ones the first in the space.
+
+    Choices of all but the budgets are taken by the least seconds that any budget could give, until none can
+    be faster than what was found. Seconds of training and of the rollout add up: both are asked alone.
+    Memory is not monotone in the budget of updates: one micro-batch needs no whole gradient. Each budget is
+    therefore tried; that of a pass without gradient lies in the same plans, as phases do not share it."""
+    return _Search(config, shape, space, judge).found()
+
+
+@dataclass
+class _Search:
+    config: TrainConfig
+    shape: ModelShape
+    space: Space
+    judge: Judge
+    nearest: tuple[float, Choice] = (float("inf"), ())
+    seen: dict[Choice, tuple[list[int], list[int]]] = field(default_factory=dict)
+
+    def found(self) -> Found:
+        best: tuple[float, Choice] | None = None
+        for bound, outer in sorted(self._bounds()):
+            if best is not None and bound > best[0] + 1e-5:  # sums of rounded seconds
+                break
+            each = self._best(outer)
+            if each is not None and (best is None or each < best) and self.judge.accepts(self._keys(each[1])):
+                best = each
+        if best is None:
+            return self._nearest()
+        return Found(self._keys(best[1]), best[0])
+
+    def _keys(self, choice: Choice) -> dict[str, Any]:
+        return changes(self.config, self.space, choice)
+
+    def _seconds(self, choice: Choice, slots: int | None = None) -> float:
+        config = with_values(self.config, self._keys(choice))
+        return round(self.judge.seconds(config, slots), 6)
+
+    def _places(self, names: Sequence[str]) -> list[Choice]:
+        return list(product(*(range(len(self.space[name])) for name in names)))
+
+    def _bounds(self) -> Iterator[tuple[float, Choice]]:
+        """Of each choice of all but the budgets, the least seconds."""
+        most, longest = (len(self.space[name]) - 1 for name in BUDGETS)
+        rollouts, first = self._places(ROLLOUT), (0,) * len(ROLLOUT)
+        beside: dict[Choice, float] = {}
+        for training in self._places(TRAINING):
+            tried = [most] if self.space["stages"][training[2]] == 1 else range(most + 1)  # stages wait
+            whole = [(*training, *first, budget, longest) for budget in tried]
+            whole = [each for each in whole if possible(self.config, self.shape, self.space, each)]
+            if not whole:
+                continue
+            least = min(self._seconds(each) for each in whole)
+            if not beside:
+                at = (*whole[0][-2:],)
+                base = self._seconds((*training, *first, *at))
+                beside = {each: self._seconds((*training, *each, *at)) - base for each in rollouts}
+            yield from ((least + beside[each], (*training, *each)) for each in rollouts)
+
+    def _best(self, outer: Choice) -> tuple[float, Choice] | None:
+        """The seconds and the whole choice with the fastest budgets; None: nothing fits."""
+        free = self.config.actor_rollout_ref.rollout.free_cache_engine  # else the engine stays beside updates
+        key = (*outer[: len(TRAINING)], *((0,) * len(ROLLOUT) if free else outer[len(TRAINING) :]))
+        if key not in self.seen:
+            self.seen[key] = self._fitting(key)
+        updates, forwards = self.seen[key]
+        if not updates or not forwards:
+            return None
+        plan = self._plan((*outer, updates[-1], forwards[-1]))
+        if self._lacking(plan.phases, plan) > 0:
+            self._near(plan.phases, plan, (*outer, updates[-1], forwards[-1]))
+            return None
+        _, update = min((self._seconds((*outer, each, forwards[-1]), plan.slots), each) for each in updates)
+        seconds, forward = min((self._seconds((*outer, update, each), plan.slots), each) for each in forwards)
+        return seconds, (*outer, update, forward)
+
+    def _fitting(self, outer: Choice) -> tuple[list[int], list[int]]:
+        """The budgets of updates with which these fit, and those of passes without gradient."""
+        lengths = [len(self.space[name]) for name in BUDGETS]
+        updates, forwards = set(), set()
+        for place in range(max(lengths)):
+            choice = (*outer, *(min(place, length - 1) for length in lengths))
+            if not possible(self.config, self.shape, self.space, choice):
+                continue
+            plan = self._plan(choice)
+            fits = {phase.name: self._lacking([phase], plan) <= 0 for phase in plan.phases}
+            others = [phase for phase in plan.phases if phase.name not in _ROLLOUTS]
+            if self._lacking(others, plan) > 0:
+                self._near(others, plan, choice)
+            if not all(fit for name, fit in fits.items() if name not in _BY_LEVERS):
+                break  # whatever the budgets are
+            if all(fits[name] for name in _UPDATES if name in fits):
+                updates.add(choice[-2])
+            if all(fits[name] for name in _FORWARDS if name in fits):
+                forwards.add(choice[-1])
+        return sorted(updates), sorted(forwards)
+
+    def _plan(self, choice: Choice) -> Plan:
+        return self.judge.plan(with_values(self.config, self._keys(choice)))
+
+    def _lacking(self, phases: Sequence[Phase], plan: Plan) -> float:
+        return max(phase.needed for phase in phases) - plan.device * (1 - MARGIN)
+
+    def _near(self, phases: Sequence[Phase], plan: Plan, choice: Choice) -> None:
+        self.nearest = min(self.nearest, (self._lacking(phases, plan), choice))
+
+    def _nearest(self) -> Found:
+        """What lacks least, with the rollout that lacks least beside it."""
+        _, choice = self.nearest
+        if not choice:
+            return Found({}, None, float("inf"))
+        tried = [
+            (*choice[: len(TRAINING)], *each, *choice[-len(BUDGETS) :]) for each in self._places(ROLLOUT)
+        ]
+        lacking, least = min((self._lacking((plan := self._plan(each)).phases, plan), each) for each in tried)
+        return Found(self._keys(least), None, lacking)

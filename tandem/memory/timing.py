@@ -1,0 +1,92 @@
+"""The seconds of a run's step on a kind of device: by what was measured there or is published."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tandem.config.root import TrainConfig
+from tandem.memory.device_file import Device
+from tandem.memory.levers import with_value
+from tandem.memory.peaks import CLASSES, EFFICIENCY, DeviceClass, link_seconds, nearest_class
+from tandem.memory.seconds import Rates, Shape, predict, step_work
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """What tells the seconds of a step.
+
+    Attributes:
+        rates, item: of the device, see `tandem.memory.device_file.Device`.
+        factors: of the phases that were measured; None: phases take their floors, or `EFFICIENCY`.
+        kind: whose links count; None: no link does.
+        named: whether the user named the kind, so that default factors hold for it.
+        said: where all this comes from.
+    """
+
+    rates: Rates
+    item: int
+    factors: Mapping[str, list[float]] | None
+    kind: DeviceClass | None
+    named: bool
+    said: str
+
+    @classmethod
+    def of(
+        cls, measured: Mapping[str, Device], name: str | None, gigabytes: float, *, cuda: bool
+    ) -> Clock | None:
+        """The clock of a device; None: of a CPU that was not measured.
+
+        Args:
+            measured: the devices of the file, by name.
+            name: of a published kind, where one was named.
+            gigabytes: of its memory.
+        """
+        chosen = name or nearest_class(gigabytes)
+        words = [chosen.partition("-")[0], f"{gigabytes:g}GB"] if name else [f"{gigabytes:g}GB"]
+        words = words if cuda else ["threads"]
+        known = [each for each in measured if all(word in each for word in words)]
+        kind = CLASSES[chosen] if cuda else None
+        if len(known) == 1:
+            found = measured[known[0]]
+            factors = {phase: list(each) for phase, each in found.factors.items()}
+            said = f"factors measured on {known[0]}"
+            return cls(found.rates, found.item, factors, kind, named=False, said=said)
+        if kind is None:
+            return None
+        said = f"floors, by the peaks of the {kind.source}; no factors are known for a device of that size"
+        if name is not None:
+            said = f"default factors for {chosen}, over the peaks of the {kind.source}"
+        return cls(kind.rates, 2, None, kind, named=name is not None, said=said)
+
+    def step(
+        self,
+        config: TrainConfig,
+        shape: Shape,
+        prompts: NDArray[np.int64],
+        responses: NDArray[np.int64],
+        slots: int | None = None,
+    ) -> dict[str, float]:
+        """Seconds of each phase, and of the `step`.
+
+        Args:
+            shape, prompts, responses: see `step_work`.
+            slots: sequences that a rollout engine's cache holds, where these are fewer than it may run.
+        """
+        at = "actor_rollout_ref.rollout.max_num_seqs"
+        running = config.actor_rollout_ref.rollout.max_num_seqs
+        if slots is not None and slots < running:
+            config = with_value(config, at, max(1, slots))
+        work = step_work(config, shape, prompts, responses, item=self.item)
+        if self.factors is not None:
+            found = predict(work, self.rates, self.factors)
+        elif self.named:
+            found = predict(work, self.rates, dict.fromkeys(work, EFFICIENCY))
+        else:
+            found = {phase: each.floor(self.rates) for phase, each in work.items()}
+        step = found.pop("step", sum(found.values()))
+        links = link_seconds(config, shape, work, self.kind) if self.kind is not None else 0.0
+        return {**found, "links": links, "step": step + links}
