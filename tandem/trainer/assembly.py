@@ -4,14 +4,14 @@ anything costlier is made."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
 from tandem.algorithms.entropy import AdaptiveEntropyController
-from tandem.algorithms.kl import kl_controller
+from tandem.algorithms.kl import AdaptiveKLController, FixedKLController, kl_controller
 from tandem.config.actor import ActorConfig
 from tandem.config.model import ModelConfig
 from tandem.config.root import TrainConfig
@@ -29,16 +29,16 @@ from tandem.models.loading import (
     position_limit,
 )
 from tandem.observability.stacks import withdraw_stacks
-from tandem.rewards import check_sources, own_reward
+from tandem.rewards import Scorer, check_sources, own_reward
 from tandem.rewards.combination import combination_of
 from tandem.runtime import Backend, ResourcePool, Worker, WorkerGroup
 from tandem.runtime.worker import WorkerFactory
 from tandem.trainer.checks import check_algorithms, models_of, say_idle_offload
 from tandem.trainer.gathering import Evaluator, Gathered, Gatherer
 from tandem.trainer.integrity import Facts
-from tandem.trainer.launch import Launcher, make_backend, plain_errors, recipes
+from tandem.trainer.launch import Launcher, Recipe, make_backend, plain_errors, recipes
 from tandem.trainer.loop import Listener, Rhythm
-from tandem.trainer.placing import CONTROLLER_POOL, cast_roles, configured_placement, pools_of, tenants
+from tandem.trainer.placing import CONTROLLER_POOL, Cast, cast_roles, configured_placement, pools_of, tenants
 from tandem.trainer.planning import predicted, run_worst_batches, tell_plan
 from tandem.trainer.ppo import PPOTrainer
 from tandem.trainer.prompts import Prompts
@@ -74,7 +74,7 @@ def build_ppo(
     Raises:
         TandemError: the config asks for what is not there: a device, files, an algorithm, a logger.
     """
-    policy, kl = config.actor_rollout_ref, config.algorithm.kl_ctrl
+    policy = config.actor_rollout_ref
     spec = check_algorithms(config)
     cast = cast_roles(config, spec)
     placed = tenants(configured_placement(config.trainer), cast)
@@ -83,25 +83,17 @@ def build_ppo(
     tokenizer = _tokenizer(policy.model)
     with _opened(config, say) as (run, backend):
         backend.reserve(list(pools_of(placed).values()))
-        reader = partial(placed["data"].worker, **({} if reward is None else {"reads": reward.reads}))
-        data, facts = _data(backend, partial(reader, config.data, tokenizer, run.folder))
+        reads = {} if reward is None else {"reads": reward.reads}
+        reader = partial(placed["data"].worker, config.data, tokenizer, run.folder, **reads)
+        data, facts = _data(backend, reader)
         _require_positions(config, facts.longest_prompt)
         if "reward" in cast.played:
             check_sources(facts.sources, reward, config.reward.sandbox, say)
         plan = plan_run(config, spec, batches_of(facts.rows, config.data.train_batch_size))
-        _say_beginning(config, run, facts.rows, plan, say)
-        memory = predicted(tell_plan(config, say))
+        memory = _say_beginning(config, run, facts.rows, plan, say)
         stops = stop_token_ids(policy.model.path, tokenizer)
-        gatherer = _gatherer(config, data, facts, stops)
-        launcher = Launcher(
-            cast,
-            plan,
-            recipes(config, plan, tokenizer, reward, run.folder, stops),
-            backend,
-            balance=config.trainer.balance_batch,
-            scoring=Scoring(combination),
-            scores_parts=reward is None or not reward.batched,
-        )
+        made_with = recipes(config, plan, tokenizer, reward, run.folder, stops)
+        launcher = _launcher(config, cast, plan, made_with, backend, reward, Scoring(combination))
         roles = launcher.launch(placed, data)
         run_worst_batches(config, roles)
         made = trainer(
@@ -110,9 +102,9 @@ def build_ppo(
             Session(run, roles.members, plan.total_steps, say),
             launcher,
             roles,
-            gatherer,
+            _gatherer(config, data, facts, stops),
             _evaluator(config, facts.val_batches, stops),
-            kl_controller(kl.type, kl.kl_coef, kl.target_kl, kl.horizon),
+            _kl_controller(config),
             _entropy_controller(policy.actor),
             schedule,
             Facts.of(config, plan),
@@ -120,6 +112,31 @@ def build_ppo(
         )
         made.listeners += [*_own_listener(config.trainer.on_step), *listeners]
         return made
+
+
+def _launcher(
+    config: TrainConfig,
+    cast: Cast,
+    plan: Plan,
+    made_with: Mapping[str, Recipe],
+    backend: Backend,
+    reward: Scorer | None,
+    scoring: Scoring,
+) -> Launcher:
+    """
+    Args:
+        made_with: see `recipes`.
+        reward: the user's own; None takes each data source's.
+    """
+    return Launcher(
+        cast,
+        plan,
+        made_with,
+        backend,
+        balance=config.trainer.balance_batch,
+        scoring=scoring,
+        scores_parts=reward is None or not reward.batched,
+    )
 
 
 def build_sft(config: SFTConfig, *, say: Say) -> SupervisedTrainer:
@@ -222,9 +239,15 @@ def _opened(config: RunsConfig, say: Say) -> Iterator[tuple[OpenRun, Backend]]:
         undo.pop_all()
 
 
-def _say_beginning(config: TrainConfig, run: OpenRun, rows: int, plan: Plan, say: Say) -> None:
+def _say_beginning(config: TrainConfig, run: OpenRun, rows: int, plan: Plan, say: Say) -> dict[str, float]:
+    """What is about to run, and the memory that it will take.
+
+    Returns:
+        the bytes that each phase is predicted to hold.
+    """
     what = f"{config.data.train_batch_size} prompts × {plan.at(1).n} responses"
     say(run.beginning(config.actor_rollout_ref.model.path, rows, what, plan.total_steps))
+    return predicted(tell_plan(config, say))
 
 
 def _own_listener(on_step: str | None) -> Iterator[Listener]:
@@ -287,6 +310,12 @@ def _evaluator(config: TrainConfig, batches: int, stops: tuple[int, ...]) -> Eva
     n, run = config.actor_rollout_ref.rollout.val_kwargs.n, config.trainer
     shown = run.log_val_generations
     return Evaluator(batches, n, params, run.samples_freq > 0 or shown > 0, shown) if batches else None
+
+
+def _kl_controller(config: TrainConfig) -> FixedKLController | AdaptiveKLController:
+    """Moves the coefficient of the KL in the reward."""
+    kl = config.algorithm.kl_ctrl
+    return kl_controller(kl.type, kl.kl_coef, kl.target_kl, kl.horizon)
 
 
 def _entropy_controller(config: ActorConfig) -> AdaptiveEntropyController | None:

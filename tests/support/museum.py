@@ -1,41 +1,46 @@
-"""Faults that users of the field met, each put into a real run by changing the one piece that had it."""
+"""The failure museum: faults that users of the field met, and what a run says of each."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import wraps
-from typing import Any
 
-import pytest
-import torch
-from transformers import AutoModelForCausalLM
-
-from tandem.data.prompts import PromptDataset
-from tandem.engines.rollout.base import SharedModule
-from tandem.engines.rollout.hf import HFEngine
-from tandem.engines.train import fsdp, state
-from tandem.engines.train.base import Counts
-from tandem.engines.train.lora import Adapters
-from tandem.engines.weight_sync import digest
-from tandem.models import policy
-from tandem.models.packing import Packing
-from tandem.protocol import DataProto, Ragged
-from tandem.trainer.prompts import Prompts
-from tandem.workers.actor import ActorWorker
-from tandem.workers.batch import BatchWorker
-from tandem.workers.integrity import SpecialTokens
-from tandem.workers.loss_terms import SampledKLTerm
-from tandem.workers.losses import ActorLoss
-from tandem.workers.reward import RewardWorker
-from tandem.workers.rollout_part import RolloutPart
+from tests.support.broken import (
+    Patch,
+    against,
+    base_weights,
+    changed,
+    damage,
+    dropout,
+    early_mask,
+    engine,
+    exchange,
+    fresh_old,
+    late_log_probs,
+    late_mask,
+    leaking,
+    mixed,
+    no_rate,
+    nothing,
+    nothing_moves,
+    one_model,
+    other_scores,
+    own_counts,
+    prompts,
+    raw_log_probs,
+    read_ahead,
+    reencoded,
+    repeated,
+    requests,
+    rollout,
+    rounded,
+    turned_kl,
+)
 
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
 HF, KL = f"{ROLLOUT}.name=hf", f"{ACTOR}.use_kl_loss=true"
 LORA = ("actor_rollout_ref.model.lora_rank=8", f"{ROLLOUT}.name=hf", f"{ACTOR}.optim.lr=0.05")
 UPDATES = f"{ACTOR}.ppo_mini_batch_size=2"
-
-Patch = pytest.MonkeyPatch
 
 
 @dataclass(frozen=True)
@@ -59,273 +64,6 @@ class Fault:
     words: Sequence[str] = ()
     effect: int = 1
     symptom: bool = False
-
-
-def around(patch: Patch, owner: Any, name: str, change: Callable[..., Any]) -> None:
-    """Replaces a method by `change(method, self, *its arguments)`; what marks it as a worker's stays."""
-    real = getattr(owner, name)
-
-    @wraps(real)
-    def method(self: Any, *args: Any, **options: Any) -> Any:
-        return change(real, self, *args, **options)
-
-    patch.setattr(owner, name, method)
-
-
-def rollout(change: Callable[[DataProto], DataProto]) -> Callable[[Patch], None]:
-    """Changes the batch of what the rollout wrote."""
-
-    def put_in(patch: Patch) -> None:
-        around(patch, RolloutPart, "batch", lambda real, self, *args: change(real(self, *args)))
-
-    return put_in
-
-
-def column(batch: DataProto, name: str, values: torch.Tensor) -> DataProto:
-    batch.batch[name] = batch.ragged(name).with_values(values)
-    return batch
-
-
-def engine(
-    weights: Callable[[Any, Any], Any], *, version: int | None = None, honest: bool = True
-) -> Callable[[Patch], None]:
-    """The engine loads other weights than it is given.
-
-    Args:
-        weights: of the first module that it was given and the newest, those that it takes.
-        version: that it says they are; None: the newest.
-        honest: whether its digest is of what it holds.
-    """
-
-    def put_in(patch: Patch) -> None:
-        first: list[Any] = []
-
-        def update(real: Any, self: HFEngine, source: SharedModule, newest: int) -> Any:
-            first[:] = first or [copied(source.module)]
-            taken = weights(first[0], source.module)
-            held = real(self, SharedModule(taken), newest if version is None else version)
-            return held if honest else digest(source.module.named_parameters())
-
-        around(patch, HFEngine, "update_weights", update)
-
-    return put_in
-
-
-def copied(module: Any) -> Any:
-    """A model of its own with the same weights."""
-    made = AutoModelForCausalLM.from_config(module.config, dtype=module.dtype).eval()
-    with torch.no_grad():
-        for name, value in made.named_parameters():
-            value.copy_(dict(module.named_parameters())[name])
-    return made
-
-
-def changed(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[[Any, Any], Any]:
-    """The newest weights, some of them changed."""
-
-    def weights(first: Any, newest: Any) -> Any:
-        module = copied(newest)
-        with torch.no_grad():
-            change(dict(module.named_parameters()))
-        return module
-
-    return weights
-
-
-def damage(weights: dict[str, torch.Tensor]) -> None:
-    weights["model.layers.1.mlp.up_proj.weight"][3, 5] += 0.25
-
-
-def exchange(weights: dict[str, torch.Tensor]) -> None:
-    up, gate = (weights[f"model.layers.0.mlp.{name}_proj.weight"] for name in ("up", "gate"))
-    kept = up.clone()
-    up.copy_(gate)
-    gate.copy_(kept)
-
-
-def rounded(weights: dict[str, torch.Tensor]) -> None:
-    for value in weights.values():
-        value.copy_(value.to(torch.bfloat16))
-
-
-def requests(change: Callable[[Any], Any]) -> Callable[[Patch], None]:
-    """Changes what the engine reads of each request."""
-
-    def put_in(patch: Patch) -> None:
-        around(patch, HFEngine, "submit", lambda real, self, asked: real(self, list(map(change, asked))))
-
-    return put_in
-
-
-def raw_log_probs(patch: Patch) -> None:
-    def made(real: Any, self: HFEngine, **options: Any) -> None:
-        real(self, **{**options, "logprobs_mode": "raw_logprobs"})
-
-    around(patch, HFEngine, "__init__", made)
-
-
-def reencoded(batch: DataProto) -> DataProto:
-    values = batch.ragged("tokens").values.clone()
-    values[batch.ragged("tokens").offsets[1] - 1] += 1
-    return column(batch, "tokens", values)
-
-
-def late_log_probs(batch: DataProto) -> DataProto:
-    sampled = batch.ragged("rollout_log_probs")
-    moved = torch.where(batch.ragged("response_mask").values, sampled.values.roll(1), 0.0)
-    return column(batch, "rollout_log_probs", moved)
-
-
-def early_mask(batch: DataProto) -> DataProto:
-    mask = batch.ragged("response_mask").values
-    return column(batch, "response_mask", mask | (mask.roll(-1) & ~mask))
-
-
-def late_mask(batch: DataProto) -> DataProto:
-    mask = batch.ragged("response_mask").values
-    return column(batch, "response_mask", mask & mask.roll(1))
-
-
-def mixed(batch: DataProto) -> DataProto:
-    uids = batch.non_tensor_batch["uid"]
-    return DataProto(batch.batch, {**batch.non_tensor_batch, "uid": [*uids[1:], uids[0]]})
-
-
-def repeated(batch: DataProto) -> DataProto:
-    return batch[[0, 0, *range(2, len(batch))]]
-
-
-def base_weights(patch: Patch) -> None:
-    def merged(real: Any, self: Adapters, weight: torch.Tensor) -> torch.Tensor:
-        layers, self._layers = self._layers, {}
-        found = real(self, weight)
-        self._layers = layers
-        return found
-
-    around(patch, Adapters, "merged", merged)
-
-
-def leaking(at_once: bool) -> Callable[[Patch], None]:
-    """Packed sequences see those before them, from the start or once samples have been written."""
-
-    def put_in(patch: Patch) -> None:
-        leaks: list[bool] = [at_once]
-        real = policy.decode
-
-        def decode(decoder: Any, inputs: Any) -> Any:
-            if leaks[-1]:
-                inputs = replace(inputs, packing=Packing([len(inputs.input_ids)], device=torch.device("cpu")))
-            return real(decoder, inputs)
-
-        patch.setattr(policy, "decode", decode)
-        rollout(lambda batch: leaks.append(True) or batch)(patch)
-
-    return put_in
-
-
-def dropout(patch: Patch) -> None:
-    """On once the model has been trained, as after a call of train() that nothing undoes."""
-    trained: list[int] = []
-    real = policy.decode
-
-    def decode(decoder: Any, inputs: Any) -> Any:
-        hidden = real(decoder, inputs)
-        return torch.nn.functional.dropout(hidden, 0.1) if trained else hidden
-
-    def step(real_step: Any, self: Any, *args: Any, **options: Any) -> Any:
-        trained.append(1)
-        return real_step(self, *args, **options)
-
-    patch.setattr(policy, "decode", decode)
-    around(patch, fsdp.FSDPEngine, "train_step", step)
-
-
-def own_counts(patch: Patch) -> None:
-    def loss(real: Any, self: Any, out: Any, columns: Any, offsets: Any, counts: Counts) -> Any:
-        own = Counts(max(1, int(columns["response_mask"].sum())), max(1, len(offsets) - 1))
-        return real(self, out, columns, offsets, own)
-
-    around(patch, ActorLoss, "__call__", loss)
-
-
-def fresh_old(patch: Patch) -> None:
-    def loss(real: Any, self: Any, out: Any, columns: Any, offsets: Any, counts: Any) -> Any:
-        return real(self, out, {**columns, "old_log_probs": out["log_probs"].detach()}, offsets, counts)
-
-    around(patch, ActorLoss, "__call__", loss)
-
-
-def one_model(patch: Patch) -> None:
-    def add(real: Any, self: ActorWorker, role: Any, *args: Any) -> Any:
-        return self.hold("ref", self.engines["actor"]) if role == "ref" else real(self, role, *args)
-
-    around(patch, ActorWorker, "_add_engine", add)
-
-
-def other_scores(patch: Patch) -> None:
-    def scored(real: Any, self: RewardWorker, batch: DataProto) -> DataProto:
-        return real(self, batch[[*range(1, len(batch)), 0]])
-
-    around(patch, RewardWorker, "_scored", scored)
-
-
-def against(patch: Patch) -> None:
-    def advantages(real: Any, self: BatchWorker, batch: DataProto, kl_coef: float) -> DataProto:
-        found = real(self, batch, kl_coef)
-        return column(found, "advantages", -found.ragged("advantages").values)
-
-    around(patch, BatchWorker, "compute_advantages", advantages)
-
-
-def prompts(change: Callable[[list[int]], list[int]], **special: Any) -> Callable[[Patch], None]:
-    """Changes the token ids of all prompts.
-
-    Args:
-        special: what tokens are said to mean.
-    """
-
-    def put_in(patch: Patch) -> None:
-        def batch(real: Any, self: PromptDataset, *args: Any, **options: Any) -> DataProto:
-            found = real(self, *args, **options)
-            rows = [change(row.tolist()) for row in found.ragged("prompts")]
-            return DataProto({"prompts": Ragged.from_list(rows, torch.int64)}, found.non_tensor_batch)
-
-        around(patch, PromptDataset, "batch", batch)
-        if special:
-            known = SpecialTokens.of
-            patch.setattr(SpecialTokens, "of", lambda *args: replace(known(*args), **special))
-
-    return put_in
-
-
-def read_ahead(patch: Patch) -> None:
-    def saved(real: Any, self: Prompts) -> dict[str, Any]:
-        found = real(self)
-        return {**found, "position": found["position"] + self.batch_size}
-
-    around(patch, Prompts, "state_dict", saved)
-
-
-def turned_kl(patch: Patch) -> None:
-    """The estimator r - 1 - log r with the sign of the logarithm turned round."""
-
-    def term(real: Any, self: Any, given: Any) -> Any:
-        kl_T = real(self, given)[0] + 2 * (given["ref_log_probs"] - given["log_probs"])
-        return kl_T, {"kl": kl_T}
-
-    around(patch, SampledKLTerm, "__call__", term)
-
-
-def nothing_moves(patch: Patch) -> None:
-    patch.setattr(state.TrainState, "step", lambda self, *args: None)
-
-
-def no_rate(patch: Patch) -> None:
-    patch.setattr(fsdp, "learning_rate", lambda optim, *args: 0.0)
-
-
-def nothing(patch: Patch) -> None:
-    """The fault is in the config."""
 
 
 START, END = 3, 44
