@@ -18,7 +18,6 @@ REFUSED = {
     "run_qwen3_8b_mopd_fsdp.sh": {"distillation.enabled"},
     "run_qwen3_5_35b_megatron.sh": {_ROUTER},
     "run_qwen3_vl_30b_a3b_megatron.sh": {_ROUTER},
-    "run_mistral13b_skyworkrm_hhrlhf.sh": {"reward_model.model.input_tokenizer"},
     "run_qwen2.5-3b_geo3k_multiturn_4xgpu.sh": {_TOOLS},
     "run_qwen2.5-0.5b_gsm8k_multiturn_w_interaction.sh": {_TALK},
     "run_qwen2.5-3b_gsm8k_multiturn_4xgpu.sh": {_TOOLS, _TALK},

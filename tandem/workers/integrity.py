@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from tandem.algorithms.masked import segment_sum
 from tandem.observability.metrics import Metrics
 from tandem.protocol import DataProto, Ragged
-from tandem.workers.probes import FINGERPRINT, SAMPLED, SCORED
+from tandem.workers.probes import SAMPLED, SCORED, fingerprint
 
 CHECK = "trust/"
 """Prefix of what is counted here; what is nought does not go into the run folder."""
@@ -82,8 +82,8 @@ def add_checks(metrics: Metrics, batch: DataProto, special: SpecialTokens) -> No
         **_of_prompts(tokens, prompt_T, special),
         "run_on": _run_on(tokens, mask, special),
     }
-    if SCORED in batch and FINGERPRINT in batch:
-        found["foreign_scores"] = int((batch.dense(SCORED) != batch.dense(FINGERPRINT)).sum())
+    if SCORED in batch:
+        found["foreign_scores"] = int((batch.dense(SCORED) != fingerprint(tokens)).sum())
     if SAMPLED in batch:
         found |= _of_masks(batch, mask)
     for name, count in found.items():

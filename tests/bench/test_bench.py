@@ -116,7 +116,7 @@ def test_throughput_is_tokens_over_seconds(made: Path) -> None:
 def test_the_table_names_machine_and_command(made: Path) -> None:
     text = markdown(report(made))
     assert "| update_critic | " in text and "| save_checkpoint | " in text and "TFLOP/s" in text
-    assert text.splitlines()[-1].startswith("`tandem ")
+    assert text.splitlines()[-1].startswith("`tandem")
     assert "verl" not in text  # of another model the document says nothing
     theirs = markdown(report(made) | {"model": MODELS["DeepSeek-R1-Distill-Qwen-1.5B"]})
     (gen,) = (line for line in theirs.splitlines() if line.startswith("| gen | "))

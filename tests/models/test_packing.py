@@ -78,8 +78,7 @@ def test_without_a_mask_all_but_first_tokens_are_predicted():
 @settings(max_examples=40, deadline=None)
 def test_whole_sequences_are_judged_at_their_last_token(pad_to_longest, rows):
     tokens = Ragged.from_lengths(torch.arange(100, 100 + sum(rows)), rows)
-    nothing = torch.zeros(sum(rows), dtype=torch.bool)
-    inputs = pack(tokens, nothing, device=CPU, pad_to_longest=pad_to_longest, whole=True)
+    inputs = pack(tokens, None, device=CPU, pad_to_longest=pad_to_longest, whole=True)
     last = [int(end) - 1 for end in tokens.offsets[1:]]
     assert inputs.places.tolist() == last
     assert inputs.input_ids[inputs.sources].tolist() == [100 + t for t in last]

@@ -22,7 +22,9 @@ def config(folder: Path, **changes: object) -> DataConfig:
 def test_batches_are_functions_of_their_numbers(tmp_path: Path) -> None:
     settings, run = config(tmp_path, val_batch_size=3), RunFolder(tmp_path / "run")
     worker, again = (DataWorker(settings, make_tokenizer(tmp_path), run) for _ in range(2))
-    assert worker.describe() == DataFacts(rows=24, val_batches=3, sources=("arithmetic",), longest_prompt=5)
+    facts = worker.describe()
+    assert facts == DataFacts(24, 3, facts.digest, sources=("arithmetic",), longest_prompt=5)
+    assert facts.digest == again.describe().digest
     epoch = [worker.train_batch(number).non_tensor_batch["uid"].tolist() for number in range(8)]
     assert len({uid for batch in epoch for uid in batch}) == 40
     for number in (6, 2, 2, 7):
