@@ -46,7 +46,7 @@ CLASSES = {
     "H200": DeviceClass(141, Rates(989.4e12, 4.8e12), 64e9, 450e9, 50e9, "NVIDIA H200 data sheet"),
 }
 """By name. The links between nodes are those of the vendor's own servers: HDR for A100, NDR for H100 and
-H200; 100 Gb/s is assumed for A10."""
+H200; 100 Gb/s is assumed for A10. None of these rates was measured here."""
 
 
 def nearest_class(gigabytes: float) -> str:
