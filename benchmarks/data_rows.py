@@ -75,6 +75,7 @@ def tandem(folder: Path, cache: Path, workers: int) -> dict[str, Any]:
     from tandem.data.mixture import EpochOrder  # noqa: PLC0415
     from tandem.data.prompts import PromptDataset  # noqa: PLC0415
 
+    __import__("pandas")  # as `datasets` does when it is imported; pyarrow does at its first conversion
     tokenizer = tokenizer_of(folder)
     began = time.monotonic()
     dataset = PromptDataset(

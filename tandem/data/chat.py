@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jinja2.exceptions import TemplateError
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from tandem.data.cache import digest, file_digest
 from tandem.errors import DataError
@@ -142,6 +142,8 @@ class ChatTemplate:
 
 def plain(value: Any) -> Any:
     """The value without the null fields that a columnar file adds to make all rows alike."""
+    if type(value) is str:  # most of them are
+        return value
     if isinstance(value, dict):
         return {name: plain(inner) for name, inner in value.items() if inner is not None}
     return [plain(inner) for inner in value] if isinstance(value, list | tuple) else value
@@ -149,16 +151,23 @@ def plain(value: Any) -> Any:
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[np.ndarray]:
     """(T_i) int32 token ids of each text as it stands: no special tokens are added."""
-    ids: list[np.ndarray] = []
-    for start in range(0, len(texts), TOKENIZE_CHUNK):
-        encoded = tokenizer(
-            list(texts[start : start + TOKENIZE_CHUNK]),
-            add_special_tokens=False,
-            return_attention_mask=False,
-            verbose=False,
-        )
-        ids.extend(np.array(row, dtype=np.int32) for row in encoded["input_ids"])
-    return ids
+    chunks = (list(texts[start : start + TOKENIZE_CHUNK]) for start in range(0, len(texts), TOKENIZE_CHUNK))
+    return [np.array(ids, dtype=np.int32) for chunk in chunks for ids in _token_ids(tokenizer, chunk)]
+
+
+def _token_ids(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> Iterable[Sequence[int]]:
+    kind = type(tokenizer)
+    fast = PreTrainedTokenizerFast
+    if kind.__call__ is not fast.__call__ or kind._encode_plus is not fast._encode_plus:  # code of its own
+        options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+        ids: list[list[int]] = tokenizer(texts, **options)["input_ids"]
+        return ids
+    # What the call does, without the offsets of tokens in the text, which are a quarter of its time.
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = tokenizer.split_special_tokens
+    return [found.ids for found in backend.encode_batch_fast(texts, add_special_tokens=False)]
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -177,8 +177,11 @@ class Encoder:
             return np.zeros(1, np.int32)
 
 
+_json = json.JSONEncoder(default=str).encode
+
+
 def _digest(values: Iterable[Any]) -> int:
-    text = json.dumps([plain(value) for value in values], default=str)
+    text = _json([plain(value) for value in values])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from tandem.data.chat import tokenize
 from tandem.data.forms import PromptForm
 from tandem.data.prompts import PromptDataset
 from tandem.errors import DataError
@@ -344,3 +347,26 @@ def test_rows_that_hold_images_are_refused_and_empty_ones_are_not(
     assert len(PromptDataset(files.parquet(rows), tokenizer)) == 3
     error = raised(files.parquet(rows), tokenizer, form=form)
     assert "row 2: images: not empty; models of text alone are trained" in error
+
+
+@pytest.mark.parametrize("split_special", [False, True])
+def test_texts_are_tokenised_as_the_tokenizer_does_in_a_call(tokenizer: Any, split_special: bool) -> None:
+    """Also where an earlier call left it cutting and filling, as a file of a tokenizer may too."""
+    draw = random.Random(repr(split_special))
+    tokenizer.split_special_tokens = split_special
+    pieces = [*tokenizer.all_special_tokens, "ä", "\U0001f600", "\n\n", "  ", "the", "\u202e", "9", "\x00"]
+    texts = ["".join(draw.choices(pieces, k=draw.randint(0, 40))) for _ in range(200)]
+    expected = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    tokenizer.backend_tokenizer.enable_truncation(3)
+    tokenizer.backend_tokenizer.enable_padding(length=9)
+    assert [ids.tolist() for ids in tokenize(tokenizer, texts)] == expected
+
+
+def test_a_tokenizer_with_a_call_of_its_own_is_called(tokenizer: Any) -> None:
+    class Shouting(type(tokenizer)):  # type: ignore[misc]
+        def __call__(self, text: Any, **options: Any) -> Any:
+            return super().__call__([each.upper() for each in text], **options)
+
+    own = copy.deepcopy(tokenizer)
+    own.__class__ = Shouting
+    assert tokenize(own, ["abc"])[0].tolist() == tokenize(tokenizer, ["ABC"])[0].tolist()
