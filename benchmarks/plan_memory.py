@@ -76,20 +76,36 @@ def designed() -> Iterator[tuple[str, Case]]:
             yield case(large, 3, eight, mode=mode, **levers)
     for model in MODELS:
         yield case(model, 3, (2048, 2048), shards=16, mode="full")
+    yield case(small, 4, shards=8, micro=3, each=True)
+    for levers in (
+        {"shards": 8, "micro": 2},
+        {"shards": 8, "micro": 2, "kind": "value"},
+        {"shards": 4, "micro": 3, "tensor": 2},
+        {"shards": 8, "micro": 2, "reshard": False},
+    ):
+        yield case(middle, 4, eight, mode="full", each=True, **levers)
+    yield case(large, 3, eight, shards=64, mode="full", micro=2, each=True)
     yield case("Qwen2.5-0.5B", 24, shards=8, mode="full")
     yield case("Qwen2.5-7B", 28, shards=8, mode="none")
 
 
 def held_out() -> Iterator[tuple[str, Case]]:
-    """Drawn from the seed."""
-    draw = random.Random(SEED)
+    """Drawn from the seed; from another, of several micro-batches whose gradients are reduced in each."""
+    yield from drawn("held out", SEED)
+    for name, case in drawn("held out, each", SEED + 1):
+        yield name, replace(case, micro=max(2, case.micro), shards=max(2, case.shards), each=True)
+
+
+def drawn(name: str, seed: int) -> Iterator[tuple[str, Case]]:
+    """Cases drawn from a seed."""
+    draw = random.Random(seed)
     for number in range(HELD_OUT):
         shape = {**(published(draw.choice(MODELS)) or {}), "num_hidden_layers": draw.choice((3, 4, 6))}
         heads, key_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
         tensor = draw.choice([size for size in (1, 1, 2, 4, 8) if key_heads % size == 0])
         sequence = draw.choice([size for size in (1, 1, 2, 4) if heads // tensor % size == 0])
         yield (
-            f"held out {number + 1}",
+            f"{name} {number + 1}",
             Case(
                 shape,
                 draw.choice(LENGTHS),
@@ -119,6 +135,7 @@ def predicted(case: Case) -> dict[str, dict[str, float]]:
         prefetch=case.prefetch,
         head="torch" if case.kind == "policy" else "value",
         micro_batches=case.micro,
+        each=case.each,
         entropy=case.entropy,
     )
     tokens = -(-sum(case.lengths) // case.sequence)

@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tandem.config.fsdp import FSDPConfig
 from tandem.config.model import BackboneConfig
 from tandem.config.optim import OptimConfig
+from tandem.engines.train.execution import synchronize
 from tandem.engines.train.optimizers import build_optimizers
 from tandem.models import attention
 from tandem.models.activations import manage_activations
@@ -56,6 +57,7 @@ class Case:
         model: config.json.
         lengths: tokens of the sequences of each micro-batch, less the last of each.
         micro: micro-batches of the update.
+        each: their gradients are reduced in each of them.
         shards, tensor, sequence: ranks that share weights, layers and tokens.
         mode: what runs again.
         entropy: whether the head gives entropies too.
@@ -65,6 +67,7 @@ class Case:
     model: dict[str, Any]
     lengths: tuple[int, ...]
     micro: int = 1
+    each: bool = False
     shards: int = 1
     tensor: int = 1
     sequence: int = 1
@@ -138,8 +141,7 @@ def _run(
     def update() -> None:
         for index, part in enumerate(inputs):
             last = index == len(inputs) - 1
-            units[-1].set_requires_gradient_sync(last)
-            units[-1].set_reshard_after_backward(last)
+            synchronize(units[-1], last=last, each=case.each)
             tracker.reset_mod_stats()
             out = module(part, wanted)
             torch.autograd.backward(sum(value.sum() for value in out.values()))

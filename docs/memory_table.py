@@ -102,7 +102,7 @@ _THEIRS = (
 def beside_theirs() -> Iterator[str]:
     """A row for each model: GiB of an update in one micro-batch and in several, of 8,192 tokens a device,
     with all that saves memory, beside the figure of a table that states neither lengths nor batches."""
-    yield "| model | devices | GB, elsewhere | one micro-batch | several | several, 8 devices a layer |"
+    yield "| model | devices | GB, elsewhere | one micro-batch | several | several, reduced once |"
     yield "|---|---|---|---|---|---|"
     for name, devices, theirs in _THEIRS:
         nodes = devices // 8
@@ -112,14 +112,13 @@ def beside_theirs() -> Iterator[str]:
             "trainer.n_gpus_per_node=8",
         ]
         cells = []
-        for several, split in ((1, 1), (4, 1), (4, 8)):
-            prompts = several * devices // split // 2  # of 8 responses of 2,048 tokens
+        for several, sync in ((1, "each"), (4, "each"), (4, "once")):
+            prompts = several * devices // 2  # of 8 responses of 2,048 tokens
             words = [*size, *_ONE, f"data.train_batch_size={prompts}"]
             actor = "actor_rollout_ref.actor"
             words += [f"{actor}.ppo_mini_batch_size={prompts}", f"{actor}.use_dynamic_bsz=true"]
             words += [f"{actor}.ppo_max_token_len_per_gpu=8192"]
-            words += [f"{actor}.fsdp_config.tensor_parallel_size={split}"] if split > 1 else []
-            words += [f"actor_rollout_ref.rollout.tensor_model_parallel_size={split}"] if split > 1 else []
+            words += [f"{actor}.fsdp_config.gradient_sync={sync}"]
             made = plan(load_train_config(None, words, elsewhere=True).config, shape_of, 1000 * GIB)
             phases = {phase.name: phase.needed / GIB for phase in made.phases}
             cells.append(f"{phases['actor update']:.1f}")

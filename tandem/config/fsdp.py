@@ -18,7 +18,10 @@ OPTIMIZER_HAS_STATE_HERE = When(
 )
 """Of optimizer_offload, for the section that holds `fsdp_config` and `optim`."""
 
-FORWARD_ALONE = {"pipeline_schedule": replace(NOT_TRAINED, notice=True)}
+FORWARD_ALONE = {
+    "pipeline_schedule": replace(NOT_TRAINED, notice=True),
+    "gradient_sync": replace(NOT_TRAINED, notice=True),
+}
 """Of the keys of a model that only computes."""
 
 SPELLINGS = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64"}
@@ -78,6 +81,13 @@ class FSDPConfig(Section):
         when=When(
             lambda own: own.pipeline_parallel_size > 1, "with {pipeline_parallel_size}=2 or more", notice=True
         ),
+    )
+    gradient_sync: Annotated[str, OneOf(("auto", "each", "once"))] = key(
+        "auto",
+        "when the gradients of an update's micro-batches are reduced over devices; each: after every one, so "
+        "that a device holds its shard of them alone; once: in the last, which is fewer bytes on the links, "
+        "and holds the whole gradient and the gathered weights on each device; auto: once where these take "
+        "at most an eighth of the device's memory",
     )
     forward_prefetch: bool = key(False, "gather the next layer's parameters during a layer's forward")
     model_dtype: Annotated[str, OneOf(("fp32", "bf16", "fp64"), SPELLINGS)] = key(

@@ -88,6 +88,8 @@ def _of_section(config: TrainConfig, role: str, at: str) -> Iterator[dict[str, A
     if own.optim.optimizer == "adamw":
         yield {f"{at}.optim.optimizer": "adamw_8bit"}
         yield {f"{at}.optim.optimizer": "adamw_cpu"}
+    if fsdp.gradient_sync != "each":
+        yield {f"{at}.fsdp_config.gradient_sync": "each"}
     split = own.ulysses_sequence_parallel_size * 2
     if split * fsdp.tensor_parallel_size <= min(16, devices):
         yield {f"{at}.ulysses_sequence_parallel_size": split}

@@ -9,6 +9,7 @@ from typing import Any
 
 from tandem.config.root import TrainConfig
 from tandem.memory.seconds import Rates, Shape, Work
+from tandem.memory.training import reduces_each
 
 EFFICIENCY = (3.0, 1.3, 0.0, 0.0, 0.0)
 """Default factors of a phase on a device that is named: a third of the peak's operations, as torchtitan
@@ -99,7 +100,8 @@ class _Role:
             updates = self.section.ppo_epochs * -(-batch // mini)
             passes = self.update.calls * stages / layers  # forward and backward, of each micro-batch
             gathered += 2 * own * 2 * passes / 3
-            reduced = 4 * own * updates
+            each = reduces_each(fsdp.gradient_sync, (2 + 4) * own, shards, kind.size * 2**30)
+            reduced = 4 * own * (passes / 3 if each else updates)
             moved += 2 * 8 * own / shards * bool(fsdp.optimizer_offload)
             moved += 4 * self.update.tokens * tensor * shape.decoder.hidden * layers * self.offloads
             turns = max(1.0, passes / updates / 3)

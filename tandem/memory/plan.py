@@ -309,11 +309,13 @@ class _Planner:
                 continue
             load = self._load(section.ppo_mini_batch_size * n, section.train_batching)
             free = self.device - self._phase(phase, held, None, trains=True).total
-            moment, again = held.update(load, free)
+            moment, again = held.update(load, free, self.device)
             tokens, count = held.tokens(load)
+            reduced = "in each" if held.reduces_each(self.device) else "in the last"
             self.notes.append(
                 f"{phase}: {count} micro-batches of {tokens:,} tokens a device at most; "
                 f"recomputation: {again}"
+                + (f"; gradients reduced {reduced}" if count > 1 < held.shards else "")
             )
             self.recomputed = again  # of the actor, which is the last
             yield self._phase(phase, held, moment, trains=True)

@@ -19,6 +19,7 @@ from tandem.memory.training import (
     Moment,
     Way,
     forward_moments,
+    reduces_each,
     update_moments,
     worst,
 )
@@ -190,14 +191,21 @@ class Held:
         tokens, _ = self.tokens(load)
         return worst(forward_moments(self.gathered, self.shape.decoder, self.way(), tokens))
 
-    def update(self, load: Load, free: float) -> tuple[Moment, str]:
+    def reduces_each(self, device: float) -> bool:
+        """Whether gradients are reduced in each micro-batch, on a device of so many bytes."""
+        whole = self.compute * self.gathered.whole + self.master * self.gathered.trained
+        return reduces_each(self.fsdp.gradient_sync, whole, self.shards, device)
+
+    def update(self, load: Load, free: float, device: float) -> tuple[Moment, str]:
         """The worst moment of an update, and what runs again in it.
 
         Args:
             free: bytes that the device has for it, by which that is chosen where the config leaves it open.
+            device: bytes of it in all.
         """
         tokens, count = self.tokens(load)
         way, own, decoder = self.way(count), self.gathered, self.shape.decoder
+        way = replace(way, each=self.reduces_each(device))
 
         def needs(mode: Recomputed, share: float = 1.0) -> Moment:
             return worst(update_moments(own, decoder, replace(way, mode=mode, share=share), tokens))

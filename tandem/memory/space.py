@@ -8,7 +8,10 @@ from typing import Any
 from tandem.config.root import TrainConfig
 from tandem.memory.shapes import ModelShape
 
-TRAINING = ("tensor", "sequence", "stages", "shards", "recompute", "param_offload", "optimizer_offload")
+TRAINING = (
+    *("tensor", "sequence", "stages", "shards", "recompute", "param_offload", "optimizer_offload"),
+    "gradient_sync",
+)
 ROLLOUT = ("rollout_tensor", "cache_share")
 BUDGETS = ("budget", "log_budget")
 LEVERS = (*TRAINING, *ROLLOUT, *BUDGETS)
@@ -49,6 +52,7 @@ def default_space(config: TrainConfig, shape: ModelShape, per_node: int = 8) -> 
         "recompute": list(_MODES),
         "param_offload": [False, True],
         "optimizer_offload": [False, True],
+        "gradient_sync": ["once", "each"] if devices > 1 else ["auto"],
         "rollout_tensor": [size for size in split if rollout % size == 0],
         "cache_share": [0.9, 0.8, 0.6, 0.4],
         "budget": budgets,
@@ -71,6 +75,7 @@ def changes(config: TrainConfig, space: Space, choice: Choice) -> dict[str, Any]
         found[f"{section}.fsdp_config.param_offload"] = at["param_offload"]
         if section in sections:
             found[f"{section}.fsdp_config.optimizer_offload"] = at["optimizer_offload"]
+            found[f"{section}.fsdp_config.gradient_sync"] = at["gradient_sync"]
             found[f"{section}.use_dynamic_bsz"] = True
             found[f"{section}.ppo_max_token_len_per_gpu"] = at["budget"]
             model = f"{_POLICY}.model" if section.endswith("actor") else "critic.model"

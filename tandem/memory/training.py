@@ -20,6 +20,7 @@ from tandem.memory.shapes import ModelShape
 TILE = 256 << 20
 """Bytes of a tile of logits on a GPU."""
 CPU_TILE = 4 << 20
+_AT_ONCE = 1 / 8
 _ENTRIES = 256  # the fewest entries of the vocabulary that a tile has
 _SPAN = 2048  # entries of the vocabulary for which Triton's head keeps three numbers of each token
 
@@ -105,6 +106,7 @@ class Way:
         head: whose kernels make log-probs: PyTorch's, Triton's; "value": there are values instead; "none": a
             stage of a pipeline without one.
         micro_batches: of an update, on this rank.
+        each: their gradients are reduced in each of them, not in the last alone.
         entropy: whether the head gives entropies too.
         share: of the layers, those that run again as `mode` says; the others keep everything.
         tile: bytes of a tile of logits.
@@ -118,6 +120,7 @@ class Way:
     prefetch: bool = False
     head: str = "torch"
     micro_batches: int = 1
+    each: bool = False
     entropy: bool = False
     share: float = 1.0
     tile: int = TILE
@@ -126,6 +129,25 @@ class Way:
     def resharding(self) -> bool:
         """One rank gains nothing from giving up what it would gather from itself."""
         return self.reshard and self.shards > 1
+
+    @property
+    def sums(self) -> bool:
+        """Whether micro-batches are summed before their gradients are reduced."""
+        return self.micro_batches > 1 and not self.each
+
+
+def reduces_each(asked: str, whole: float, shards: int, device: float) -> bool:
+    """Whether the gradients of an update's micro-batches are reduced in each of them.
+
+    Args:
+        asked: of `fsdp_config.gradient_sync`; "auto": unless `whole` is at most an eighth of the device.
+        whole: bytes of the gathered weights and of the whole gradient.
+        shards: ranks over which each number is sharded.
+        device: its bytes.
+    """
+    if asked != "auto" or shards == 1:  # where there is nothing to shard, nothing is gained
+        return asked == "each"
+    return whole > _AT_ONCE * device
 
 
 class Moment(NamedTuple):
@@ -178,9 +200,10 @@ def forward_moments(own: Gathered, decoder: Decoder, way: Way, tokens: int) -> I
 
 
 def update_moments(own: Gathered, decoder: Decoder, way: Way, tokens: int) -> Iterator[Moment]:
-    """An update. With one micro-batch gradients are reduced unit by unit, as they come; with several they are
-    summed in the master type, whole on every rank, m for each number that learns, until the last, and weights
-    that were gathered for a backward stay for the next forward.
+    """An update. With one micro-batch, or where each is reduced, gradients are reduced unit by unit, as they
+    come, and added to the shards of those before; else several are summed in the master type, whole on every
+    rank, m for each number that learns, until the last, and weights that were gathered for a backward stay
+    for the next forward.
 
     - Head, backward: all layers' activations are there, the last norm's and the states for the head; the head
       makes its weight's gradient, c for each number, and its tiles.
@@ -194,7 +217,6 @@ def update_moments(own: Gathered, decoder: Decoder, way: Way, tokens: int) -> It
     """
     c, m, features = way.setup.itemsize, way.master, decoder.hidden
     w, r, layers = c * own.layer, c * own.root, own.layers
-    several = way.micro_batches > 1
     around = tokens * _around(decoder, c)
     kept = tokens * (
         way.share * kept_bytes(decoder, way.setup, way.mode)
@@ -202,7 +224,9 @@ def update_moments(own: Gathered, decoder: Decoder, way: Way, tokens: int) -> It
     )
     on_device = min(layers, 2) if way.setup.offloaded else layers
     activations = around + way.setup.held * on_device * kept
-    summed = m * own.trained if several else 0.0
+    summed = 0.0
+    if way.micro_batches > 1:
+        summed = m * own.trained / (1 if way.sums else way.shards)
     head_gradient = c * own.head if own.trained_root else 0.0
     last = tokens * (norm_bytes(way.setup, features) + c * features)
     held = r if way.resharding else r + layers * w
@@ -216,11 +240,11 @@ def update_moments(own: Gathered, decoder: Decoder, way: Way, tokens: int) -> It
     layer = again + _inside_backward(own, decoder, way, tokens)
     held_layer = held + (w if way.resharding else 0.0) + before
     yield Moment("last layer, backward", held_layer, summed + head_gradient, activations + layer, 0.0)
-    reducing = 0.0 if several else m * own.trained_layer * min(1, layers - 1)
+    reducing = 0.0 if way.sums else m * own.trained_layer * min(1, layers - 1)
     if layers > 1:
         yield Moment(
             "layer before, backward",
-            held_layer if way.resharding or several else held - w,
+            held_layer if way.resharding or way.sums else held - w,
             summed + head_gradient + reducing + m * own.trained_layer / way.shards,
             activations - (0 if way.setup.offloaded else kept) + layer,
             0.0,
@@ -241,28 +265,28 @@ def _last_moments(
     """
     c, m, layers = way.setup.itemsize, way.master, own.layers
     w, r = c * own.layer, c * own.root
-    several = way.micro_batches > 1
-    reducing = 0.0 if several else m * own.trained_layer * min(1, layers - 1)
+    reducing = 0.0 if way.sums else m * own.trained_layer * min(1, layers - 1)
     of_root, tied = c * own.trained_root, own.root < 1.5 * own.head
     layers_summed = m * layers * own.trained_layer
-    if several:
+    shard = layers_summed / way.shards  # of what was reduced
+    if way.micro_batches > 1:
+        shard = m * (own.trained + own.trained_layer) / way.shards
+    if way.sums:
         whole, earlier = c * own.whole, m * own.trained_root if way.micro_batches > 2 else 0.0
         summed_so_far = layers_summed + earlier + head_gradient
         yield Moment("first layer, backward", whole, summed_so_far, single, 0.0)
         matrix = of_root if tied or not own.head else head_gradient
         yield Moment("root, summed", whole, layers_summed + matrix + m * own.trained_root, around, 0.0)
-        reduced = 2 * m * own.trained_root
+        reduced, shard = 2 * m * own.trained_root, layers_summed / way.shards
     else:
         gathered = r + (w if way.resharding else 0.0)
-        gradients = layers_summed / way.shards + head_gradient + reducing
+        gradients = shard + head_gradient + reducing
         yield Moment("first layer, backward", gathered, gradients, single, 0.0)
-        at_embedding = (
-            layers_summed / way.shards + reducing + (of_root + (head_gradient if tied else 0.0) * 2)
-        )
+        at_embedding = shard + reducing + (of_root + (head_gradient if tied else 0.0) * 2)
         yield Moment("embedding, backward", r, at_embedding, around, 0.0)
         copied = m * own.trained_root + (0.0 if tied else head_gradient)
         reduced = m * own.trained_root + (copied if way.shards == 1 else of_root)
-    yield Moment("root, reduction", 0.0, layers_summed / way.shards + reduced, around, 0.0)
+    yield Moment("root, reduction", 0.0, shard + reduced, around, 0.0)
 
 
 def _around(decoder: Decoder, c: int) -> float:

@@ -21,6 +21,7 @@ from tests.memory.test_examples import PAGE
 
 ONE = {"tensor": [1], "sequence": [1], "stages": [1], "shards": [-1], "recompute": ["full"]}
 ONE |= {"param_offload": [False], "optimizer_offload": [False], "rollout_tensor": [1], "cache_share": [0.9]}
+ONE |= {"gradient_sync": ["once"]}
 ONE |= {"budget": [4096, 16384, 65536], "log_budget": [4096, 32768]}
 SPACES = {
     "offloads": (
@@ -29,7 +30,12 @@ SPACES = {
         66,
         {"param_offload": [False, True], "optimizer_offload": [False, True]},
     ),
-    "recomputed": ("Qwen/Qwen2.5-3B", 8, 40, {"recompute": ["none", "ops", "full", "full,offload"]}),
+    "recomputed": (
+        "Qwen/Qwen2.5-3B",
+        8,
+        40,
+        {"recompute": ["none", "ops", "full", "full,offload"], "gradient_sync": ["once", "each"]},
+    ),
     "splits": (
         "Qwen/Qwen2.5-7B",
         8,
@@ -132,9 +138,11 @@ def test_links_take_what_they_carry():
         "generate_sequences": Work(),
         "update_actor": Work(calls=28 * 3 * 4),
     }  # 4 micro-batches in 2 updates
-    gathers = (2 * own * 8 + 4 * own * 2) * 7 / 8 / kind.near
     host = (2 * 4 * own / 8 * 3 + 2 * 8 * own / 8) / kind.host
-    assert link_seconds(config, shape, work, kind) == pytest.approx(gathers + host)
+    for sync, reductions in (("once", 2), ("each", 4), ("auto", 4)):  # 46 GB are more than an eighth
+        gathers = (2 * own * 8 + 4 * own * reductions) * 7 / 8 / kind.near
+        synced = with_values(config, {"actor_rollout_ref.actor.fsdp_config.gradient_sync": sync})
+        assert link_seconds(synced, shape, work, kind) == pytest.approx(gathers + host)
 
 
 def test_where_seconds_come_from():

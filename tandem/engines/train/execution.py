@@ -39,6 +39,15 @@ class Execution(Protocol):
         """The metrics and the total, sent by a rank that sees the loss to those that do not."""
 
 
+def synchronize(root: FSDPModule, *, last: bool, each: bool) -> None:
+    """Says what the next backward does with gradients: in the last of a mini-batch, or in each, they are
+    reduced over the ranks that share the weights, and the weights given up; over copies of the weights in the
+    last alone."""
+    root.set_requires_gradient_sync(last or each)
+    root.set_requires_all_reduce(last)
+    root.set_reshard_after_backward(last or each)
+
+
 def collected(
     runs: Iterable[tuple[MicroBatch, Mapping[str, Tensor]]],
     names: Collection[str],
@@ -78,13 +87,20 @@ class OneByOne:
     Args:
         module: sharded.
         root: its FSDP unit.
+        each: gradients are reduced in every micro-batch, not in the last alone.
         offload: moves its activations; None: they stay.
     """
 
     def __init__(
-        self, module: Model, root: FSDPModule, offload: ActivationOffload | None, device: torch.device
+        self,
+        module: Model,
+        root: FSDPModule,
+        offload: ActivationOffload | None,
+        device: torch.device,
+        *,
+        each: bool = False,
     ) -> None:
-        self._module, self._root = module, root
+        self._module, self._root, self._each = module, root, each
         self._offload, self._device = offload, device
 
     def outputs(
@@ -95,13 +111,11 @@ class OneByOne:
             yield part, self._module(part.inputs, wanted)
 
     def gradients(self, parts: Sequence[MicroBatch], loss: LossFn, counts: Counts) -> tuple[Metrics, Tensor]:
-        """See `Execution`. Weights stay gathered between micro-batches."""
+        """See `Execution`. Weights stay gathered between micro-batches whose gradients are not reduced."""
         found: list[Metrics] = []
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for index, part in enumerate(parts):
-            last = index == len(parts) - 1
-            self._root.set_requires_gradient_sync(last)
-            self._root.set_reshard_after_backward(last)
+            synchronize(self._root, last=index == len(parts) - 1, each=self._each)
             out = self._module(part.inputs, loss.outputs)
             share, metrics = loss(out, part.columns, part.offsets, counts)
             torch.autograd.backward(share)

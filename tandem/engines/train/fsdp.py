@@ -119,11 +119,11 @@ class FSDPEngine:
         if files is not None:
             files.fill(self.module, device)
         draw_adapters(self.module, model.lora_adapter_path)
-        self._execution = self._made_execution(stages)
         types = {"compute": self._compute, "master": self._master}
         self._recomputation = Recomputation(
             switch, self.module, self._units, division, model, fsdp, **types, device=device, say=say
         )
+        self._execution = self._made_execution(stages)
         self._warm_up(kind, model_path)
         self._state = TrainState(self.module, optim, self._meter, self.grid, stages)
 
@@ -152,11 +152,12 @@ class FSDPEngine:
         return sharded, managed.switch
 
     def _made_execution(self, stages: Stages | None) -> Execution:
+        each = self._recomputation.reduces_each
         if stages is None:
-            return OneByOne(self.module, self._root, self._offload, self.device)
+            return OneByOne(self.module, self._root, self._offload, self.device, each=each)
         types = {"compute_dtype": self._compute, "output_dtype": self.output_dtype}
         schedule = self._division.schedule
-        return Pipelined(self.module, self._root, stages, schedule, self.device, **types)
+        return Pipelined(self.module, self._root, stages, schedule, self.device, **types, each=each)
 
     def _warm_up(self, kind: Kind, model_path: str | Path) -> None:
         """First forwards through the root: FSDP takes the module that runs first for its root, and that may

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from tandem.engines.train.base import Counts, LossFn
+from tandem.engines.train.execution import synchronize
 from tandem.engines.train.microbatch import MicroBatch
 from tandem.engines.train.stages import Stages
 from tandem.errors import TandemError
@@ -44,6 +45,7 @@ class Pipelined:
         schedule: of a training step, by name.
         compute_dtype: of hidden states.
         output_dtype: of outputs.
+        each: gradients are reduced in every micro-batch, not in the last alone.
     """
 
     def __init__(
@@ -56,8 +58,9 @@ class Pipelined:
         *,
         compute_dtype: torch.dtype,
         output_dtype: torch.dtype,
+        each: bool = False,
     ) -> None:
-        self._module, self._root = module, root
+        self._module, self._root, self._each = module, root, each
         self._stages, self._pipeline = stages, stages.pipeline
         self._schedule = SCHEDULES[schedule]
         self._compute, self._output = compute_dtype, output_dtype
@@ -162,7 +165,7 @@ class Pipelined:
             output_args=torch.empty((), dtype=self._output, device="meta") if pipeline.last else hidden,
             group=pipeline.group,
         )
-        stage.root = self._root
+        stage.root, stage.each = self._root, self._each
         indices = torch.arange(len(parts))
         made = schedule(stage, len(parts), loss_fn=_itself if trains else None, scale_grads=False)
         try:
@@ -176,9 +179,10 @@ class Pipelined:
 
 
 class _Stage(PipelineStage):
-    """Gradients meet over the ranks of the stage once, in the last backward."""
+    """Gradients meet over the ranks of the stage once, in the last backward, or in each."""
 
     root: FSDPModule
+    each: bool
 
     def backward_one_chunk(
         self,
@@ -189,8 +193,7 @@ class _Stage(PipelineStage):
     ) -> None:
         if self.has_backward:
             self.root.set_is_last_backward(last_backward)
-            self.root.set_requires_gradient_sync(last_backward)
-            self.root.set_reshard_after_backward(last_backward)
+            synchronize(self.root, last=last_backward, each=self.each)
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
 

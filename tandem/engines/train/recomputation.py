@@ -24,9 +24,9 @@ from tandem.engines.train.division import Division
 from tandem.engines.train.microbatch import MicroBatch
 from tandem.errors import EngineError
 from tandem.memory.activations import FASTEST_FIRST, Decoder, Recomputed, Setup, fastest_that_fits
-from tandem.memory.host import host_free
+from tandem.memory.host import host_free, host_total
 from tandem.memory.shapes import model_shape
-from tandem.memory.training import CPU_TILE, TILE, Gathered, Way, update_moments, worst
+from tandem.memory.training import CPU_TILE, TILE, Gathered, Way, reduces_each, update_moments, worst
 from tandem.models.activations import Switch
 from tandem.models.attention import written_scores
 from tandem.models.packing import Packing
@@ -54,6 +54,9 @@ class Recomputation:
         compute, master: types of forward and backward, and of weights and gradients.
         device: where it runs.
         say: tells the user; None: nobody does.
+
+    Attributes:
+        reduces_each: gradients are reduced in each micro-batch; see `fsdp_config.gradient_sync`.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class Recomputation:
         self._division, self._device, self._say = division, device, say
         self._compute, self._master = compute.itemsize, master.itemsize
         self._kind = str(module.decoder.config.model_type)
+        self.reduces_each = self._reduces_each(fsdp.gradient_sync)
         self._tokens = 0  # for which the choice was made
         self._sentence = ""
 
@@ -118,6 +122,11 @@ class Recomputation:
                 got="; ".join(filter(None, (str(error).partition("\n")[0], self._sentence))),
                 remedy=f"set {full}" if self._whole else f"set {_FIELD}=full, then {full}",
             ) from error
+
+    def _reduces_each(self, asked: str) -> bool:
+        own, shards = self._gathered(), self._division.grid.weights["shard"].size()
+        whole = self._compute * own.whole + self._master * own.trained
+        return bool(_largest(reduces_each(asked, whole, shards, _total_bytes(self._device))))
 
     @property
     def _whole(self) -> bool:
@@ -170,6 +179,7 @@ class Recomputation:
             reshard=self._reshard,
             head=(self._module.kernels.head or "torch") if policy else "value",
             micro_batches=3 if several else 1,
+            each=self.reduces_each,
             entropy=policy,
             tile=CPU_TILE if self._device.type == "cpu" else TILE,
         )
@@ -250,7 +260,18 @@ def _free_bytes(device: torch.device) -> int:
         torch.cuda.empty_cache()  # what its allocator holds in pieces counts as free, once it is given back
         free: int = torch.cuda.mem_get_info(device)[0]
         return free
-    return host_free() // int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    return host_free() // _ranks_here()
+
+
+def _total_bytes(device: torch.device) -> int:
+    """Bytes of this rank's device, or of its part of the host."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return host_total() // _ranks_here()
+
+
+def _ranks_here() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
 
 
 def _largest(number: int) -> int:

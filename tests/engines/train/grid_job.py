@@ -31,8 +31,12 @@ def my_rows(engine, batch):
 
 def train(folder, precision, sequence, copy, kind="policy"):
     dtype = torch.float64 if precision == "fp64" else torch.float32
+    sync = (
+        "each" if 0 < copy < dist.get_world_size() else "once"
+    )  # over copies gradients meet once all the same
+    fsdp = {"fsdp_size": copy, "gradient_sync": sync}
     engine = synthetic.make_engine(
-        folder, precision=precision, fsdp={"fsdp_size": copy}, sequence_parallel=sequence, kind=kind
+        folder, precision=precision, fsdp=fsdp, sequence_parallel=sequence, kind=kind
     )
     loss = synthetic.ValueLoss() if kind == "value" else synthetic.SyntheticLoss("seq-mean-token-mean")
     batch, micro = synthetic.make_batch(dtype), synthetic.CUTS["three"]

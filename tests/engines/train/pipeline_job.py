@@ -194,6 +194,7 @@ def main():
         "lots": {name: steps(folder, tied, micro=name) for name in pipeline_models.LOTS},
         "empty": steps(folder, tied, empty=True),
         "recomputed": steps(folder, cases["uneven stages"], **pipeline_models.RECOMPUTED),
+        "each": steps(folder, (*tied[:3], {**PIPE, "gradient_sync": "each"}, {})),
         "muon": steps(folder, tied, **pipeline_models.MUON),
         "mixed": steps(folder, (*tied[:3], {**PIPE, **split_models.MIXED}, {})),
         "exchanged": exchanged(folder),

@@ -118,6 +118,16 @@ def test_collectives_are_counted_to_the_byte(pair, precision, gathered, reduced)
         assert 0 < found[phase][0] < 60
 
 
+def test_gradients_reduced_in_each_micro_batch_are_the_same(single, pair):
+    """Of three micro-batches twice more: all weights are gathered for the forward, all gradients reduced."""
+    once, each = pair["synchronized"]["once"], pair["synchronized"]["each"]
+    wanted, metrics = single["gradients"]["fp64", "token-mean"]
+    for gradient, found, _ in (once, each):
+        assert synthetic.relative_difference(gradient, wanted) <= 1e-9
+        assert found == pytest.approx(metrics, rel=1e-9)
+    assert each[2] - once[2] == 2 * 2 * 8 * sum(pair["collectives"]["fp64"]["numbers"].values())
+
+
 def test_weights_of_another_engine_arrive_whole_in_the_shards(pair):
     record = pair["loaded"]
     assert record["version"] == 1

@@ -142,6 +142,10 @@ def test_however_rows_are_cut(two_steps, job):
     same(job[1]["empty"], wanted)
 
 
+def test_gradients_reduced_in_each_micro_batch_are_the_same(two_steps, job):
+    same(job[1]["each"], two_steps("qwen2"))
+
+
 def test_recomputed_activations_change_nothing(two_steps, job):
     same(job[1]["recomputed"], two_steps("deep"))
 

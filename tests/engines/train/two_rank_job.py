@@ -134,6 +134,18 @@ def collectives(folder):
     return record
 
 
+def synchronized(folder):
+    """The gradient of three micro-batches that are reduced once, or each, and the bytes exchanged."""
+    batch, micro = my_rows(synthetic.make_batch(), "uneven"), synthetic.CUTS["three"]
+    record = {}
+    for sync in ("once", "each"):
+        engine = synthetic.make_engine(folder, fsdp={"gradient_sync": sync})
+        engine.take_collectives()
+        gradient, metrics = synthetic.gradients(engine, batch, synthetic.SyntheticLoss(), micro)
+        record[sync] = gradient, metrics, engine.take_collectives()[1]
+    return record
+
+
 def loaded_weights(folder):
     """An engine of zeros that takes over another's weights: its weights then, and its version."""
     source = synthetic.make_engine(folder)
@@ -167,6 +179,7 @@ def main():
         "unsharded": unsharded_sum(engine),
         "info": engine.state_info(),
         "collectives": collectives(folder),
+        "synchronized": synchronized(folder),
         "loaded": loaded_weights(folder),
     }
     if dist.get_rank() == 0:
