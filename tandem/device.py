@@ -103,3 +103,13 @@ def _places(tensors: Sequence[Tensor]) -> list[slice]:
         places.append(slice(start, start + tensor.nbytes))
         start += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
     return places
+
+
+def memory_use(device: torch.device) -> dict[str, int]:
+    """Bytes of a GPU: "total"; "used", by everybody; "reserved" by PyTorch's allocator in this process, and
+    "allocated" by it. Empty for a CPU."""
+    if device.type != "cuda":
+        return {}
+    free, total = torch.cuda.mem_get_info(device)
+    reserved, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
+    return {"total": total, "used": total - free, "reserved": reserved, "allocated": allocated}

@@ -3,7 +3,7 @@ expected and how to mend it; the parts stay readable as attributes after a trip 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -100,6 +100,25 @@ class CheckpointError(TandemError, RuntimeError):
 
 class EngineError(TandemError, RuntimeError):
     """An engine cannot do what was asked of it."""
+
+
+class DeviceMemoryError(EngineError):
+    """The memory of a device did not suffice for a pass of a model.
+
+    Args:
+        message, options: see `TandemError`.
+        use: what `tandem.device.memory_use` said of the device then.
+
+    Attributes:
+        role, training: of the model, and whether it was trained; set by its worker.
+        held: bytes by what they were for, set there too; empty where nothing was measured.
+    """
+
+    def __init__(self, message: str, *, use: Mapping[str, int], **options: Any) -> None:
+        super().__init__(message, **options)
+        self.use = dict(use)
+        self.role, self.training = "", False
+        self.held: dict[str, float] = {}
 
 
 class NonFiniteError(TandemError, ArithmeticError):

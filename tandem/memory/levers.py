@@ -26,7 +26,7 @@ class Lever(NamedTuple):
 
     Attributes:
         words: key=value, the changes.
-        gain: bytes that the worst moment of the run becomes smaller by.
+        gain: bytes that the worst moment of the run, or of a phase, becomes smaller by.
         fits: whether the run fits then.
     """
 
@@ -35,21 +35,27 @@ class Lever(NamedTuple):
     fits: bool
 
 
-def levers(config: TrainConfig, replan: Callable[[TrainConfig], Plan]) -> list[Lever]:
-    """The levers that make the worst moment smaller, those that suffice first, then by their gain. None of
-    them changes what is learnt, but by rounding, and the optimizers'."""
-    before = replan(config).worst.needed
+def levers(
+    config: TrainConfig, replan: Callable[[TrainConfig], Plan], phase: str | None = None
+) -> list[Lever]:
+    """The levers that make the worst moment, or that of a phase, smaller, those that suffice first, then by
+    their gain. None of them changes what is learnt, but by rounding, and the optimizers'."""
+    before = _needed(replan(config), phase)
     found = []
     for changes in _changes(config):
         changed = config
         for key, value in changes.items():
             changed = with_value(changed, key, value)
         after = replan(changed)
-        gain = before - after.worst.needed
+        gain = before - _needed(after, phase)
         if gain > before / 200:
             words = tuple(f"{key}={_word(value)}" for key, value in changes.items())
             found.append(Lever(words, gain, after.fits))
     return sorted(found, key=lambda lever: (not lever.fits, -lever.gain))
+
+
+def _needed(made: Plan, phase: str | None) -> float:
+    return max((each.needed for each in made.phases if each.name == phase), default=made.worst.needed)
 
 
 def _changes(config: TrainConfig) -> Iterator[dict[str, Any]]:

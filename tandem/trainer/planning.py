@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 
 from tandem.config.actor import ActorConfig
 from tandem.config.critic import CriticConfig
 from tandem.config.root import TrainConfig
-from tandem.errors import ConfigError, TandemError
+from tandem.errors import ConfigError, DeviceMemoryError, TandemError, WorkerFailure
 from tandem.memory.host import host_free
 from tandem.memory.levers import levers, with_value
 from tandem.memory.plan import Plan, gib, plan
@@ -20,6 +22,8 @@ from tandem.trainer.perf import offered
 from tandem.trainer.roles import Roles
 from tandem.workers.worst_batch import WorstBatch
 
+_FORWARDS = {"actor": "old log-probs", "ref": "ref log-probs", "critic": "values", "reward_model": "rewards"}
+_UPDATES = {"actor": "actor update", "critic": "critic update"}
 _TIMED = {
     **{"old log-probs": "old_log_prob", "ref log-probs": "ref", "values": "values", "rewards": "reward"},
     **{"critic update": "update_critic", "actor update": "update_actor"},
@@ -37,7 +41,7 @@ def run_worst_batches(config: TrainConfig, roles: Roles) -> None:
     """Has what learns run the largest micro-batches that its updates can come to, where the config asks.
 
     Raises:
-        EngineError: the memory of a GPU does not suffice.
+        DeviceMemoryError: the memory of a GPU does not suffice.
     """
     trainer = config.trainer
     if trainer.worst_batch_first is False or trainer.val_only:
@@ -75,6 +79,55 @@ def tell_plan(config: TrainConfig, say: Callable[[str], None]) -> Plan | None:
         return None
     say(sentence)
     return made
+
+
+@contextmanager
+def memory_explained(config: Any) -> Iterator[None]:
+    """The error of a device whose memory did not suffice inside says what it held beside the plan, and what
+    to change first.
+
+    Args:
+        config: of the run; there is a plan of a `TrainConfig`.
+    """
+    try:
+        yield
+    except (DeviceMemoryError, WorkerFailure) as error:
+        short = error.__cause__ if isinstance(error, WorkerFailure) else error
+        if isinstance(short, DeviceMemoryError) and short.held and isinstance(config, TrainConfig):
+            with suppress(TandemError):  # there is no plan, which was said as the run began
+                _add_plan(config, short)
+                if error is not short:
+                    error.message += f"\nmemory: {short.expected}\nremedy: {short.remedy}"
+        raise
+
+
+def _add_plan(config: TrainConfig, short: DeviceMemoryError) -> None:
+    """Adds what the plan says of the phase in which memory did not suffice, and what to change first."""
+    device = float(short.use["total"])
+    config = with_value(config, "trainer.device", "cuda")
+    name = (_UPDATES if short.training else _FORWARDS).get(short.role)
+    phase = next((each for each in plan(config, shape_of, device).phases if each.name == name), None)
+    if phase is None:  # one of several of a kind
+        return
+    planned = {
+        "weights and optimizer": ("weights", "optimizer"),
+        "other models": ("others",),
+        "the pass": ("gathered", "gradients", "activations", "head"),
+        "gaps": ("gaps",),
+        "outside PyTorch": ("context", "engine"),
+    }
+    beyond, cells = {}, []
+    for what, parts in planned.items():
+        expected = sum(phase.parts.get(part, 0.0) for part in parts)
+        beyond[what] = short.held[what] - expected
+        cells.append(f"{what} {gib(expected)}, held {gib(short.held[what])}")
+    most = max(beyond, key=lambda what: beyond[what])
+    said = f"{most} exceeded it most, by {gib(beyond[most])}" if beyond[most] > 0 else "nothing exceeded it"
+    short.expected = f"in the {name}, by plan: {'; '.join(cells)}; {said}"
+    found = levers(config, lambda changed: plan(changed, shape_of, device), name)
+    if found:
+        first = f"change first {' '.join(found[0].words)}, which by plan saves {gib(found[0].gain)}"
+        short.remedy = f"{first}; or {short.remedy}"
 
 
 def _planned(config: TrainConfig) -> tuple[Plan, str]:

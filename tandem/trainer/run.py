@@ -15,6 +15,7 @@ from tandem.errors import WorkerFailure
 from tandem.observability.files import append_line
 from tandem.trainer.assembly import build_ppo, build_rm, build_sft
 from tandem.trainer.loop import Listener
+from tandem.trainer.planning import memory_explained
 from tandem.trainer.ppo import PPOTrainer
 from tandem.trainer.supervised import SupervisedTrainer
 from tandem.trainer.telling import ending
@@ -82,7 +83,8 @@ def run(config: C, build: Build[C], say: Callable[[str], None]) -> bool:
     for restart in range(config.trainer.max_restarts + 1):
         attempt = Attempt(config, build)
         try:
-            interrupted = attempt.run()
+            with memory_explained(config):
+                interrupted = attempt.run()
             if not interrupted:
                 say(ending(Path(config.trainer.default_local_dir), steps_taken=attempt.steps_taken))
             return interrupted

@@ -17,9 +17,9 @@ from transformers import PreTrainedTokenizerBase
 from tandem.checkpoint.background import BackgroundWrite, written_mark
 from tandem.config.batching import Batching
 from tandem.config.optim import OptimConfig
-from tandem.device import choose_device
+from tandem.device import choose_device, memory_use
 from tandem.engines.train.base import LossFn, MicroBatching, TrainEngine
-from tandem.errors import EngineError, NonFiniteError, NoTokensError
+from tandem.errors import DeviceMemoryError, EngineError, NonFiniteError, NoTokensError
 from tandem.models.parallel import init_distributed
 from tandem.observability import profile
 from tandem.observability.metrics import Metrics
@@ -223,12 +223,48 @@ class EngineWorker(TimedWorker):
     @contextmanager
     def on_device(self, engine: TrainEngine, *, training: bool = False) -> Iterator[None]:
         """The engine's offloaded parameters, and for training its optimizer state, are on its device
-        inside, and offloaded again afterwards."""
+        inside, and offloaded again afterwards.
+
+        Raises:
+            DeviceMemoryError: the device's memory did not suffice inside; it says what was held.
+        """
         engine.onload(optimizer=training)
         try:
             yield
+        except DeviceMemoryError as short:
+            self._account(short, engine, training=training)
+            raise
+        except torch.OutOfMemoryError as error:
+            found = DeviceMemoryError(
+                "the memory of the GPU does not suffice for a pass without gradient",
+                use=memory_use(self.device),
+                got=str(error).partition("\n")[0],
+                remedy="fewer tokens per micro-batch and device",
+            )
+            self._account(found, engine, training=training)
+            raise found from error
         finally:
             engine.offload()
+
+    def _account(self, short: DeviceMemoryError, engine: TrainEngine, *, training: bool) -> None:
+        """Adds what the device held: of PyTorch's memory that of the engine, of the others, and the rest,
+        which is the pass's; what its allocator could not join; what others have taken."""
+        bytes_of = {
+            role: [size for key, size in each.state_info().items() if f"@{self.device.type}" in key]
+            for role, each in self.engines.items()
+        }
+        short.role = next(role for role, each in self.engines.items() if each is engine)
+        short.training = training
+        if short.use:
+            own, use = sum(bytes_of.pop(short.role)), short.use
+            others = sum(map(sum, bytes_of.values()))
+            short.held = {
+                "weights and optimizer": own,
+                "other models": others,
+                "the pass": use["allocated"] - own - others,
+                "gaps": use["reserved"] - use["allocated"],
+                "outside PyTorch": use["used"] - use["reserved"],
+            }
 
     @contextmanager
     def working(self, phase: str, engine: TrainEngine, *, training: bool = False) -> Iterator[None]:

@@ -64,7 +64,7 @@ def run_worst_batch(
         batching: of its updates.
 
     Raises:
-        EngineError: the memory of a GPU does not suffice.
+        DeviceMemoryError: the memory of a GPU does not suffice.
     """
     if worker.device.type == "cpu" and not worst.on_cpu:
         return

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tandem.config.load import load_train_config
+from tandem.engines.train import recomputation
+from tandem.engines.train.execution import OneByOne
+from tandem.engines.train.fsdp import FSDPEngine
+from tandem.errors import DeviceMemoryError
 from tandem.memory.host import host_free
 from tandem.memory.plan import GIB
+from tandem.protocol import DataProto
 from tandem.trainer import planning
 from tandem.trainer.planning import tell_plan
+from tandem.trainer.run import run_ppo
+from tandem.workers import base
 from tests.support.runs import Lab, lab
 
 __all__ = ["lab"]
@@ -54,6 +62,46 @@ def test_predicted_bytes_stand_beside_the_phases_that_ran(lab: Lab) -> None:
             assert not [name for name in row if "memory_peak" in name]
 
 
+@pytest.mark.parametrize(("where", "phase"), [("train_step", "actor update"), ("forward", "old log-probs")])
+def test_memory_that_does_not_suffice_is_held_against_the_plan(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, where: str, phase: str
+) -> None:
+    """A device of 100 MB on which the pass holds 60 MB where the plan has next to nothing. PyTorch's error is
+    raised by hand, and what a device would say: there is none here."""
+    use = {"total": 10**8, "used": 90_000_000, "reserved": 80_000_000, "allocated": 60_500_000}
+    for module in (recomputation, base):
+        monkeypatch.setattr(module, "memory_use", lambda device: use)
+    real = FSDPEngine.forward
+
+    def fail(*args: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nAnd more.")
+
+    def forward(self: FSDPEngine, batch: DataProto, **options: Any) -> DataProto:
+        return fail() if "response_mask" in batch.batch else real(self, batch, **options)
+
+    if where == "train_step":
+        monkeypatch.setattr(OneByOne, "gradients", fail)
+    else:
+        monkeypatch.setattr(FSDPEngine, "forward", forward)
+    words = [*lab.overrides(lab.folder / where), "actor_rollout_ref.actor.ppo_mini_batch_size=2"]
+    config = load_train_config(None, words).config
+    with pytest.raises(DeviceMemoryError) as caught:
+        run_ppo(config, say=print)
+    short = caught.value
+    weights = 3 * 4 * 21_728  # and two moments
+    assert short.held == {
+        "weights and optimizer": pytest.approx(weights, rel=0.01),
+        "other models": 0,
+        "the pass": pytest.approx(60_500_000 - weights, rel=0.01),
+        "gaps": 19_500_000,
+        "outside PyTorch": 10_000_000,
+    }
+    said = str(short)
+    assert f"in the {phase}, by plan: weights and optimizer" in said and "Tried to allocate 2.00 GiB" in said
+    assert re.search(r"the pass exceeded it most, by 5\d\.\d MiB", said), said
+    assert re.search("remedy: +change first |remedy: +(set|fewer) ", said), said
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="peaks are counted on a CUDA device")
 def test_a_gpu_measures_the_peak_of_each_phase(lab: Lab) -> None:
     for row in lab.run("measured", "trainer.device=cuda").rows:
@@ -70,7 +118,7 @@ def test_a_run_that_does_not_fit_is_told_what_to_change_first(monkeypatch: pytes
     monkeypatch.setattr(planning, "on_cpu", lambda trainer: False)
     monkeypatch.setattr(planning, "_device_here", lambda: (24.0 * GIB, " of a device"))
     sentence = told(*SEVEN, "trainer.n_gpus_per_node=8")
-    assert sentence.startswith("Warning: memory, by plan: at worst actor update")
+    assert sentence.startswith("Warning: memory, by plan: at worst reshard, ")
     assert (
         "of 24.0 GiB of a device:" in sentence and "are lacking; change first actor_rollout_ref." in sentence
     )

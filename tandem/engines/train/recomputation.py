@@ -19,10 +19,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from tandem.config.fsdp import FSDPConfig
 from tandem.config.model import PLAIN_DECODERS, BackboneConfig
+from tandem.device import memory_use
 from tandem.engines.train.base import MicroBatching
 from tandem.engines.train.division import Division
 from tandem.engines.train.microbatch import MicroBatch
-from tandem.errors import EngineError
+from tandem.errors import DeviceMemoryError
 from tandem.memory.activations import FASTEST_FIRST, Decoder, Recomputed, Setup, fastest_that_fits
 from tandem.memory.host import host_free, host_total
 from tandem.memory.shapes import model_shape
@@ -106,7 +107,7 @@ class Recomputation:
     def out_of_memory(self) -> Iterator[None]:
         """
         Raises:
-            EngineError: the GPU's memory did not suffice inside; it names the keys to set.
+            DeviceMemoryError: the GPU's memory did not suffice inside; it names the keys to set.
         """
         try:
             yield
@@ -116,8 +117,9 @@ class Recomputation:
             if not isinstance(error, torch.OutOfMemoryError):
                 raise
             full = "enable_activation_offload=true, or fewer tokens per micro-batch and device"
-            raise EngineError(
+            raise DeviceMemoryError(
                 "the memory of the GPU does not suffice for the update",
+                use=memory_use(self._device),
                 field=_FIELD,
                 got="; ".join(filter(None, (str(error).partition("\n")[0], self._sentence))),
                 remedy=f"set {full}" if self._whole else f"set {_FIELD}=full, then {full}",
