@@ -87,13 +87,19 @@ def designed() -> Iterator[tuple[str, Case]]:
     yield case(large, 3, eight, shards=64, mode="full", micro=2, each=True)
     yield case("Qwen2.5-0.5B", 24, shards=8, mode="full")
     yield case("Qwen2.5-7B", 28, shards=8, mode="none")
+    yield from reduced_in_each("drawn, each", SEED + 1)  # held out once, and then learnt from
 
 
 def held_out() -> Iterator[tuple[str, Case]]:
     """Drawn from the seed; from another, of several micro-batches whose gradients are reduced in each."""
     yield from drawn("held out", SEED)
-    for name, case in drawn("held out, each", SEED + 1):
-        yield name, replace(case, micro=max(2, case.micro), shards=max(2, case.shards), each=True)
+    yield from reduced_in_each("held out, each", SEED + 2)
+
+
+def reduced_in_each(name: str, seed: int) -> Iterator[tuple[str, Case]]:
+    """Cases drawn from a seed, of several micro-batches whose gradients are reduced in each."""
+    for each, case in drawn(name, seed):
+        yield each, replace(case, micro=max(2, case.micro), shards=max(2, case.shards), each=True)
 
 
 def drawn(name: str, seed: int) -> Iterator[tuple[str, Case]]:

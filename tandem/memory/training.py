@@ -180,7 +180,7 @@ def worst(moments: Iterator[Moment]) -> Moment:
 def forward_moments(own: Gathered, decoder: Decoder, way: Way, tokens: int) -> Iterator[Moment]:
     """A pass without gradient. The root stays gathered; a layer is gathered into a buffer and copied out of
     it, and FSDP2 keeps the buffer until the next layer has come, so that the root and the first layer stand
-    there with both of theirs. A layer holds the embeddings, its input, what attention made of it, and their
+    there with both of theirs, and a later layer with its own and that of the layer before. A layer holds the embeddings, its input, what attention made of it, and their
     norm, with three of the MLP's width; the head its tiles.
     """
     c, features = way.setup.itemsize, decoder.hidden
@@ -189,7 +189,10 @@ def forward_moments(own: Gathered, decoder: Decoder, way: Way, tokens: int) -> I
     before = 0.0 if way.resharding else (own.layers - 1) * w
     ahead = w if way.prefetch and own.layers > 1 and way.resharding else 0.0
     around = tokens * (_around(decoder, c))
-    yield Moment("first gather", r + buffer * (r + w) + w, 0.0, around + tokens * c * features, 0.0)
+    hidden = around + tokens * c * features
+    yield Moment("first gather", r + buffer * (r + w) + w, 0.0, hidden, 0.0)
+    if own.layers > 1:
+        yield Moment("next gather", r + w + 2 * buffer * w + before, 0.0, hidden, 0.0)
     inside = tokens * _inside(decoder, way)
     yield Moment("layers, forward", r + w + buffer * w + before + ahead, 0.0, around + inside, 0.0)
     gathered = r + buffer * w + (0.0 if way.resharding else own.layers * w)
