@@ -178,7 +178,7 @@ def _load(
     return Loaded(config, said, frozenset(found.given), tuple(found.readings), other)
 
 
-_PLACES = ("path", "train_files", "val_files")
+_PLACES = ("path", "train_files", "val_files", ".models")
 """Ends of the keys that name files and folders."""
 _DATA = ("data.train_files", "data.val_files")
 

@@ -136,12 +136,14 @@ class _Planner:
         config, policy = self.config, self.config.actor_rollout_ref
         devices = config.trainer.devices_of
 
-        def held(name: str, section: Any, model: Any, optim: Any = None, **more: Any) -> Held:
+        def held(
+            name: str, section: Any, model: Any, optim: Any = None, path: str | None = None, **more: Any
+        ) -> Held:
             sequence = section.ulysses_sequence_parallel_size
             options = {"cuda": self.cuda, **more}
             return Held(
                 name,
-                shapes(model.path),
+                shapes(path or model.path),
                 devices(name),
                 model,
                 section.fsdp_config,
@@ -155,11 +157,13 @@ class _Planner:
         if config.trainer.placed("rollout") != config.trainer.placed("actor"):
             yield held("rollout", policy.actor, policy.model.without_adapters)
         if config.needs_reference and not config.reference_is_the_actor:
-            yield held("ref", policy.ref, policy.model.without_adapters)
+            for role, reference in policy.ref.references.items():
+                yield held(role, policy.ref, policy.model.without_adapters, path=reference.path)
         if config.needs_critic:
             yield held("critic", config.critic, config.critic.model, config.critic.optim, head=False)
-        if config.reward_model.enable:
-            yield held("reward_model", config.reward_model, config.reward_model.model, head=False)
+        models = config.reward_model
+        for role, scorer in models.scorers.items():
+            yield held(role, models, models.model, path=scorer.path, head=False)
 
     def made(self) -> Plan:
         phases = [*self._loads(), *self._rollout(), *self._forwards(), *self._updates()]
@@ -292,10 +296,12 @@ class _Planner:
             "critic": ("values", config.critic.forward_batching),
             "reward_model": ("rewards", config.reward_model.forward_batching),
         }
-        for name, (phase, batching) in every.items():
-            if name in self.held:
-                moment = self.held[name].forward(self._load(samples, batching))
-                yield self._phase(phase, self.held[name], moment)
+        for role, (phase, batching) in every.items():
+            for name, held in self.held.items():
+                kind, _, one = name.partition(".")
+                if kind == role:
+                    moment = held.forward(self._load(samples, batching))
+                    yield self._phase(f"{phase} of {one}" if one else phase, held, moment)
 
     def _updates(self) -> Iterator[Phase]:
         policy, n = self.config.actor_rollout_ref, self.config.actor_rollout_ref.rollout.n

@@ -33,8 +33,12 @@ _TIMED = {
 
 def predicted(made: Plan | None) -> dict[str, float]:
     """Bytes of each phase that workers measure, by its name in `timing/PHASE`; empty without a plan."""
-    phases = () if made is None else made.phases
-    return {_TIMED[phase.name]: phase.allocated for phase in phases if phase.name in _TIMED}
+    found: dict[str, float] = {}
+    for phase in () if made is None else made.phases:
+        timed = _TIMED.get(phase.name.partition(" of ")[0])  # of several models of a kind
+        if timed is not None:
+            found[timed] = max(found.get(timed, 0.0), phase.allocated)
+    return found
 
 
 def run_worst_batches(config: TrainConfig, roles: Roles) -> None:

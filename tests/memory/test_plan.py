@@ -140,6 +140,26 @@ def test_a_critic_and_a_reference_lie_beside_the_actor():
     assert phases(apart)["actor update"].parts["others"] == 0
 
 
+def test_each_of_several_references_and_reward_models_is_counted():
+    """All lie beside the actor: 4 bytes of a number and rank."""
+    small, smaller = "Qwen/Qwen2.5-1.5B", "Qwen/Qwen2.5-0.5B"
+    found = made(
+        "actor_rollout_ref.actor.use_kl_loss=true",
+        f"actor_rollout_ref.ref.models={{near: {{}}, far: {{path: {small}}}}}",
+        "reward_model.enable=true",
+        f"reward_model.models={{a: {{path: {small}}}, b: {{path: {smaller}}}}}",
+    )
+    named = phases(found)
+    assert {"ref log-probs of near", "ref log-probs of far", "rewards of a", "rewards of b"} <= named.keys()
+    of = {name: shapes(name) for name in (small, smaller)}
+    scored = sum(
+        shape.parameters for shape in of.values()
+    )  # embeddings are tied, and the head has one number
+    others = 4 * (P + of[small].parameters + scored) / 8
+    assert named["actor update"].parts["others"] == pytest.approx(others, rel=1e-3)
+    assert named["rewards of b"].parts["weights"] < named["rewards of a"].parts["weights"]
+
+
 def test_a_checkpoint_holds_weights_and_moments_once():
     assert made().disk["checkpoint"] == pytest.approx(12 * P)
     tensor = made("actor_rollout_ref.actor.fsdp_config.tensor_parallel_size=4")
