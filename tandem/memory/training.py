@@ -180,8 +180,9 @@ def worst(moments: Iterator[Moment]) -> Moment:
 def forward_moments(own: Gathered, decoder: Decoder, way: Way, tokens: int) -> Iterator[Moment]:
     """A pass without gradient. The root stays gathered; a layer is gathered into a buffer and copied out of
     it, and FSDP2 keeps the buffer until the next layer has come, so that the root and the first layer stand
-    there with both of theirs, and a later layer with its own and that of the layer before. A layer holds the embeddings, its input, what attention made of it, and their
-    norm, with three of the MLP's width; the head its tiles.
+    there with both of theirs, and a later layer with its own and that of the layer before. A layer holds the
+    embeddings, its input, what attention made of it, and their norm, with three of the MLP's width; the head
+    its tiles.
     """
     c, features = way.setup.itemsize, decoder.hidden
     w, r = c * own.layer, c * own.root
