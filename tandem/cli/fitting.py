@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from rich.table import Table
 
 from tandem.bench.asked import Lengths
 from tandem.cli.probing import Probing
@@ -29,7 +28,7 @@ from tandem.memory.seconds import Shape, forecast
 from tandem.memory.shapes import ModelShape
 from tandem.memory.space import default_space
 from tandem.memory.timing import Clock
-from tandem.observability.terminal import plain_console, say
+from tandem.observability.terminal import say
 
 Shapes = Callable[[str], ModelShape]
 
@@ -77,8 +76,8 @@ class Task:
         return True
 
 
-def time_of(config: TrainConfig, made: Plan, task: Task, probing: Probing | None = None) -> dict[str, Any]:
-    """What a step and the run take, as plain values.
+def time_of(config: TrainConfig, made: Plan, task: Task, probing: Probing | None) -> dict[str, Any] | None:
+    """What a step and the run take, as plain values; None where nothing tells.
 
     Args:
         made: the plan of the config's memory.
@@ -86,21 +85,25 @@ def time_of(config: TrainConfig, made: Plan, task: Task, probing: Probing | None
     """
     if config.actor_rollout_ref.model.recomputes_by_memory and made.recomputed == "full":
         config = with_value(config, "actor_rollout_ref.model.gradient_checkpointing_mode", "full")
-    clock, shape = task.timer(config)
-    lengths, said = task.lengths, clock.said
-    step = partial(clock.step, config, shape, slots=made.slots)
-    if probing is None:
+    lengths, step, said = task.lengths, None, "the probe alone: tandem bench measures the other phases"
+    if task.clock is not None:
+        clock, shape = task.timer(config)
+        step, said = partial(clock.step, config, shape, slots=made.slots), clock.said
+    if probing is not None:
+        seconds = probing.seconds(config, step)
+        said += "; writing and rewards as measured" if step else ""
+    elif step is not None:
         seconds = step(lengths.prompts, lengths.responses.ravel())
     else:
-        seconds, said = probing.seconds(config, step), f"{said}; as far as it was measured now, by that"
-    steps = steps_of(config)
+        return None
+    steps = _steps(config)
     found = forecast(seconds, lengths.total, steps or 1, config.trainer.world_size)
     if steps is None:
         found |= {"days": None, "device_hours": None}
     return {"by": said, "steps": steps, **found}
 
 
-def steps_of(config: TrainConfig) -> int | None:
+def _steps(config: TrainConfig) -> int | None:
     """Of the run; None where neither the config nor its data say so."""
     if config.trainer.total_training_steps is not None:
         return config.trainer.total_training_steps
@@ -119,14 +122,6 @@ def print_time(found: Mapping[str, Any], devices: int) -> None:
     if found["steps"]:
         run = f"{found['steps']} steps: {found['days']:.3g} days, {found['device_hours']:.4g} GPU hours"
     say(f"  {found['tokens_per_s']:,.0f} tokens/s; {run}")
-
-
-def print_least(config: TrainConfig, seconds: Mapping[str, float]) -> None:
-    """Prints what writing and scoring take where nothing is known of the other phases."""
-    steps, each = steps_of(config), seconds["step"]
-    run = "" if steps is None else f"; those of {steps} steps {steps * each / 86400:.3g} days"
-    say(f"\nwriting and rewards take {each:.3g} s of a step{run}")
-    say("  for the other phases run tandem bench with this config once: plan knows this device then")
 
 
 def fit_config(config: TrainConfig, task: Task) -> Found:
@@ -155,20 +150,17 @@ def compare_schedules(config: TrainConfig, task: Task) -> list[Schedule]:
 
 
 def print_schedules(found: Sequence[Schedule]) -> None:
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("schedule")
-    for column in ("training", "rollout", "s a step", "training waits", "rollout waits", "stale", "GiB left"):
-        table.add_column(column, justify="right")
+    if not found:
+        return
+    say("\nschedule             training  rollout  s a step  training, rollout wait  stale  GiB left")
     for each in found:
-        left = ", ".join(f"{size / GIB:.1f}" for size in each.left.values())
-        waits = (f"{each.waits[role]:.0%}" for role in ("training", "rollout"))
-        sizes = (str(each.training), str(each.rollout), f"{each.step:.3g}")
-        table.add_row(each.name, *sizes, *waits, str(each.staleness), left)
-    say("")
-    plain_console().print(table)
+        sizes = f"{each.name:<21}{each.training:>8}{each.rollout:>9}{each.step:>10.3g}"
+        waits = f"{each.waits['training']:>11.0%},{each.waits['rollout']:>8.0%}    {each.staleness:>7}"
+        say(f"{sizes}{waits}  {', '.join(f'{pool} {size / GIB:.1f}' for pool, size in each.left.items())}")
     best = chosen(found)
     ratio = found[-1].step / best.step
-    say(f"choose {best.name}{' '.join([':', *as_words(best.keys)]) if best.keys else ''}")
+    fits = "" if min(best.left.values()) >= 0 else ", though it does not fit"
+    say(f"choose {best.name}{' '.join([':', *as_words(best.keys)]) if best.keys else ''}{fits}")
     say(f"one step off is not there: tandem train is synchronous. It would take {ratio:.2f} of that time")
 
 

@@ -15,7 +15,6 @@ from tandem.cli.fitting import (
     Task,
     as_words,
     compare_schedules,
-    print_least,
     print_schedules,
     print_time,
     time_of,
@@ -32,7 +31,7 @@ from tandem.memory.host import host_total
 from tandem.memory.levers import Lever, levers
 from tandem.memory.peaks import CLASSES
 from tandem.memory.plan import GIB, Phase, Plan, gib, plan
-from tandem.memory.schedules import Schedule, refuse_apart
+from tandem.memory.schedules import chosen, refuse_apart
 from tandem.memory.shapes import shape_of
 from tandem.memory.timing import Clock
 from tandem.observability.terminal import say
@@ -55,7 +54,7 @@ Qwen/Qwen2.5-7B.
   --probe [N]       answers and scores N prompts (32), drawn from the data, with the model, the engine and the
                     reward: what share of groups will teach anything, how long responses are, what rewards
                     cost, and the seconds with these. Nothing is left in the run folder
-  --probe-seconds S  after which no further prompts are begun: 600
+  --probe-seconds S for sampling, by the pace of the first few prompts: 600
   --schedule        compares generation and learning on the same devices, on devices of their own, and at the
                     same time, each with its best split
   --json            the plan for programs
@@ -69,6 +68,7 @@ _OPTIONS = (
     *("--probe", "--probe-seconds"),
 )
 _SWITCHES = ("--schedule", "--json")
+_APART = ({"--fit", "--schedule"}, {"--probe", "--lengths"}, {"--probe", "--prompt-lengths"})
 _DEFAULT = 80.0
 _PER_NODE = 8
 _FILLS = {  # a part's letter in the bar
@@ -106,33 +106,24 @@ def plan_memory(arguments: list[str]) -> int:
         config = load_train_config(str(out), elsewhere=True).config
     made = plan(config, shape_of, device)
     found = [] if made.fits else levers(config, lambda other: plan(other, shape_of, device))
-    timed = time_of(config, made, task, probing) if clock else None
+    timed = time_of(config, made, task, probing)
     schedules = compare_schedules(config, task) if "--schedule" in options else []
     if "--json" in options:
         whole = _as_json(made, found) | {"time": timed, "changed": changed}
-        whole |= {"schedules": [asdict(each) for each in schedules]} if schedules else {}
-        if probing is not None:
-            whole["probe"] = probing.report | {"seconds": probing.seconds(config)}
+        if schedules:
+            whole |= {"schedules": [asdict(each) for each in schedules], "choose": chosen(schedules).name}
+        whole |= {"probe": probing.report} if probing else {}
         print(json.dumps(whole, indent=1))
-    else:
-        _print(config, made, found)
-        _print_time(config, timed, probing, schedules)
-        if "--fit" in options:
-            say(f"\nwritten to {out}; changed:\n  " + "\n  ".join(changed or ["nothing"]))
-    return 0 if made.fits else 1
-
-
-def _print_time(
-    config: TrainConfig, timed: dict[str, Any] | None, probing: Probing | None, schedules: list[Schedule]
-) -> None:
-    if probing is not None:
-        probing.print(timed["phases"] if timed else probing.seconds(config))
-    if timed is not None:
+        return 0 if made.fits else 1
+    _print(config, made, found)
+    if probing and timed:
+        probing.print(timed["phases"])
+    if timed:
         print_time(timed, config.trainer.world_size)
-    elif probing is not None:
-        print_least(config, probing.seconds(config))
-    if schedules:
-        print_schedules(schedules)
+    print_schedules(schedules)
+    if "--fit" in options:
+        say(f"\nwritten to {out}; changed:\n  " + "\n  ".join(changed or ["nothing"]))
+    return 0 if made.fits else 1
 
 
 def _options(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
@@ -147,10 +138,11 @@ def _options(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
             options[name] = value
         else:
             options[name] = rest.popleft() if rest else ""
-    if {"--fit", "--schedule"} <= options.keys():
-        raise ConfigError(
-            "one search at a time", got="--fit and --schedule", remedy="compare what --fit wrote"
-        )
+    for pair in _APART:
+        if pair <= options.keys():
+            raise ConfigError("do not go together", got=" and ".join(sorted(pair)), remedy="leave one out")
+    if "--probe-seconds" in options and "--probe" not in options:
+        raise ConfigError("is of --probe, which is not there", field="--probe-seconds")
     return words, options
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
 from importlib import import_module
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -45,7 +47,8 @@ class Probing:
         refuse(lacking(config))
         warn(f"samples {groups} prompts in a temporary folder, for about {limit} s at most")
         module, checks = map(import_module, ("tandem.trainer.probe", "tandem.trainer.checks"))
-        self._seen: Seen = module.run_probe(config, groups=groups, limit_s=limit, say=warn)
+        with redirect_stdout(sys.stderr):  # what workers tell is no part of the plan
+            self._seen: Seen = module.run_probe(config, groups=groups, limit_s=limit, say=warn)
         self.report: dict[str, Any] = {"asked": groups, **module.report(self._seen, config)}
         self._here = not {"--device", "--devices", "--fit"} & set(options)
         self._device = "cpu" if checks.on_cpu(config.trainer) else "cuda"
@@ -82,14 +85,14 @@ class Probing:
     def _slower(self, step: Callable[..., Mapping[str, float]]) -> float:
         """The seconds of writing over those of the model of time. The first batch, which also warmed up, does
         not count where there are others."""
-        counts, taken = map(list, zip(*self._seen.batches, strict=True))
-        ends = list(accumulate(counts))
-        by_model = [
-            step(self._seen.prompts[end - count : end], self._seen.responses[end - count : end].ravel())
-            for count, end in zip(counts, ends, strict=True)
-        ]
-        first = len(counts) > 1
-        return float(sum(taken[first:]) / sum(each["generate_sequences"] for each in by_model[first:]))
+        ends = accumulate(groups for groups, *_ in self._seen.batches)
+        timed = list(zip(ends, self._seen.batches, strict=True))
+        taken = by_model = 0.0
+        for end, (groups, seconds, _) in timed[1:] or timed:
+            rows = slice(end - groups, end)
+            asked, responses = self._seen.prompts[rows], self._seen.responses[rows]
+            taken, by_model = taken + seconds, by_model + step(asked, responses.ravel())["generate_sequences"]
+        return taken / by_model
 
     def _generations(self, config: TrainConfig) -> float:
         """Prompts that are answered in a step for each that is learnt from, in whole batches; where none was
@@ -120,7 +123,7 @@ class Probing:
         elif not found["teach"]["value"]:
             say("  nothing would be learnt: take easier or harder prompts, or more responses to each")
         say(f"tokens of a response, {found['longest']} in the longest:")
-        _rows(found, lengths, "{:,.0f}")
+        _rows(found, lengths, "{:,.1f}")
         _rows(found, {"cut at the limit": "cut"}, "{:.1%}")
         tail = "" if found["reward_s_p95"] is None else f", p95 of calls {found['reward_s_p95']:.3g}"
         failed, late = (found["reward_failures"][name] for name in ("failed", "timeouts"))

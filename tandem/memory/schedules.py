@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from tandem.config.root import TrainConfig
@@ -63,16 +64,15 @@ def compare(
         ConfigError: see `refuse_apart`; or no split suits.
     """
     refuse_apart(config)
-    every: list[list[Schedule]] = [[], []]
+    tried = []
     for keys in ({}, *_splits(config)):
-        changed = with_values(config, keys) if keys else config
+        changed = with_values(config, keys)
         made = plan(changed)
-        timed = stages(changed, made)
-        for ahead in (False, True):
-            every[ahead].append(_schedule(changed, keys, made, timed, ahead=ahead))
-    found = [every[False][0]]
-    for tried in every:
-        best = next((each for each in sorted(tried[1:], key=lambda s: s.order) if accepts(each.keys)), None)
+        tried.append((changed, keys, made, stages(changed, made)))
+    found = [_schedule(*tried[0], ahead=False)]
+    for ahead in (False, True):
+        apart = sorted((_schedule(*each, ahead=ahead) for each in tried[1:]), key=attrgetter("order"))
+        best = next((each for each in apart if accepts(each.keys)), None)
         if best is None:
             raise ConfigError(
                 "no split of the devices suits the sizes of training and of the rollout",
@@ -86,7 +86,7 @@ def compare(
 
 def chosen(found: Sequence[Schedule]) -> Schedule:
     """The best that a config can ask for."""
-    return min((each for each in found if not each.staleness), key=lambda each: each.order)
+    return min((each for each in found if not each.staleness), key=attrgetter("order"))
 
 
 def _schedule(
@@ -139,23 +139,15 @@ def refuse_apart(config: TrainConfig) -> None:
         ConfigError: what stands in the way.
     """
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
-    given = "trainer.resource_pools, trainer.placement"
-    reasons = {
-        given: (bool(trainer.resource_pools or trainer.placement), "the devices are divided already"),
-        "actor_rollout_ref.rollout.name": (
-            rollout.on_named_servers,
-            "responses come from servers, whose devices are not the run's",
-        ),
-        "--devices": (trainer.world_size < 2, "one device cannot be divided"),
-        "algorithm.filter_groups.enable": (
-            config.algorithm.filter_groups.enable,
-            "which prompts follow depends on the rewards of those before: none can be answered ahead",
-        ),
-        "data.sampler": (
-            config.data.sampler.class_name is not None,
-            "which prompts are drawn depends on the answers before: none can be answered ahead",
-        ),
-    }
-    for field, (applies, message) in reasons.items():
+    filters, sampler = config.algorithm.filter_groups, config.data.sampler
+    ahead = "which prompts come next depends on the answers before: none can be answered ahead"
+    elsewhere = "responses come from servers, whose devices are not the run's"
+    for field, applies, message in (
+        ("trainer.resource_pools", trainer.resource_pools or trainer.placement, "roles are placed already"),
+        ("actor_rollout_ref.rollout.name", rollout.on_named_servers, elsewhere),
+        ("--devices", trainer.world_size < 2, "one device cannot be divided"),
+        ("algorithm.filter_groups.enable", filters.enable, ahead),
+        ("data.sampler", sampler.class_name is not None, ahead),
+    ):
         if applies:
             raise ConfigError(message, field=field, expected="generation and learning that can be apart")

@@ -17,12 +17,15 @@ from numpy.typing import NDArray
 from tandem.algorithms.dapo import groups_with_spread
 from tandem.algorithms.evaluation import Floats, estimate
 from tandem.algorithms.masked import segment_sum
+from tandem.config.dynamic_sampling import SamplerConfig
 from tandem.config.root import TrainConfig
 from tandem.config.tables import READS_COMPONENTS, needs
+from tandem.memory.levers import with_values
 from tandem.observability.progress import Progress
 from tandem.protocol import DataProto
+from tandem.runtime import BatchFuture
 from tandem.trainer.assembly import build_ppo
-from tandem.trainer.control import shared_place
+from tandem.trainer.control import controlled, shared_place
 from tandem.trainer.launch import plain_errors
 from tandem.trainer.perf import offered, take_observed, take_timings
 from tandem.trainer.ppo import PPOTrainer
@@ -31,8 +34,6 @@ from tandem.workers.shaping import SCORE, metric_values
 
 _CONFIDENCE = 0.95
 _RESAMPLES = 2000
-_BATCHES = 4
-"""In so many the prompts are answered: between them time and progress are looked at."""
 _QUANTILES = {"median": 0.5, "p95": 0.95, "p99": 0.99}
 _FAILURES = ("failed", "timeouts", "died", "retried")
 
@@ -48,8 +49,7 @@ class Seen:
         rewards: (G, n) what would be learnt from.
         teaches: (G) bool, see `teaching`.
         kept: (G) bool, whether dynamic sampling would learn from it; all where there is none.
-        batches: groups that were answered together, and the seconds that took.
-        reward_s: seconds of scoring.
+        batches: groups that were answered together, the seconds of writing and those of scoring.
         calls: those of single responses by reward functions; none where models score.
         failures: share of failed scores, and how often a limit, a process or a first try failed.
     """
@@ -61,8 +61,7 @@ class Seen:
     rewards: Floats
     teaches: NDArray[np.bool_]
     kept: NDArray[np.bool_]
-    batches: list[tuple[int, float]]
-    reward_s: float
+    batches: list[tuple[int, float, float]]
     calls: list[float]
     failures: dict[str, float]
 
@@ -73,7 +72,7 @@ def run_probe(config: TrainConfig, *, groups: int, limit_s: float, say: Callable
 
     Args:
         groups: prompts, of which there may be fewer.
-        limit_s: seconds after which no further batch is begun; the first always is.
+        limit_s: seconds of sampling, by the pace of the first few groups, which are always answered.
         say: prints a sentence to the user.
 
     Raises:
@@ -81,64 +80,64 @@ def run_probe(config: TrainConfig, *, groups: int, limit_s: float, say: Callable
     """
     place = shared_place(config)
     with tempfile.TemporaryDirectory(prefix="tandem-probe-", dir=place) as folder, plain_errors():
-        trainer = build_ppo(_probed(config, groups, Path(folder) / "run"), say=say)
+        trainer = build_ppo(_probed(config, Path(folder) / "run"), say=say)
         try:
             return _seen(trainer, config, groups, limit_s)
         finally:
             trainer.shutdown()
 
 
-def _probed(config: TrainConfig, groups: int, folder: Path) -> TrainConfig:
+def _probed(config: TrainConfig, folder: Path) -> TrainConfig:
     """The same run without what learns, in small batches, and with no trace but in `folder`. A score that
     fails is counted, and leaves its sample out."""
-    tree = config.model_dump()
-    size = min(config.data.train_batch_size, -(-groups // _BATCHES))
-    tree["data"] |= {"train_batch_size": size, "gen_batch_size": None, "val_files": (), "shuffle": True}
-    tree["data"]["sampler"] = {}
-    tree["algorithm"] |= {"adv_estimator": "reinforce_plus_plus", "adv_kwargs": {}, "use_kl_in_reward": False}
-    tree["actor_rollout_ref"]["actor"] |= {"ppo_mini_batch_size": size, "use_kl_loss": False}
-    tree["reward"]["on_error"] = "drop" if config.reward.on_error == "raise" else config.reward.on_error
-    tree["trainer"] |= {
-        **{"default_local_dir": str(folder), "total_training_steps": 1, "critic_warmup": 0, "logger": ()},
-        **{"resume_mode": "disable", "save_freq": 0, "test_freq": -1, "samples_freq": -1, "val_only": False},
-        **{"worst_batch_first": False, "on_step": None, "log_val_generations": 0},
+    changes = {
+        "data.shuffle": True,
+        "data.sampler": SamplerConfig(),
+        "algorithm.adv_estimator": "reinforce_plus_plus",
+        "algorithm.adv_kwargs": {},
+        "algorithm.use_kl_in_reward": False,
+        "actor_rollout_ref.actor.use_kl_loss": False,
+        "reward.on_error": "drop" if config.reward.on_error == "raise" else config.reward.on_error,
+        "trainer.worst_batch_first": False,
     }
-    return TrainConfig.model_validate(tree)
+    found: TrainConfig = with_values(controlled(config, folder), changes)
+    return found
 
 
 def _seen(trainer: PPOTrainer, config: TrainConfig, groups: int, limit_s: float) -> Seen:
+    """A few groups first, which also warm up, then as many as there is time for by their pace."""
     roles, prompts, n = trainer.roles, trainer.prompts, trainer.plan.at(1).n
-    left = min(groups, prompts.batch_size * prompts.steps_per_epoch)
+    wanted = size = min(groups, prompts.batch_size * prompts.steps_per_epoch)
     roles.sync_rollout()
     trainer.forget_measures()
     parts: list[dict[str, NDArray[Any]]] = []
-    batches: list[tuple[int, float]] = []
-    reward_s, longest, began = 0.0, 0.0, time.monotonic()
-    with Progress("probe", left * n) as progress:
-        while left > 0 and (not parts or time.monotonic() - began + longest < limit_s):
-            start = time.monotonic()
-            parts.append(_answered(trainer, config, left, n))
+    batches: list[tuple[int, float, float]] = []
+    done, began = 0, time.monotonic()
+    with Progress("probe", wanted * n) as progress:
+        while size > 0:
+            part = _answered(trainer, config, size if done else min(size, prompts.batch_size), n)
             timings = take_timings(trainer.groups)
-            batches.append((len(parts[-1]["prompts"]), timings.get("timing/gen", 0.0)))
-            reward_s += timings.get("timing/reward", 0.0)
-            left -= batches[-1][0]
-            longest = max(longest, time.monotonic() - start)
-            progress.advance(parts[-1]["responses"].size, int(parts[-1]["responses"].sum()))
+            parts.append(part)
+            gen_s, reward_s = (timings.get(f"timing/{phase}", 0.0) for phase in ("gen", "reward"))
+            batches.append((len(part["prompts"]), gen_s, reward_s))
+            progress.advance(part["responses"].size, int(part["responses"].sum()))
+            done, spent = done + len(part["prompts"]), time.monotonic() - began
+            size = min(wanted - done, int((limit_s - spent) * done / spent))
     calls = [] if roles.reward is None else offered(roles.reward, "take_call_seconds")
     observed = take_observed(trainer.groups).to_floats()
     return Seen(
         **{name: np.concatenate([part[name] for part in parts]) for name in parts[0]},
         batches=batches,
-        reward_s=reward_s,
         calls=[seconds for rank in calls for seconds in rank],
         failures={name: observed.get(f"reward/{name}", 0.0) for name in _FAILURES},
     )
 
 
-def _answered(trainer: PPOTrainer, config: TrainConfig, left: int, n: int) -> dict[str, NDArray[Any]]:
-    """The next batch, of at most `left` groups, as columns of `Seen`."""
+def _answered(trainer: PPOTrainer, config: TrainConfig, size: int, n: int) -> dict[str, NDArray[Any]]:
+    """The next `size` groups, as columns of `Seen`."""
     roles, gatherer, algorithm = trainer.roles, trainer.gatherer, config.algorithm
-    asked = trainer.prompts.next().rows(slice(left))
+    batches = range(-(-size // trainer.prompts.batch_size))
+    asked = BatchFuture.concat([trainer.prompts.next() for _ in batches]).rows(slice(size))
     samples, scores = roles.generate(asked, n, gatherer.params, gatherer.dealer, learns=True)
     scores = gatherer.shaped(roles, samples, scores).select("scores", "reward_extra")
     found = samples.select("response_mask", "finish_reason").union(scores).get()
@@ -196,7 +195,9 @@ def report(seen: Seen, config: TrainConfig) -> dict[str, Any]:
 
     kept = of(seen.kept)
     used = {"value": kept["value"], "low": kept["high"], "high": kept["low"]}
-    written, gen_s = int(seen.responses.sum()), sum(seconds for _, seconds in seen.batches)
+    later = seen.batches[1:] or seen.batches  # the first also warmed up
+    groups, gen_s, reward_s = map(sum, zip(*later, strict=True))
+    timed = seen.responses[-groups:]
     return {
         "groups": len(seen.prompts),
         "n": seen.responses.shape[1],
@@ -210,8 +211,8 @@ def report(seen: Seen, config: TrainConfig) -> dict[str, Any]:
         **_quantiles(seen.responses, config.data.max_response_length, seed),
         "longest": int(seen.responses.max()),
         "cut": of(seen.cut.mean(1)),
-        "tokens_per_s": written / max(gen_s, 1e-9),
-        "reward_s": seen.reward_s / seen.responses.size,
+        "tokens_per_s": int(timed.sum()) / max(gen_s, 1e-9),
+        "reward_s": reward_s / timed.size,
         "reward_s_p95": float(np.quantile(seen.calls, 0.95)) if seen.calls else None,
         "reward_failures": seen.failures,
     }

@@ -154,7 +154,7 @@ def test_the_command_compares_and_chooses(capsys: pytest.CaptureFixture[str]) ->
     rows = found["schedules"]
     assert [row["staleness"] for row in rows] == [0, 0, 1]
     assert rows[0]["step"] == pytest.approx(found["time"]["phases"]["step"])
-    assert rows[0]["step"] < rows[1]["step"]
+    assert rows[0]["step"] < rows[1]["step"] and found["choose"] == rows[0]["name"]
     assert main(words) == 0
     out = capsys.readouterr().out
     assert "choose synchronous, together" in out and "one step off is not there" in out
@@ -165,9 +165,9 @@ def test_the_command_compares_and_chooses(capsys: pytest.CaptureFixture[str]) ->
     [
         (("--device", "80GB", "trainer.n_gpus_per_node=1"), "one device cannot be divided"),
         (("algorithm.filter_groups.enable=true",), "none can be answered ahead"),
-        (("trainer.resource_pools={a: [4], b: [4]}",), "the devices are divided already"),
+        (("trainer.resource_pools={a: [4], b: [4]}",), "roles are placed already"),
         (("trainer.device=cpu",), "run tandem bench once"),
-        (("--fit", "8x80GB"), "one search at a time"),
+        (("--fit", "8x80GB"), "do not go together"),
     ],
 )
 def test_what_is_refused(

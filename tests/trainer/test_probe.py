@@ -64,7 +64,7 @@ def test_it_sees_what_the_first_step_sees_and_leaves_no_trace(lab: Lab, rewards:
     asked = [len(mask) - sum(mask) for mask in rows["response_mask"][::3]]
     assert sorted(seen.prompts) == sorted(asked)
     assert seen.cut.mean() == run.rows[-1]["response_length/clip_ratio"]
-    assert [count for count, _ in seen.batches] == [2, 2, 2, 2]
+    assert [count for count, *_ in seen.batches] == [8]
     found = report(seen, config)
     zero = run.rows[-1]["reward/zero_std_share"]
     assert 0 < zero < 1
@@ -91,7 +91,7 @@ def test_rewards_that_fail_are_counted_and_their_seconds_measured(lab: Lab, rewa
 
 def test_a_limit_in_time_ends_it_after_a_batch(lab: Lab, rewards: str) -> None:
     config = config_of(lab, rewards, "custom_reward_function.name=letters")
-    assert len(run_probe(config, groups=8, limit_s=0, say=quiet).prompts) == 2
+    assert len(run_probe(config, groups=8, limit_s=0, say=quiet).prompts) == 4
     assert len(run_probe(config, groups=100, limit_s=60, say=quiet).prompts) == 24, "all that there are"
 
 
@@ -142,7 +142,7 @@ def seen_of(groups: int, gen_s: float) -> Seen:
     yes, no = np.ones(groups, dtype=bool), np.zeros(shape, dtype=bool)
     return Seen(
         *(np.full(groups, 4), np.full(shape, 5), no, no, np.zeros(shape), yes, yes),
-        *([(groups, gen_s)], 0.6, [], dict.fromkeys(("failed", "timeouts", "died", "retried"), 0.0)),
+        *([(groups, gen_s, 0.6)], [], dict.fromkeys(("failed", "timeouts", "died", "retried"), 0.0)),
     )
 
 
@@ -160,15 +160,15 @@ def test_the_command_says_it_and_the_seconds(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     words = (rewards, "custom_reward_function.name=letters")
     assert plan(lab, *words, "--probe", "6", "--json") == 0
-    probe = json.loads(capsys.readouterr().out)["probe"]
+    found = json.loads(capsys.readouterr().out)
+    probe, step = found["probe"], found["time"]["phases"]
     assert probe["asked"] == probe["groups"] == 6 and probe["n"] == 3
-    step = probe["seconds"]
     assert step["reward"] == pytest.approx(12 * probe["reward_s"])
     assert step["step"] == pytest.approx(step["reward"] + step["generate_sequences"])
     assert plan(lab, *words, "--probe=6") == 0
     out = capsys.readouterr().out
     assert "6 of 6 prompts, 3 responses each" in out and "groups that teach" in out
-    assert "for the other phases run tandem bench" in out and "those of 2 steps" in out
+    assert "tandem bench measures the other phases" in out and "2 steps: " in out
 
 
 def test_seconds_that_were_measured_stand_in_the_step(lab: Lab) -> None:
@@ -194,6 +194,8 @@ def test_seconds_that_were_measured_stand_in_the_step(lab: Lab) -> None:
     [
         (("--probe=none",), "no whole number above 0"),
         (("--probe", "--probe-seconds=0"), "no whole number above 0"),
+        (("--probe", "--lengths", "9"), "do not go together"),
+        (("--probe-seconds=9",), "is of --probe"),
         (("--probe", "data.train_files=absent.parquet"), "absent.parquet"),
         (("--probe", "actor_rollout_ref.model.path=Qwen/Qwen2.5-7B"), "actor_rollout_ref.model.path"),
         (("--probe", "custom_reward_function.path=absent.py"), "absent.py"),
@@ -217,5 +219,5 @@ def test_calls_that_take_too_long_are_counted(lab: Lab) -> None:
     began = time.monotonic()
     seen = run_probe(config, groups=2, limit_s=0, say=quiet)
     assert time.monotonic() - began < 55, "no call was waited for to its end"
-    assert seen.failures["timeouts"] == 3 and seen.failures["failed"] == 1
-    assert seen.calls == [0.3] * 3
+    assert seen.failures["timeouts"] == 6 and seen.failures["failed"] == 1
+    assert seen.calls == [0.3] * 6
