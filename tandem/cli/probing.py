@@ -109,7 +109,8 @@ class Probing:
         """
         found = self.report
         groups = "groups that teach" if found["compares_groups"] else "groups whose rewards differ"
-        shares = {groups: "teach", "all right": "all_right", "all wrong": "all_wrong"}
+        shares = {groups: "teach"} if found["n"] > 1 else {}
+        shares |= {"all right": "all_right", "all wrong": "all_wrong"}
         lengths = {"mean": "response_length", "median": "median", "p95": "p95", "p99": "p99"}
         say(
             f"\n{found['groups']} of {found['asked']} prompts, {found['n']} responses each; intervals of 95%:"
@@ -118,7 +119,7 @@ class Probing:
         if found["generated_per_used"]:
             _rows(found, {"answered for each that is learnt from": "generated_per_used"}, "{:.2f}")
         _rows(found, {"mean reward": "reward"}, "{:.3g}")
-        if not found["compares_groups"]:
+        if found["compares_groups"] is False:
             say("  the estimator compares no groups: a response teaches by how far it is from a baseline")
         elif not found["teach"]["value"]:
             say("  nothing would be learnt: take easier or harder prompts, or more responses to each")

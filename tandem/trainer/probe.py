@@ -201,7 +201,7 @@ def report(seen: Seen, config: TrainConfig) -> dict[str, Any]:
     return {
         "groups": len(seen.prompts),
         "n": seen.responses.shape[1],
-        "compares_groups": known is not None and known.group,
+        "compares_groups": None if known is None else known.group,
         "teach": of(seen.teaches),
         "all_right": of(np.all(seen.right, 1)),
         "all_wrong": of(~np.any(seen.right, 1)),

@@ -189,6 +189,17 @@ def test_seconds_that_were_measured_stand_in_the_step(lab: Lab) -> None:
     assert probing.seconds(config, step)["generate_sequences"] == pytest.approx(0.8)
 
 
+def test_an_estimator_with_a_critic_compares_no_groups(
+    lab: Lab, rewards: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (rewards, "custom_reward_function.name=letters", "algorithm.adv_estimator=gae", "--probe=3")
+    assert plan(lab, *words, "critic.ppo_mini_batch_size=4") == 0
+    out = capsys.readouterr().out
+    assert "groups whose rewards differ" in out and "how far it is from a baseline" in out
+    assert plan(lab, *words, "critic.ppo_mini_batch_size=4", "actor_rollout_ref.rollout.n=1") == 0
+    assert "rewards differ" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
