@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tandem.bench.asked import draw
-from tandem.cli.fitting import fit_config
+from tandem.cli.fitting import Task, fit_config
 from tandem.config.load import load_train_config
 from tandem.config.root import TrainConfig
 from tandem.memory.activations import Setup
@@ -148,7 +148,7 @@ def fitted_pair(model: str, devices: str) -> tuple[Plan, TrainConfig, Found]:
     assert clock is not None
     given = load_train_config(None, words, elsewhere=True).config
     lengths = draw(given, "", "")
-    found = fit_config(given, None, words, float(size) * GIB, clock, shape_of, lengths)
+    found = fit_config(given, Task(None, words, float(size) * GIB, clock, shape_of, lengths))
     keys = [f"{key}={json.dumps(value)}" for key, value in found.changes.items()]
     config = load_train_config(None, [*words, *keys], elsewhere=True).config
     return plan(config, shape_of, float(size) * GIB), config, found

@@ -59,7 +59,10 @@ NAV: tuple[Part, ...] = (
             ),
             (
                 "Size and speed",
-                ("large-models.md", "memory.md", "performance.md", "bench.md", "scoreboard.md"),
+                (
+                    *("large-models.md", "memory.md", "before-a-run.md", "performance.md", "bench.md"),
+                    "scoreboard.md",
+                ),
             ),
             ("Many machines", ("multi-node.md", "deployment.md", "examples/cluster.md")),
             ("Models and engines", ("rollout-engines.md", "examples/reward_model.md")),

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from tandem.bench.asked import Lengths
+from tandem.cli.probing import Probing
 from tandem.config.load import load_train_config
 from tandem.config.root import TrainConfig
 from tandem.config.schema import value_at
@@ -20,6 +23,7 @@ from tandem.errors import ConfigError, ConfigErrors, TandemError
 from tandem.memory.fit import Found, Judge, search
 from tandem.memory.levers import with_value
 from tandem.memory.plan import GIB, Plan, plan
+from tandem.memory.schedules import Schedule, chosen, compare
 from tandem.memory.seconds import Shape, forecast
 from tandem.memory.shapes import ModelShape
 from tandem.memory.space import default_space
@@ -29,27 +33,74 @@ from tandem.observability.terminal import say
 Shapes = Callable[[str], ModelShape]
 
 
-def time_of(
-    config: TrainConfig, made: Plan, clock: Clock, shapes: Shapes, lengths: Lengths
-) -> dict[str, Any]:
-    """What a step and the run take, as plain values.
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What a config is planned with.
+
+    Attributes:
+        path, overrides: what it was loaded from.
+        device: bytes of one.
+        clock: None: of a CPU that was not measured.
+        shapes: of models.
+        lengths: of a step's sequences.
+    """
+
+    path: str | None
+    overrides: Sequence[str]
+    device: float
+    clock: Clock | None
+    shapes: Shapes
+    lengths: Lengths
+
+    def timer(self, config: TrainConfig) -> tuple[Clock, Shape]:
+        """
+        Raises:
+            ConfigError: nothing tells seconds.
+        """
+        if self.clock is None:
+            raise ConfigError(
+                "seconds are known of GPUs, and of a CPU that was measured",
+                field="trainer.device",
+                got="cpu",
+                remedy="run tandem bench once, or take trainer.device=cuda",
+            )
+        shape = self.shapes(config.actor_rollout_ref.model.path)
+        return self.clock, Shape(shape.decoder, shape.vocabulary)
+
+    def accepts(self, keys: Mapping[str, Any]) -> bool:
+        """Whether the rules of configs allow these keys."""
+        try:
+            load_train_config(self.path, [*self.overrides, *as_words(keys)], elsewhere=True)
+        except ConfigErrors:
+            return False
+        return True
+
+
+def time_of(config: TrainConfig, made: Plan, task: Task, probing: Probing | None) -> dict[str, Any] | None:
+    """What a step and the run take, as plain values; None where nothing tells.
 
     Args:
         made: the plan of the config's memory.
-        lengths: of a step's sequences.
+        probing: what was measured of it.
     """
-    model = config.actor_rollout_ref.model
-    shape = shapes(model.path)
-    if model.recomputes_by_memory and made.recomputed == "full":
+    if config.actor_rollout_ref.model.recomputes_by_memory and made.recomputed == "full":
         config = with_value(config, "actor_rollout_ref.model.gradient_checkpointing_mode", "full")
-    seconds = clock.step(
-        config, Shape(shape.decoder, shape.vocabulary), lengths.prompts, lengths.responses.ravel(), made.slots
-    )
+    lengths, step, said = task.lengths, None, "the probe alone: tandem bench measures the other phases"
+    if task.clock is not None:
+        clock, shape = task.timer(config)
+        step, said = partial(clock.step, config, shape, slots=made.slots), clock.said
+    if probing is not None:
+        seconds = probing.seconds(config, step)
+        said += "; writing and rewards as measured" if step else ""
+    elif step is not None:
+        seconds = step(lengths.prompts, lengths.responses.ravel())
+    else:
+        return None
     steps = _steps(config)
     found = forecast(seconds, lengths.total, steps or 1, config.trainer.world_size)
     if steps is None:
         found |= {"days": None, "device_hours": None}
-    return {"by": clock.said, "steps": steps, **found}
+    return {"by": said, "steps": steps, **found}
 
 
 def _steps(config: TrainConfig) -> int | None:
@@ -73,38 +124,44 @@ def print_time(found: Mapping[str, Any], devices: int) -> None:
     say(f"  {found['tokens_per_s']:,.0f} tokens/s; {run}")
 
 
-def fit_config(
-    config: TrainConfig,
-    path: str | None,
-    overrides: Sequence[str],
-    device: float,
-    clock: Clock,
-    shapes: Shapes,
-    lengths: Lengths,
-) -> Found:
-    """What a search finds for devices of so many bytes.
-
-    Args:
-        path, overrides: what the config was loaded from.
-        lengths: of a step's sequences.
-    """
-    shape = shapes(config.actor_rollout_ref.model.path)
-    timed = Shape(shape.decoder, shape.vocabulary)
-    prompts, responses = lengths.prompts, lengths.responses.ravel()
+def fit_config(config: TrainConfig, task: Task) -> Found:
+    """What a search finds for the task's devices."""
+    clock, timed = task.timer(config)
+    prompts, responses = task.lengths.prompts, task.lengths.responses.ravel()
     judge = Judge(
-        lambda changed: plan(changed, shapes, device),
+        lambda changed: plan(changed, task.shapes, task.device),
         lambda changed, slots: clock.step(changed, timed, prompts, responses, slots)["step"],
-        lambda keys: _accepted(path, [*overrides, *as_words(keys)]),
+        task.accepts,
     )
+    shape = task.shapes(config.actor_rollout_ref.model.path)
     return search(config, shape, default_space(config, shape), judge)
 
 
-def _accepted(path: str | None, overrides: Sequence[str]) -> bool:
-    try:
-        load_train_config(path, overrides, elsewhere=True)
-    except ConfigErrors:
-        return False
-    return True
+def compare_schedules(config: TrainConfig, task: Task) -> list[Schedule]:
+    """The schedules of a run on the task's devices."""
+    clock, shape = task.timer(config)
+    prompts, responses = task.lengths.prompts, task.lengths.responses.ravel()
+    return compare(
+        config,
+        lambda changed: plan(changed, task.shapes, task.device),
+        lambda changed, made: clock.stages(changed, shape, prompts, responses, made.slots),
+        task.accepts,
+    )
+
+
+def print_schedules(found: Sequence[Schedule]) -> None:
+    if not found:
+        return
+    say("\nschedule             training  rollout  s a step  training, rollout wait  stale  GiB left")
+    for each in found:
+        sizes = f"{each.name:<21}{each.training:>8}{each.rollout:>9}{each.step:>10.3g}"
+        waits = f"{each.waits['training']:>11.0%},{each.waits['rollout']:>8.0%}    {each.staleness:>7}"
+        say(f"{sizes}{waits}  {', '.join(f'{pool} {size / GIB:.1f}' for pool, size in each.left.items())}")
+    best = chosen(found)
+    ratio = found[-1].step / best.step
+    fits = "" if min(best.left.values()) >= 0 else ", though it does not fit"
+    say(f"choose {best.name}{' '.join([':', *as_words(best.keys)]) if best.keys else ''}{fits}")
+    say(f"one step off is not there: tandem train is synchronous. It would take {ratio:.2f} of that time")
 
 
 def as_words(keys: Mapping[str, Any]) -> list[str]:
@@ -112,16 +169,17 @@ def as_words(keys: Mapping[str, Any]) -> list[str]:
     return [f"{key}={json.dumps(value)}" for key, value in keys.items()]
 
 
-def write_fit(
-    path: str | None, overrides: Sequence[str], config: TrainConfig, found: Found, out: Path
-) -> list[str]:
+def write_fit(config: TrainConfig, task: Task, out: Path) -> list[str]:
     """Writes what was given, with what a search changed; the changes in words.
 
     Raises:
-        ConfigError: the file cannot be written.
+        ConfigError: nothing fits, or the file cannot be written.
     """
+    found = fit_config(config, task)
+    if found.seconds is None:
+        raise refuse(found)
     changed = {key: value for key, value in found.changes.items() if value_at(config, key) != value}
-    given, *_ = read_sources(path, [*overrides, *as_words(found.changes)])
+    given, *_ = read_sources(task.path, [*task.overrides, *as_words(found.changes)])
     try:
         out.write_text(yaml.safe_dump(given, sort_keys=False))
     except OSError as error:

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import json
 import re
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from tandem.bench.asked import draw
-from tandem.cli.fitting import as_words, fit_config, print_time, refuse, time_of, write_fit
+from tandem.cli.fitting import (
+    Task,
+    as_words,
+    compare_schedules,
+    print_schedules,
+    print_time,
+    time_of,
+    write_fit,
+)
+from tandem.cli.probing import Probing
 from tandem.config.load import load_train_config
 from tandem.config.root import TrainConfig
 from tandem.config.sources import split_arguments
@@ -21,15 +31,19 @@ from tandem.memory.host import host_total
 from tandem.memory.levers import Lever, levers
 from tandem.memory.peaks import CLASSES
 from tandem.memory.plan import GIB, Phase, Plan, gib, plan
+from tandem.memory.schedules import chosen, refuse_apart
 from tandem.memory.shapes import shape_of
 from tandem.memory.timing import Clock
 from tandem.observability.terminal import say
 
 USAGE = """usage: tandem plan [CONFIG.yaml] key=value … [--device 80GB | --devices 8x80GB] [--json]
        tandem plan [CONFIG.yaml] key=value … --fit 8x80GB [--out FILE.yaml]
+       tandem plan [CONFIG.yaml] key=value … --probe [32]
+       tandem plan [CONFIG.yaml] key=value … --schedule --devices 8xH100
 
 Says what every phase of a run will hold on a device, from the config alone: neither the model's weights nor
-the data need to be here. A model that is not here is known by its name, such as Qwen/Qwen2.5-7B.
+the data need to be here, but for --probe. A model that is not here is known by its name, such as
+Qwen/Qwen2.5-7B.
   --device SIZE     memory of a device; 80GB where this is not said. With trainer.device=cpu, this host's
   --devices NxSIZE  so many devices, for trainer.nnodes and trainer.n_gpus_per_node; 8 on a node at most
   --fit NxSIZE      searches parallel sizes, token budgets, recomputation, offload and the rollout's cache
@@ -37,13 +51,24 @@ the data need to be here. A model that is not here is known by its name, such as
   --out FILE        where to; fit-NxSIZE.yaml where this is not said
   SIZE may be a kind, whose factors and peaks then count: A10, A100-40, A100, H100, H200
   --lengths, --prompt-lengths  tokens as of tandem bench, for the seconds; the greatest where this is not said
+  --probe [N]       answers and scores N prompts (32), drawn from the data, with the model, the engine and the
+                    reward: what share of groups will teach anything, how long responses are, what rewards
+                    cost, and the seconds with these. Nothing is left in the run folder
+  --probe-seconds S for sampling, by the pace of the first few prompts: 600
+  --schedule        compares generation and learning on the same devices, on devices of their own, and at the
+                    same time, each with its best split
   --json            the plan for programs
 Exit status 1 where the run does not fit."""
 _DEVICE = re.compile(
     rf"(?:(?P<count>\d+)x)?(?:(?P<size>\d+(?:\.\d+)?)\s*(?:GB|GiB|G)|(?P<kind>{'|'.join(CLASSES)}))",
     re.IGNORECASE,
 )
-_OPTIONS = ("--device", "--devices", "--fit", "--out", "--lengths", "--prompt-lengths")
+_OPTIONS = (
+    *("--device", "--devices", "--fit", "--out", "--lengths", "--prompt-lengths"),
+    *("--probe", "--probe-seconds"),
+)
+_SWITCHES = ("--schedule", "--json")
+_APART = ({"--fit", "--schedule"}, {"--probe", "--lengths"}, {"--probe", "--prompt-lengths"})
 _DEFAULT = 80.0
 _PER_NODE = 8
 _FILLS = {  # a part's letter in the bar
@@ -60,56 +85,64 @@ def plan_memory(arguments: list[str]) -> int:
         return 0
     words, options = _options(arguments)
     asked = _Devices.of(options)
-    if asked.count is not None:
-        nodes = -(-asked.count // _PER_NODE)
-        if asked.count % nodes:
-            raise ConfigError(
-                "so many devices are not spread evenly over nodes of 8", field="--devices", got=asked.count
-            )
-        words += [f"trainer.nnodes={nodes}", f"trainer.n_gpus_per_node={asked.count // nodes}"]
-    as_json = "--json" in words
-    path, overrides = split_arguments([word for word in words if word != "--json"])
+    path, overrides = split_arguments([*words, *asked.words])
     loaded = load_train_config(path, overrides, count_rows=count_rows, elsewhere=True)
     config = loaded.config
-    device = _device_bytes(config, asked.size)
+    overrides = [*as_words({name: value for name, (value, _) in loaded.chosen.items()}), *overrides]
     lengths = draw(config, options.get("--prompt-lengths", ""), options.get("--lengths", ""))
+    if "--schedule" in options:
+        refuse_apart(config)
+    probing = Probing(*split_arguments(words), options) if "--probe" in options else None
+    if probing is not None:
+        config, lengths = probing.placed(config), probing.lengths(config)
+    device = _device_bytes(config, asked.size)
     cuda = config.trainer.device != "cpu"
     clock = Clock.of(read_devices(default_path()), asked.kind, asked.size or _DEFAULT, cuda=cuda)
+    task = Task(path, overrides, device, clock, shape_of, lengths)
     changed: list[str] = []
     if "--fit" in options:
-        if clock is None:
-            raise ConfigError("a search is for GPUs", field="--fit", got="trainer.device=cpu")
-        overrides = [*as_words({name: value for name, (value, _) in loaded.chosen.items()}), *overrides]
-        best = fit_config(config, path, overrides, device, clock, shape_of, lengths)
-        if best.seconds is None:
-            raise refuse(best)
         out = Path(options.get("--out") or f"fit-{options['--fit']}.yaml")
-        changed = write_fit(path, overrides, config, best, out)
+        changed = write_fit(config, task, out)
         config = load_train_config(str(out), elsewhere=True).config
     made = plan(config, shape_of, device)
     found = [] if made.fits else levers(config, lambda other: plan(other, shape_of, device))
-    timed = time_of(config, made, clock, shape_of, lengths) if clock else None
-    if as_json:
-        print(json.dumps(_as_json(made, found) | {"time": timed, "changed": changed}, indent=1))
-    else:
-        _print(config, made, found)
-        if timed is not None:
-            print_time(timed, config.trainer.world_size)
-        if "--fit" in options:
-            say(f"\nwritten to {out}; changed:\n  " + "\n  ".join(changed or ["nothing"]))
+    timed = time_of(config, made, task, probing)
+    schedules = compare_schedules(config, task) if "--schedule" in options else []
+    if "--json" in options:
+        whole = _as_json(made, found) | {"time": timed, "changed": changed}
+        if schedules:
+            whole |= {"schedules": [asdict(each) for each in schedules], "choose": chosen(schedules).name}
+        whole |= {"probe": probing.report} if probing else {}
+        print(json.dumps(whole, indent=1))
+        return 0 if made.fits else 1
+    _print(config, made, found)
+    if probing and timed:
+        probing.print(timed["phases"])
+    if timed:
+        print_time(timed, config.trainer.world_size)
+    print_schedules(schedules)
+    if "--fit" in options:
+        say(f"\nwritten to {out}; changed:\n  " + "\n  ".join(changed or ["nothing"]))
     return 0 if made.fits else 1
 
 
 def _options(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
-    """The other words, and the options with a value."""
+    """The other words, and the options; that of a switch, and of `--probe` without a number, is empty."""
     words, options = [], {}
-    rest = iter(arguments)
-    for word in rest:
-        name, equals, value = word.partition("=")
-        if name not in _OPTIONS:
+    rest = deque(arguments)
+    while rest:
+        name, equals, value = (word := rest.popleft()).partition("=")
+        if name not in (*_OPTIONS, *_SWITCHES):
             words.append(word)
+        elif equals or name in _SWITCHES or (name == "--probe" and not (rest and rest[0].isdecimal())):
+            options[name] = value
         else:
-            options[name] = value if equals else next(rest, "")
+            options[name] = rest.popleft() if rest else ""
+    for pair in _APART:
+        if pair <= options.keys():
+            raise ConfigError("do not go together", got=" and ".join(sorted(pair)), remedy="leave one out")
+    if "--probe-seconds" in options and "--probe" not in options:
+        raise ConfigError("is of --probe, which is not there", field="--probe-seconds")
     return words, options
 
 
@@ -145,6 +178,18 @@ class _Devices:
                 )
             found = cls(int(match["count"]) if match["count"] else found.count, size, kind)
         return found
+
+    @property
+    def words(self) -> list[str]:
+        """The keys of so many devices."""
+        if self.count is None:
+            return []
+        nodes = -(-self.count // _PER_NODE)
+        if self.count % nodes:
+            raise ConfigError(
+                "so many devices are not spread evenly over nodes of 8", field="--devices", got=self.count
+            )
+        return [f"trainer.nnodes={nodes}", f"trainer.n_gpus_per_node={self.count // nodes}"]
 
 
 def _device_bytes(config: TrainConfig, size: float | None) -> float:

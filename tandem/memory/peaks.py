@@ -14,7 +14,7 @@ from tandem.memory.training import reduces_each
 EFFICIENCY = (3.0, 1.3, 0.0, 0.0, 0.0)
 """Default factors of a phase on a device that is named: a third of the peak's operations, as torchtitan
 publishes for Llama 3 8B under FSDP2 on 8 H100, 33%; three quarters of the bytes, assumed."""
-_PER_NODE = 8
+PER_NODE = 8
 _LATENCY = 10e-6
 """Seconds of a sum over devices while tokens are written one by one; assumed."""
 
@@ -140,4 +140,4 @@ def _roles(config: TrainConfig, work: Mapping[str, Work]) -> Iterator[_Role]:
 
 
 def _link(kind: DeviceClass, devices: int) -> float:
-    return kind.near if devices <= _PER_NODE else kind.far
+    return kind.near if devices <= PER_NODE else kind.far

@@ -11,8 +11,29 @@ from numpy.typing import NDArray
 from tandem.config.root import TrainConfig
 from tandem.memory.device_file import Device
 from tandem.memory.levers import with_value
-from tandem.memory.peaks import CLASSES, EFFICIENCY, DeviceClass, link_seconds, nearest_class
+from tandem.memory.peaks import CLASSES, EFFICIENCY, PER_NODE, DeviceClass, link_seconds, nearest_class
 from tandem.memory.seconds import Rates, Shape, predict, step_work
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """The seconds of a step.
+
+    Attributes:
+        generation: of the responses and their rewards.
+        training: of all that follows.
+        transfer: of the new weights to the rollout, in which both sides take part.
+    """
+
+    generation: float
+    training: float
+    transfer: float
+
+    def step(self, *, ahead: bool) -> float:
+        """Of a step among many: the sum, or, where responses are written ahead, the longer of the two sides
+        and the transfer between them."""
+        both = max(self.generation, self.training) if ahead else self.generation + self.training
+        return both + self.transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,3 +111,23 @@ class Clock:
         step = found.pop("step", sum(found.values()))
         links = link_seconds(config, shape, work, self.kind) if self.kind is not None else 0.0
         return {**found, "links": links, "step": step + links}
+
+    def stages(
+        self,
+        config: TrainConfig,
+        shape: Shape,
+        prompts: NDArray[np.int64],
+        responses: NDArray[np.int64],
+        slots: int | None = None,
+    ) -> Stages:
+        """Seconds of a step's two sides; see `step`. Weights for a rollout on other devices go over a link
+        once."""
+        found = self.step(config, shape, prompts, responses, slots)
+        whole = with_value(config, "actor_rollout_ref.rollout.tensor_model_parallel_size", 1)
+        training = self.step(whole, shape, prompts, responses, slots)["links"]
+        trainer, transfer = config.trainer, found["weights"]
+        if self.kind is not None and trainer.placed("actor") != trainer.placed("rollout"):
+            link = self.kind.near if trainer.world_size <= PER_NODE else self.kind.far
+            transfer += self.item * (shape.layers + shape.head) / link
+        generation = found["generate_sequences"] + found["reward"] + found["links"] - training
+        return Stages(generation, found["step"] - generation - found["weights"], transfer)

@@ -36,6 +36,8 @@ CLOSE_SECONDS = 10.0
 """How long a thread that scores may take to see that the pool is closed."""
 CHUNK = 16
 """Calls that a process is sent at a time."""
+NEWEST = 4096
+"""Samples whose seconds are kept."""
 LONGER = "raise reward.timeout; or let failed scores count as nothing: reward.on_error=zero, or drop"
 
 
@@ -84,6 +86,7 @@ class Pool:
     Attributes:
         counts: "failed", "retried", "timeouts", "died" and "recycled" since they were last cleared.
         failures: of the last batch, by place.
+        seconds: that the newest samples took to be scored, their share of a call that was for several.
     """
 
     def __init__(
@@ -96,6 +99,7 @@ class Pool:
         self.reward, self.config, self.log = reward, config, log
         self.counts: Counter[str] = Counter()
         self.failures: dict[int, RewardError] = {}
+        self.seconds = deque[float](maxlen=NEWEST)
         cores = min(8, len(os.sched_getaffinity(0)))
         self._workers = cores if config.num_workers is None else config.num_workers
         place_programs(config.sandbox, self._workers)  # of calls in this process
@@ -152,12 +156,16 @@ class Pool:
             if self._workers and not call.reward.bounded:
                 elsewhere.append(call)
                 continue
-            scores, error = _answer(scoring.rewards(call), scoring.of(call))
+            scores, error, spent = _answer(scoring.rewards(call), scoring.of(call))
+            self._timed(call, spent)
             if error is None:
                 scoring.answered(call, scores)
             else:
                 scoring.failed(call, error)
         scoring.waiting.extend(elsewhere)
+
+    def _timed(self, call: Call, seconds: float) -> None:
+        self.seconds.extend([seconds / len(call.places)] * len(call.places))
 
     def _grow(self, calls: int) -> None:
         while len(self._children) < min(self._workers, calls):
@@ -222,8 +230,9 @@ class Pool:
                 if not child.ready:
                     child.ready = True
                     continue
-                scores, error, grown = answer
+                scores, error, spent, grown = answer
                 call = child.calls.popleft()
+                self._timed(call, spent)
                 child.deadline = time.monotonic() + self.config.timeout
                 if error is None:
                     scoring.answered(call, scores)
@@ -246,6 +255,8 @@ class Pool:
             ended = f"ended its process with exit code {child.process.exitcode}"
             told = f"took more than {self.config.timeout:g} s and was ended"
             place = call.places[0]
+            if problem == "timeouts":
+                self._timed(call, self.config.timeout)
             error = call.reward.error(told if problem == "timeouts" else ended, place, scoring.items[place])
             error.remedy = f"{error.remedy}; {LONGER}" if problem == "timeouts" else error.remedy
             scoring.failed(call, error)
@@ -308,24 +319,26 @@ def _serve(
         while True:
             for by_user, parts, items in pipe.recv():
                 scorer = own if by_user and own else reward_for(next(iter(items.values())).data_source)
-                scores, error = _answer([scorer.parts[part] for part in parts], items)
+                scores, error, spent = _answer([scorer.parts[part] for part in parts], items)
                 if error is not None:
                     error.__cause__ = None  # another process might not know what the function raised
                 resident = _resident_megabytes()
                 before = resident if before is None else before
                 grown = config.max_growth_mb is not None and resident - before > config.max_growth_mb
-                pipe.send((scores, error, grown))
+                pipe.send((scores, error, spent, grown))
     except (EOFError, BrokenPipeError):
         return
 
 
 def _answer(
     rewards: Sequence[Reward], items: Mapping[int, Item]
-) -> tuple[Sequence[Mapping[int, Scored | None]], RewardError | None]:
+) -> tuple[Sequence[Mapping[int, Scored | None]], RewardError | None, float]:
+    """The scores, or the error, and the seconds that it took."""
+    began = time.perf_counter()
     try:
-        return scores_of(rewards, items), None
+        return scores_of(rewards, items), None, time.perf_counter() - began
     except RewardError as error:
-        return [], error
+        return [], error, time.perf_counter() - began
 
 
 def _resident_megabytes() -> float:

@@ -63,7 +63,7 @@ def run_control(config: TrainConfig, *, say: Callable[[str], None]) -> Report:
         TandemError: the run cannot be built, or a step fails; weights that do not arrive are a
             WeightSyncError, which names them.
     """
-    with tempfile.TemporaryDirectory(prefix="tandem-check-", dir=_shared_place(config)) as folder:
+    with tempfile.TemporaryDirectory(prefix="tandem-check-", dir=shared_place(config)) as folder:
         trainer = build_ppo(controlled(config, Path(folder) / "run"), say=say)
         try:
             before = trainer.roles.weight_digest()
@@ -113,7 +113,7 @@ def controlled(config: TrainConfig, folder: Path) -> TrainConfig:
     return TrainConfig.model_validate(tree)
 
 
-def _shared_place(config: TrainConfig) -> Path | None:
+def shared_place(config: TrainConfig) -> Path | None:
     """The folder for the temporary run folder: workers on other machines see what is beside the run's own."""
     if config.trainer.resolved_backend == "local":
         return None

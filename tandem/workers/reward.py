@@ -97,6 +97,13 @@ class RewardWorker(TimedWorker):
                 f"the share of such scores):\n{next(iter(failures.values()))}"
             )
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def take_call_seconds(self) -> list[float]:
+        """The seconds that each sample took to be scored since the last call, of the newest."""
+        found = list(self.pool.seconds)
+        self.pool.seconds.clear()
+        return found
+
     def close(self) -> None:
         self.pool.close()
 

@@ -1,0 +1,148 @@
+"""Whether the intervals of `tandem plan --probe` hold: the share of groups without spread that 32 prompts
+predict, against that of a real run's first step at the same weights over 1,024 groups.
+
+Ten runs of models of one million parameters, warmed up as by `tandem demo` on its tasks, with other group
+sizes and temperatures. The probe draws its prompts and samples by seed 1, the run by seed 2. Both the
+interval and the run's share are of all training prompts, some of which both have.
+
+    OMP_NUM_THREADS=1 python benchmarks/plan_probe.py [--folder DIR] [--out FILE.json]
+
+Runs that the file has are not made again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import tempfile
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tandem.config.load import load_train_config
+from tandem.config.root import TrainConfig
+from tandem.demo import gym
+from tandem.demo.problems import LONGEST_PROMPT, LONGEST_RESPONSE
+from tandem.demo.program import make_task, warm_up
+from tandem.trainer.assembly import build_ppo
+from tandem.trainer.probe import report, run_probe
+
+GROUPS, TRUTH = 32, 1024
+RUNS: tuple[tuple[str, int, int, float], ...] = (  # task, its seed, responses to a prompt, temperature
+    (gym.ARITHMETIC, 0, 8, 1.0),
+    (gym.ARITHMETIC, 0, 2, 0.6),
+    (gym.ARITHMETIC, 1, 4, 1.0),
+    ("spell_backward", 0, 4, 1.0),
+    ("spell_backward", 0, 2, 0.5),
+    ("number_sorting", 0, 8, 1.0),
+    ("number_sorting", 0, 3, 0.7),
+    ("manipulate_matrix", 0, 2, 1.0),
+    ("string_insertion", 0, 2, 0.8),
+    ("palindrome_generation", 0, 6, 0.4),
+)
+
+
+def model_of(folder: Path, task: str, seed: int) -> Path:
+    """The warmed-up model of a task, whose problems lie beside it."""
+    made = folder / f"{task}_{seed}"
+    if not (made / "warm_model").exists():
+        make_task(made, seed, task)
+        warm_up(made, seed, lambda sentence: None, task)
+    return made / "warm_model"
+
+
+def config_of(folder: Path, run: tuple[str, int, int, float], seed: int, place: Path) -> TrainConfig:
+    task, own, n, temperature = run
+    model = model_of(folder, task, own)
+    prompt, response = LONGEST_PROMPT, LONGEST_RESPONSE
+    if task != gym.ARITHMETIC:
+        prompt, response = gym.GYMS[task].prompt, gym.GYMS[task].response
+    words = [
+        f"actor_rollout_ref.model.path={model}",
+        "actor_rollout_ref.model.enable_gradient_checkpointing=false",
+        f"data.train_files={model.parent / 'train.parquet'}",
+        f"data.max_prompt_length={prompt}",
+        f"data.max_response_length={response}",
+        f"data.train_batch_size={TRUTH}",
+        "algorithm.adv_estimator=grpo",
+        f"actor_rollout_ref.rollout.n={n}",
+        f"actor_rollout_ref.rollout.temperature={temperature}",
+        "actor_rollout_ref.rollout.max_num_seqs=512",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={TRUTH}",
+        "actor_rollout_ref.actor.use_dynamic_bsz=true",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096",
+        "trainer.device=cpu",
+        f"trainer.seed={seed}",
+        "trainer.total_training_steps=1",
+        f"trainer.default_local_dir={place}",
+        "trainer.save_freq=0",
+        "trainer.samples_freq=-1",
+        "trainer.logger=[]",
+    ]
+    return load_train_config(None, words).config
+
+
+def judged(folder: Path, run: tuple[str, int, int, float]) -> dict[str, Any]:
+    """What the probe says of a run, and what its first step has."""
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        config = config_of(folder, run, 1, Path(name) / "never")
+        began = time.perf_counter()
+        found = report(run_probe(config, groups=GROUPS, limit_s=600, say=lambda sentence: None), config)
+        probed_s = time.perf_counter() - began
+        assert not (Path(name) / "never").exists()
+        trainer = build_ppo(config_of(folder, run, 2, Path(name) / "run"), say=lambda sentence: None)
+        try:
+            with closing(trainer.steps()) as steps:
+                for _ in steps:
+                    pass
+        finally:
+            trainer.shutdown()
+        metrics = trainer.done.metrics
+    teach = found["teach"]
+    low, high = 1 - teach["high"], 1 - teach["low"]
+    truth = float(metrics["reward/zero_std_share"])
+    return {
+        "run": list(run),
+        "without_spread": {"value": 1 - teach["value"], "low": low, "high": high},
+        "truth": truth,
+        "inside": low <= truth <= high,
+        "groups": found["groups"],
+        "probe_s": round(probed_s, 2),
+        "response_length": [found["response_length"]["value"], float(metrics["response_length/mean"])],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/plan_probe.json"))
+    parser.add_argument("--folder", type=Path, help="for models and runs; a temporary one")
+    args = parser.parse_args()
+    rows: list[dict[str, Any]] = json.loads(args.out.read_text())["rows"] if args.out.exists() else []
+    with tempfile.TemporaryDirectory() as name:
+        for run in RUNS:
+            if all(row["run"] != list(run) for row in rows):
+                rows.append(judged(args.folder or Path(name), run))
+                last = rows[-1]
+                print(*run, last["without_spread"], last["truth"], last["inside"], flush=True)
+                whole = {
+                    "command": "OMP_NUM_THREADS=1 python benchmarks/plan_probe.py",
+                    "cores": os.cpu_count(),
+                    "versions": {"python": platform.python_version(), "torch": torch.__version__},
+                    "inside": sum(row["inside"] for row in rows),
+                    "runs": len(rows),
+                    "truth_groups": TRUTH,
+                    "rows": rows,
+                }
+                args.out.write_text(json.dumps(whole, indent=1) + "\n")
+    print(f"{sum(row['inside'] for row in rows)} of {len(rows)} inside")
+
+
+if __name__ == "__main__":
+    main()

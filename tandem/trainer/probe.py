@@ -1,0 +1,231 @@
+"""The learning signal of a run before any training: a few of its prompts, answered and scored as in a first
+step, and what they say of all."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tandem.algorithms.dapo import groups_with_spread
+from tandem.algorithms.evaluation import Floats, estimate
+from tandem.algorithms.masked import segment_sum
+from tandem.config.dynamic_sampling import SamplerConfig
+from tandem.config.root import TrainConfig
+from tandem.config.tables import READS_COMPONENTS, needs
+from tandem.memory.levers import with_values
+from tandem.observability.progress import Progress
+from tandem.protocol import DataProto
+from tandem.runtime import BatchFuture
+from tandem.trainer.assembly import build_ppo
+from tandem.trainer.control import controlled, shared_place
+from tandem.trainer.launch import plain_errors
+from tandem.trainer.perf import offered, take_observed, take_timings
+from tandem.trainer.ppo import PPOTrainer
+from tandem.workers.advantage_inputs import reward_components
+from tandem.workers.shaping import SCORE, metric_values
+
+_CONFIDENCE = 0.95
+_RESAMPLES = 2000
+_QUANTILES = {"median": 0.5, "p95": 0.95, "p99": 0.99}
+_FAILURES = ("failed", "timeouts", "died", "retried")
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """G groups of n responses.
+
+    Attributes:
+        prompts: (G) tokens of each prompt.
+        responses: (G, n) tokens of each response.
+        cut, right: (G, n) bool, whether it was cut at its greatest length, and whether it is right.
+        rewards: (G, n) what would be learnt from.
+        teaches: (G) bool, see `teaching`.
+        kept: (G) bool, whether dynamic sampling would learn from it; all where there is none.
+        batches: groups that were answered together, the seconds of writing and those of scoring.
+        calls: those of single responses by reward functions; none where models score.
+        failures: share of failed scores, and how often a limit, a process or a first try failed.
+    """
+
+    prompts: NDArray[np.int64]
+    responses: NDArray[np.int64]
+    cut: NDArray[np.bool_]
+    right: NDArray[np.bool_]
+    rewards: Floats
+    teaches: NDArray[np.bool_]
+    kept: NDArray[np.bool_]
+    batches: list[tuple[int, float, float]]
+    calls: list[float]
+    failures: dict[str, float]
+
+
+def run_probe(config: TrainConfig, *, groups: int, limit_s: float, say: Callable[[str], None]) -> Seen:
+    """Answers and scores prompts of a run, drawn at random by its seed, with its model, its rollout engine
+    and its reward, in a temporary run folder. What only learns, critic and references, is not loaded.
+
+    Args:
+        groups: prompts, of which there may be fewer.
+        limit_s: seconds of sampling, by the pace of the first few groups, which are always answered.
+        say: prints a sentence to the user.
+
+    Raises:
+        TandemError: the run cannot be built, or a sample cannot be made.
+    """
+    place = shared_place(config)
+    with tempfile.TemporaryDirectory(prefix="tandem-probe-", dir=place) as folder, plain_errors():
+        trainer = build_ppo(_probed(config, Path(folder) / "run"), say=say)
+        try:
+            return _seen(trainer, config, groups, limit_s)
+        finally:
+            trainer.shutdown()
+
+
+def _probed(config: TrainConfig, folder: Path) -> TrainConfig:
+    """The same run without what learns, in small batches, and with no trace but in `folder`. A score that
+    fails is counted, and leaves its sample out."""
+    changes = {
+        "data.shuffle": True,
+        "data.sampler": SamplerConfig(),
+        "algorithm.adv_estimator": "reinforce_plus_plus",
+        "algorithm.adv_kwargs": {},
+        "algorithm.use_kl_in_reward": False,
+        "actor_rollout_ref.actor.use_kl_loss": False,
+        "reward.on_error": "drop" if config.reward.on_error == "raise" else config.reward.on_error,
+        "trainer.worst_batch_first": False,
+    }
+    found: TrainConfig = with_values(controlled(config, folder), changes)
+    return found
+
+
+def _seen(trainer: PPOTrainer, config: TrainConfig, groups: int, limit_s: float) -> Seen:
+    """A few groups first, which also warm up, then as many as there is time for by their pace."""
+    roles, prompts, n = trainer.roles, trainer.prompts, trainer.plan.at(1).n
+    wanted = size = min(groups, prompts.batch_size * prompts.steps_per_epoch)
+    roles.sync_rollout()
+    trainer.forget_measures()
+    parts: list[dict[str, NDArray[Any]]] = []
+    batches: list[tuple[int, float, float]] = []
+    done, began = 0, time.monotonic()
+    with Progress("probe", wanted * n) as progress:
+        while size > 0:
+            part = _answered(trainer, config, size if done else min(size, prompts.batch_size), n)
+            timings = take_timings(trainer.groups)
+            parts.append(part)
+            gen_s, reward_s = (timings.get(f"timing/{phase}", 0.0) for phase in ("gen", "reward"))
+            batches.append((len(part["prompts"]), gen_s, reward_s))
+            progress.advance(part["responses"].size, int(part["responses"].sum()))
+            done, spent = done + len(part["prompts"]), time.monotonic() - began
+            size = min(wanted - done, int((limit_s - spent) * done / spent))
+    calls = [] if roles.reward is None else offered(roles.reward, "take_call_seconds")
+    observed = take_observed(trainer.groups).to_floats()
+    return Seen(
+        **{name: np.concatenate([part[name] for part in parts]) for name in parts[0]},
+        batches=batches,
+        calls=[seconds for rank in calls for seconds in rank],
+        failures={name: observed.get(f"reward/{name}", 0.0) for name in _FAILURES},
+    )
+
+
+def _answered(trainer: PPOTrainer, config: TrainConfig, size: int, n: int) -> dict[str, NDArray[Any]]:
+    """The next `size` groups, as columns of `Seen`."""
+    roles, gatherer, algorithm = trainer.roles, trainer.gatherer, config.algorithm
+    batches = range(-(-size // trainer.prompts.batch_size))
+    asked = BatchFuture.concat([trainer.prompts.next() for _ in batches]).rows(slice(size))
+    samples, scores = roles.generate(asked, n, gatherer.params, gatherer.dealer, learns=True)
+    scores = gatherer.shaped(roles, samples, scores).select("scores", "reward_extra")
+    found = samples.select("response_mask", "finish_reason").union(scores).get()
+    mask, scores_B = found.ragged("response_mask"), found.dense("scores").double()
+    cut = (found.non_tensor_batch["finish_reason"] == "length").astype(bool).reshape(-1, n)
+    teaches = teaching(config, found, n) & ~(cut.all(1) & algorithm.mask_truncated_completions)
+    filters = algorithm.filter_groups
+    values_B = metric_values(found, filters.metric) if filters.enable else None
+    return {
+        "prompts": np.asarray(asked.index.lengths["prompts"]),
+        "responses": segment_sum(mask.values, mask.offsets).numpy().reshape(-1, n),
+        "cut": cut,
+        "right": (metric_values(found, "acc") >= 1).numpy().reshape(-1, n),
+        "rewards": scores_B.numpy().reshape(-1, n),
+        "teaches": teaches,
+        "kept": np.ones_like(teaches) if values_B is None else groups_with_spread(values_B, n).numpy(),
+    }
+
+
+def teaching(config: TrainConfig, scored: DataProto, n: int) -> NDArray[np.bool_]:
+    """The groups whose responses differ in what the config's estimator compares, (G) bool: in the reward; of
+    pass@k, by one that is best alone; of several components, in one of these.
+
+    Args:
+        scored: `scores` and `reward_extra`, prompt by prompt, n rows each.
+    """
+    scores_B, algorithm = scored.dense("scores").double(), config.algorithm
+    if algorithm.adv_estimator == "grpo_passk":
+        best = scores_B.view(-1, n).topk(2).values
+        differ_KG = (best[:, 0] > best[:, 1])[None]
+    elif algorithm.adv_estimator in READS_COMPONENTS:
+        extras = zip(scored.non_tensor_batch["reward_extra"], scores_B.tolist(), strict=True)
+        own = SCORE in algorithm.gdpo_reward_keys
+        told = [{**extra, SCORE: score} if own else extra for extra, score in extras]
+        components_BK = reward_components(told, algorithm.gdpo_reward_keys)
+        differ_KG = torch.stack([groups_with_spread(each, n) for each in components_BK.unbind(1)])
+    else:
+        differ_KG = groups_with_spread(scores_B, n)[None]
+    found: NDArray[np.bool_] = differ_KG.any(0).numpy()
+    return found
+
+
+def report(seen: Seen, config: TrainConfig) -> dict[str, Any]:
+    """What a probe says of the whole run, as plain values; intervals are of 95%. Those of shares of groups
+    are Wilson's. Responses to one prompt are not independent: those of means, of shares of responses and of
+    quantiles are by the bootstrap over groups."""
+    seed, filters = config.trainer.seed, config.algorithm.filter_groups
+    known = needs(config.algorithm.adv_estimator)
+
+    def of(values: NDArray[Any], *, bounded: bool = True) -> dict[str, Any]:
+        each = np.asarray(values, dtype=np.float64)
+        return asdict(
+            estimate(each, confidence=_CONFIDENCE, resamples=_RESAMPLES, seed=seed, bounded=bounded)
+        )
+
+    kept = of(seen.kept)
+    used = {"value": kept["value"], "low": kept["high"], "high": kept["low"]}
+    later = seen.batches[1:] or seen.batches  # the first also warmed up
+    groups, gen_s, reward_s = map(sum, zip(*later, strict=True))
+    timed = seen.responses[-groups:]
+    return {
+        "groups": len(seen.prompts),
+        "n": seen.responses.shape[1],
+        "compares_groups": None if known is None else known.group,
+        "teach": of(seen.teaches),
+        "all_right": of(np.all(seen.right, 1)),
+        "all_wrong": of(~np.any(seen.right, 1)),
+        "generated_per_used": {k: 1 / s if s else None for k, s in used.items()} if filters.enable else None,
+        "reward": of(seen.rewards.mean(1), bounded=False),
+        "response_length": of(seen.responses.mean(1), bounded=False),
+        **_quantiles(seen.responses, config.data.max_response_length, seed),
+        "longest": int(seen.responses.max()),
+        "cut": of(seen.cut.mean(1)),
+        "tokens_per_s": int(timed.sum()) / max(gen_s, 1e-9),
+        "reward_s": reward_s / timed.size,
+        "reward_s_p95": float(np.quantile(seen.calls, 0.95)) if seen.calls else None,
+        "reward_failures": seen.failures,
+    }
+
+
+def _quantiles(responses: NDArray[np.int64], limit: int, seed: int) -> dict[str, dict[str, float]]:
+    """Quantiles of lengths (G, n). Where all samples may well lie below one, the limit bounds it above."""
+    groups, tail, places = len(responses), (1 - _CONFIDENCE) / 2, list(_QUANTILES.values())
+    drawn = np.random.default_rng(seed).integers(0, groups, (_RESAMPLES, groups))
+    again = np.array([np.quantile(responses[rows], places) for rows in drawn])
+    low, high = np.quantile(again, [tail, 1 - tail], axis=0)
+    high = np.where(np.power(places, responses.size) <= tail, high, limit)
+    bounds = zip(_QUANTILES, np.quantile(responses, places), low, high, strict=True)
+    return {
+        name: dict(zip(("value", "low", "high"), map(float, each), strict=True)) for name, *each in bounds
+    }

@@ -1,0 +1,178 @@
+"""Schedules of generation and learning, against a simulation of both sides."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tandem.cli.main import main
+from tandem.config.load import load_train_config
+from tandem.errors import ConfigError
+from tandem.memory.plan import GIB, plan
+from tandem.memory.schedules import Schedule, chosen, compare
+from tandem.memory.seconds import Shape
+from tandem.memory.shapes import shape_of
+from tandem.memory.timing import Clock, Stages
+
+BASE = (
+    "actor_rollout_ref.model.path=Qwen/Qwen2.5-7B",
+    *("algorithm.adv_estimator=grpo", "trainer.n_gpus_per_node=8", "actor_rollout_ref.rollout.n=8"),
+    *("data.train_batch_size=64", "actor_rollout_ref.actor.ppo_mini_batch_size=64"),
+    *("data.max_prompt_length=1024", "data.max_response_length=1024"),
+    "actor_rollout_ref.actor.use_dynamic_bsz=true",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8192",
+)
+
+
+def simulated(stages: Stages, *, ahead: bool, steps: int = 200) -> tuple[float, dict[str, float]]:
+    """Seconds of a step, and the shares of it that each side waits, of two sides that each do one thing at a
+    time: weights go over when both are free, responses are learnt from when they are written."""
+    free, busy = {"training": 0.0, "rollout": 0.0}, {"training": 0.0, "rollout": 0.0}
+    written: dict[int, float] = {}
+
+    def works(side: str, seconds: float, after: float = 0.0) -> float:
+        free[side] = max(free[side], after) + seconds
+        busy[side] += seconds
+        return free[side]
+
+    def write(step: int) -> None:
+        together = max(free.values())
+        works("training", stages.transfer, together)
+        works("rollout", stages.transfer, together)
+        written[step] = works("rollout", stages.generation)
+
+    for step in range(steps):
+        if step not in written:
+            write(step)
+        if ahead:
+            write(step + 1)
+        works("training", stages.training, written[step])
+    end = max(free.values())
+    return end / steps, {side: 1 - each / end for side, each in busy.items()}
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("seconds", [(5, 3, 1), (2, 7, 0), (4, 4, 0.5)])
+def test_a_step_takes_what_a_simulation_of_both_sides_takes(seconds: tuple[float, ...], ahead: bool) -> None:
+    stages = Stages(*seconds)
+    step, waits = simulated(stages, ahead=ahead)
+    assert stages.step(ahead=ahead) == pytest.approx(step, rel=0.02)
+    found = compared(lambda config, _: stages)
+    (each,) = (one for one in found if one.staleness == ahead and one.keys)
+    assert each.waits == pytest.approx(waits, abs=0.02)
+    assert each.step == stages.step(ahead=ahead)
+
+
+def compared(
+    stages: Any, *words: str, accepts: Any = lambda keys: True, device: float = 1000.0
+) -> list[Schedule]:
+    config = load_train_config(None, [*BASE, *words], elsewhere=True).config
+    return compare(config, lambda changed: plan(changed, shape_of, device * GIB), stages, accepts)
+
+
+def ideal(config: Any, _: Any) -> Stages:
+    """Twelve device seconds of generation, four of training."""
+    return Stages(12 / config.trainer.devices_of("rollout"), 4 / config.trainer.devices_of("actor"), 0.0)
+
+
+def test_the_best_split_is_the_one_that_balances_both_sides() -> None:
+    together, apart, ahead = compared(ideal)
+    assert (together.training, together.rollout, together.step) == (8, 8, 2.0)
+    assert (ahead.training, ahead.rollout, ahead.step) == (2, 6, 2.0)
+    assert ahead.waits == {"training": 0, "rollout": 0}
+    tried = {k: 12 / k + 4 / (8 - k) for k in range(1, 8)}
+    best = min(tried, key=lambda k: tried[k])
+    assert apart.rollout == best and apart.step == pytest.approx(tried[best])
+    assert apart.keys == {
+        "trainer.resource_pools": {"training": (8 - best,), "rollout": (best,)},
+        "trainer.placement": {"rollout": "rollout"},
+    }
+    assert chosen([together, apart, ahead]) is together
+    assert together.waits == {"training": 0, "rollout": 0} and together.keys == {}
+    assert set(apart.left) == {"training", "rollout"} and len(together.left) == 1
+
+
+def test_splits_suit_the_sizes_and_the_rules() -> None:
+    sizes = ("actor_rollout_ref.rollout.tensor_model_parallel_size=2",)
+    sizes += ("actor_rollout_ref.actor.fsdp_config.tensor_parallel_size=4",)
+    _, apart, ahead = compared(ideal, *sizes)
+    assert apart.training == ahead.training == 4 == ahead.rollout
+    tried: list[Mapping[str, Any]] = []
+    compared(
+        ideal,
+        "trainer.nnodes=2",
+        accepts=lambda keys: tried.append(keys["trainer.resource_pools"]) or len(tried) > 14,
+    )
+    assert {"training": (8, 4), "rollout": (4,)} in tried
+    assert {"training": (4,), "rollout": (4, 8)} in tried
+    with pytest.raises(ConfigError, match="no split of the devices"):
+        compared(ideal, accepts=lambda keys: False)
+
+
+def test_what_does_not_fit_comes_last() -> None:
+    """One device for training would be the fastest, and has no room for 7B's weights and moments."""
+
+    def costly(config: Any, _: Any) -> Stages:
+        return Stages(1.0, float(config.trainer.devices_of("actor")), 0.0)
+
+    _, apart, ahead = compared(costly, device=80)
+    assert min(apart.left.values()) >= 0 and apart.training == ahead.training > 1
+    assert compared(costly)[1].training == 1
+
+
+def test_stages_are_the_step_taken_apart() -> None:
+    config = load_train_config(None, list(BASE), elsewhere=True).config
+    clock = Clock.of({}, "H100", 80, cuda=True)
+    assert clock is not None
+    model = shape_of("Qwen/Qwen2.5-7B")
+    shape = Shape(model.decoder, model.vocabulary)
+    prompts, responses = np.full(64, 1024), np.full(512, 1024)
+    whole = clock.step(config, shape, prompts, responses)
+    stages = clock.stages(config, shape, prompts, responses)
+    assert stages.step(ahead=False) == pytest.approx(whole["step"])
+    assert stages.generation == pytest.approx(whole["generate_sequences"] + whole["reward"])
+    assert stages.transfer == pytest.approx(whole["weights"])
+    keys = {"trainer.resource_pools={a: [4], b: [4]}", "trainer.placement={rollout: b}"}
+    apart = load_train_config(None, [*BASE, *sorted(keys)], elsewhere=True).config
+    found = clock.stages(apart, shape, prompts, responses)
+    sent = 2 * (shape.layers + shape.head) / 450e9
+    assert found.transfer == pytest.approx(whole["weights"] + sent)
+    half = clock.step(apart, shape, prompts, responses)
+    assert half["generate_sequences"] > 1.2 * whole["generate_sequences"]
+    assert found.generation == pytest.approx(half["generate_sequences"] + half["reward"])
+    assert found.step(ahead=False) == pytest.approx(half["step"] + sent)
+
+
+def test_the_command_compares_and_chooses(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", *BASE, "--devices", "8xH100", "--schedule"]
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    rows = found["schedules"]
+    assert [row["staleness"] for row in rows] == [0, 0, 1]
+    assert rows[0]["step"] == pytest.approx(found["time"]["phases"]["step"])
+    assert rows[0]["step"] < rows[1]["step"] and found["choose"] == rows[0]["name"]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "choose synchronous, together" in out and "one step off is not there" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--device", "80GB", "trainer.n_gpus_per_node=1"), "one device cannot be divided"),
+        (("algorithm.filter_groups.enable=true",), "none can be answered ahead"),
+        (("trainer.resource_pools={a: [4], b: [4]}",), "roles are placed already"),
+        (("trainer.device=cpu",), "run tandem bench once"),
+        (("--fit", "8x80GB"), "do not go together"),
+    ],
+)
+def test_what_is_refused(
+    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any, tmp_path: Any
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert main(["plan", *BASE, "--schedule", *words]) == 1
+    assert said in capsys.readouterr().err
