@@ -11,12 +11,51 @@ from typing import BinaryIO
 from tandem.errors import DataError
 from tandem.observability.lock import NO_LOCKS_HERE
 
+_TAIL = 64
+"""Bytes before what is new by which a file is known again."""
+
 
 def opened(path: Path) -> BinaryIO:
     """A file, to be read. A pipe in its place, for which one would wait without end, is refused."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise DataError("is no regular file", field=str(path))
     return path.open("rb")
+
+
+class GrowingFile:
+    """The lines of a file that grows, or is written anew, between two looks.
+
+    Args:
+        path: the file; it may come later.
+        last: bytes of its end that the first look takes; all, where none are given.
+    """
+
+    def __init__(self, path: Path, last: int | None = None) -> None:
+        self._path, self._last = path, last
+        self._read, self._tail = 0, b""
+
+    def look(self) -> tuple[bool, list[bytes]]:
+        """Whether the file was written anew since the last look, or is gone, and its new whole lines. A last
+        line without its end is left for the next time."""
+        try:
+            file = opened(self._path)
+        except FileNotFoundError:
+            self._read, self._tail = 0, b""
+            return True, []
+        torn = 0
+        with file:
+            if self._last is not None:
+                self._read = max(file.seek(0, os.SEEK_END) - self._last, 0)
+                torn, self._last = int(self._read > 0), None
+            file.seek(self._read - len(self._tail))
+            anew = file.read(len(self._tail)) != self._tail
+            if anew:
+                self._read, self._tail = file.seek(0), b""
+            new = file.read()
+        new = new[: new.rfind(b"\n") + 1]
+        self._read += len(new)
+        self._tail = (self._tail + new)[-_TAIL:]
+        return anew, new.splitlines()[torn:]
 
 
 def replace_file(path: Path, content: bytes) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from tandem.errors import DataError
 from tandem.observability.config_file import read_config
-from tandem.observability.files import opened
+from tandem.observability.files import GrowingFile
 from tandem.observability.lock import is_held
 
 State = Literal["running", "finished", "interrupted", "failed", "empty"]
@@ -32,7 +32,6 @@ METRICS: Mapping[str, Literal["max", "min"]] = {
 _TIMED = ("timing/step", "timing/testing", "timing/save_checkpoint")
 _SAMPLES = re.compile(r"step_(\d+)(_val\d*)?\.parquet")
 _CHECKPOINT = re.compile(r"step_(\d{6,})")
-_TAIL = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +295,7 @@ class GrowingLines:
 
     def __init__(self, path: Path, key: str, kind: type) -> None:
         self._path, self._key, self._kind = path, key, kind
-        self._read, self._tail = 0, b""
+        self._file = GrowingFile(path)
         self._found: list[dict[str, Any]] = []
 
     def look(self) -> list[dict[str, Any]]:
@@ -306,26 +305,11 @@ class GrowingLines:
         Raises:
             DataError: a whole line is not such an object.
         """
-        try:
-            file = opened(self._path)
-        except FileNotFoundError:
-            self._forget()
-            return []
-        with file:
-            file.seek(max(self._read - _TAIL, 0))
-            if file.read(min(_TAIL, self._read)) != self._tail:  # a resumed run wrote it anew
-                self._forget()
-                file.seek(0)
-            new = file.read()
-        new = new[: new.rfind(b"\n") + 1]
-        lines = enumerate(new.splitlines(), len(self._found) + 1)
-        self._found += [self._parsed(line, number) for number, line in lines]
-        self._read += len(new)
-        self._tail = (self._tail + new)[-_TAIL:]
+        anew, lines = self._file.look()
+        if anew:  # a resumed run wrote it anew
+            self._found = []
+        self._found += [self._parsed(line, number) for number, line in enumerate(lines, len(self._found) + 1)]
         return list(self._found)
-
-    def _forget(self) -> None:
-        self._read, self._tail, self._found = 0, b"", []
 
     def _parsed(self, line: bytes, number: int) -> dict[str, Any]:
         try:

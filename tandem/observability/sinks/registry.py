@@ -12,7 +12,7 @@ from tandem.observability.sinks.base import Generation, RunInfo, Sink
 
 # name: ("module:attribute", what to install where the module's library is missing)
 SINKS = {
-    "console": ("console:ConsoleSink", "rich"),
+    "console": ("live:console_sink", "rich"),
     "file": ("console:FileSink", "rich"),
     "tensorboard": ("tensorboard:TensorBoardSink", "tensorboard"),
     "wandb": ("wandb:WandbSink", "wandb"),

@@ -1,0 +1,255 @@
+"""The picture of a living run at the bottom of a terminal: `python -m tandem.observability.display RUN …`, a
+process beside the run, which reads its folder. What the run and its libraries print comes through a pipe and
+is written above, byte by byte, also while the run computes, and when it dies."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from rich.text import Text
+
+from tandem.observability.files import GrowingFile
+from tandem.observability.reading import METRICS
+from tandem.observability.sinks.console import duration
+from tandem.observability.terminal import plain_console, printable
+
+TICK_S = 0.25
+STEPS_SHOWN = 40
+_LAST_BYTES = 1 << 20
+"""Of each file at the first look: a long run's are large, and the picture is of its end."""
+_CURVES = (*METRICS, "val/accuracy", "val/loss")
+_DIFFERENCE = "rollout/log_prob_diff_mean"
+_PEAK, _PREDICTED = "perf/memory_peak_bytes/", "perf/memory_predicted_bytes/"
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+class Picture:
+    """What is known of a run now, as a few lines.
+
+    Args:
+        folder: the run folder.
+        start_step, total_steps: the step it goes on from, and its last.
+        process: of the run, whose memory is shown where no device's is known.
+    """
+
+    def __init__(self, folder: Path, start_step: int, total_steps: int, process: int) -> None:
+        self._name, self._process = one_line(str(folder)), process
+        self._folder = folder
+        self._files: dict[str, GrowingFile] = {}
+        self._start, self._total = start_step, total_steps
+        self._began = self._done_at = time.time()
+        self._curves: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=STEPS_SHOWN))
+        self._metrics: dict[str, float] = {}
+        self._warning = ""
+        self._tracks: dict[int, str] = {}
+        self._open: dict[int, list[tuple[str, float]]] = {}
+        self.step = start_step
+        """The last one done."""
+        self._running = start_step
+
+    def look(self) -> None:
+        """Reads what the run has written since the last look."""
+        for row in self._new("metrics.jsonl"):
+            self._metrics = {name: value for name, value in row.items() if value is not None}
+            for name in _CURVES:
+                if name in self._metrics:
+                    self._curves[name].append(self._metrics[name])
+            if row["step"] > self.step:
+                self.step, self._done_at = row["step"], time.time()
+        for event in self._new("events.jsonl"):
+            if event["event"] == "start":
+                self._warning = ""
+            elif event["event"] == "warning":
+                self._warning = f"step {event['step']}: {one_line(event['text'])}"
+        for event in self._new("timeline.json"):
+            self._take_phase(event)
+
+    def _new(self, name: str) -> Iterator[dict[str, Any]]:
+        file = self._files.setdefault(name, GrowingFile(self._folder / name, _LAST_BYTES))
+        _, lines = file.look()
+        return (json.loads(line.rstrip(b",")) for line in lines if len(line) > 1)
+
+    def _take_phase(self, event: dict[str, Any]) -> None:
+        kind, track = event["ph"], event["tid"]
+        if kind == "M":
+            self._tracks[track] = one_line(event["args"]["name"]).partition(" rank ")[0]
+            if self._tracks[track] == "controller":  # the last to begin: what is open was a killed run's
+                self._open.clear()
+        elif kind == "B":
+            self._running = event["args"].get("step", self._running)
+            self._open.setdefault(track, []).append((one_line(event["name"]), event["ts"] / 1e6))
+        elif self._open.get(track):
+            self._open[track].pop()
+
+    def lines(self, width: int) -> list[Text]:
+        """The picture in lines of at most so many columns."""
+        lines = [Text(f"── {self._name} ".ljust(width, "─"), "dim")]
+        for label, content in self._rows(width - 13):
+            lines.append(Text.assemble((f"{label:<12} ", "dim"), content))
+        for line in lines:
+            line.truncate(width, overflow="ellipsis")
+        return lines
+
+    def _rows(self, room: int) -> Iterator[tuple[str, Text]]:
+        yield "step", self._progress(room)
+        yield "now", Text(self._phases(), "cyan")
+        for name in filter(self._curves.__contains__, _CURVES):
+            values = self._curves[name]
+            number = f"{values[-1]:<9.3f} "
+            bars = sparkline(list(values)[-max(room - len(number), 1) :])
+            yield name.removesuffix("/mean"), Text.assemble((number, "bold"), (bars, "green"))
+        if (rate := self._metrics.get("perf/step_tokens_per_s")) is not None:
+            yield "speed", Text(f"{rate:,.0f} tokens/s", "bold")
+        if (found := self._metrics.get(_DIFFERENCE)) is not None:
+            limit = self._metrics[_DIFFERENCE.replace("mean", "limit")]
+            color = "bold red" if found > limit else "bold"
+            yield "mismatch", Text.assemble((f"{found:.2g} nats", color), f" of {limit:.2g} allowed")
+        if memory := self._memory():
+            yield "memory", memory
+        if self._warning:
+            yield "warning", Text(self._warning, "yellow")
+
+    def _progress(self, room: int) -> Text:
+        done, left = self.step - self._start, self._total - self.step
+        counted = f"{self._running} of {self._total}  "
+        ahead = ""
+        if done > 0 and left > 0:
+            passed = self._done_at - self._began
+            ahead = f"  {duration(max(passed / done * left - (time.time() - self._done_at), 0))} left"
+        wide = min(max(room - len(counted) - len(ahead), 0), STEPS_SHOWN)
+        full = wide * self.step // max(self._total, 1)
+        return Text.assemble((counted, "bold"), ("━" * full, "green"), ("━" * (wide - full), "dim"), ahead)
+
+    def _phases(self) -> str:
+        """The phases that run, with the group that is in them; the controller's own where no group works."""
+        running: dict[tuple[str, str], float] = {}
+        for track, phases in self._open.items():
+            if phases:
+                name, since = phases[-1]
+                key = (self._tracks.get(track, ""), name)
+                running[key] = min(since, running.get(key, since))
+        workers = {key: since for key, since in running.items() if key[0] != "controller"} or running
+        now = time.time()
+        return ", ".join(
+            f"{name} ({role}) {duration(max(now - since, 0))}" for (role, name), since in workers.items()
+        )
+
+    def _memory(self) -> Text | None:
+        """The phase that comes closest to a device's memory as it was planned, or the host's memory."""
+        peaks = {name.removeprefix(_PEAK): v for name, v in self._metrics.items() if name.startswith(_PEAK)}
+        plan = {
+            name.removeprefix(_PREDICTED): v
+            for name, v in self._metrics.items()
+            if name.startswith(_PREDICTED)
+        }
+        if peaks:
+            phase = max(peaks, key=lambda name: peaks[name] / plan.get(name, math.inf))
+            color = "bold red" if peaks[phase] > plan.get(phase, math.inf) else "bold"
+            planned = f" of {size(plan[phase])} by plan" if phase in plan else ""
+            return Text.assemble((size(peaks[phase]), color), f"{planned}, in {phase}")
+        try:
+            pages = int(Path(f"/proc/{self._process}/statm").read_text().split()[1])
+        except OSError:  # no Linux, or the run has just ended
+            return None
+        phase = max(plan, key=plan.__getitem__, default="")
+        planned = f"; by plan {size(plan[phase])} of tensors, in {phase}" if phase else ""
+        return Text.assemble((size(pages * os.sysconf("SC_PAGE_SIZE")), "bold"), f" resident{planned}")
+
+
+def sparkline(values: list[float]) -> str:
+    """The values as bars, the least and the greatest as the shortest and the longest."""
+    low, high = min(values), max(values)
+    scale = (len(_BARS) - 1) / ((high - low) or 1.0)
+    return "".join(_BARS[round((value - low) * scale)] for value in values)
+
+
+def size(count: float) -> str:
+    """Bytes in GiB, or in MiB below a tenth of one."""
+    return f"{count / 2**30:.2f} GiB" if count > 0.1 * 2**30 else f"{count / 2**20:.1f} MiB"
+
+
+def one_line(text: str) -> str:
+    """The text without control characters and line ends."""
+    return " ".join(printable(text).split())
+
+
+class Screen:
+    """A picture below what is printed. The cursor stays visible, on the line after it: a terminal is sane at
+    every moment.
+
+    Args:
+        terminal: where both are written.
+
+    Attributes:
+        open_line: whether what was printed last has no end yet, as a prompt; no picture is below it.
+    """
+
+    def __init__(self, terminal: BinaryIO) -> None:
+        self._terminal = terminal
+        self._shown = b""
+        self.open_line = False
+
+    def show(self, above: bytes, picture: bytes) -> None:
+        """Prints, and renews the picture below."""
+        if above:
+            self.open_line = not above.endswith(b"\n")
+        picture = b"" if self.open_line else picture
+        if above or picture != self._shown:
+            rows = self._shown.count(b"\n")
+            back = b"\x1b[%dF\x1b[J" % rows if rows else b""
+            self._terminal.write(back + above + picture)
+            self._terminal.flush()
+            self._shown = picture
+
+
+def keep_up(picture: Picture, printed: int, screen: Screen, ended: threading.Event) -> None:
+    """Shows the picture below what comes through a pipe, until it is closed, or has no more when the run
+    has ended.
+
+    Args:
+        printed: the pipe's file descriptor.
+        ended: set when the run wants the terminal back; the picture is taken away then.
+    """
+    console, parent, due, shown = plain_console(), os.getppid(), 0.0, b""
+    while True:
+        readable, _, _ = select.select([printed], [], [], TICK_S)
+        above = os.read(printed, 1 << 16) if readable else b""
+        if not above and (readable or os.getppid() != parent):
+            return
+        if not readable and ended.is_set():
+            screen.show(b"", b"")
+            return
+        if time.monotonic() >= due:
+            due, before = time.monotonic() + TICK_S, picture.step
+            picture.look()
+            if screen.open_line and picture.step > before and not above:  # whoever asked has been answered
+                above = b"\n"
+            columns, rows = os.get_terminal_size(sys.stdout.fileno())
+            with console.capture() as captured:
+                for line in picture.lines(max(columns - 1, 1))[: rows - 1]:
+                    console.print(line, soft_wrap=True)
+            shown = captured.get().encode()
+        screen.show(above, shown)
+
+
+def main() -> None:
+    folder, start_step, total_steps = sys.argv[1:]
+    ended = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    picture = Picture(Path(folder), int(start_step), int(total_steps), os.getppid())
+    keep_up(picture, sys.stdin.fileno(), Screen(sys.stdout.buffer), ended)
+
+
+if __name__ == "__main__":
+    main()
