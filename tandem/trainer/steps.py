@@ -47,7 +47,7 @@ class Plan:
             its weights, or what a critic is not to learn from. In bypass mode the rollout's stand for them.
         bypasses: whether the rollout's log-probs stand for the old ones.
         old_outputs: what the policy's forward before its updates gives besides log-probs: the sum of squared
-            probabilities, the exact KL of the reward.
+            probabilities, the exact KL of the reward; the entropy, for the samples' files.
         greedy_baselines: whether each prompt is answered once more, greedily, for `reward_baselines`.
         exact_kl: where the KL to the reference is exact over the vocabulary, of "reward" and "loss".
         n: responses per prompt.
@@ -132,7 +132,7 @@ def plan_run(config: TrainConfig, spec: AdvantageSpec, steps_per_epoch: int) -> 
         recompute_old=not correction.bypass_mode
         and (updates_per_step(batch_samples, actor_mini) > 1 or reads_old or before or bool(old_outputs)),
         bypasses=correction.bypass_mode,
-        old_outputs=frozenset(old_outputs),
+        old_outputs=frozenset(old_outputs | ({"entropy"} if config.trainer.samples_freq > 0 else set())),
         greedy_baselines="reward_baselines" in spec.columns,
         exact_kl=exact_kl,
         n=n,

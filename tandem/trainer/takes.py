@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -31,8 +32,8 @@ from tandem.workers.correction import KEPT, WEIGHTS
 
 _MADE_ANEW = frozenset(
     {
-        *("old_log_probs", "ref_log_probs", "values", "sum_pi_squared", "ref_kl", KEPT, WEIGHTS),
-        *("token_level_rewards", "advantages", "returns", "selected_tokens"),
+        *("old_log_probs", "ref_log_probs", "values", "sum_pi_squared", "entropy", "ref_kl", KEPT),
+        *(WEIGHTS, "token_level_rewards", "advantages", "returns", "selected_tokens"),
     }
 )
 """Columns of a samples file that the step computes."""
@@ -280,7 +281,8 @@ class Stage:
             tree["actor_rollout_ref"]["rollout"]["name"] = "hf"
         tree["trainer"] |= {
             **{"default_local_dir": str(folder), "total_training_steps": self._total},
-            **{"logger": (), "save_freq": 0, "samples_freq": -1, "async_save": False, "max_restarts": 0},
+            **{"logger": (), "save_freq": 0, "async_save": False, "max_restarts": 0},
+            "samples_freq": sys.maxsize,  # as in the run: what is written is computed; no step is due
             **{"max_ckpt_to_keep": None, "val_before_train": False, "val_only": False, "test_freq": -1},
             **{"keep_best": None, "log_val_generations": 0, "profile": {}},
             "worst_batch_first": False,

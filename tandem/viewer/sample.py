@@ -30,7 +30,7 @@ _TEXTS = ("response_text", "messages", "scores")
 _LACKING = {
     "difference": "training recomputed no log-probs in this run (old_log_probs)",
     "ratio": "training recomputed no log-probs in this run (old_log_probs)",
-    "entropy": "runs keep the entropy of a step, not of each token",
+    "entropy": "it is recorded where training recomputes log-probs",
 }
 """What a reader may look for, and why a run does not have it."""
 

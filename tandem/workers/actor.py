@@ -49,7 +49,7 @@ class ActorWorker(EngineWorker):
         updates_per_step: optimizer steps in each.
         device, run: see `EngineWorker`.
         recompute_old: whether updates read an `old_log_probs` column.
-        old_outputs: what `compute_log_prob` gives besides, of "sum_pi_squared" and "ref_kl".
+        old_outputs: what `compute_log_prob` gives besides, of "sum_pi_squared", "ref_kl" and "entropy".
         reference: which of several references its part "ref" is.
 
     Raises:

@@ -28,7 +28,7 @@ class ActorPart:
         config: the resolved run config.
         engine: trains it.
         recompute_old: whether updates read an `old_log_probs` column.
-        old_outputs: what `compute_log_prob` gives besides, of "sum_pi_squared" and "ref_kl".
+        old_outputs: what `compute_log_prob` gives besides, of "sum_pi_squared", "ref_kl" and "entropy".
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class ActorPart:
     @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, mesh="actor", blocking=False, balance="tokens")
     def compute_log_prob(self, worker: EngineWorker, batch: DataProto) -> DataProto:
         """`old_log_probs`, ragged fp32 (fp64 for an fp64 model), nats; also measures how far the rollout's
-        own are from them. With it what `old_outputs` names: `sum_pi_squared`, and `ref_kl`, nats, for which
-        the batch needs `ref_hidden`."""
+        own are from them. With it what `old_outputs` names: `sum_pi_squared`, `entropy`, nats, and `ref_kl`,
+        nats, for which the batch needs `ref_hidden`."""
         micro = micro_batching(self._rollout.log_prob_batching)
         with worker.working("old_log_prob", self.engine):
             computed = self.engine.forward(batch, outputs=self._outputs, micro=micro)

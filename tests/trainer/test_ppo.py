@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from tests.support.runs import Lab
+from tests.support.runs import Lab, same_weights
 
 FAMILY = ["gae", "vtrace", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
 
@@ -132,6 +132,24 @@ def test_reference_values_and_kl_match_a_second_look(lab: Lab) -> None:
     assert abs(run.rows[2]["actor/kl"]) > 1e-6
     assert run.rows[2]["actor/kl"] == run.rows[2]["actor/kl_in_reward"]
     assert run.rows[2]["actor/kl_coef"] == 0.3
+
+
+def test_files_of_samples_have_each_tokens_entropy_and_change_nothing_of_what_is_learnt(lab: Lab) -> None:
+    words = ("algorithm.use_kl_in_reward=true", "actor_rollout_ref.rollout.temperature=0.7")
+    run, without = lab.run("entropy", *words), lab.run("no_entropy", *words, "trainer.samples_freq=-1")
+    assert same_weights(run, without)
+    samples = run.samples(1)
+    model = AutoModelForCausalLM.from_pretrained(lab.model, dtype=torch.float64)
+    written = []
+    for tokens, mask, found in zip(
+        samples["tokens"], samples["response_mask"], samples["entropy"], strict=True
+    ):
+        logits = model(torch.tensor([tokens])).logits[0, :-1].detach() / 0.7
+        wanted = torch.distributions.Categorical(logits=logits).entropy()
+        own = torch.tensor(mask[1:])
+        torch.testing.assert_close(torch.tensor(found[1:])[own].double(), wanted[own], rtol=1e-5, atol=1e-5)
+        written += wanted[own].tolist()
+    assert run.rows[0]["actor/entropy"] == pytest.approx(sum(written) / len(written), abs=1e-5)
 
 
 def test_the_gap_to_the_rollout_is_that_before_truncation_with_one_update_too(lab: Lab) -> None:

@@ -119,7 +119,7 @@ def test_a_sample_shows_turns_score_and_exact_values_of_its_tokens(viewer: Viewe
         shown = page.locator(f'[data-value="{name}"]').text_content()
         assert float(shown) == pytest.approx(value, abs=1e-6), name
     assert page.locator('[data-value="response_mask"]').text_content() == "yes"
-    await_text(page.locator(".note"), "entropy, as runs keep the entropy of a step")
+    await_text(page.locator(".note"), "entropy, as it is recorded where training recomputes")
 
 
 @pytest.mark.parametrize(
