@@ -46,10 +46,13 @@ def write_viewed(path: Path, *, steps: int = STEPS, model: Path | None = None) -
     folder.event("start", step=0, total_steps=steps, format=1)
     for step in range(1, steps + 1):
         write_viewed_step(folder, step)
+    folder.event(
+        "warning", name="stale", step=3, text="The log-probs differ: stale weights, 2 updates behind"
+    )
     folder.event("warning", name="entropy_collapsed", step=4, text="the entropy has fallen")
     folder.event("start", step=4, total_steps=steps, format=1)
     folder.event("end", how="finished")
-    folder.log("The rollout's log-probs differ from training's: stale weights. Remedy: bring the weights.")
+    folder.log("a worker was lost and is back")
     folder.log("saved it")
     checkpoint = path / "checkpoints" / "step_000004"
     checkpoint.mkdir(parents=True)

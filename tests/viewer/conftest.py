@@ -44,6 +44,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_viewed(root / "later", steps=1)
     with (root / "later" / "events.jsonl").open("a") as file:
         file.write('{"event": "start", "format": 2}\n')
+    taught = RunFolder(root / "taught")
+    for step in (1, 2, 3):
+        taught.log_metrics(step, {"sft/loss": 1 / step, "val/loss": 2 / step, "sft/grad_norm": 1.0})
     write_viewed(root / "odd", steps=1)
     with (root / "odd" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "reward/mean": "much", "actor/kl": [1], "actor/entropy": {}}\n')

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+import tandem.viewer as viewer_package
 from tandem.observability.run import RunFolder
+from tandem.trainer.trust import Cause
 from tests.support.viewing import STEPS, Client, write_viewed, write_viewed_step
 from tests.support.viewing_page import Viewer, await_text, summary
 
@@ -29,7 +31,7 @@ def test_overview_draws_runs_over_each_other_and_tells_what_happened(viewer: Vie
     assert name == f"reward/mean. {viewer.run('a')}: 0.1 to 0.6; {viewer.run('b')}: 0.1 to 0.6"
     groups = page.locator("main h2").all_text_contents()
     assert {"Reward", "Policy", "Throughput", "Devices", "Rollout engine"} <= set(groups)
-    await_text(page.locator(".happened"), "2 warnings")
+    await_text(page.locator(".happened"), "4 warnings")
     await_text(page.locator(".happened"), "entropy_collapsed after step 4")
     assert page.locator("article.card").count() == page.locator("article.card canvas").count()
     chart.hover()
@@ -144,15 +146,33 @@ def test_trust_says_what_is_wrong(viewer: Viewer) -> None:
     bad = page.locator(".verdict.bad").all_text_contents()
     assert [text.startswith("Rollout and training0.001 nats") for text in bad] == [True]
     assert page.locator(".verdict.fair h3").all_text_contents() == ["Starts", "Warnings"]
-    assert page.locator(".event .kind").all_text_contents() == ["start", "warning", "start", "end"]
+    happened = page.locator("[aria-labelledby=events] .event .kind").all_text_contents()
+    assert happened == ["start", "warning", "warning", "start", "end"]
+    causes = page.locator("[aria-labelledby=mismatch] .event").all_text_contents()
+    assert [text.partition("warning")[2].strip() for text in causes] == [
+        "stale after step 3: The log-probs differ: stale weights, 2 updates behind"
+    ]
     page.get_by_role("img", name=re.compile("^Mean difference of log-probs")).wait_for()
     assert page.locator(".log p").count() == 1
-    await_text(page.locator(".log"), "stale weights. Remedy")
+    await_text(page.locator(".log"), "a worker was lost")
     page.get_by_label(re.compile("All lines")).check()
     await_text(page.locator(".log"), "saved it")
     await_text(page.locator("table.narrow"), "0123456789abcdef")
     page.get_by_role("link", name="The lowest scored samples").click()
     page.locator('th[aria-sort="ascending"]', has_text="score").wait_for()
+
+
+def test_the_page_knows_every_cause_that_a_run_names() -> None:
+    script = (Path(viewer_package.__file__).parent / "static" / "trust.js").read_text()
+    listed = re.search(r"const CAUSES = \[(.*?)\]", script, re.DOTALL)
+    assert listed is not None
+    assert re.findall(r'"(\w+)"', listed[1]) == [cause.name.lower() for cause in Cause]
+
+
+def test_the_heading_of_a_run_without_rewards_is_that_of_its_curves(viewer: Viewer) -> None:
+    page = viewer.open("overview", "taught")
+    page.get_by_role("img", name=re.compile("^sft.loss")).locator("canvas").wait_for()
+    assert page.locator("main h2").all_text_contents()[1:3] == ["Loss", "Policy"]
 
 
 @pytest.mark.parametrize("name", ["overview", "samples", "time", "trust"])

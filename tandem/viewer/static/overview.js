@@ -162,7 +162,9 @@ function Happened({ marks }) {
 function grouped(known, wanted) {
   if (wanted) return [["Metrics", known.filter((name) => name.includes(wanted)).slice(0, MOST)]];
   const of = (part) => known.filter((name) => name === part || (part.endsWith("/") && name.startsWith(part)));
-  return GROUPS.map(([title, parts]) => [title, parts.flatMap(of)]).filter(([, names]) => names.length);
+  return GROUPS.map(([title, parts]) => [title, parts.flatMap(of)])
+    .filter(([, names]) => names.length)
+    .map(([title, names]) => [title === "Reward" && !names.some((name) => name.includes("reward")) ? "Loss" : title, names]);
 }
 
 export function Overview({ runs, route, theme }) {

@@ -9,6 +9,11 @@ const CURVES = [
   "rollout/log_prob_diff_max", "rollout/prob_pearson", "rollout/version_lag", "rollout/changed_samples", "reward/failed",
 ];
 const NAMES = ["rollout/log_prob_diff_mean", "rollout/log_prob_diff_limit", ...CURVES];
+// Of warnings that name why rollout and training differ: those of tandem.trainer.trust.Cause.
+const CAUSES = [
+  "retokenised", "stale", "reshaped", "unrepeatable", "leaked", "unadapted", "unscaled", "headless", "early", "late",
+  "leftover", "numerics",
+];
 const MARKED = /warning|differ|fail|error|stall|hang|limit|resumed|restart|killed|lost|refus|remedy/i;
 const LINES = 300;
 
@@ -83,14 +88,15 @@ function Log({ log }) {
     </div>`}`;
 }
 
-function Mismatch({ curves, marks, theme }) {
+function Mismatch({ curves, events, marks, theme }) {
   const drawn = (name, more) => (curves[name] ? [{ name, steps: curves[name][0], values: curves[name][1], ...more }] : []);
   const limit = drawn("rollout/log_prob_diff_limit", { ink: "warn", dash: [5, 4] });
   const gap = [...drawn("rollout/log_prob_diff_mean"), ...limit];
   const shared = { marks, theme };
   if (!gap.length) return null;
-  const note = "nats; dashed: the limit, over which the run names the cause below";
-  return html`<${Section} id="mismatch" title="Difference of log-probs" note=${note}>
+  const causes = events.filter(({ event, name }) => event === "warning" && CAUSES.includes(name));
+  return html`<${Section} id="mismatch" title="Difference of log-probs" note="nats; dashed: the limit">
+    ${causes.length > 0 ? html`<${Told} events=${causes} />` : html`<p class="note">The run has named no cause.</p>`}
     <div class="card"><${Chart} title="Mean difference of log-probs" curves=${gap} ...${shared} height=${170} log=${true} /></div>
     <div class="charts">
       ${CURVES.filter((name) => curves[name]).map(
@@ -137,7 +143,7 @@ export function Trust({ runs, theme }) {
         <div class="log" tabindex="0" role="region" aria-label="Failure">${text(found.failure, true)}</div>
       </${Section}>`}
       <${Section} id="events" title="What happened"><${Told} events=${found.events} /></${Section}>
-      <${Mismatch} curves=${curves} marks=${marksOf(found)} theme=${theme} />
+      <${Mismatch} curves=${curves} events=${found.events} marks=${marksOf(found)} theme=${theme} />
       <${Section} id="said" title="What the run said"><${Log} log=${found.log} /></${Section}>
       ${found.checkpoints.length > 0 && html`<${Checkpoints} checkpoints=${found.checkpoints} />`}`}
     <p class="note"><a href=${address("samples", lowest)}>The lowest scored samples</a></p>`;
