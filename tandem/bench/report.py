@@ -9,12 +9,8 @@ from typing import Any
 from tandem.bench.documents import NOTES, published
 from tandem.memory.device_file import Device, add_observation
 from tandem.memory.seconds import Rates, Work
+from tandem.observability.reading import PHASES
 
-PHASES = (
-    *("generate_sequences", "reshard", "gen", "reward", "old_log_prob", "ref", "values", "adv"),
-    *("update_critic", "update_actor", "step", "response_length", "save_checkpoint"),
-)
-"""The rows of the users' tables, and a critic's."""
 _COUNTED = {"gen": "response", "old_log_prob": "total", "update_actor": "total", "step": "total"}
 RATES = {
     "gen": "gen throughput",

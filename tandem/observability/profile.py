@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from tandem.observability.reading import PHASES
 from tandem.observability.timers import read_timeline
 
 _MEMORY_EVENTS = 100_000
@@ -88,12 +89,6 @@ def _shifted(event: dict[str, Any], since: float) -> dict[str, Any]:
     return event | {"ts": event["ts"] + since} if "ts" in event else event
 
 
-ROWS = (
-    *("generate_sequences", "reshard", "gen", "reward", "old_log_prob", "ref", "values", "adv"),
-    *("update_critic", "update_actor", "step"),
-)
-
-
 def breakdown(rows: Iterable[Mapping[str, Any]]) -> str:
     """The seconds of each part of a step, as a table.
 
@@ -101,13 +96,9 @@ def breakdown(rows: Iterable[Mapping[str, Any]]) -> str:
         rows: of metrics.jsonl; a part's value is the mean of the rows that have it.
     """
     rows = list(rows)
-    units = {f"timing/{name}": (name, "seconds") for name in ROWS}
-    units |= {
-        "response_length/mean": ("response_length", "tokens"),
-        "timing/save_checkpoint": ("save_checkpoint", "seconds"),
-    }
     lines = [f"{'Metric':<18} {'Value':<12} Unit"]
-    for key, (name, unit) in units.items():
+    for name, unit in PHASES.items():
+        key = f"timing/{name}" if unit == "seconds" else f"{name}/mean"
         found = [row[key] for row in rows if row.get(key) is not None]
         if found:
             lines.append(f"{name:<18} {sum(found) / len(found):<12.6f} {unit}")

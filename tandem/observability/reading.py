@@ -29,6 +29,12 @@ METRICS: Mapping[str, Literal["max", "min"]] = {
     "sft/loss": "min",
 }
 """What a kind of run is judged by, and which way is better."""
+PHASES = {
+    **dict.fromkeys(("generate_sequences", "reshard", "gen", "reward", "old_log_prob", "ref"), "seconds"),
+    **dict.fromkeys(("values", "adv", "update_critic", "update_actor", "step"), "seconds"),
+    **{"response_length": "tokens", "save_checkpoint": "seconds"},
+}
+"""The rows of the users' tables of a step, and a critic's, with their units."""
 _TIMED = ("timing/step", "timing/testing", "timing/save_checkpoint")
 _SAMPLES = re.compile(r"step_(\d+)(_val\d*)?\.parquet")
 _CHECKPOINT = re.compile(r"step_(\d{6,})")

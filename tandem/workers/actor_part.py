@@ -117,10 +117,17 @@ class ActorPart:
         if loss.compared and len(batch) and self.engine.share.leads:
             self._add_evidence(worker, batch)
         with worker.working("update_actor", self.engine, training=True):
-            batching, optim = self._actor.train_batching, self._actor.optim
             rejects = KEPT in batch or loss.rejects
-            batch = without_rejected(batch)
-            return worker.guarded_step(self.engine, batch, loss, batching, "actor", optim, rejects=rejects)
+            return self.step_on(worker, without_rejected(batch), loss, rejects=rejects)
+
+    def step_on(self, worker: EngineWorker, batch: DataProto, loss: ActorLoss, *, rejects: bool) -> Metrics:
+        """The optimizer step of an update, on what the loss keeps of its batch.
+
+        Args:
+            rejects: whether some of it may be left out.
+        """
+        batching, optim = self._actor.train_batching, self._actor.optim
+        return worker.guarded_step(self.engine, batch, loss, batching, "actor", optim, rejects=rejects)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def run_worst_batch(self, worker: EngineWorker, worst: WorstBatch) -> None:

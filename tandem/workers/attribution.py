@@ -29,7 +29,6 @@ from tandem.runtime import Dispatch, register
 from tandem.workers.actor import ActorWorker
 from tandem.workers.actor_part import ActorPart
 from tandem.workers.base import EngineWorker
-from tandem.workers.correction import without_rejected
 from tandem.workers.losses import ActorLoss
 
 OUTPUTS = ("log_probs", "entropy")
@@ -159,25 +158,14 @@ class WatchedActorPart(ActorPart):
         self._model = config.actor_rollout_ref.model
         self.found: list[UpdateGradient] = []
 
-    def update_actor(
-        self,
-        worker: EngineWorker,
-        batch: DataProto,
-        *,
-        first: bool = False,
-        entropy_coeff: float | None = None,
-    ) -> Metrics:
-        model = self._model
-        reference = Reference(
-            model.path,
-            dict(self.engine.weights(dtype=torch.float64)),
-            self._rollout.temperature,
-            trust_remote_code=model.trust_remote_code,
-        )
-        loss, kept = self.loss_with(entropy_coeff), without_rejected(batch)
-        if bool(kept.ragged("response_mask").values.any()):  # else nothing is learnt
-            self.found.append(attribute(reference, kept, loss, shares=self.shares))
-        return super().update_actor(worker, batch, first=first, entropy_coeff=entropy_coeff)
+    def step_on(self, worker: EngineWorker, batch: DataProto, loss: ActorLoss, *, rejects: bool) -> Metrics:
+        """Takes the step, after a look at its gradient where something is learnt."""
+        if bool(batch.ragged("response_mask").values.any()):
+            weights = dict(self.engine.weights(dtype=torch.float64))
+            options = {"trust_remote_code": self._model.trust_remote_code}
+            reference = Reference(self._model.path, weights, self._rollout.temperature, **options)
+            self.found.append(attribute(reference, batch, loss, shares=self.shares))
+        return super().step_on(worker, batch, loss, rejects=rejects)
 
 
 class AttributingActorPart(WatchedActorPart):
