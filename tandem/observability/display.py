@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -26,11 +26,7 @@ from tandem.observability.terminal import plain_console, printable
 
 TICK_S = 0.25
 STEPS_SHOWN = 40
-_LAST_BYTES = 1 << 20
-"""Of each file at the first look: a long run's are large, and the picture is of its end."""
-_CURVES = (*METRICS, "val/accuracy", "val/loss")
-_DIFFERENCE = "rollout/log_prob_diff_mean"
-_PEAK, _PREDICTED = "perf/memory_peak_bytes/", "perf/memory_predicted_bytes/"
+_LAST_BYTES = 1 << 20  # of each file at the first look: a long run's are large
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -44,27 +40,24 @@ class Picture:
     """
 
     def __init__(self, folder: Path, start_step: int, total_steps: int, process: int) -> None:
-        self._name, self._process = one_line(str(folder)), process
-        self._folder = folder
-        self._files: dict[str, GrowingFile] = {}
+        self._folder, self._process = folder, process
         self._start, self._total = start_step, total_steps
+        self._files: dict[str, GrowingFile] = {}
         self._began = self._done_at = time.time()
-        self._curves: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=STEPS_SHOWN))
+        shown = (*METRICS, "val/accuracy", "val/loss")
+        self._curves: dict[str, deque[float]] = {name: deque(maxlen=STEPS_SHOWN) for name in shown}
         self._metrics: dict[str, float] = {}
         self._warning = ""
         self._tracks: dict[int, str] = {}
         self._open: dict[int, list[tuple[str, float]]] = {}
-        self.step = start_step
-        """The last one done."""
-        self._running = start_step
+        self.step = self._running = start_step  # the last one done, and the one at hand
 
     def look(self) -> None:
         """Reads what the run has written since the last look."""
         for row in self._new("metrics.jsonl"):
             self._metrics = {name: value for name, value in row.items() if value is not None}
-            for name in _CURVES:
-                if name in self._metrics:
-                    self._curves[name].append(self._metrics[name])
+            for name in self._curves.keys() & self._metrics.keys():
+                self._curves[name].append(self._metrics[name])
             if row["step"] > self.step:
                 self.step, self._done_at = row["step"], time.time()
         for event in self._new("events.jsonl"):
@@ -76,8 +69,7 @@ class Picture:
             self._take_phase(event)
 
     def _new(self, name: str) -> Iterator[dict[str, Any]]:
-        file = self._files.setdefault(name, GrowingFile(self._folder / name, _LAST_BYTES))
-        _, lines = file.look()
+        _, lines = self._files.setdefault(name, GrowingFile(self._folder / name, _LAST_BYTES)).look()
         return (json.loads(line.rstrip(b",")) for line in lines if len(line) > 1)
 
     def _take_phase(self, event: dict[str, Any]) -> None:
@@ -94,9 +86,10 @@ class Picture:
 
     def lines(self, width: int) -> list[Text]:
         """The picture in lines of at most so many columns."""
-        lines = [Text(f"── {self._name} ".ljust(width, "─"), "dim")]
-        for label, content in self._rows(width - 13):
-            lines.append(Text.assemble((f"{label:<12} ", "dim"), content))
+        lines = [Text(f"── {one_line(str(self._folder))} ".ljust(width, "─"), "dim")]
+        lines += [
+            Text.assemble((f"{label:<12} ", "dim"), content) for label, content in self._rows(width - 13)
+        ]
         for line in lines:
             line.truncate(width, overflow="ellipsis")
         return lines
@@ -104,15 +97,15 @@ class Picture:
     def _rows(self, room: int) -> Iterator[tuple[str, Text]]:
         yield "step", self._progress(room)
         yield "now", Text(self._phases(), "cyan")
-        for name in filter(self._curves.__contains__, _CURVES):
-            values = self._curves[name]
-            number = f"{values[-1]:<9.3f} "
-            bars = sparkline(list(values)[-max(room - len(number), 1) :])
-            yield name.removesuffix("/mean"), Text.assemble((number, "bold"), (bars, "green"))
+        for name, values in self._curves.items():
+            if values:
+                number = f"{values[-1]:<9.3f} "
+                bars = sparkline(list(values)[-max(room - len(number), 1) :])
+                yield name.removesuffix("/mean"), Text.assemble((number, "bold"), (bars, "green"))
         if (rate := self._metrics.get("perf/step_tokens_per_s")) is not None:
             yield "speed", Text(f"{rate:,.0f} tokens/s", "bold")
-        if (found := self._metrics.get(_DIFFERENCE)) is not None:
-            limit = self._metrics[_DIFFERENCE.replace("mean", "limit")]
+        if (found := self._metrics.get("rollout/log_prob_diff_mean")) is not None:
+            limit = self._metrics["rollout/log_prob_diff_limit"]
             color = "bold red" if found > limit else "bold"
             yield "mismatch", Text.assemble((f"{found:.2g} nats", color), f" of {limit:.2g} allowed")
         if memory := self._memory():
@@ -122,11 +115,10 @@ class Picture:
 
     def _progress(self, room: int) -> Text:
         done, left = self.step - self._start, self._total - self.step
-        counted = f"{self._running} of {self._total}  "
-        ahead = ""
+        counted, ahead = f"{self._running} of {self._total}  ", ""
         if done > 0 and left > 0:
-            passed = self._done_at - self._began
-            ahead = f"  {duration(max(passed / done * left - (time.time() - self._done_at), 0))} left"
+            seconds = (self._done_at - self._began) / done * left - (time.time() - self._done_at)
+            ahead = f"  {duration(max(seconds, 0))} left"
         wide = min(max(room - len(counted) - len(ahead), 0), STEPS_SHOWN)
         full = wide * self.step // max(self._total, 1)
         return Text.assemble((counted, "bold"), ("━" * full, "green"), ("━" * (wide - full), "dim"), ahead)
@@ -135,24 +127,16 @@ class Picture:
         """The phases that run, with the group that is in them; the controller's own where no group works."""
         running: dict[tuple[str, str], float] = {}
         for track, phases in self._open.items():
-            if phases:
-                name, since = phases[-1]
+            for name, since in phases[-1:]:
                 key = (self._tracks.get(track, ""), name)
                 running[key] = min(since, running.get(key, since))
-        workers = {key: since for key, since in running.items() if key[0] != "controller"} or running
-        now = time.time()
-        return ", ".join(
-            f"{name} ({role}) {duration(max(now - since, 0))}" for (role, name), since in workers.items()
-        )
+        found = {key: since for key, since in running.items() if key[0] != "controller"} or running
+        ago = {key: duration(max(time.time() - since, 0)) for key, since in found.items()}
+        return ", ".join(f"{name} ({role}) {seconds}" for (role, name), seconds in ago.items())
 
     def _memory(self) -> Text | None:
         """The phase that comes closest to a device's memory as it was planned, or the host's memory."""
-        peaks = {name.removeprefix(_PEAK): v for name, v in self._metrics.items() if name.startswith(_PEAK)}
-        plan = {
-            name.removeprefix(_PREDICTED): v
-            for name, v in self._metrics.items()
-            if name.startswith(_PREDICTED)
-        }
+        peaks, plan = self._below("perf/memory_peak_bytes/"), self._below("perf/memory_predicted_bytes/")
         if peaks:
             phase = max(peaks, key=lambda name: peaks[name] / plan.get(name, math.inf))
             color = "bold red" if peaks[phase] > plan.get(phase, math.inf) else "bold"
@@ -165,6 +149,10 @@ class Picture:
         phase = max(plan, key=plan.__getitem__, default="")
         planned = f"; by plan {size(plan[phase])} of tensors, in {phase}" if phase else ""
         return Text.assemble((size(pages * os.sysconf("SC_PAGE_SIZE")), "bold"), f" resident{planned}")
+
+    def _below(self, prefix: str) -> dict[str, float]:
+        found = self._metrics.items()
+        return {name.removeprefix(prefix): value for name, value in found if name.startswith(prefix)}
 
 
 def sparkline(values: list[float]) -> str:
@@ -188,9 +176,6 @@ class Screen:
     """A picture below what is printed. The cursor stays visible, on the line after it: a terminal is sane at
     every moment.
 
-    Args:
-        terminal: where both are written.
-
     Attributes:
         open_line: whether what was printed last has no end yet, as a prompt; no picture is below it.
     """
@@ -207,8 +192,7 @@ class Screen:
         picture = b"" if self.open_line else picture
         if above or picture != self._shown:
             rows = self._shown.count(b"\n")
-            back = b"\x1b[%dF\x1b[J" % rows if rows else b""
-            self._terminal.write(back + above + picture)
+            self._terminal.write((b"\x1b[%dF\x1b[J" % rows if rows else b"") + above + picture)
             self._terminal.flush()
             self._shown = picture
 
@@ -221,21 +205,20 @@ def keep_up(picture: Picture, printed: int, screen: Screen, ended: threading.Eve
         printed: the pipe's file descriptor.
         ended: set when the run wants the terminal back; the picture is taken away then.
     """
-    console, parent, due, shown = plain_console(), os.getppid(), 0.0, b""
+    console, parent, due, shown, before = plain_console(), os.getppid(), 0.0, b"", (0, 0)
     while True:
         readable, _, _ = select.select([printed], [], [], TICK_S)
         above = os.read(printed, 1 << 16) if readable else b""
         if not above and (readable or os.getppid() != parent):
             return
         if not readable and ended.is_set():
-            screen.show(b"", b"")
-            return
-        if time.monotonic() >= due:
-            due, before = time.monotonic() + TICK_S, picture.step
+            return screen.show(b"", b"")
+        columns, rows = now = os.get_terminal_size(sys.stdout.fileno())
+        if time.monotonic() >= due or now != before:
+            due, before, step = time.monotonic() + TICK_S, now, picture.step
             picture.look()
-            if screen.open_line and picture.step > before and not above:  # whoever asked has been answered
+            if screen.open_line and picture.step > step and not above:  # whoever asked has been answered
                 above = b"\n"
-            columns, rows = os.get_terminal_size(sys.stdout.fileno())
             with console.capture() as captured:
                 for line in picture.lines(max(columns - 1, 1))[: rows - 1]:
                     console.print(line, soft_wrap=True)

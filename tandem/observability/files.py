@@ -35,8 +35,8 @@ class GrowingFile:
         self._read, self._tail = 0, b""
 
     def look(self) -> tuple[bool, list[bytes]]:
-        """Whether the file was written anew since the last look, or is gone, and its new whole lines. A last
-        line without its end is left for the next time."""
+        """Whether the file was written anew since the last look, or is gone, and its new lines. A last one
+        without its end is left for the next time."""
         try:
             file = opened(self._path)
         except FileNotFoundError:

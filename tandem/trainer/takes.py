@@ -228,6 +228,7 @@ class Stage:
             "data.val_files": rows if self._run.setting("data.val_files") else None,
             "data.sampler": {"class_path": None, "class_name": None, "kwargs": {}},
             "custom_reward_function": {"path": path, "name": name, "reward_kwargs": {}, "terms": []},
+            **{"reward_model.enable": False, "reward.combine": None, "reward.weight": None},
             **{"trainer.resume_mode": "disable", "trainer.resume_from_path": None, "trainer.on_step": None},
         }
         given = [f"{key}={json.dumps(value)}" for key, value in own.items()]
@@ -276,7 +277,6 @@ class Stage:
             **{"shuffle": False, "train_max_samples": -1, "filter_overlong_prompts": False, "val_files": ()},
         }
         tree["algorithm"]["filter_groups"]["enable"] = False  # the samples are those that were left
-        tree["reward_model"]["enable"] = False
         if tree["actor_rollout_ref"]["rollout"]["name"] not in ENGINES:  # nothing is generated
             tree["actor_rollout_ref"]["rollout"]["name"] = "hf"
         tree["trainer"] |= {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ import torch
 
 from tandem.algorithms.kl import kl_penalty
 from tandem.errors import RewardError
+from tandem.observability.reading import Run
+from tandem.trainer.replay import replay
+from tandem.trainer.takes import Changes
 from tests.support.runs import Finished, Lab, broken_off, same_weights, without_times
 from tests.support.scorers import make_scorer
 from tests.support.tiny import make_model
@@ -240,3 +244,35 @@ def test_estimators_and_scores_of_steps(lab: Lab, estimator: str) -> None:
                 sample = first + place
                 mask = np.array(rows["response_mask"][sample])
                 assert np.array(rows["advantages"][sample])[mask] == pytest.approx(wanted, abs=1e-4)
+
+
+def test_steps_are_replayed_without_the_reward_models(lab: Lab, tmp_path: Path) -> None:
+    """From the scores that were recorded, or with a function in place of all that made them."""
+    for name in ("safe", "helpful"):
+        shutil.copytree(lab.folder / name, tmp_path / name)
+    shutil.copy(lab.folder / "mine.py", tmp_path / "mine.py")
+    safe, helpful = (f"path: {tmp_path / name}" for name in ("safe", "helpful"))
+    own = (f"custom_reward_function.path={tmp_path / 'mine.py'}", "custom_reward_function.name=share")
+    models = ALL.replace("SAFE", safe).replace("HELPFUL", helpful)
+    scored = {
+        "summed": (f"reward_model.models={models}", "reward.weight=2.0"),
+        "combined": (
+            f"reward_model.models={{safe: {{{safe}}}}}",
+            f"reward.combine={tmp_path / 'mine.py'}:least",
+        ),
+    }
+    shared = ("reward_model.enable=true", "trainer.save_freq=1", *own)
+    made = {name: lab.run(f"replayed_{name}", *shared, *more) for name, more in scored.items()}
+    for name in ("safe", "helpful"):
+        shutil.rmtree(tmp_path / name)
+    (tmp_path / "mine.py").unlink()
+    assert replay(Run(made["summed"].folder), 2).equal
+    other = tmp_path / "other.py"
+    other.write_text(
+        "def length(data_source, solution_str, ground_truth, extra_info): return len(solution_str)"
+    )
+    run = made["combined"]
+    found = replay(Run(run.folder), 2, Changes(reward=f"{other}:length"))
+    assert found.equal and found.changed is not None
+    lengths = [len(text) for text in run.samples(2)["response_text"]]
+    assert found.changed.metrics["reward/mean"] == pytest.approx(np.mean(lengths))

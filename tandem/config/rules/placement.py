@@ -23,7 +23,8 @@ POOLS, PLACEMENT, CLASSES = "trainer.resource_pools", "trainer.placement", "trai
 def placement(config: TrainConfig) -> Iterator[ConfigError | str]:
     """Roles and pools by their names, each role once; then whether every pool has a role."""
     trainer = config.trainer
-    known = tuple(dict.fromkeys((*PLACED_ROLES, *config.roles)))
+    switched_off = (f"reward_model.{name}" for name in config.reward_model.models)
+    known = tuple(dict.fromkeys((*PLACED_ROLES, *config.roles, *switched_off)))
     errors = [*_reserved(trainer), *_roles(PLACEMENT, trainer.placement, known), *_pools(trainer)]
     errors += [*_twice(PLACEMENT, trainer.placement), *_half(trainer)]
     yield from errors or _empty_pools(trainer)
