@@ -142,10 +142,9 @@ class ChatTemplate:
 
 def plain(value: Any) -> Any:
     """The value without the null fields that a columnar file adds to make all rows alike."""
-    if type(value) is str:  # most of them are
-        return value
     if isinstance(value, dict):
-        return {name: plain(inner) for name, inner in value.items() if inner is not None}
+        present = ((name, inner) for name, inner in value.items() if inner is not None)
+        return {name: inner if type(inner) is str else plain(inner) for name, inner in present}
     return [plain(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 

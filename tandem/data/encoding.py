@@ -3,6 +3,7 @@ What is wrong is said of all rows at once, with their names."""
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import sys
@@ -32,6 +33,7 @@ PART_ROWS = 8 * CHUNK_ROWS
 """Rows that a process is given at a time."""
 PART_SECONDS = 600
 """After so long with them it hangs."""
+_ALLOCATIONS = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -246,6 +248,8 @@ _mine: list[Encoder] = []
 
 def _begin(encoder: Encoder) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each process has one processor
+    gc.freeze()
+    gc.set_threshold(_ALLOCATIONS)  # of rows hardly any are in cycles, and looking for these costs a tenth
     _mine[:] = [encoder]
 
 

@@ -300,7 +300,8 @@ class _Planner:
             for name, held in self.held.items():
                 kind, _, one = name.partition(".")
                 if kind == role:
-                    moment = held.forward(self._load(samples, batching))
+                    entropy = role == "actor" and config.trainer.samples_freq > 0  # for the samples' files
+                    moment = held.forward(self._load(samples, batching), entropy=entropy)
                     yield self._phase(f"{phase} of {one}" if one else phase, held, moment)
 
     def _updates(self) -> Iterator[Phase]:

@@ -186,10 +186,11 @@ class Held:
             tile=TILE if self.cuda else CPU_TILE,
         )
 
-    def forward(self, load: Load) -> Moment:
-        """The worst moment of a pass without gradient."""
+    def forward(self, load: Load, *, entropy: bool = False) -> Moment:
+        """The worst moment of a pass without gradient, that gives entropies too or not."""
         tokens, _ = self.tokens(load)
-        return worst(forward_moments(self.gathered, self.shape.decoder, self.way(), tokens))
+        way = replace(self.way(), entropy=entropy)
+        return worst(forward_moments(self.gathered, self.shape.decoder, way, tokens))
 
     def reduces_each(self, device: float) -> bool:
         """Whether gradients are reduced in each micro-batch, on a device of so many bytes."""
