@@ -314,7 +314,12 @@ class GrowingLines:
         anew, lines = self._file.look()
         if anew:  # a resumed run wrote it anew
             self._found = []
-        self._found += [self._parsed(line, number) for number, line in enumerate(lines, len(self._found) + 1)]
+        first = len(self._found) + 1
+        try:
+            self._found += [self._parsed(line, number) for number, line in enumerate(lines, first)]
+        except DataError:
+            self._file, self._found = GrowingFile(self._path), []  # to be found at the next look too
+            raise
         return list(self._found)
 
     def _parsed(self, line: bytes, number: int) -> dict[str, Any]:

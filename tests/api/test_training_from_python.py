@@ -55,6 +55,7 @@ def test_a_run_from_start_to_end(model, tmp_path):
     assert tandem.open(tmp_path / "run").best == run.best
 
 
+@pytest.mark.slow
 def test_weighted_rewards_are_summed_and_told_apart(model, tmp_path):
     def length(prompts, responses):
         return [float(len(text)) for text in responses]
@@ -78,6 +79,7 @@ def test_weighted_rewards_are_summed_and_told_apart(model, tmp_path):
         assert sample["extra"]["digits"] == own and sample["extra"]["length"] == len(sample["response"])
 
 
+@pytest.mark.slow
 def test_a_trainer_pauses_answers_and_goes_on(model, tmp_path):
     with tandem.Trainer(
         model, train=ROWS, val=ROWS[:4], rewards=digits, steps=4, out=tmp_path / "run", config=SETTINGS

@@ -108,6 +108,7 @@ def test_the_quick_start_with_a_reward_of_trl(folder: Path) -> None:
         assert sample["score"] == float(str(int(a) + int(b)) in sample["response"])
 
 
+@pytest.mark.slow
 def test_rewards_of_ones_own_and_the_trained_model(folder: Path) -> None:
     found = run(folder, changed(OWN_REWARDS, "[reward_len, reward_num_unique_chars]"))
     for sample in found.samples(step=2):

@@ -115,6 +115,7 @@ class Rows:
 BEFORE, AFTER = (Row(name, lambda _: {"value": 1.0}, 1) for name in ("before", "after"))
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_costs_its_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -254,6 +254,7 @@ def killed_after(root: Path, seconds: float) -> None:
     assert child.exitcode == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_kill_during_save(tmp_path):
     """Whatever a kill leaves behind, the newest checkpoint is whole, no step is lost that had been
     finished, and nothing unfinished stays after the next start."""

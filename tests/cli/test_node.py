@@ -122,6 +122,7 @@ def test_the_head_does_not_overwrite_another_kind_of_file(file: HeadFile) -> Non
     assert file.path.read_text() == "my notes"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "reason"),
     [

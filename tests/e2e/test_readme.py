@@ -16,6 +16,7 @@ def python(page: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", (SOURCES / page).read_text(), re.DOTALL)
 
 
+@pytest.mark.slow
 def test_the_program_of_ones_own_on_ray(
     tmp_path: Path, ray_cluster: None, capfd: pytest.CaptureFixture[str]
 ) -> None:

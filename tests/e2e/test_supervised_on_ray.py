@@ -47,6 +47,7 @@ def test_two_ranks_learn_what_one_learns(
     assert both.rows[-1]["controller/value_bytes"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(480)
 @pytest.mark.parametrize("task", ["sft", pytest.param("rm", marks=pytest.mark.slow)])
 def test_a_run_of_two_ranks_is_resumed_by_one(school: School, ray_cluster: None, task: str) -> None:

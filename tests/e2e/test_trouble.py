@@ -42,6 +42,7 @@ REWARDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", REWARDS)
 def test_a_reward_function_that_fails(user: User, kind: str) -> None:
     """At the third response of the second step: it is named, and the first step's checkpoint goes on."""

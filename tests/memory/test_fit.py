@@ -164,11 +164,16 @@ def test_where_seconds_come_from():
     assert Clock.of(measured, None, 80, cuda=False) is None
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+@pytest.mark.parametrize(
+    "pair",
+    [pytest.param(each, marks=[pytest.mark.slow] * (place > 2)) for place, each in enumerate(PAIRS)],
+    ids="-".join,
+)
 def test_what_is_found_for_a_pair_fits(pair):
     made, _, found = fitted_pair(*pair)
     assert found.seconds is not None and made.margin >= MARGIN * made.device
 
 
+@pytest.mark.slow
 def test_the_page_has_the_table():
     assert "\n".join(fitted()) in PAGE.read_text()

@@ -119,6 +119,7 @@ def on_terminal(words: list[Any], columns: int = 100, **environment: str) -> Ite
         os.close(terminal.ours)
 
 
+@pytest.mark.slow
 def test_a_run_shows_its_values_below_what_is_printed_and_gives_the_terminal_back(
     lab: Lab, tmp_path: Path
 ) -> None:

@@ -229,7 +229,9 @@ def fresh_old(patch: Patch) -> None:
 
 def one_model(patch: Patch) -> None:
     def add(real: Any, self: ActorWorker, role: Any, *args: Any, **options: Any) -> Any:
-        return self.hold("ref", self.engines["actor"]) if role == "ref" else real(self, role, *args, **options)
+        return (
+            self.hold("ref", self.engines["actor"]) if role == "ref" else real(self, role, *args, **options)
+        )
 
     around(patch, ActorWorker, "_add_engine", add)
 

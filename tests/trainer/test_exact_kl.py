@@ -75,6 +75,7 @@ def test_the_kl_of_the_second_step_is_that_of_the_first_steps_weights(
     assert np.mean(means) > 1e-2
 
 
+@pytest.mark.slow
 def test_the_heavier_the_kl_loss_the_closer_the_policy_stays_to_the_reference(lab: Lab, reward: str) -> None:
     apart = []
     for coefficient in (0, 1, 100):

@@ -89,6 +89,7 @@ def test_updates_that_go_too_far(lab: Lab) -> None:
     assert warned(train(lab, "far", "digits", WINDOW + 2, *words))["updates_too_far"] == WINDOW
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [
@@ -110,6 +111,7 @@ def test_a_run_that_learns_is_not_warned_of(
     assert ("reward/zero_std_share" in finished.rows[-1]) == ("algorithm.adv_estimator=gae" not in words)
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_is_not_warned_of_again_and_remembers_what_was_before(lab: Lab) -> None:
     def until(steps: int, name: str) -> Finished:
         return train(lab, name, "nothing", steps, "trainer.save_freq=1", "trainer.resume_with_changes=true")

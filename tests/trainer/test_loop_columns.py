@@ -120,6 +120,7 @@ def test_the_sum_of_squared_probabilities_is_that_of_each_tokens_distribution(la
         assert advantages == pytest.approx(wanted, abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("keys", "weights"),
     [

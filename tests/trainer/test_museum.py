@@ -39,7 +39,7 @@ def found(lab: Lab, name: str, fault: Fault) -> tuple[str, int]:
     return told[0]["name"], told[0]["step"]
 
 
-QUICK = ("weights damaged", "top-p", "adapters never sent", "loss scale", "ratio", "groups", "lost prompts")
+QUICK = ("weights damaged", "top-p", "loss scale")
 """The others are tried by the long set."""
 
 

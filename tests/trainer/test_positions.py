@@ -25,6 +25,7 @@ def run(folder: Path, response: int, rows: Any = ROWS, val: Any = None, **change
     return tandem.train(model, train=rows, val=val, rewards=right, steps=1, out=folder / "run", config=config)
 
 
+@pytest.mark.slow
 def test_data_that_fit_exactly_run(tmp_path: Path) -> None:
     assert run(tmp_path, 4).state == "finished"  # data.max_prompt_length stays at 512
 

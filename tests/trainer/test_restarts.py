@@ -157,6 +157,7 @@ def test_a_failure_after_an_interrupt_ends_the_run(lab: Lab) -> None:
     assert fails.starts == 1
 
 
+@pytest.mark.slow
 def test_a_resumed_branch_goes_on_from_its_own_checkpoints(lab: Lab, whole: Finished) -> None:
     """Before the first of them from the one it was told to; not from others that lie in the folder."""
     source = lab.run("source", *WORDS, "trainer.save_freq=1")

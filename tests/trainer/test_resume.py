@@ -118,6 +118,7 @@ def test_resume_path_takes_that_checkpoint_and_a_missing_one_is_an_error(lab: La
         lab.run("nowhere", *words, f"trainer.resume_from_path={source.parent / 'step_000099'}")
 
 
+@pytest.mark.slow
 def test_going_back_leaves_the_later_branch_aside(lab: Lab, whole: Finished) -> None:
     words = (*WORDS, f"data.val_files={lab.val}")
     first = lab.run("back", *words)

@@ -246,6 +246,7 @@ def test_estimators_and_scores_of_steps(lab: Lab, estimator: str) -> None:
                 assert np.array(rows["advantages"][sample])[mask] == pytest.approx(wanted, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_steps_are_replayed_without_the_reward_models(lab: Lab, tmp_path: Path) -> None:
     """From the scores that were recorded, or with a function in place of all that made them."""
     for name in ("safe", "helpful"):

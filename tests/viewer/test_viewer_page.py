@@ -175,6 +175,7 @@ def test_the_heading_of_a_run_without_rewards_is_that_of_its_curves(viewer: View
     assert page.locator("main h2").all_text_contents()[1:3] == ["Loss", "Policy"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["overview", "samples", "time", "trust"])
 def test_values_of_another_kind_than_expected_are_shown_or_left_out(viewer: Viewer, name: str) -> None:
     page = viewer.open(name, "odd")
@@ -198,6 +199,7 @@ def test_pages_are_changed_by_keys_and_keys_are_told(viewer: Viewer) -> None:
     await_text(page.locator(".bar [aria-current=page]"), "Trust")
 
 
+@pytest.mark.slow
 def test_colours_follow_the_system_and_the_toggle(
     viewer: Viewer, browser: Browser, client_of_all: Client
 ) -> None:
@@ -221,7 +223,7 @@ def test_colours_follow_the_system_and_the_toggle(
 
 
 @pytest.mark.parametrize("name", ["overview", "samples", "sample", "time", "trust"])
-@pytest.mark.parametrize("width", [420, 1400])
+@pytest.mark.parametrize("width", [420, pytest.param(1400, marks=pytest.mark.slow)])
 def test_every_page_fits_its_width_and_names_what_can_be_used(viewer: Viewer, name: str, width: int) -> None:
     viewer.page.set_viewport_size({"width": width, "height": 900})
     page = viewer.open(name, **({"id": "step_000003:1"} if name == "sample" else {}))

@@ -63,6 +63,7 @@ def test_a_histogram_is_brushed(viewer: Viewer) -> None:
     assert bars.locator("i.lit").count() == 3
 
 
+@pytest.mark.slow
 def test_samples_are_sorted_paged_and_walked_by_keys(viewer: Viewer) -> None:
     page = viewer.open("samples")
     page.locator("table.samples").wait_for()
@@ -170,6 +171,7 @@ def test_a_group_stands_side_by_side_and_a_prompt_is_followed(viewer: Viewer) ->
     page.wait_for_function("location.hash.includes('step_000006%3A0')")
 
 
+@pytest.mark.slow
 def test_hostile_texts_are_shown_and_not_obeyed(viewer: Viewer) -> None:
     page = viewer.open("samples", "hostile", sort="score", direction="up")
     page.locator("table.samples").wait_for()

@@ -77,6 +77,7 @@ def test_gradients_are_those_of_the_plain_layers(folder, plain, precision, mode,
     assert not [warning for warning in recwarn if "view" in str(warning.message)]
 
 
+@pytest.mark.slow
 def test_no_shape_is_compiled_anew(folder):
     """Thirty-six micro-batches of as many token counts, of one to nine sequences, after the first."""
     engine = synthetic.make_engine(folder, fsdp=COMPILED)

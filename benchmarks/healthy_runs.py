@@ -1,0 +1,104 @@
+"""How many of many short healthy runs are told that something is wrong: each with settings drawn from the
+seed, algorithm, rollout engine, sampling, sizes, adapters, reference, optimizer; a tiny random model that
+learns to write digits. A warning, or an error, is a false alarm.
+
+    python benchmarks/healthy_runs.py [--runs 200] [--steps 6] [--seed N] [--out FILE.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from tandem.algorithms.registry import ADVANTAGES, POLICY_LOSSES
+from tandem.config.load import load_train_config
+from tandem.errors import ConfigErrors, TandemError
+from tandem.observability.reading import Run
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tests.support import sick
+from tests.support.runs import Lab
+
+POLICY = "actor_rollout_ref"
+CHOICES = {
+    "data.train_batch_size": (4, 6, 8),
+    f"{POLICY}.rollout.n": (2, 3, 4, 8),
+    f"{POLICY}.actor.ppo_mini_batch_size": (2, 4, 6, 8),
+    f"{POLICY}.actor.ppo_epochs": (1, 1, 2),
+    f"{POLICY}.actor.optim.lr": (1e-4, 1e-3, 3e-3),
+    f"{POLICY}.actor.optim.optimizer": ("adamw", "adamw", "muon"),
+    f"{POLICY}.actor.entropy_coeff": (0.0, 0.0, 0.003),
+    f"{POLICY}.actor.use_kl_loss": ("false", "false", "true"),
+    f"{POLICY}.model.lora_rank": (0, 0, 0, 4),
+    f"{POLICY}.rollout.name": ("native", "native", "hf"),
+    f"{POLICY}.rollout.temperature": (0.7, 1.0, 1.0, 1.2),
+    f"{POLICY}.rollout.top_p": (1.0, 1.0, 0.9),
+    "data.max_response_length": (4, 6, 12),
+    "data.seed": tuple(range(1000)),
+}
+
+
+def settings(seed: int) -> Iterator[list[str]]:
+    """Words of configs, without end; some that the rules of configs refuse."""
+    draw = random.Random(seed)
+    while True:
+        words = [f"{key}={draw.choice(values)}" for key, values in CHOICES.items()]
+        estimator, loss = draw.choice(ADVANTAGES.names), draw.choice(POLICY_LOSSES.names)
+        estimator, loss = draw.choice([(estimator, "vanilla"), ("grpo", loss), (estimator, loss)])
+        loss_word = [] if loss == "vanilla" else [f"{POLICY}.actor.policy_loss.loss_mode={loss}"]
+        yield [*words, f"algorithm.adv_estimator={estimator}", *loss_word]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--runs", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--seed", type=int, default=20261124)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    alarms: list[dict[str, object]] = []
+    tried, began, seen = Counter[str](), time.monotonic(), 0
+    with tempfile.TemporaryDirectory() as folder:
+        lab = Lab(Path(folder))
+        reward = [f"custom_reward_function.path={sick.__file__}", "custom_reward_function.name=digits"]
+        for words in settings(given.seed):
+            words = [*reward, *words, f"trainer.total_training_steps={given.steps}"]
+            try:
+                load_train_config(None, [*lab.overrides(lab.folder / "run"), *words])
+            except ConfigErrors:
+                continue  # these do not go together
+            try:
+                run = lab.run(f"run{seen}", *words)
+                events = [event for event in Run(run.folder).events if event["event"] == "warning"]
+                told = [f"{event['name']}: {event['text']}" for event in events]
+            except TandemError as error:
+                told = [str(error)]
+            tried.update(word for word in words if "adv_estimator" in word or "loss_mode" in word)
+            if told:
+                alarms.append({"words": words[2:], "told": told})
+                print(*words[2:], *told, sep="\n  ", flush=True)
+            seen += 1
+            if seen == given.runs:
+                break
+    facts = {
+        "runs": seen,
+        "steps": given.steps,
+        "alarms": alarms,
+        "tried": dict(sorted(tried.items())),
+        "seconds": round(time.monotonic() - began),
+    }
+    print(f"{seen} healthy runs of {given.steps} steps, {len(alarms)} with a false alarm")
+    if given.out:
+        given.out.write_text(json.dumps(facts, indent=1) + "\n")
+    return int(len(alarms) * 200 > seen)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
