@@ -23,7 +23,6 @@ from tandem.errors import ConfigErrors, TandemError
 from tandem.observability.reading import Run
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tests.support import sick
 from tests.support.runs import Lab
 
 POLICY = "actor_rollout_ref"
@@ -43,6 +42,14 @@ CHOICES = {
     "data.max_response_length": (4, 6, 12),
     "data.seed": tuple(range(1000)),
 }
+
+
+def digits(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: object = None
+) -> dict[str, float]:
+    """The share of digits among the first two characters, and each of them as a component."""
+    first, second = (float(solution_str[place : place + 1].isdigit()) for place in (0, 1))
+    return {"score": (first + second) / 2, "first": first, "second": second}
 
 
 def settings(seed: int) -> Iterator[list[str]]:
@@ -67,7 +74,7 @@ def main() -> int:
     tried, began, seen = Counter[str](), time.monotonic(), 0
     with tempfile.TemporaryDirectory() as folder:
         lab = Lab(Path(folder))
-        reward = [f"custom_reward_function.path={sick.__file__}", "custom_reward_function.name=digits"]
+        reward = [f"custom_reward_function.path={__file__}", "custom_reward_function.name=digits"]
         for words in settings(given.seed):
             words = [*reward, *words, f"trainer.total_training_steps={given.steps}"]
             try:

@@ -22,7 +22,7 @@ from tandem.trainer.placing import Cast, Tenant, kind_of, pools_of, tenants
 from tandem.trainer.roles import Roles
 from tandem.trainer.scoring import Scoring
 from tandem.trainer.steps import Plan, updates_per_step
-from tandem.workers.integrity import SpecialTokens
+from tandem.workers.integrity import SpecialTokens, certain
 
 RAY = "tandem.runtime.ray_backend:RayBackend"
 
@@ -138,7 +138,10 @@ def recipes(
     }
     scorer = {"tokenizer": tokenizer, **engine}
     ignored = config.actor_rollout_ref.rollout.ignore_eos
-    batch: dict[str, Any] = {"special": SpecialTokens.of(tokenizer, () if ignored else stops)}
+    batch: dict[str, Any] = {
+        "special": SpecialTokens.of(tokenizer, () if ignored else stops),
+        "certain": certain(config.actor_rollout_ref.rollout),
+    }
     ref = config.actor_rollout_ref.ref
     if ref.models:
         batch["references"] = ref.columns

@@ -24,7 +24,7 @@ from tandem.runtime import Dispatch, register
 from tandem.workers.advantage_inputs import refuse_non_finite, reward_components
 from tandem.workers.combining import CombiningWorker
 from tandem.workers.correction import KEPT, WEIGHTS, Correction, correction_columns
-from tandem.workers.integrity import SpecialTokens, add_checks
+from tandem.workers.integrity import CERTAIN, SpecialTokens, add_checks
 from tandem.workers.loss_terms import configured_loss
 
 
@@ -35,7 +35,7 @@ class BatchWorker(CombiningWorker):
         config: the resolved algorithm section.
         run: the run folder.
         actor: the policy's section, whose loss may choose tokens over the whole batch.
-        special: the tokens that a batch is checked by.
+        special, certain: what a batch is checked by, see `tandem.workers.integrity`.
         references: the weight of each reference's KL, by the column of its log-probs.
     """
 
@@ -45,12 +45,13 @@ class BatchWorker(CombiningWorker):
         run: RunFolder,
         actor: ActorConfig | None = None,
         special: SpecialTokens | None = None,
+        certain: float = CERTAIN,
         references: Mapping[str, float] = ONE_REFERENCE,
     ) -> None:
         super().__init__(run, "batch")
         assert self.world_size == 1, "groups must not be split"
         self.config = config
-        self.special = special or SpecialTokens()
+        self.special, self.certain = special or SpecialTokens(), certain
         self.references = references
         self.spec: AdvantageSpec = advantage_estimator(config.adv_estimator)
         shared = {
@@ -173,7 +174,7 @@ class BatchWorker(CombiningWorker):
             for column in self.references if len(self.references) > 1 else ():
                 kl = self._kl_penalised(batch, 0.0, {column: 1.0}).kl
                 metrics.add_mean(f"actor/kl_in_reward/{reference_name(column)}", kl, 1.0)
-        add_checks(metrics, batch, self.special)
+        add_checks(metrics, batch, self.special, self.certain)
         return metrics
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)

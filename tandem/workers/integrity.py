@@ -7,6 +7,7 @@ Shapes: B samples, T their tokens, flat.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tandem.algorithms.masked import segment_sum
+from tandem.config.rollout import RolloutConfig
 from tandem.observability.metrics import Metrics
 from tandem.protocol import DataProto, Ragged
 from tandem.workers.probes import SAMPLED, SCORED, fingerprint
@@ -25,8 +27,16 @@ _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|endofte
 """Tokens with which the usual chat templates end a turn or a text, where a vocabulary has them."""
 _FEWEST = 8
 """Samples below which no correlation is computed."""
-_CERTAIN = -1e-3
+CERTAIN = -1e-3
 """Nats: a token whose log-prob is below this was not certain."""
+
+
+def certain(rollout: RolloutConfig) -> float:
+    """The log-prob of training, nats, below which a token was not the only one that sampling left to choose
+    from, so that the rollout has a log-prob other than 0 for it."""
+    if rollout.top_k == 1 or rollout.min_p > 0:
+        return -math.inf
+    return math.log(rollout.top_p) + CERTAIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +68,7 @@ class SpecialTokens:
         return cls(begin, None if pad in ends or pad == begin else pad, frozenset(ends), frozenset(stops))
 
 
-def add_checks(metrics: Metrics, batch: DataProto, special: SpecialTokens) -> None:
+def add_checks(metrics: Metrics, batch: DataProto, special: SpecialTokens, certain: float) -> None:
     """Counts the samples that break a rule.
 
     - `mixed_groups`: samples of one uid that answer another prompt than its first.
@@ -73,6 +83,7 @@ def add_checks(metrics: Metrics, batch: DataProto, special: SpecialTokens) -> No
 
     Args:
         batch: of a step, with its scores and advantages.
+        certain: see the function of that name.
     """
     tokens, mask = batch.ragged("tokens"), batch.ragged("response_mask")
     prompt_T = _before_response(mask)
@@ -85,7 +96,7 @@ def add_checks(metrics: Metrics, batch: DataProto, special: SpecialTokens) -> No
     if SCORED in batch:
         found["foreign_scores"] = int((batch.dense(SCORED) != fingerprint(tokens)).sum())
     if SAMPLED in batch:
-        found |= _of_masks(batch, mask)
+        found |= _of_masks(batch, mask, certain)
     for name, count in found.items():
         metrics.add_sum(f"{CHECK}{name}", float(count))
     correlation = _advantage_correlation(batch, mask)
@@ -156,12 +167,12 @@ def _is_any(ids_T: Tensor, wanted: frozenset[int]) -> Tensor:
     return torch.isin(ids_T, torch.tensor(sorted(wanted), dtype=ids_T.dtype))
 
 
-def _of_masks(batch: DataProto, mask: Ragged) -> dict[str, int]:
+def _of_masks(batch: DataProto, mask: Ragged, certain: float) -> dict[str, int]:
     sampled_T = batch.ragged(SAMPLED).values
     found = {"late_mask": _rows(mask, ~mask.values & (sampled_T != 0))}
     if "old_log_probs" in batch:
         first_T = mask.values & (_counted(mask) == 1)
-        uncertain_T = batch.ragged("old_log_probs").values < _CERTAIN
+        uncertain_T = batch.ragged("old_log_probs").values < certain
         found["early_mask"] = _rows(mask, first_T & (sampled_T == 0) & uncertain_T)
     return found
 
