@@ -24,7 +24,7 @@ REFUSED = {  # what must come to nothing, at once
     "read the accounts": "open('/etc/passwd').read(); print('ESCAPED')",
     "read a secret of the user": "open('{secret}').read(); print('ESCAPED')",
     "list the home of root": "import os, sys\nfor name in os.listdir('/root'):\n"
-    "    if not sys.base_prefix.startswith('/root/' + name): print('ESCAPED')",
+    "    if not sys.base_prefix.startswith(os.path.join('/root', name)): print('ESCAPED')",
     "list a folder of the user": "import os; os.listdir(os.path.dirname('{secret}')); print('ESCAPED')",
     "the parent's environment": "import os; open(f'/proc/{{os.getppid()}}/environ').read(); print('ESCAPED')",
     "the parent's memory": "import os; open(f'/proc/{{os.getppid()}}/mem', 'rb'); print('ESCAPED')",
