@@ -87,13 +87,26 @@ def designed() -> Iterator[tuple[str, Case]]:
     yield case(large, 3, eight, shards=64, mode="full", micro=2, each=True)
     yield case("Qwen2.5-0.5B", 24, shards=8, mode="full")
     yield case("Qwen2.5-7B", 28, shards=8, mode="none")
+    for levers in (
+        {"shards": 8, "mode": "full", "lora_rank": 32},
+        {"shards": 8, "mode": "none", "lora_rank": 32},
+        {"shards": 1, "mode": "ops", "lora_rank": 16},
+        {"shards": 8, "mode": "full", "lora_rank": 32, "micro": 2, "each": True},
+        {"shards": 4, "mode": "full", "lora_rank": 64, "tensor": 2},
+        {"shards": 8, "mode": "none", "lora_rank": 8, "kind": "value"},
+    ):
+        yield case(middle, 4, eight, **levers)
     yield from reduced_in_each("drawn, each", SEED + 1)  # held out once, and then learnt from
 
 
 def held_out() -> Iterator[tuple[str, Case]]:
-    """Drawn from the seed; from another, of several micro-batches whose gradients are reduced in each."""
+    """Drawn from the seed; from another, of several micro-batches whose gradients are reduced in each; from
+    a third, with adapters."""
     yield from drawn("held out", SEED)
     yield from reduced_in_each("held out, each", SEED + 2)
+    for name, case in drawn("held out, adapters", SEED + 3):
+        ranks = (8, 16, 32, 64, 128)
+        yield name, replace(case, lora_rank=ranks[len(case.lengths) % 5], each=case.micro > 1)
 
 
 def reduced_in_each(name: str, seed: int) -> Iterator[tuple[str, Case]]:
@@ -132,9 +145,10 @@ def drawn(name: str, seed: int) -> Iterator[tuple[str, Case]]:
 def predicted(case: Case) -> dict[str, dict[str, float]]:
     """What `tandem.memory` says of a case, by phase and kind."""
     shape = model_shape(case.model)
-    own = Gathered.of(shape, tensor=case.tensor, head=case.kind == "policy")
+    rank = case.lora_rank
+    own = Gathered.of(shape, tensor=case.tensor, head=case.kind == "policy", lora_rank=rank)
     way = Way(
-        Setup(itemsize=2, tensor=case.tensor, sequence=case.sequence),
+        Setup(itemsize=2, tensor=case.tensor, sequence=case.sequence, lora_rank=rank),
         master=4,
         shards=case.shards,
         mode=case.mode,
@@ -146,17 +160,18 @@ def predicted(case: Case) -> dict[str, dict[str, float]]:
         entropy=case.entropy,
     )
     tokens = -(-sum(case.lengths) // case.sequence)
-    weights = 4 * own.whole / case.shards
+    weights = (4 * own.trained + 2 * (own.whole - own.trained)) / case.shards
+    optimizer = 8 * own.trained / case.shards
     found = {}
     for phase, moments in (("log_prob", forward_moments), ("update", update_moments)):
         most = worst(moments(own, shape.decoder, way, tokens))
         rest = most.activations + most.head + most.gradients
         found[phase] = {
             "weights": weights,
-            "optimizer": 2 * weights,
+            "optimizer": optimizer,
             "gathered": most.gathered,
             "rest": rest,
-            "total": 3 * weights + most.total,
+            "total": weights + optimizer + most.total,
         }
     return found
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker, _FSDPRefType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -26,6 +27,7 @@ from tandem.models.activations import manage_activations
 from tandem.models.attention_kernels import torch_varlen
 from tandem.models.collectives import CollectiveMeter
 from tandem.models.heads import tiled
+from tandem.models.lora import add_adapters, train_adapters_alone
 from tandem.models.packing import PackedInputs, pack
 from tandem.models.parallel import Grid, shard
 from tandem.models.policy import PolicyModel
@@ -62,6 +64,7 @@ class Case:
         mode: what runs again.
         entropy: whether the head gives entropies too.
         kind: "policy" or "value".
+        lora_rank: of adapters on all linear layers, which alone learn; 0: all weights do.
     """
 
     model: dict[str, Any]
@@ -76,10 +79,37 @@ class Case:
     kind: str = "policy"
     reshard: bool = True
     prefetch: bool = False
+    lora_rank: int = 0
 
     @property
     def world(self) -> int:
         return self.shards * self.tensor
+
+
+class Tracker(FSDPMemTracker):
+    """torch's, but for what a unit is gathered into: weights from the beginning, which it calls activations
+    until the unit is whole."""
+
+    def __init__(self, module: nn.Module, optimizer: Any, units: list[Any]) -> None:
+        super().__init__(module, optimizer)
+        self._gathers = False
+        for unit in units:
+            group = unit._get_fsdp_state()._fsdp_param_group
+            for name in ("unshard", "wait_for_unshard"):
+                setattr(group, name, self._as_weights(getattr(group, name)))
+
+    def _as_weights(self, work: Callable[..., None]) -> Callable[..., None]:
+        def gather(*args: Any, **kwargs: Any) -> None:
+            self._gathers = True
+            try:
+                work(*args, **kwargs)
+            finally:
+                self._gathers = False
+
+        return gather
+
+    def _track(self, reftype: Any, t: torch.Tensor) -> None:
+        super()._track(_FSDPRefType.UNSHARDED_PARAM if self._gathers else reftype, t)
 
 
 @contextmanager
@@ -128,7 +158,7 @@ def _run(
 ) -> dict[str, dict[str, int]]:
     module, units = _sharded(case, grid, meter)
     optimizers = build_optimizers(module, module.decoder.layers, OptimConfig(), meter)
-    tracker = FSDPMemTracker(module, optimizers[0])
+    tracker = Tracker(module, optimizers[0], units)
     outputs = {"values"} if case.kind == "value" else {"log_probs", *(["entropy"] if case.entropy else [])}
     wanted = frozenset(outputs)
 
@@ -168,12 +198,18 @@ def _run(
 def _sharded(case: Case, grid: Grid, meter: CollectiveMeter) -> tuple[Any, list[Any]]:
     """The model as `FSDPEngine` makes it, on this rank, and its units."""
     config = AutoConfig.for_model(**case.model)
-    backbone = AutoModelForCausalLM.from_config(
-        config, attn_implementation=attention.PACKED, dtype=torch.float32
-    )
-    model = BackboneConfig.model_construct(**_defaults(), path="")
-    module: Any = PolicyModel(backbone) if case.kind == "policy" else ValueModel(backbone)
-    module.train()
+    model = BackboneConfig.model_construct(**_defaults() | {"lora_rank": case.lora_rank}, path="")
+    with unset_fake_temporarily(), torch.device("meta"):
+        backbone = AutoModelForCausalLM.from_config(
+            config, attn_implementation=attention.PACKED, dtype=torch.float32
+        )
+        if case.lora_rank:
+            add_adapters(backbone, model, case.kind, torch.float32)
+        module: Any = PolicyModel(backbone) if case.kind == "policy" else ValueModel(backbone)
+        module.train()
+        if case.lora_rank:
+            train_adapters_alone(module, None if case.kind == "policy" else module.head, torch.bfloat16)
+    _allocate(module)
     units = wrapped(module, FSDPConfig().wrap_policy)
     if case.tensor > 1:
         parallelize(module, TensorGroup(grid.weights["tp"], meter))
@@ -191,6 +227,18 @@ def _sharded(case: Case, grid: Grid, meter: CollectiveMeter) -> tuple[Any, list[
         meter=meter,
     )
     return module, sharded
+
+
+def _allocate(module: nn.Module) -> None:
+    """Gives a module without storage fake tensors of this host."""
+    made: dict[torch.Tensor, torch.Tensor] = {}
+    for part in module.modules():
+        for held in (part._parameters, part._buffers):
+            for name, old in held.items():
+                if old is not None and old not in made:
+                    new = torch.empty_like(old, device=CPU)
+                    made[old] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+                held[name] = None if old is None else made[old]  # type: ignore[assignment]
 
 
 def _defaults() -> dict[str, Any]:

@@ -300,10 +300,11 @@ def _around(decoder: Decoder, c: int) -> float:
 
 def _inside(decoder: Decoder, way: Way) -> float:
     """Bytes per token that a layer holds at most in a forward pass: embeddings, its input, what attention
-    made of it, and their norm, with activated gate, up and product; or without the norm, with its fp32 input
-    and square."""
+    made of it, and their norm, with activated gate, up and product, or with adapters their part of up; or
+    without the norm, with its fp32 input and square."""
     c, features = way.setup.itemsize, decoder.hidden
-    mlp = 4 * c * features + 3 * c * decoder.intermediate / way.setup.tensor
+    wide = 4 if way.setup.lora_rank else 3
+    mlp = 4 * c * features + wide * c * decoder.intermediate / way.setup.tensor
     return max(mlp, 0 if way.setup.fused else (3 * c + 8) * features)
 
 
