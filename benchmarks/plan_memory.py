@@ -97,6 +97,7 @@ def designed() -> Iterator[tuple[str, Case]]:
     ):
         yield case(middle, 4, eight, **levers)
     yield from reduced_in_each("drawn, each", SEED + 1)  # held out once, and then learnt from
+    yield from with_adapters("drawn, adapters", SEED + 3)  # so too
 
 
 def held_out() -> Iterator[tuple[str, Case]]:
@@ -104,15 +105,20 @@ def held_out() -> Iterator[tuple[str, Case]]:
     a third, with adapters."""
     yield from drawn("held out", SEED)
     yield from reduced_in_each("held out, each", SEED + 2)
-    for name, case in drawn("held out, adapters", SEED + 3):
-        ranks = (8, 16, 32, 64, 128)
-        yield name, replace(case, lora_rank=ranks[len(case.lengths) % 5], each=case.micro > 1)
+    yield from with_adapters("held out, adapters", SEED + 4)
 
 
 def reduced_in_each(name: str, seed: int) -> Iterator[tuple[str, Case]]:
     """Cases drawn from a seed, of several micro-batches whose gradients are reduced in each."""
     for each, case in drawn(name, seed):
         yield each, replace(case, micro=max(2, case.micro), shards=max(2, case.shards), each=True)
+
+
+def with_adapters(name: str, seed: int) -> Iterator[tuple[str, Case]]:
+    """Cases drawn from a seed, with adapters, which alone learn."""
+    ranks = (8, 16, 32, 64, 128)
+    for each, case in drawn(name, seed):
+        yield each, replace(case, lora_rank=ranks[len(case.lengths) % 5], each=case.micro > 1)
 
 
 def drawn(name: str, seed: int) -> Iterator[tuple[str, Case]]:

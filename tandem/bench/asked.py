@@ -16,14 +16,15 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from tandem import hub
-from tandem.bench.documents import MODELS
 from tandem.bench.lengths import lengths
 from tandem.config.load import load_train_config, to_dict
 from tandem.config.root import TrainConfig
 from tandem.config.sources import read_sources, split_arguments
 from tandem.errors import ConfigError, ModelError
+from tandem.memory.shapes import published
 
 MODEL_KEYS = ("actor_rollout_ref.model.path", "critic.model.path", "reward_model.model.path")
+_POSITIONS = 131072  # of a model of which the name alone is known; weights are random at any length
 _FILES = ("data.train_files", "data.val_files")
 
 
@@ -106,20 +107,20 @@ def _described(source: str, folder: Path) -> Path:
     """A folder with the config.json, and the tokenizer if there is one, of a config.json, a folder with one,
     or a model that is known by name."""
     folder.mkdir(parents=True, exist_ok=True)
-    place, name = Path(source).expanduser(), source.rpartition("/")[2]
-    if name not in MODELS and hub.is_name(source):
+    place, known = Path(source).expanduser(), published(source)
+    if known is None and hub.is_name(source):
         place = Path(hub.find(source).folder or place)
     file = place / "config.json" if place.is_dir() else place
     if file.is_file():
         shutil.copy(file, folder / "config.json")
-    elif name in MODELS:
-        (folder / "config.json").write_text(json.dumps(MODELS[name]))
+    elif known is not None:
+        (folder / "config.json").write_text(json.dumps(known | {"max_position_embeddings": _POSITIONS}))
     else:
         raise ModelError(
             "nothing to make a model of",
             field="model.path",
             got=source,
-            expected=f"a config.json, a folder with one, or {' or '.join(MODELS)}",
+            expected="a config.json, a folder with one, or a name such as Qwen/Qwen2.5-7B",
         )
     (folder / "tokenizer_config.json").write_text("{}")  # the config asks for one
     for pattern in ("tokenizer*", "vocab.*", "merges.txt", "*.jinja") if place.is_dir() else ():

@@ -1,5 +1,5 @@
-"""The measurements that the users' benchmark document publishes («Compare with Verl»), and what the
-config.json of their two models say; documents.json has them."""
+"""The measurements that the users' benchmark document publishes («Compare with Verl»); documents.json has
+them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tandem.memory import shapes
 
 _SAME = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 NOTES = (
@@ -24,7 +26,7 @@ class Published:
 
     Attributes:
         system: which was measured.
-        model: a key of `MODELS`.
+        model: its published name.
         parameters: of the run, as the document names them.
         rows: its figures under the names of `tandem bench`; seconds and tokens.
         throughput: what it prints as rates, by its own names.
@@ -37,12 +39,14 @@ class Published:
     throughput: Mapping[str, float]
 
 
-_DATA = json.loads(Path(__file__).with_suffix(".json").read_text())
-MODELS: Mapping[str, dict[str, Any]] = _DATA["models"]
-DOCUMENTS = tuple(Published(**each) for each in _DATA["tables"])
+_TABLES = json.loads(Path(__file__).with_suffix(".json").read_text())["tables"]
+DOCUMENTS = tuple(Published(**each) for each in _TABLES)
 
 
 def published(stored: Mapping[str, Any]) -> tuple[Published, ...]:
     """The document's figures of a model with this config.json."""
-    alike = [name for name, own in MODELS.items() if all(own[key] == stored.get(key) for key in _SAME)]
-    return tuple(each for each in DOCUMENTS if each.model in alike)
+    return tuple(
+        each
+        for each in DOCUMENTS
+        if all(stored.get(key) == (shapes.published(each.model) or {})[key] for key in _SAME)
+    )

@@ -26,8 +26,8 @@ from tandem.config.model import BackboneConfig
 from tandem.config.rollout import EngineConfig
 from tandem.config.root import TrainConfig
 from tandem.config.tables import READS_SQUARES
-from tandem.errors import ConfigError
 from tandem.memory.activations import Decoder, Setup, kept_bytes
+from tandem.memory.shapes import model_shape
 
 Factors = Mapping[str, Sequence[float]]
 """Of each phase: what one second of operations at the best rate takes, one second of copying, and the seconds
@@ -97,26 +97,10 @@ class Shape:
         """The shape in a config.json.
 
         Raises:
-            ConfigError: it has no layers of the kind that is known.
+            ConfigError: a size is missing.
         """
-        try:
-            heads = stored["num_attention_heads"]
-            decoder = Decoder(
-                layers=stored["num_hidden_layers"],
-                hidden=stored["hidden_size"],
-                intermediate=stored["intermediate_size"],
-                heads=heads,
-                key_heads=stored.get("num_key_value_heads") or heads,
-                head_width=stored.get("head_dim") or stored["hidden_size"] // heads,
-            )
-            return cls(decoder, stored["vocab_size"])
-        except KeyError as error:
-            raise ConfigError(
-                "the time of this model is not known",
-                field="model.path",
-                got=f"a config.json without {error}",
-                expected="a decoder of attention and gated MLPs, such as Qwen2, Qwen3 or Llama",
-            ) from error
+        own = model_shape(stored)
+        return cls(own.decoder, own.vocabulary)
 
     @property
     def layers(self) -> int:

@@ -60,7 +60,8 @@ class Gathered:
         layers that a stage has.
 
         Args:
-            tensor, stages: ranks that split each layer; stages of the pipeline.
+            tensor, stages: ranks that split each layer, but not the side of an adapter where its layer has
+                the hidden features; stages of the pipeline.
             head: of a policy; else there is one number for each state.
             lora_rank: of adapters on all linear layers, which alone learn; 0: all weights do.
             trained: whether any learn.
@@ -70,8 +71,8 @@ class Gathered:
         root = own.hidden + (embedding if head else own.hidden + 1)
         if stages == 1:
             root += 0 if head and shape.tied else embedding
-        wide = 2 * (own.heads + own.key_heads) * own.head_width + 3 * own.intermediate + 5 * own.hidden
-        adapters = lora_rank * wide / tensor
+        wide = 2 * (own.heads + own.key_heads) * own.head_width + 3 * own.intermediate
+        adapters = lora_rank * (wide / tensor + 7 * own.hidden)
         layer = shape.layer / tensor + shape.layer_norms + adapters
         learns = adapters if lora_rank else layer
         return cls(
@@ -209,6 +210,8 @@ def update_moments(own: Gathered, decoder: Decoder, way: Way, tokens: int) -> It
     rank, m for each number that learns, until the last, and weights that were gathered for a backward stay
     for the next forward.
 
+    - Forward: as without gradient, beside what layers leave. Where few numbers learn, the first gather is
+      the worst moment.
     - Head, backward: all layers' activations are there, the last norm's and the states for the head; the head
       makes its weight's gradient, c for each number, and its tiles.
     - Last layer, backward: what runs again has been made; of the MLP's gradients two more than what is
@@ -234,6 +237,12 @@ def update_moments(own: Gathered, decoder: Decoder, way: Way, tokens: int) -> It
     head_gradient = c * own.head if own.trained_root else 0.0
     last = tokens * (norm_bytes(way.setup, features) + c * features)
     held = r if way.resharding else r + layers * w
+    earlier = activations - around - kept  # what layers before the last have left
+    for moment in forward_moments(own, decoder, way, tokens):
+        there = moment.activations + (0.0 if moment.name == "first gather" else earlier)
+        if moment.name in ("layers, forward", "head, forward"):
+            there = max(there, activations)
+        yield moment._replace(gradients=0.0 if way.sums else summed, activations=there)
     tiles = head_backward_bytes(own, decoder, way, tokens)
     before = w if layers > 1 and way.resharding else 0.0
     first = held + before

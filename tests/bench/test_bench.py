@@ -8,11 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
-from tandem.bench.documents import DOCUMENTS, MODELS, published
+from tandem.bench.asked import load
+from tandem.bench.documents import DOCUMENTS, published
 from tandem.bench.report import compared, leaves, markdown, throughput
 from tandem.cli.main import main
+from tandem.memory import shapes
 from tandem.memory.device_file import read_devices
+from tandem.memory.shapes import model_shape, shape_of
 from tandem.observability.run import read_samples
 
 STORED = {
@@ -118,7 +122,8 @@ def test_the_table_names_machine_and_command(made: Path) -> None:
     assert "| update_critic | " in text and "| save_checkpoint | " in text and "TFLOP/s" in text
     assert text.splitlines()[-1].startswith("`tandem")
     assert "verl" not in text  # of another model the document says nothing
-    theirs = markdown(report(made) | {"model": MODELS["DeepSeek-R1-Distill-Qwen-1.5B"]})
+    model = shapes.published("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B")
+    theirs = markdown(report(made) | {"model": model})
     (gen,) = (line for line in theirs.splitlines() if line.startswith("| gen | "))
     assert gen.endswith("| 260.9 | 266.1 |")
     assert "| 6,993 | 6,801 |" in theirs and "Sequence Parallelism 2" in theirs and "of two GPUs" in theirs
@@ -160,6 +165,18 @@ def test_what_was_measured_predicts_itself(made: Path, capsys: pytest.CaptureFix
     assert "run tandem bench" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "name", ["Qwen/Qwen2.5-1.5B", "Qwen/Qwen3-8B", "meta-llama/Llama-3.1-8B", "google/gemma-3-1b-it"]
+)
+def test_a_published_name_is_a_model_that_transformers_makes(name: str, tmp_path: Path) -> None:
+    words = (f"actor_rollout_ref.model.path={name}", *SIZES)
+    config, given = load(words, tmp_path, dummy=True)
+    made = AutoConfig.from_pretrained(config.actor_rollout_ref.model.path)
+    assert given["actor_rollout_ref.model.path"] == name
+    assert made.max_position_embeddings == 131072
+    assert model_shape(made.to_dict()) == shape_of(name)
+
+
 def test_mistakes_are_told_before_anything_runs(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = f"actor_rollout_ref.model.path={made / 'config.json'}"
     for words, told in (
@@ -187,7 +204,8 @@ def test_the_documents_figures_agree_with_each_other() -> None:
         assert of_a_gpu == pytest.approx(
             each.throughput["prev logprob throughput"], rel=0.015
         )  # without prompts
-    assert published(MODELS[verl.model]) == (verl, rlinf) and published(MODELS[seven.model]) == (seven,)
+    assert published(shapes.published(verl.model) or {}) == (verl, rlinf)
+    assert published(shapes.published(seven.model) or {}) == (seven,)
     assert published(STORED) == ()
     page = (Path(__file__).parents[2] / "docs" / "bench.md").read_text()
     for each in DOCUMENTS:

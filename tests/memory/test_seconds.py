@@ -167,7 +167,7 @@ def test_the_file_of_devices_keeps_the_newest_of_a_run(tmp_path: Path) -> None:
 
 
 def test_a_model_of_other_layers_is_refused() -> None:
-    with pytest.raises(ConfigError, match="not known"):
+    with pytest.raises(ConfigError, match="lacks a size"):
         Shape.of({"hidden_size": 3})
 
 
