@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,11 +17,12 @@ import torch
 
 from tandem.config.load import load_train_config
 from tandem.config.root import TrainConfig
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, DataError
 from tandem.observability.metrics import Metrics
 from tandem.observability.reading import Run
 from tandem.observability.run import read_batch
 from tandem.protocol import DataProto, Ragged
+from tandem.rewards import own_reward
 from tandem.runtime import BatchFuture, Future
 from tandem.trainer.assembly import build_ppo
 from tandem.trainer.gathering import Gathered
@@ -148,6 +149,7 @@ def _gathered(trainer: PPOTrainer, batch: DataProto, *, rescore: bool) -> Gather
     samples = part(columns - _SCORED - _BASELINES)
     scores = part(columns & _SCORED)
     if rescore:
+        samples = samples.union(BatchFuture.of(DataProto({}, {"columns": _columns(batch)})))
         scores = trainer.gatherer.shaped(trainer.roles, samples, trainer.roles.score(samples))
     uids = batch.non_tensor_batch["uid"]
     first = np.sort(np.unique(uids, return_index=True)[1])
@@ -155,6 +157,32 @@ def _gathered(trainer: PPOTrainer, batch: DataProto, *, rescore: bool) -> Gather
     prompts = BatchFuture.of(DataProto({"prompts": ids}, {"uid": uids[first]}))
     baselines = columns & _BASELINES
     return Gathered(prompts, samples, scores, {}, (part(baselines),) if baselines else ())
+
+
+def _columns(batch: DataProto) -> list[dict[str, Any]]:
+    """(B) what a reward is given that reads columns by name: those that the run kept because its own reward
+    does so, else what every run keeps of a row."""
+    arrays = batch.non_tensor_batch
+    if "columns" in batch:
+        return list(arrays["columns"])
+    return [
+        {
+            "prompt": messages[0]["content"]
+            if len(messages) == 1 and not messages[0].get("role")
+            else messages,
+            "data_source": source,
+            "reward_model": {"style": "rule", "ground_truth": truth},
+            "extra_info": extra,
+        }
+        for messages, source, truth, extra in zip(
+            *(arrays[name] for name in ("messages", "data_source", "ground_truth", "extra_info")), strict=True
+        )
+    ]
+
+
+def _is_text(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether they stand for a text without roles."""
+    return len(messages) == 1 and not messages[0].get("role")
 
 
 def prompts_of(batch: DataProto, rows: Sequence[int] | np.ndarray) -> list[torch.Tensor]:
@@ -212,9 +240,9 @@ class Stage:
         self._rows, self._reward = scratch / "rows.parquet", scratch / "reward.py"
         # The run's own data need not be here: nothing is read of them.
         prompt = prompts_of(batch, [0])[0].tolist()
-        columns = batch.non_tensor_batch["columns"][0] if "columns" in batch else {}
-        row = {"reward_model": {"style": "rule", "ground_truth": ""}, "extra_info": {"index": 0}, **columns}
-        row |= {"prompt": prompt, "data_source": "replay"}
+        self._columns = set(_columns(batch)[0])
+        row = {"reward_model": {"style": "rule", "ground_truth": ""}, "extra_info": {"index": 0}}
+        row |= _columns(batch)[0] | {"prompt": prompt, "data_source": "replay"}
         count = max(run.setting("data.train_batch_size"), 1)
         pq.write_table(pa.Table.from_pylist([row] * count), self._rows)
         self._reward.write_text(_NO_REWARD)
@@ -232,7 +260,19 @@ class Stage:
             **{"trainer.resume_mode": "disable", "trainer.resume_from_path": None, "trainer.on_step": None},
         }
         given = [f"{key}={json.dumps(value)}" for key, value in own.items()]
-        return load_train_config(str(self._run.path / "config.yaml"), [*given, *words]).config
+        config = load_train_config(str(self._run.path / "config.yaml"), [*given, *words]).config
+        scorer = own_reward(config.custom_reward_function)
+        lacks = sorted(set((scorer.reads.needs or ()) if scorer else ()) - self._columns)
+        if reward is not None and lacks:
+            raise DataError(
+                "the run kept no such column of the data, and the reward reads it",
+                field="--reward",
+                got=f"{reward} reads {', '.join(lacks)}",
+                expected=f"of {', '.join(sorted(self._columns))}",
+                remedy="give the parameter a default; a run keeps all columns where its own reward reads one "
+                "by name",
+            )
+        return config
 
     def take(
         self,

@@ -138,6 +138,36 @@ def test_another_reward_is_what_a_plain_recomputation_gives(lab: Lab, grpo: Fini
     assert -1 <= told["changed"]["gradient"]["cosine"] < 0.999
 
 
+NAMED = """
+def length(prompt, response, reward_model, data_source, extra_info=None, absent=0):
+    assert isinstance(prompt, (str, list)) and prompt and data_source and absent == 0
+    return len(response) + int(reward_model["ground_truth"]) / 100
+
+def lengths(prompts, responses, **columns):
+    truths = [row["ground_truth"] for row in columns["reward_model"]]
+    return [len(text) + int(truth) / 100 for text, truth in zip(responses, truths)]
+
+def other(prompt, response, difficulty):
+    return difficulty
+"""
+
+
+def test_another_reward_may_read_what_a_run_keeps_by_name(lab: Lab, grpo: Finished) -> None:
+    named = lab.folder / "named.py"
+    named.write_text(NAMED)
+    scores = [
+        {
+            row["name"]: row["after"]
+            for row in replay_found(Run(grpo.folder), 3, (), word)["changed"]["metrics"]
+        }
+        for word in (f"{lab.folder / 'score.py'}:length", f"{named}:length", f"{named}:lengths")
+    ]
+    assert scores[0]["reward/mean"] == scores[1]["reward/mean"] == scores[2]["reward/mean"]
+    with pytest.raises(DataError, match="kept no such column") as caught:
+        replay(Run(grpo.folder), 3, Changes(reward=f"{named}:other"))
+    assert str(caught.value.got).endswith("reads difficulty")
+
+
 def test_attribution_adds_up_to_the_steps_gradient(grpo: Finished) -> None:
     told = tandem.open(grpo.folder).replay(3, attribute=True)
     updates = told["attribution"]["updates"]
