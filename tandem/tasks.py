@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import functools
 import json
+import warnings
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -113,7 +114,7 @@ def generator(reference: str) -> Any:
         DataError: see `Task.rows`.
     """
     task = parse(reference)
-    names = import_module("reasoning_gym.factory").DATASETS
+    names = _library("reasoning_gym.factory").DATASETS
     if task.name not in names:
         close = difflib.get_close_matches(task.name, names, n=1)
         raise DataError(
@@ -124,11 +125,18 @@ def generator(reference: str) -> Any:
             remedy=f"{PREFIX}{close[0]}" if close else None,
         )
     try:
-        return import_module("reasoning_gym").create_dataset(
+        return _library("reasoning_gym").create_dataset(
             task.name, **{"size": SIZE, "seed": 0, **task.parameters}
         )
     except (AssertionError, TypeError, ValueError) as error:
         raise _wrong(reference, f"{type(error).__name__}: {error}") from error
+
+
+def _library(name: str) -> Any:
+    """A module of reasoning-gym, without what Python warns of in packages that it needs."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)
+        return import_module(name)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -10,6 +10,7 @@ import torch
 from tokenizers import AddedToken
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+from transformers.utils import logging
 
 END = "<|endoftext|>"
 PADDING = "<|pad|>"
@@ -67,6 +68,7 @@ def write_model(folder: Path, *, seed: int, phrases: Sequence[str] = ()) -> None
         seed: fixes the weights.
         phrases: texts that are one token each.
     """
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     tokenizer = build_tokenizer(phrases)
     tokenizer.save_pretrained(folder)
     build_model(tokenizer, seed=seed).save_pretrained(folder)
