@@ -30,6 +30,7 @@ NAV: tuple[Part, ...] = (
             "tutorials/own-algorithm.md",
             "tutorials/reward-model.md",
             "tutorials/two-processes.md",
+            "tutorials/two-machines.md",
             "examples/recipes.md",
             "tasks.md",
         ),

@@ -21,6 +21,7 @@ from pathlib import Path
 from docs.blocks import blocks
 from docs.entries import ROOT
 from tandem.observability.reading import Run
+from tests.support.netns import cluster_network
 
 RESULTS = ROOT / "benchmarks" / "results" / "tutorials.json"
 FIGURES = ROOT / "docs" / "figures"
@@ -64,6 +65,10 @@ TUTORIALS: Mapping[str, tuple[Line, ...]] = {
         Line("above the median", "runs/medianpyabove_median", "val/accuracy"),
     ),
     "reward-model": (Line("score", "runs/films", "reward/mean"),),
+    "two-machines": (
+        Line("two machines", "runs/machines", "val/accuracy"),
+        Line("one process", "runs/demo/run", "val/accuracy"),
+    ),
 }
 """The curves of each tutorial; `first-run` is the demo's own."""
 
@@ -87,7 +92,24 @@ def run(name: str, folder: Path) -> None:
         elif block.language in ("python", "sh"):
             words = [sys.executable, "-c"] if block.language == "python" else ["bash", "-euc"]
             text = "\n".join(line for line in block.text.splitlines() if not line.startswith("pip install"))
-            subprocess.run([*words, text], cwd=folder, env=environment, check=True, timeout=_WITHIN_S)
+            if "tandem node" in text:
+                _on_two_machines(text, folder, environment)
+            else:
+                subprocess.run([*words, text], cwd=folder, env=environment, check=True, timeout=_WITHIN_S)
+
+
+def _on_two_machines(text: str, folder: Path, environment: Mapping[str, str]) -> None:
+    """Runs a line on each of two network namespaces, which needs root."""
+    with cluster_network(2) as machines:
+        started = [
+            machine.start(
+                ["bash", "-euc", text.replace("RANK=0", f"RANK={rank}")], cwd=folder, env=environment
+            )
+            for rank, machine in enumerate(machines)
+        ]
+        for process in started:
+            if process.wait(timeout=_WITHIN_S):
+                raise subprocess.CalledProcessError(process.returncode, text)
 
 
 def curves(name: str, folder: Path) -> dict[str, list[list[float]]]:

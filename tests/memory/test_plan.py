@@ -87,7 +87,7 @@ def test_muon_keeps_one_moment_of_the_layers_matrices():
 
 def test_adapters_learn_alone():
     found = phases(made("actor_rollout_ref.model.lora_rank=16"))["actor update"]
-    wide = 2 * (28 + 4) * 128 + 3 * 18944 + 5 * 3584  # inputs and outputs of the seven linear layers
+    wide = 2 * (28 + 4) * 128 + 3 * 18944 + 7 * 3584  # inputs and outputs of the seven linear layers
     adapters = 28 * 16 * wide
     assert found.parts["optimizer"] == pytest.approx(8 * adapters / 8)
     assert found.parts["weights"] == pytest.approx((2 * P + 4 * adapters) / 8)

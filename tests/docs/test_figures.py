@@ -1,0 +1,330 @@
+"""The figures that pages show are those of the files in benchmarks/results.
+
+For each file a function of its name says what pages show of it, as it stands there, made from the file's
+numbers. Where a page names the file in a comment behind the figure (`docs/figures.py`), `test_site.py` looks.
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import groupby
+from operator import itemgetter
+from statistics import mean, median
+from typing import Any
+
+import pytest
+
+from tests.support.shown import MEASURED, RESULTS, Shown, one, page, plain, span, times_in, word
+from tests.support.shown_plans import PLANS
+
+
+def rollout_vs_vllm(file: Any) -> Shown:
+    def row(size: str, dtype: str, work: str = "64x1") -> Any:
+        return one(file["results"], size=size, dtype=dtype, workload=work)
+
+    def both(size: str, dtype: str) -> str:
+        over = row(size, dtype)["tandem_over"]
+        return f"{over['vllm']:.1f} and {over['hf']:.1f}"
+
+    sizes = ("3.2M", "30M", "107M")
+    small, middle, large = (both(size, "bf16") for size in sizes)
+    yield MEASURED, f"in bf16 {small} at 3.2M parameters, {middle} at 30M, {large} at 107M"
+    yield MEASURED, f"in fp32 {', '.join(both(size, 'fp32') for size in sizes)}"
+    many = ", ".join(f"{row(size, 'bf16', '256x8')['tandem_over']['vllm']:.1f} at {size}" for size in sizes)
+    yield MEASURED, f"256 prompts with 8 samples each, bf16, over vLLM: {many}"
+
+    def floors(*which: str) -> list[str]:
+        return [f"{row(size, *which)['share_of_floor']['tandem']['ramp']:.2f}" for size in sizes]
+
+    first, second, third = floors("bf16", "256x8")
+    yield (
+        MEASURED,
+        f"bf16 {', '.join(floors('bf16'))}, fp32 {', '.join(floors('fp32'))};"
+        f" with 256 prompts {first}, {second} and {third}",
+    )
+
+
+def grpo_step_vs_trl(file: Any) -> Shown:
+    fp32, bf16, spread, spread_bf16 = (
+        f"{one(file['rows'], mode=mode, precision=precision)['ratio']:.2f}"
+        for mode in ("equal", "spread")
+        for precision in ("fp32", "bf16")
+    )
+    yield MEASURED, f"all of 64 tokens {fp32} times in fp32, in bf16 {bf16}"
+    yield MEASURED, f"lengths from 4 to 64, {spread} and {spread_bf16} times"
+
+
+def grpo_step_vs_trl_bf16_equal(file: Any) -> Shown:
+    (row,) = file["rows"]
+    yield MEASURED, f"with a third micro-batch size tried for Tandem, {row['ratio']:.2f}"
+
+
+def dispatch(file: Any) -> Shown:
+    rows = {row["what"]: row for row in file["rows"]}
+
+    def ratios(what: str) -> str:
+        return f"{rows[what]['ratio']:.1f} ({rows[what]['ratio_to_fastest']:.1f}"
+
+    def calls(what: str, key: str, scale: float = 1.0) -> str:
+        return span((row[key] * scale for name, row in rows.items() if name.startswith(what)), ".1f")
+
+    yield MEASURED, f"1 GiB from 2 workers to 3 {ratios('1 GiB from 2 to 3 workers')} with the fastest"
+    yield MEASURED, f"0.5 GiB reordered on the way {ratios('0.5 GiB from 2 to 3 workers, reordered')})"
+    kinds = ("concat", "chunk", "reorder", "union")
+    yield MEASURED, ", ".join(f"{what} {rows[what]['ratio']:.1f}" for what in kinds)
+    small, nothing = "a call with a small batch", "a call that does nothing"
+    yield MEASURED, f"{small} {calls(small, 'ratio')} ({calls(small, 'ratio_to_fastest')})"
+    seconds = calls(nothing, "tandem_s", 1000)
+    yield MEASURED, f"{nothing} {calls(nothing, 'ratio')} ({seconds} ms with 1 to 8 workers)"
+
+
+def controller_traffic(file: Any) -> Shown:
+    first, second, third = (f"{row['samples']:,}" for row in file["traffic"])
+    index = span((row["index_bytes_per_sample"] for row in file["traffic"]), ".0f")
+    held = file["memory"]
+    growth = held["growth_bytes_per_step"]["controller"] / 1000
+    yield MEASURED, f"of batches of {first}, {second} and {third} samples"
+    yield MEASURED, f"nothing reaches the controller but {index} bytes per sample"
+    yield MEASURED, f"over {held['steps']} steps its memory grew by {growth:.1f} KB a step"
+    yield "docs/concepts/controller.md", f"ids and lengths, {index} bytes a sample"
+
+
+def log_prob_head(file: Any) -> Shown:
+    sizes, sides = file["sizes"], file["sides"]
+    tokens, words = f"{sizes['tokens']:,} tokens", f"{sizes['vocabulary']:,}"
+    own = f"{sides['tandem']['extra_bytes'] / 1e6:.0f} MB"
+    full, verl = (f"{sides[side]['extra_bytes'] / 1e9:.1f} GB" for side in ("full", "verl"))
+    half, less = (f"{sides['tandem']['seconds'] / sides[side]['seconds']:.2f}" for side in ("full", "verl"))
+    yield MEASURED, f"of {tokens} over a vocabulary of {words} in bf16"
+    yield (
+        MEASURED,
+        f"{own} beside the weight's gradient, against {full} with all logits at once and {verl}"
+        f" for verl 0.9.1's chunked head, in {half} and {less} of their time",
+    )
+    yield "docs/questions/systems.md", f"for {tokens} over {words} words {own} against {full}"
+    yield "docs/performance.md", f"a vocabulary of {words} go through tiles"
+    yield "docs/performance.md", f"For {tokens} in bf16"
+
+
+def packing(file: Any) -> Shown:
+    over = {row["dtype"]: row["packed_over"] for row in file["packing"]}
+    bf16, fp32 = (f"{over[dtype]['rectangle']:.1f} times ({dtype})" for dtype in ("bf16", "fp32"))
+    (sorted_lengths,) = {f"{row['padded']:.1f}" for row in over.values()}
+    yield MEASURED, f"packed: {bf16} and {fp32} the tokens per second"
+    yield MEASURED, f"{sorted_lengths} times those of rectangles of sorted lengths"
+    ranks = span((row["ranks"] for row in file["balancing"]), "")
+    before = span((row["ranks_before"] for row in file["balancing"]), ".2f")
+    (after,) = {f"{row['ranks_after']:.2f}" for row in file["balancing"]}
+    yield MEASURED, f"busiest of {ranks} ranks over the mean {before} before balancing, {after} after"
+
+
+def update_vs_trl(file: Any) -> Shown:
+    def both(size: str, mode: str, dtype: str = "bf16") -> str:
+        over = one(file["rows"], size=size, dtype=dtype, mode=mode)["tandem_over"]["seconds"]
+        return f"{over['trl']:.2f} ({over['transformers']:.2f}"
+
+    small, large = both("3.2M", "equal"), both("107M", "equal")
+    yield MEASURED, f"bf16, equal lengths, {small}) at 3.2M parameters and {large}) at 107M"
+    spread = f"{both('3.2M', 'spread')}) and {both('107M', 'spread')})"
+    yield MEASURED, f"lengths from a sixteenth of the longest, {spread}"
+    yield MEASURED, f"fp32, equal lengths, 3.2M: {both('3.2M', 'equal', 'fp32')}: the head"
+
+
+def levers(file: Any) -> Shown:
+    done = {row["name"]: row for row in file["rows"] if "skipped" not in row}
+    pairs = sum(" + " in name for name in done)
+    exact, single = (
+        f"{max(row['differences'].get(kind, 0.0) for row in done.values()):.1e}".replace("e-0", "e-")
+        for kind in ("fp64", "fp32")
+    )
+    yield MEASURED, f"{len(done) - pairs - 1} levers of the training engine and {pairs} pairs of them"
+    yield MEASURED, f"by at most {exact} in float64 and {single} in fp32"
+    allowed = float(file["bounds"]["bf16"].split()[0])
+    yield MEASURED, f"of bf16 {allowed:.0f} times its own distance to float64 are allowed"
+    less, slower = (
+        done["recompute full"][key] / done["plain"][key] for key in ("peak_bytes", "tokens_per_s")
+    )
+    yield MEASURED, f"Recomputed layers leave {less:.0%} of the peak for {slower:.2f} of the speed"
+    yield "docs/performance.md", f"a small model, {done['plain']['tokens']:,} tokens"
+
+
+def advantages(file: Any) -> Shown:
+    def ratio(name: str, samples: int, tokens: int, holes: float = 0.0) -> float:
+        return float(one(file["rows"], name=name, samples=samples, tokens=tokens, holes=holes)["ratio"])
+
+    long, many = ratio("gae", 64, 32768), ratio("gae", 256, 8192)
+    yield MEASURED, f"GAE at (64, 32768) {long:.0f}, at (256, 8192) {many:.0f}"
+    long, many = ratio("gae", 64, 32768, 0.1), ratio("gae", 256, 8192, 0.1)
+    yield MEASURED, f"with a tenth of the tokens a tool's {long:.0f} and {many:.1f}"
+    loops = ["gdpo", "rloo", "gpg", "grpo", "opo", "reinforce_plus_plus_baseline", "grpo_passk"]
+    names = ("GDPO", "RLOO", "GPG", "GRPO", "OPO", "REINFORCE++ with baseline", "pass@k")
+    short = [f"{name} {ratio(key, 4096, 64):.0f}" for name, key in zip(names, loops, strict=True)]
+    yield MEASURED, f"4,096 samples of 64 tokens against verl's loops: {', '.join(short)}"
+    *few, baseline, last = (ratio(key, 4096, 1024) for key in loops)
+    shown = ", ".join(f"{value:.0f}" for value in few)
+    yield MEASURED, f"of 1,024 tokens {shown}, {baseline:.1f} and {last:.0f}"
+    vectorised = span((row["ratio"] for row in file["rows"] if "vectorized" in row["name"]), ".3g")
+    low, high = (float(value) for value in vectorised.split(" to "))
+    remax = span((row["ratio"] for row in file["rows"] if row["name"] == "remax"), ".1f")
+    plus = ratio("reinforce_plus_plus", 256, 8192)
+    yield MEASURED, f"REINFORCE++ {plus:.0f}, GRPO and RLOO {low:.1f} to {high:.0f}, ReMax {remax}"
+    best, tool = (ratio(f"{name}optimal_token_baseline", 4096, 64) for name in ("", "tir_"))
+    yield MEASURED, f"Optimal token baselines {best:.1f} and {tool:.0f}"
+    grown: dict[bool, float] = {}
+    for row in file["rows"]:
+        optimal = "optimal" in row["name"]
+        grown[optimal] = max(grown.get(optimal, 0.0), row["tandem"]["extra_bytes"] / row["input_bytes"])
+    yield MEASURED, f"at most {grown[False]:.1f} times the input, {grown[True]:.0f} for optimal token"
+
+
+def learning_curves(file: Any) -> Shown:
+    pairs, seconds = file["pairs"], f"{file['seconds']:.0f} s"
+    reached, least = file["reached"], min(pair["reached"] for pair in pairs)
+    (seeds,) = {len(pair["finals"]) for pair in pairs}
+    yield MEASURED, f"{reached} of {len(pairs)} algorithms reach accuracy {file['goal']} in at least"
+    yield MEASURED, f"in at least {word(least)} of {word(seeds)} seeds within {seconds} of training steps"
+    yield "docs/choosing.md", f"over {seconds} of training steps, {word(seeds)} seeds each"
+    for pair in pairs:
+        finals = " ".join(f"{final:.3f}" for final in pair["finals"])
+        cells = (pair["estimator"], pair["loss"], finals, f"{mean(pair['finals']):.3f}")
+        row = f"| {' | '.join(cells)} | {pair['reached']} of {seeds} |"
+        yield "benchmarks/results/learning_curves.md", row
+
+
+def learning_warnings(file: Any) -> Shown:
+    warned = sum(bool(run["warnings"]) for run in file["runs"])
+    yield MEASURED, f"{word(warned)} of {len(file['runs'])} runs that learn, with every algorithm"
+
+
+def data_rows(file: Any) -> Shown:
+    cold, warm, ratio = file["medians"]["tandem cold"], file["medians"]["tandem warm"], file["ratio"]
+    yield (
+        MEASURED,
+        f"{word(file['workers'])} processes: {cold['seconds']:.1f} s and {cold['peak_gib']:.2f} GiB,"
+        f" {ratio['cold']:.2f} times the time of `datasets`",
+    )
+    yield MEASURED, f"{warm['seconds']:.2f} s from the cache, {ratio['warm']:.2f} times"
+
+
+def viewer(file: Any) -> Shown:
+    own = {name: f"{value:.0f} ms" for name, value in file["page"].items()}
+    paint, chart, choice, search = (own[f"{key}_ms"] for key in ("first_paint", "charts", "filter", "search"))
+    slower, slow = (f"{1 / file['over_duckdb'][key]:.1f}" for key in ("filter_ms", "search_ms"))
+    steps, samples = f"{file['steps']:,}", f"{file['samples'] // file['steps']:,}"
+    yield MEASURED, f"a run of {steps} steps of {samples} samples in Chromium"
+    yield MEASURED, f"first paint {paint}, a numeric filter {choice}, a text search {search}"
+    yield MEASURED, f"DuckDB takes {slower} and {slow} times as long"
+    name = "docs/viewer.md"
+    yield name, f"| first paint, first chart | {paint}, {chart} |"
+    yield name, f"| a filter by score, … | {choice} |"
+    yield name, f"| a search for a word, … | {search} |"
+    yield name, f"| the index of a million samples, … | {file['index_s']:.0f} s |"
+    yield name, f"takes {slower} times as long for the filter and {slow} times for the search"
+    yield name, f"that did much other work (load {file['load']:.0f})"
+
+
+def sandbox(file: Any) -> Shown:
+    own, python = file["of_sandbox"], file["of_python"]
+    spent, ratio = f"{own['cpu_ms']:.1f} ms of processor time", f"{file['ratio']:.2f}"
+    yield MEASURED, f"`python benchmarks/sandbox.py --runs {file['runs']}` | a program that prints 1: {spent}"
+    yield MEASURED, f"under sandlock, {ratio} times Python's own start"
+    name = "docs/sandbox.md"
+    yield name, f"(load {file['load']:.0f}), spent {spent} on a run"
+    yield name, f"{ratio} times the {python['cpu_ms']:.1f} ms that Python's start took"
+    yield name, f"{own['per_core_second']:.0f} runs for each second of a core"
+
+
+def reward_pool(file: Any) -> Shown:
+    name, count, scores = "docs/rewards.md", file["counts"], file["scores"]
+    hung, killed, leaked = (round(100 * count[key] / scores) for key in ("timeouts", "died", "recycled"))
+    shown = f"{scores:,} scores of {1000 * file['work']:.0f} ms in {word(file['workers'])} processes"
+    yield name, f"`python benchmarks/reward_pool.py --limit {file['limit']}`: {shown}"
+    yield name, f"of which {hung} % hang, {killed} % are killed and {leaked} % leak"
+    yield name, f"took {file['seconds']:.1f} s, {file['ratio']:.2f} times (work + hangs × limit) / processes"
+    yield name, f"with {'every' if file['wrong'] == 0 else 'not every'} score accounted for"
+
+
+def demo_tasks(file: Any) -> Shown:
+    for task, run in file["tasks"].items():
+        row = f"| {run['before']:.3f} | {run['after']:.3f} | {run['seconds']:.0f} |"
+        yield "docs/tasks.md", f"| `{task}` | … {row}"
+
+
+def healthy_runs(file: Any) -> Shown:
+    told = f"{word(len(file['alarms']))} is told anything"
+    yield (
+        "docs/museum.md",
+        f"Of {file['runs']} healthy runs of {file['steps']} steps with settings by lot"
+        f" (`python benchmarks/healthy_runs.py`), {told}",
+    )
+
+
+def tutorials(file: Any) -> Shown:
+    first, last = (file["first-run"]["validation"][place][1] for place in (0, -1))
+    yield "docs/tutorials/two-processes.md", f"an accuracy of {last:.3f} from {first:.3f}, in both"
+    yield MEASURED, f"the demo: accuracy {first:.3f} before, {last:.3f} after"
+    first, last = (file["own-reward"]["right"][place][1] for place in (0, -1))
+    yield "docs/tutorials/own-reward.md", f"rises from {first:.2f} to {last:.2f}"
+    steps = file["reward-model"]["score"][-1][0]
+    yield "docs/tutorials/reward-model.md", f"After {steps} steps the policy writes"
+
+
+def scoreboard(file: Any) -> Shown:
+    """The table is held by the tests of the scoreboard."""
+    loads = span((load for row in file["rows"] for load in row["load"]), ".0f")
+    yield "docs/scoreboard.md", f"a run ends when it is {file['target']}"
+    yield "docs/scoreboard.md", f"the machine had other work (load {loads} on two cores)"
+    ratios = [
+        median(row["trl"]["cpu_seconds"] / row["tandem"]["cpu_seconds"] for row in rows)
+        for _, rows in groupby(sorted(file["rows"], key=itemgetter("task")), itemgetter("task"))
+    ]
+    yield "README.md", f"TRL takes {span(ratios, '.1f')} times as long"
+    yield "docs/scoreboard.md", f"on {word(len({row['task'] for row in file['rows']}))} tasks of"
+
+
+SHOWN = {
+    f"{each.__name__}.json": each
+    for each in (
+        rollout_vs_vllm,
+        grpo_step_vs_trl,
+        grpo_step_vs_trl_bf16_equal,
+        dispatch,
+        controller_traffic,
+        log_prob_head,
+        packing,
+        update_vs_trl,
+        levers,
+        advantages,
+        learning_curves,
+        learning_warnings,
+        data_rows,
+        viewer,
+        sandbox,
+        reward_pool,
+        demo_tasks,
+        healthy_runs,
+        tutorials,
+        scoreboard,
+        *PLANS,
+    )
+}
+UNSHOWN = {"weight_sync.json"}
+"""Files of which no page shows a figure."""
+
+
+def test_there_is_a_function_for_every_file() -> None:
+    assert {path.name for path in RESULTS.glob("*.json")} == SHOWN.keys() | UNSHOWN
+
+
+@pytest.mark.parametrize("file", SHOWN)
+def test_pages_show_what_the_file_says(file: str) -> None:
+    shown = list(SHOWN[file](json.loads((RESULTS / file).read_text("utf-8"))))
+    assert shown
+    assert [(name, phrase) for name, phrase in shown if times_in(page(name), phrase) != 1] == []
+
+
+def test_a_figure_is_found_as_it_is() -> None:
+    text = plain("off by 5.0% in\nthe median, 2.81 <!-- = a.json b --> times; | `ab` | words | 0.43 |")
+    shown = "off by 5.0% in the median", "2.81 times", "| `ab` | … | 0.43 |"
+    assert [times_in(text, phrase) for phrase in shown] == [1, 1, 1]
+    assert [times_in(text, phrase) for phrase in ("off by 5%", ".0% in", "0.4", "81 times")] == [0, 0, 0, 0]
