@@ -3,6 +3,7 @@ import uPlot from "./vendor/uPlot.esm.js";
 import { html, ink, number, runInk, useEffect, useRef } from "./ui.js";
 
 const SYNC = uPlot.sync("steps");
+const WHOLE = [...Array(8).keys()].flatMap((power) => [1, 2, 5].map((step) => step * 10 ** power));
 
 // An exponential mean that begins at the first value; gaps stay gaps.
 export function smoothed(values, weight) {
@@ -77,7 +78,7 @@ function options(box, { log, marks, theme, curves, onZoom, points, zoom }, legen
       points: { size: 6 },
     },
     scales: { x: { time: false, range: zoom ? () => zoom : undefined }, y: log ? { distr: 3 } : { range: around } },
-    axes: [axis(theme, (tick) => number(tick), 24), axis(theme, (tick) => number(tick, 3), 48)],
+    axes: [{ ...axis(theme, (tick) => number(tick), 24), incrs: WHOLE }, axis(theme, (tick) => number(tick, 3), 48)],
     series: [{}, ...series],
     hooks: {
       drawAxes: [drawn(marks)],
