@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.shown import MEASURED, RESULTS, Shown, one, page, plain, span, times_in, word
+from docs.blocks import blocks
+from tandem.cli.main import main
+from tests.support.shown import MEASURED, RESULTS, ROOT, Shown, one, page, plain, span, times_in, word
 from tests.support.shown_plans import PLANS
 
 
@@ -328,3 +330,10 @@ def test_a_figure_is_found_as_it_is() -> None:
     shown = "off by 5.0% in the median", "2.81 times", "| `ab` | … | 0.43 |"
     assert [times_in(text, phrase) for phrase in shown] == [1, 1, 1]
     assert [times_in(text, phrase) for phrase in ("off by 5%", ".0% in", "0.4", "81 times")] == [0, 0, 0, 0]
+
+
+def test_a_comparison_of_schedules_is_what_the_command_says(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = [block.text for block in blocks(ROOT / "docs" / "before-a-run.md")]
+    (at,) = (index for index, text in enumerate(shown) if "--schedule" in text)
+    assert main([str(ROOT / word) if "/" in word else word for word in shown[at].split()[1:]]) == 0
+    assert capsys.readouterr().out.endswith(shown[at + 1])
