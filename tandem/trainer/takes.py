@@ -167,9 +167,7 @@ def _columns(batch: DataProto) -> list[dict[str, Any]]:
         return list(arrays["columns"])
     return [
         {
-            "prompt": messages[0]["content"]
-            if len(messages) == 1 and not messages[0].get("role")
-            else messages,
+            "prompt": messages[0]["content"] if _is_text(messages) else messages,
             "data_source": source,
             "reward_model": {"style": "rule", "ground_truth": truth},
             "extra_info": extra,
