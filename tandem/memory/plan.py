@@ -320,8 +320,8 @@ class _Planner:
             tokens, count = held.tokens(load)
             reduced = "in each" if held.reduces_each(self.device) else "in the last"
             self.notes.append(
-                f"{phase}: {count} micro-batch{'es' if count > 1 else ''} of {tokens:,} tokens a device at most; "
-                f"recomputation: {again}"
+                f"{phase}: {count} micro-batch{'es' if count > 1 else ''} of {tokens:,} tokens a device at "
+                f"most; recomputation: {again}"
                 + (f"; gradients reduced {reduced}" if count > 1 < held.shards else "")
             )
             self.recomputed = again  # of the actor, which is the last
