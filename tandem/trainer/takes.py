@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -146,7 +146,7 @@ def _gathered(trainer: PPOTrainer, batch: DataProto, *, rescore: bool) -> Gather
         return BatchFuture.of(batch.select(tensors, arrays))
 
     columns = set(batch.columns) - _MADE_ANEW
-    samples = part(columns - _SCORED - _BASELINES)
+    samples = part(columns - _SCORED - _BASELINES - ({"columns"} if rescore else set()))
     scores = part(columns & _SCORED)
     if rescore:
         samples = samples.union(BatchFuture.of(DataProto({}, {"columns": _columns(batch)})))
@@ -160,21 +160,20 @@ def _gathered(trainer: PPOTrainer, batch: DataProto, *, rescore: bool) -> Gather
 
 
 def _columns(batch: DataProto) -> list[dict[str, Any]]:
-    """(B) what a reward is given that reads columns by name: those that the run kept because its own reward
-    does so, else what every run keeps of a row."""
+    """(B) what a reward is given that reads columns by name: what every run keeps of a row, and all of it
+    where the run's own reward reads so."""
     arrays = batch.non_tensor_batch
-    if "columns" in batch:
-        return list(arrays["columns"])
+    kept: Iterable[Any] = arrays["columns"] if "columns" in batch else [{}] * len(batch)
+    named = ("messages", "data_source", "ground_truth", "extra_info")
     return [
         {
             "prompt": messages[0]["content"] if _is_text(messages) else messages,
             "data_source": source,
             "reward_model": {"style": "rule", "ground_truth": truth},
             "extra_info": extra,
+            **row,
         }
-        for messages, source, truth, extra in zip(
-            *(arrays[name] for name in ("messages", "data_source", "ground_truth", "extra_info")), strict=True
-        )
+        for row, messages, source, truth, extra in zip(kept, *(arrays[name] for name in named), strict=True)
     ]
 
 
@@ -239,8 +238,8 @@ class Stage:
         # The run's own data need not be here: nothing is read of them.
         prompt = prompts_of(batch, [0])[0].tolist()
         self._columns = set(_columns(batch)[0])
-        row = {"reward_model": {"style": "rule", "ground_truth": ""}, "extra_info": {"index": 0}}
-        row |= _columns(batch)[0] | {"prompt": prompt, "data_source": "replay"}
+        row = _columns(batch)[0] | {"prompt": prompt, "data_source": "replay"}
+        row |= {"reward_model": {"style": "rule", "ground_truth": ""}, "extra_info": {"index": 0}}
         count = max(run.setting("data.train_batch_size"), 1)
         pq.write_table(pa.Table.from_pylist([row] * count), self._rows)
         self._reward.write_text(_NO_REWARD)
