@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from docs.blocks import blocks
+from tandem.bench.report import markdown
 from tandem.cli.main import main
 from tests.support.shown import MEASURED, RESULTS, ROOT, Shown, one, page, plain, span, times_in, word
 from tests.support.shown_plans import PLANS
@@ -284,6 +285,15 @@ def scoreboard(file: Any) -> Shown:
     yield "docs/scoreboard.md", f"on {word(len({row['task'] for row in file['rows']}))} tasks of"
 
 
+def bench(file: Any) -> Shown:
+    for line in markdown(file).splitlines():
+        if line.startswith("| "):
+            yield "docs/bench.md", line
+    yield "docs/bench.md", f"with a load of {file['machine']['load before']:.1f}"
+    operations, copied = (file["rates"][name] / 1e9 for name in ("operations", "bytes"))
+    yield "docs/bench.md", f"of {operations:.1f} GFLOP/s and {copied:.1f} GB/s"
+
+
 SHOWN = {
     f"{each.__name__}.json": each
     for each in (
@@ -307,6 +317,7 @@ SHOWN = {
         healthy_runs,
         tutorials,
         scoreboard,
+        bench,
         *PLANS,
     )
 }
