@@ -223,7 +223,7 @@ def viewer(file: Any) -> Shown:
     yield name, f"| a search for a word, … | {search} |"
     yield name, f"| the index of a million samples, … | {file['index_s']:.0f} s |"
     yield name, f"takes {slower} times as long for the filter and {slow} times for the search"
-    yield name, f"that did much other work (load {file['load']:.0f})"
+    yield name, f"on two cores (load {file['load']:.0f};"
 
 
 def sandbox(file: Any) -> Shown:
