@@ -1,7 +1,7 @@
 """How well `tandem.memory` predicts what a log-prob pass and an update hold.
 
 traced     torch's FSDPMemTracker follows every operation of Tandem's own model, sharded by its own code,
-           under fake tensors, as one of 1 to 64 ranks (see `traced_memory`): 0.5B to 72B shapes with 3 to 6
+           under fake tensors, as one of 1 to 512 ranks (see `traced_memory`): 0.5B to 72B shapes with 3 to 6
            layers, and two with all of them, as layers are alike; levers on and off. The held-out cases are
            drawn from seeds, and were traced after the formulas were written down.
 Both sides count the same tensors; what a CPU cannot trace (kernels of a GPU, its allocator, the cache, copies

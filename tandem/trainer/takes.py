@@ -237,8 +237,9 @@ class Stage:
         self._rows, self._reward = scratch / "rows.parquet", scratch / "reward.py"
         # The run's own data need not be here: nothing is read of them.
         prompt = prompts_of(batch, [0])[0].tolist()
-        self._columns = set(_columns(batch)[0])
-        row = _columns(batch)[0] | {"prompt": prompt, "data_source": "replay"}
+        known = _columns(batch[[0]])[0]
+        self._columns = set(known)
+        row = known | {"prompt": prompt, "data_source": "replay"}
         row |= {"reward_model": {"style": "rule", "ground_truth": ""}, "extra_info": {"index": 0}}
         count = max(run.setting("data.train_batch_size"), 1)
         pq.write_table(pa.Table.from_pylist([row] * count), self._rows)
@@ -258,9 +259,14 @@ class Stage:
         }
         given = [f"{key}={json.dumps(value)}" for key, value in own.items()]
         config = load_train_config(str(self._run.path / "config.yaml"), [*given, *words]).config
+        if reward is not None:
+            self._require_columns(config, reward)
+        return config
+
+    def _require_columns(self, config: TrainConfig, reward: str) -> None:
         scorer = own_reward(config.custom_reward_function)
-        lacks = sorted(set((scorer.reads.needs or ()) if scorer else ()) - self._columns)
-        if reward is not None and lacks:
+        lacks = sorted(set(scorer.reads.needs if scorer else ()) - self._columns)
+        if lacks:
             raise DataError(
                 "the run kept no such column of the data, and the reward reads it",
                 field="--reward",
@@ -269,7 +275,6 @@ class Stage:
                 remedy="give the parameter a default; a run keeps all columns where its own reward reads one "
                 "by name",
             )
-        return config
 
     def take(
         self,

@@ -155,14 +155,12 @@ def other(prompt, response, difficulty):
 def test_another_reward_may_read_what_a_run_keeps_by_name(lab: Lab, grpo: Finished) -> None:
     named = lab.folder / "named.py"
     named.write_text(NAMED)
-    scores = [
-        {
-            row["name"]: row["after"]
-            for row in replay_found(Run(grpo.folder), 3, (), word)["changed"]["metrics"]
-        }
-        for word in (f"{lab.folder / 'score.py'}:length", f"{named}:length", f"{named}:lengths")
-    ]
-    assert scores[0]["reward/mean"] == scores[1]["reward/mean"] == scores[2]["reward/mean"]
+    means = []
+    for word in (f"{lab.folder / 'score.py'}:length", f"{named}:length", f"{named}:lengths"):
+        changed = replay(Run(grpo.folder), 3, Changes(reward=word)).changed
+        assert changed is not None
+        means.append(changed.metrics["reward/mean"])
+    assert means[0] == means[1] == means[2] != grpo.rows[2]["reward/mean"]
     with pytest.raises(DataError, match="kept no such column") as caught:
         replay(Run(grpo.folder), 3, Changes(reward=f"{named}:other"))
     assert str(caught.value.got).endswith("reads difficulty")
