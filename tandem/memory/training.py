@@ -178,12 +178,25 @@ def worst(moments: Iterator[Moment]) -> Moment:
     return max(moments, key=lambda moment: moment.total)
 
 
-def forward_moments(own: Gathered, decoder: Decoder, way: Way, tokens: int) -> Iterator[Moment]:
-    """A pass without gradient. The root stays gathered; a layer is gathered into a buffer and copied out of
+def forward_moments(
+    own: Gathered,
+    decoder: Decoder,
+    way: Way,
+    tokens: int,
+    *,
+    earlier: float = 0.0,
+    last: float = 0.0,
+    gradients: float = 0.0,
+) -> Iterator[Moment]:
+    """A forward pass. The root stays gathered; a layer is gathered into a buffer and copied out of
     it, and FSDP2 keeps the buffer until the next layer has come, so that the root and the first layer stand
     there with both of theirs, and a later layer with its own and that of the layer before. A layer holds the
     embeddings, its input, what attention made of it, and their norm, with three of the MLP's width; the head
     its tiles.
+
+    Args:
+        earlier, last: bytes that layers leave for a backward: all but the last, and that one.
+        gradients: bytes of those that are there already.
     """
     c, features = way.setup.itemsize, decoder.hidden
     w, r = c * own.layer, c * own.root
@@ -192,16 +205,15 @@ def forward_moments(own: Gathered, decoder: Decoder, way: Way, tokens: int) -> I
     ahead = w if way.prefetch and own.layers > 1 and way.resharding else 0.0
     around = tokens * (_around(decoder, c))
     hidden = around + tokens * c * features
-    yield Moment("first gather", r + buffer * (r + w) + w, 0.0, hidden, 0.0)
+    yield Moment("first gather", r + buffer * (r + w) + w, gradients, hidden, 0.0)
     if own.layers > 1:
-        yield Moment("next gather", r + w + 2 * buffer * w + before, 0.0, hidden, 0.0)
-    inside = tokens * _inside(decoder, way)
-    yield Moment("layers, forward", r + w + buffer * w + before + ahead, 0.0, around + inside, 0.0)
+        yield Moment("next gather", r + w + 2 * buffer * w + before, gradients, hidden + earlier, 0.0)
+    inside = earlier + max(last, tokens * _inside(decoder, way))
+    yield Moment("layers, forward", r + w + buffer * w + before + ahead, gradients, around + inside, 0.0)
     gathered = r + buffer * w + (0.0 if way.resharding else own.layers * w)
-    state = tokens * 2 * c * features
-    yield Moment(
-        "head, forward", gathered, 0.0, around + state, head_forward_bytes(own, decoder, way, tokens)
-    )
+    states = earlier + max(last, tokens * 2 * c * features)
+    tiles = head_forward_bytes(own, decoder, way, tokens)
+    yield Moment("head, forward", gathered, gradients, around + states, tiles)
 
 
 def update_moments(own: Gathered, decoder: Decoder, way: Way, tokens: int) -> Iterator[Moment]:
@@ -237,12 +249,8 @@ def update_moments(own: Gathered, decoder: Decoder, way: Way, tokens: int) -> It
     head_gradient = c * own.head if own.trained_root else 0.0
     last = tokens * (norm_bytes(way.setup, features) + c * features)
     held = r if way.resharding else r + layers * w
-    earlier = activations - around - kept  # what layers before the last have left
-    for moment in forward_moments(own, decoder, way, tokens):
-        there = moment.activations + (0.0 if moment.name == "first gather" else earlier)
-        if moment.name in ("layers, forward", "head, forward"):
-            there = max(there, activations)
-        yield moment._replace(gradients=0.0 if way.sums else summed, activations=there)
+    left = {"earlier": activations - around - kept, "last": kept, "gradients": 0.0 if way.sums else summed}
+    yield from forward_moments(own, decoder, way, tokens, **left)
     tiles = head_backward_bytes(own, decoder, way, tokens)
     before = w if layers > 1 and way.resharding else 0.0
     first = held + before
