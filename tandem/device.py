@@ -59,6 +59,16 @@ def set_threads(count: int | None) -> int:
     return torch.get_num_threads()
 
 
+def use_one_thread() -> None:
+    """Let the calling thread run CPU kernels by itself, without OpenMP threads of its own.
+
+    Call it first in a thread that works beside the one that trains. If both have OpenMP threads, there are
+    more of these than cores. Waiting threads then go to sleep at once, and each kernel of training has to
+    wake them up. Other threads that have used PyTorch before keep their number of threads.
+    """
+    torch.set_num_threads(1)
+
+
 def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """The tensors on `device`. From the host to a GPU all go in one copy from pinned memory, for which the
     host does not wait; they then lie in one storage."""

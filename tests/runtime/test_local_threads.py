@@ -1,0 +1,64 @@
+"""Threads that work beside training leave the cores to it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+import torch
+
+from tandem.checkpoint.background import BackgroundWrite
+from tandem.runtime import Dispatch, LocalBackend, ResourcePool, Worker, WorkerGroup, register
+
+
+def multiply() -> int:
+    """Run a kernel that PyTorch divides among threads; return how many this process then has."""
+    torch.ones(1 << 20).mul_(2)
+    return len(os.listdir("/proc/self/task"))
+
+
+class Beside(Worker):
+    aside = True
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
+    def multiply(self) -> int:
+        return multiply()
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    others = set(threading.enumerate())
+    yield
+    torch.set_num_threads(before)
+    for thread in set(threading.enumerate()) - others:
+        thread.join(30)
+
+
+def by_worker() -> int:
+    backend = LocalBackend()
+    group = WorkerGroup(backend, partial(Beside), ResourcePool([1]), role="reward")
+    count: int = group.multiply().get()
+    backend.shutdown()
+    return count
+
+
+def by_checkpoint() -> int:
+    found: list[int] = []
+    done = threading.Event()
+    write = BackgroundWrite()
+    write.start(lambda: (found.append(multiply()), done.set())[0], None)
+    assert done.wait(30)
+    write.check()
+    return found[0]
+
+
+@pytest.mark.parametrize("run", [by_worker, by_checkpoint])
+def test_a_thread_beside_training_adds_itself_alone(two_threads: None, run: Callable[[], int]) -> None:
+    before = multiply()
+    assert run() == before + 1
+    assert torch.get_num_threads() == 2
