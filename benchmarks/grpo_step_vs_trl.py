@@ -20,10 +20,10 @@ import platform
 import subprocess
 import sys
 import tempfile
-import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import transformers
@@ -32,7 +32,11 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from tandem.config.load import load_train_config
 from tandem.demo.model import build_tokenizer
 from tandem.demo.problems import split, write_problems
+from tandem.observability.run import read_metrics
+from tandem.protocol import DataProto, Request, SamplingParams
 from tandem.trainer.assembly import build_ppo
+from tandem.workers.actor import ActorWorker
+from tandem.workers.rollout_part import RolloutPart
 
 HERE = Path(__file__).resolve().parent
 TRL = HERE.parent / ".peers" / "trl" / "bin" / "python"
@@ -71,8 +75,29 @@ def make_files(folder: Path) -> None:
         (folder / f"{mode}.json").write_text(json.dumps(lengths))
 
 
+class SetLengths(RolloutPart):
+    """A rollout that writes a given number of tokens for each request: lengths are part of the task here,
+    not of the policy. No token ends a response."""
+
+    lengths: ClassVar[Sequence[int]] = ()
+
+    def requests(self, prompts: DataProto, n: int, params: SamplingParams) -> list[Request]:
+        asked = super().requests(prompts, n, params)
+        return [
+            replace(request, params=replace(request.params, max_tokens=length, stop_token_ids=()))
+            for request, length in zip(asked, self.lengths, strict=True)
+        ]
+
+
+class SetLengthsActor(ActorWorker):
+    """The policy's worker with that rollout."""
+
+    rollout_part = SetLengths
+
+
 def tandem_steps(folder: Path, mode: str, precision: str, tokens: int, count: int) -> dict[str, Any]:
     """Runs in a process of its own: seconds of each step after two to warm up."""
+    run = Path(tempfile.mkdtemp(dir=folder))
     overrides = [
         f"actor_rollout_ref.model.path={folder / 'model'}",
         f"data.train_files={folder / 'train.parquet'}",
@@ -86,35 +111,23 @@ def tandem_steps(folder: Path, mode: str, precision: str, tokens: int, count: in
         "actor_rollout_ref.actor.use_dynamic_bsz=true",
         f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={tokens}",
         f"actor_rollout_ref.actor.fsdp_config.dtype={precision}",
-        f"trainer.default_local_dir={folder / f'run_{mode}_{precision}'}",
+        f"trainer.total_training_steps={count + 2}",
+        f"trainer.worker_classes={{actor_rollout: {__name__}:SetLengthsActor}}",
+        f"trainer.default_local_dir={run}",
+        "trainer.save_freq=-1",
         "trainer.samples_freq=-1",
+        "trainer.resume_mode=disable",
         "trainer.logger=[]",
     ]
+    SetLengths.lengths = LENGTHS[mode]
     trainer = build_ppo(load_train_config(None, overrides).config, say=lambda _: None)
-    # Lengths are part of the task here, not of the policy: no end token, an own limit for each request.
-    engine = trainer.roles.actor._workers._worker._rollout
-    submit = engine.submit
-
-    def submit_with_lengths(requests: Any) -> None:
-        submit(
-            [
-                replace(r, params=replace(r.params, max_tokens=length, stop_token_ids=()))
-                for r, length in zip(requests, LENGTHS[mode], strict=True)
-            ]
-        )
-
-    engine.submit = submit_with_lengths
-    seconds, phases = [], []
-    with trainer.session as session:
-        session.restore(trainer.load_state_dict)
-        for step in range(1, count + 3):
-            began = time.perf_counter()
-            metrics = trainer.step(step, trainer.prompts.next())
-            seconds.append(time.perf_counter() - began)
-            phases.append(trainer.roles.actor.take_timings()[0])
-    assert metrics["tokens/response"] == sum(LENGTHS[mode]), metrics["tokens/response"]
-    fastest = min(range(2, len(seconds)), key=seconds.__getitem__)
-    return {"seconds": seconds[2:], "phases": phases[fastest]}
+    trainer.fit()
+    rows = read_metrics(run / "metrics.jsonl")[2:]
+    for row in rows:
+        assert row["tokens/response"] == sum(LENGTHS[mode]), row["tokens/response"]
+    fastest = min(rows, key=lambda row: row["timing/step"])
+    phases = {name: value for name, value in fastest.items() if name.startswith("timing/")}
+    return {"seconds": [row["timing/step"] for row in rows], "phases": phases}
 
 
 def run_json(command: list[str]) -> dict[str, Any]:
