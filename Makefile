@@ -11,7 +11,7 @@ TRANSFORMERS := transformers>=5.16.1,<5.20
 # Hundreds of processes import the same: their bytecode is kept, which PIP_INSTALL leaves to the first of them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test lint format test-full test-vllm test-verl test-loggers stress bench gpu peers clean help
+.PHONY: image demo test lint format test-full test-vllm test-verl test-loggers stress bench gpu peers clean help
 
 help: ## the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -71,6 +71,9 @@ bench: $(DEV) peers ## the performance claims, each against its peer
 
 gpu: ## all that is measured on a GPU, with $(PYTHON) as it is; ARGS='--phase decode --deadline 540 --out DIR'
 	$(PYTHON) benchmarks/gpu.py $(ARGS)
+
+image: ## an image of docker/, the CPU's by default; ARGS='cuda' or '--debootstrap --build-arg TORCH_FROM= --demo'
+	$(PYTHON) docker/build.py $(ARGS)
 
 peers: .peers/trl/.installed .peers/verl/.installed .peers/vllm/.installed ## what we measure ourselves against
 

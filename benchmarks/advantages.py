@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from peers.advantage_common import AdvantageSide, Columns
 from peers.sides import Side, serve
+from tiny import arguments, peer
 from torch import Tensor
 
 import tandem.algorithms  # noqa: F401  (registers the estimators)
@@ -119,7 +120,7 @@ def start(name: str, folder: Path) -> Side:
 
 
 def measure(case: Case, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    sides = {name: start(name, folder) for name in ("tandem", "verl")}
+    sides = {name: start(name, folder) for name in options.sides}
     arguments = {"name": case.name, "options": case.options}
     batch = {"samples": case.samples, "tokens": case.tokens, "holes": case.holes}
     batch |= {"group": GROUP, "threads": options.threads}
@@ -136,12 +137,16 @@ def measure(case: Case, options: argparse.Namespace, folder: Path) -> dict[str, 
         found[name]["seconds"], found[name]["cpu_seconds"] = (
             statistics.median(turn[name][index] for turn in turns) for index in (0, 1)
         )
+    if "verl" not in sides:
+        return found
     ratios = [turn["verl"][0] / turn["tandem"][0] for turn in turns]
     return found | {"ratio": statistics.median(ratios), "spread": (min(ratios), max(ratios))}
 
 
 def report(found: dict[str, Any]) -> str:
-    tandem, verl = found["tandem"], found["verl"]
+    tandem, verl = found["tandem"], found.get("verl")
+    if verl is None:
+        return f"{found['name']:<30}{1e3 * tandem['seconds']:>28.2f} ms"
     low, high = found["spread"]
     cpu = verl["cpu_seconds"] / tandem["cpu_seconds"]
     shape = f"({found['samples']}, {found['tokens']}) {found['holes']:.0%}"
@@ -164,18 +169,21 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=sorted({case.name for case in CASES}))
     parser.add_argument("--out", type=Path, help="also write the results here, as JSON")
     parser.add_argument("--side", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = arguments(parser, rounds=1, cases=["grpo"])
     if options.side:
         serve(AdvantageSide(estimate, "tandem", ragged).methods())
         return
+    options.sides = ["tandem", *(["verl"] if peer("verl", tiny=options.tiny) else [])]
+    cases = [case for case in CASES if options.cases is None or case.name in options.cases]
+    if options.tiny:
+        cases = [case._replace(samples=16, tokens=32) for case in cases[:1]]
     names = "".join(f"{name:>{width}}" for name, width in HEADINGS)
     print(names)
     rows = []
-    for case in CASES:
-        if options.cases is None or case.name in options.cases:
-            with tempfile.TemporaryDirectory() as folder:
-                rows.append(measure(case, options, Path(folder)))
-            print(report(rows[-1]), flush=True)
+    for case in cases:
+        with tempfile.TemporaryDirectory() as folder:
+            rows.append(measure(case, options, Path(folder)))
+        print(report(rows[-1]), flush=True)
     machine = {
         "processor": platform.machine(),
         "cores": os.cpu_count(),

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from device.rates import clock
 from rollout_vs_hf import SIZES
+from tiny import arguments
 from train_step import MeanLogProb, describe
 from transformers import AutoModelForCausalLM, Qwen2Config
 
@@ -58,13 +59,13 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", choices=("fp32", "bf16"), help="both on a CPU, bf16 on CUDA")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or auto")
     parser.add_argument("--turns", type=int, default=3)
-    options = parser.parse_args()
+    options = arguments(parser, sizes=["3.2M"], dtypes=["fp32"], turns=1)
     device = choose_device(options.device)
     dtypes = options.dtypes or (["fp32", "bf16"] if device.type == "cpu" else ["bf16"])
     print(f"torch {torch.__version__}, {describe(device)}")
     for size in options.sizes:
         shape = SIZES[size]
-        batch = make_batch(SEQUENCES[size], shape["vocab_size"])
+        batch = make_batch(4 if options.tiny else SEQUENCES[size], shape["vocab_size"])
         tokens = len(batch.ragged("tokens").values)
         with tempfile.TemporaryDirectory() as name:
             config = Qwen2Config(**shape, tie_word_embeddings=True)

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ import numpy as np
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
+from tiny import arguments
 
 LIMIT, BATCH, SEED = 64, 1024, 1
 TEMPLATE = (
@@ -65,7 +67,7 @@ def write(folder: Path, rows: int) -> None:
         vocab_size=8000, special_tokens=special, show_progress=False,
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
     )  # fmt: skip
-    raw.train_from_iterator((text() for _ in range(20_000)), trainer)
+    raw.train_from_iterator((text() for _ in range(min(rows, 20_000))), trainer)
     fast = __import__("transformers").PreTrainedTokenizerFast
     fast(tokenizer_object=raw, eos_token="<|im_end|>", chat_template=TEMPLATE).save_pretrained(folder)
 
@@ -175,10 +177,14 @@ def main() -> None:
     parser.add_argument("--way", choices=WAYS, help="measure this one alone, in this process")
     parser.add_argument("--folder", type=Path, help="where the rows are; made there if they are not")
     parser.add_argument("--cache", type=Path)
-    given = parser.parse_args()
+    given = arguments(parser, rows=2000, workers=1)
     if given.way:
         print(json.dumps(WAYS[given.way](given.folder, given.cache, given.workers)))
         return
+    ways = list(WAYS)
+    if given.tiny and not find_spec("datasets"):
+        print("datasets: skipped, it is not installed")
+        ways.remove("datasets")
     with tempfile.TemporaryDirectory() as scratch:
         folder = given.folder or Path(scratch)
         if not (folder / "tokenizer.json").is_file():
@@ -186,7 +192,7 @@ def main() -> None:
             write(folder, given.rows)
         found: dict[str, list[dict[str, Any]]] = {}
         for repeat in range(given.repeats):
-            for way in WAYS:
+            for way in ways:
                 for state in ("cold", "warm"):
                     cache = Path(scratch, f"cache-{way}")
                     result = measured(way, folder, cache, given.workers)
@@ -199,7 +205,7 @@ def main() -> None:
     }
     facts = {
         "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} processors",
-        "versions": {name: __import__(name).__version__ for name in ("datasets", "pyarrow", "tokenizers")},
+        "versions": {name: __import__(name).__version__ for name in (*ways[1:], "pyarrow", "tokenizers")},
         "rows": given.rows,
         "workers": given.workers,
         "repeats": given.repeats,
@@ -207,6 +213,7 @@ def main() -> None:
         "ratio": {
             state: medians[f"tandem {state}"]["seconds"] / medians[f"datasets {state}"]["seconds"]
             for state in ("cold", "warm")
+            if "datasets" in ways
         },
     }
     print(json.dumps(facts, indent=2))

@@ -10,18 +10,20 @@ import json
 import os
 import platform
 import tempfile
+from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from tiny import arguments, small_demo
 
 from tandem.demo.gym import GYMS
 from tandem.demo.program import run_demo
 from tandem.observability.run import read_metrics
 
 
-def measure(task: str, seed: int) -> dict[str, Any]:
+def measure(task: str, seed: int, overrides: list[str]) -> dict[str, Any]:
     """One run, its curve as pairs of step and validation accuracy."""
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
@@ -32,7 +34,7 @@ def measure(task: str, seed: int) -> dict[str, Any]:
             seed=seed,
             control="none",
             ranks=1,
-            overrides=[],
+            overrides=overrides,
             say=print,
         )
         rows = read_metrics(done.run / "metrics.jsonl")
@@ -64,11 +66,13 @@ def main() -> None:
     parser.add_argument("tasks", nargs="*")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/demo_tasks.json"))
-    given = parser.parse_args()
+    given = arguments(parser, tasks=["spell_backward"])
+    overrides = ["trainer.total_training_steps=1", "reward.num_workers=0"] if given.tiny else []
     found = json.loads(given.out.read_text()) if given.out.exists() else {"tasks": {}}
     found |= {"device": device(), "command": f"tandem demo TASK --seed {given.seed}"}
     for task in given.tasks or GYMS:
-        found["tasks"][task] = row = measure(task, given.seed)
+        with small_demo() if given.tiny else nullcontext():
+            found["tasks"][task] = row = measure(task, given.seed, overrides)
         print({task: row})
         given.out.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -28,7 +28,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -40,6 +40,7 @@ import numpy as np
 import ray
 import torch
 from peers.sides import Side, seconds, serve
+from tiny import arguments, peer
 from torch import Tensor
 
 from tandem.protocol import DataProto, Ragged
@@ -185,15 +186,22 @@ class Comparison:
         folder: for what the sides print.
     """
 
-    def __init__(self, rounds: int, folder: Path) -> None:
+    def __init__(self, rounds: int, folder: Path, *, with_verl: bool) -> None:
         self.rounds = rounds
         self.tandem = Side([sys.executable, __file__, "--tandem"], folder / "tandem.log")
-        self.verl = Side([str(VERL), str(HERE / "peers" / "verl_dispatch.py")], folder / "verl.log")
-        self.versions: dict[str, str] = self.verl.ask("versions")
+        command = [str(VERL), str(HERE / "peers" / "verl_dispatch.py")]
+        self.verl = Side(command, folder / "verl.log") if with_verl else None
+        self.sides = [side for side in (self.tandem, self.verl) if side is not None]
+        self.versions: dict[str, str] = {} if self.verl is None else self.verl.ask("versions")
 
     def both(self, method: str, **arguments: Any) -> None:
-        for side in (self.tandem, self.verl):
+        for side in self.sides:
             side.ask(method, **arguments)
+
+    def of_verl(self, method: str, **arguments: Any) -> list[Callable[[], Any]]:
+        """The question to verl; none where it does not take part."""
+        side = self.verl
+        return [] if side is None else [lambda: side.ask(method, **arguments)]
 
     def turns(self, *questions: Callable[[], Any]) -> list[list[Any]]:
         """The answers to each question, asked in turn; those of the first round, a warm-up, are left out."""
@@ -201,8 +209,8 @@ class Comparison:
         return [list(column) for column in zip(*answers[1:], strict=True)]
 
     def close(self) -> None:
-        self.tandem.close()
-        self.verl.close()
+        for side in self.sides:
+            side.close()
 
 
 def compare_calls(sides: Comparison, workers: list[int]) -> list[dict[str, Any]]:
@@ -210,16 +218,16 @@ def compare_calls(sides: Comparison, workers: list[int]) -> list[dict[str, Any]]
     for count in workers:
         sides.both("start", threads=CORES)
         sides.both("open_calls", processes=count, rows=64, length=32)
-        own, torch_way, numpy_way = sides.turns(
+        own, *peers = sides.turns(
             lambda: sides.tandem.ask("calls", times=50),
-            lambda: sides.verl.ask("calls", times=50, serialisation="torch"),
-            lambda: sides.verl.ask("calls", times=50, serialisation="numpy"),
+            *sides.of_verl("calls", times=50, serialisation="torch"),
+            *sides.of_verl("calls", times=50, serialisation="numpy"),
         )
         sides.both("stop")
         for what in ("nothing", "small"):
             name = f"{'a call that does nothing' if what == 'nothing' else 'a call with a small batch'}"
-            own_s, *peer_s = (median(answer[what] for answer in way) for way in (own, torch_way, numpy_way))
-            rows.append(row(f"{name}, {count} worker(s)", own_s, peer_s[0], min(peer_s)))
+            own_s, *peer_s = (median(answer[what] for answer in way) for way in (own, *peers))
+            rows.append(row(f"{name}, {count} worker(s)", own_s, peer_s))
     return rows
 
 
@@ -254,7 +262,7 @@ class Move:
         size = f"{self.rows * length * TOKEN_BYTES / 2**30:.2g} GiB"
         name = f"{size} from {PRODUCERS} to {CONSUMERS} workers{', reordered' * self.reordered}"
         verl_s = {way: median(taken) for way, taken in self.verl_s.items()}
-        found = row(name, median(self.tandem_s), verl_s[PLAIN_WAY], min(verl_s.values()))
+        found = row(name, median(self.tandem_s), [verl_s[PLAIN_WAY], *verl_s.values()] if verl_s else [])
         found |= {"floor_s": min(self.floor_s), "share_of_floor": min(self.floor_s) / found["tandem_s"]}
         return found | {"verl_first_try_s": {", ".join(way): s for way, s in self.first_try_s.items()}}
 
@@ -271,6 +279,8 @@ def compare_moves(sides: Comparison, length: int) -> list[dict[str, Any]]:
             move.tandem_s += [move.of_tandem(sides.tandem) for _ in range(3)][1:]
             move.floor_s.append(floor_s(move.rows * length * TOKEN_BYTES))
         sides.tandem.ask("stop")
+        if sides.verl is None:
+            continue
         sides.verl.ask("start", threads=CORES)
         sides.verl.ask("open_move", **opened)
         for move in moves:
@@ -284,12 +294,12 @@ def compare_moves(sides: Comparison, length: int) -> list[dict[str, Any]]:
 def compare_tables(sides: Comparison, rows: int, length: int) -> list[dict[str, Any]]:
     sides.both("start", threads=CORES)
     sides.both("open_tables", rows=rows, length=length, widths=COLUMNS, parts=4)
-    own, peer = sides.turns(
-        lambda: sides.tandem.ask("tables", times=7), lambda: sides.verl.ask("tables", times=7)
-    )
+    own, *peers = sides.turns(lambda: sides.tandem.ask("tables", times=7), *sides.of_verl("tables", times=7))
     sides.both("stop")
-    times = {what: (median(a[what] for a in own), median(b[what] for b in peer)) for what in own[0]}
-    return [row(what, own_s, peer_s, peer_s) for what, (own_s, peer_s) in times.items()]
+    return [
+        row(what, median(a[what] for a in own), [median(b[what] for b in of_peer) for of_peer in peers])
+        for what in own[0]
+    ]
 
 
 def floor_s(size: int) -> float:
@@ -312,20 +322,21 @@ def median(values: Iterable[float]) -> float:
     return statistics.median(values)
 
 
-def row(what: str, tandem_s: float, verl_s: float, verl_fastest_s: float) -> dict[str, Any]:
-    found = {
-        "what": what,
-        "tandem_s": tandem_s,
-        "verl_s": verl_s,
-        "ratio": verl_s / tandem_s,
-        "verl_fastest_s": verl_fastest_s,
-        "ratio_to_fastest": verl_fastest_s / tandem_s,
-    }
-    print(
-        f"{what:<42} {tandem_s * 1e3:>12.3f} {verl_s * 1e3:>12.3f} {found['ratio']:>7.2f}"
-        f" {verl_fastest_s * 1e3:>12.3f} {found['ratio_to_fastest']:>7.2f}",
-        flush=True,
-    )
+def row(what: str, tandem_s: float, verl_s: Sequence[float]) -> dict[str, Any]:
+    """Print and return one line of the table.
+
+    Args:
+        verl_s: of verl's ways, its defaults first; empty where it does not take part.
+    """
+    found: dict[str, Any] = {"what": what, "tandem_s": tandem_s}
+    told = f"{what:<42} {tandem_s * 1e3:>12.3f}"
+    if verl_s:
+        plain, best = verl_s[0], min(verl_s)
+        found |= {"verl_s": plain, "ratio": plain / tandem_s}
+        found |= {"verl_fastest_s": best, "ratio_to_fastest": best / tandem_s}
+        told += f" {plain * 1e3:>12.3f} {found['ratio']:>7.2f}"
+        told += f" {best * 1e3:>12.3f} {found['ratio_to_fastest']:>7.2f}"
+    print(told, flush=True)
     return found
 
 
@@ -338,21 +349,20 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, help="also write the results here, as JSON")
     parser.add_argument("--tandem", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = arguments(parser, quick=True)
     if args.tandem:
         side = TandemSide()
         serve({name: getattr(side, name) for name in dir(side) if not name.startswith("_")})
         return
-    if not VERL.exists():
-        sys.exit("verl's environment is missing: run `make peers` first")
-    length = 512 if args.quick else 2048
+    with_verl = peer("verl", tiny=args.tiny)
+    length = 16 if args.tiny else 512 if args.quick else 2048
     print(f"{'':<42} {'Tandem ms':>12} {'verl ms':>12} {'ratio':>7} {'its fastest':>12} {'ratio':>7}")
     with (
         tempfile.TemporaryDirectory() as folder,
-        closing(Comparison(1 if args.quick else 3, Path(folder))) as sides,
+        closing(Comparison(1 if args.quick else 3, Path(folder), with_verl=with_verl)) as sides,
     ):
-        rows = compare_tables(sides, 4096, 2048)
-        rows += compare_calls(sides, [1, 4] if args.quick else [1, 4, 8])
+        rows = compare_tables(sides, *((64, 32) if args.tiny else (4096, 2048)))
+        rows += compare_calls(sides, [1] if args.tiny else [1, 4] if args.quick else [1, 4, 8])
         rows += compare_moves(sides, length)
         versions = sides.versions
     if args.out:

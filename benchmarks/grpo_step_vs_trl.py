@@ -20,27 +20,45 @@ import platform
 import subprocess
 import sys
 import tempfile
-import time
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import transformers
+from tiny import arguments, peer
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from tandem.config.load import load_train_config
 from tandem.demo.model import build_tokenizer
 from tandem.demo.problems import split, write_problems
+from tandem.observability.run import read_metrics
+from tandem.protocol import DataProto, Request, SamplingParams
 from tandem.trainer.assembly import build_ppo
+from tandem.workers.actor import ActorWorker
+from tandem.workers.rollout_part import RolloutPart
 
 HERE = Path(__file__).resolve().parent
 TRL = HERE.parent / ".peers" / "trl" / "bin" / "python"
-PROMPTS, N, LONGEST = 32, 8, 64
-LENGTHS = {
-    "equal": [LONGEST] * (PROMPTS * N),
-    "spread": [4 + (i * 37) % (LONGEST - 3) for i in range(PROMPTS * N)],
-}
+MODES = ("equal", "spread")
+
+
+@dataclass(frozen=True)
+class Size:
+    """Prompts of a step, completions of each, and the tokens of the longest."""
+
+    prompts: int
+    n: int
+    longest: int
+
+    def lengths(self, mode: str) -> list[int]:
+        """Tokens of each completion."""
+        count = range(self.prompts * self.n)
+        return [self.longest if mode == "equal" else 4 + (i * 37) % (self.longest - 3) for i in count]
+
+
+FULL, TINY = Size(32, 8, 64), Size(4, 2, 8)
 TRL_SETTINGS = {
     "fp32": [("fp32", 256), ("fp32", 64)],
     "bf16": [("bf16-autocast", 256), ("bf16-pure", 256), ("bf16-pure", 64)],
@@ -48,7 +66,7 @@ TRL_SETTINGS = {
 TANDEM_SETTINGS = [2048, 3072, 4096]  # tokens per micro-batch
 
 
-def make_files(folder: Path) -> None:
+def make_files(folder: Path, size: Size) -> None:
     tokenizer = build_tokenizer()
     config = Qwen2Config(
         vocab_size=len(tokenizer),
@@ -67,54 +85,65 @@ def make_files(folder: Path) -> None:
     Qwen2ForCausalLM(config).save_pretrained(folder / "model")  # type: ignore[no-untyped-call]
     tokenizer.save_pretrained(folder / "model")
     write_problems(folder / "train.parquet", split(seed=0, train=512, validation=8).train, part="train")
-    for mode, lengths in LENGTHS.items():
-        (folder / f"{mode}.json").write_text(json.dumps(lengths))
+    for mode in MODES:
+        (folder / f"{mode}.json").write_text(json.dumps(size.lengths(mode)))
 
 
-def tandem_steps(folder: Path, mode: str, precision: str, tokens: int, count: int) -> dict[str, Any]:
-    """Runs in a process of its own: seconds of each step after two to warm up."""
+class SetLengths(RolloutPart):
+    """A rollout that writes a given number of tokens for each request: lengths are part of the task here,
+    not of the policy. No token ends a response."""
+
+    lengths: ClassVar[Sequence[int]] = ()
+
+    def requests(self, prompts: DataProto, n: int, params: SamplingParams) -> list[Request]:
+        asked = super().requests(prompts, n, params)
+        return [
+            replace(request, params=replace(request.params, max_tokens=length, stop_token_ids=()))
+            for request, length in zip(asked, self.lengths, strict=True)
+        ]
+
+
+class SetLengthsActor(ActorWorker):
+    """The policy's worker with that rollout."""
+
+    rollout_part = SetLengths
+
+
+def tandem_steps(
+    folder: Path, mode: str, precision: str, tokens: int, count: int, size: Size
+) -> dict[str, Any]:
+    """Run in a process of its own: seconds of each step after two to warm up."""
+    run = Path(tempfile.mkdtemp(dir=folder))
     overrides = [
         f"actor_rollout_ref.model.path={folder / 'model'}",
         f"data.train_files={folder / 'train.parquet'}",
-        f"data.train_batch_size={PROMPTS}",
+        f"data.train_batch_size={size.prompts}",
         "data.max_prompt_length=8",
-        f"data.max_response_length={LONGEST}",
+        f"data.max_response_length={size.longest}",
         "algorithm.adv_estimator=grpo",
-        f"actor_rollout_ref.rollout.n={N}",
+        f"actor_rollout_ref.rollout.n={size.n}",
         "actor_rollout_ref.model.enable_gradient_checkpointing=false",
-        f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS}",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={size.prompts}",
         "actor_rollout_ref.actor.use_dynamic_bsz=true",
         f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={tokens}",
         f"actor_rollout_ref.actor.fsdp_config.dtype={precision}",
-        f"trainer.default_local_dir={folder / f'run_{mode}_{precision}'}",
+        f"trainer.total_training_steps={count + 2}",
+        f"trainer.worker_classes={{actor_rollout: {__name__}:SetLengthsActor}}",
+        f"trainer.default_local_dir={run}",
+        "trainer.save_freq=-1",
         "trainer.samples_freq=-1",
+        "trainer.resume_mode=disable",
         "trainer.logger=[]",
     ]
+    SetLengths.lengths = size.lengths(mode)
     trainer = build_ppo(load_train_config(None, overrides).config, say=lambda _: None)
-    # Lengths are part of the task here, not of the policy: no end token, an own limit for each request.
-    engine = trainer.roles.actor._workers._worker._rollout
-    submit = engine.submit
-
-    def submit_with_lengths(requests: Any) -> None:
-        submit(
-            [
-                replace(r, params=replace(r.params, max_tokens=length, stop_token_ids=()))
-                for r, length in zip(requests, LENGTHS[mode], strict=True)
-            ]
-        )
-
-    engine.submit = submit_with_lengths
-    seconds, phases = [], []
-    with trainer.session as session:
-        session.restore(trainer.load_state_dict)
-        for step in range(1, count + 3):
-            began = time.perf_counter()
-            metrics = trainer.step(step, trainer.prompts.next())
-            seconds.append(time.perf_counter() - began)
-            phases.append(trainer.roles.actor.take_timings()[0])
-    assert metrics["tokens/response"] == sum(LENGTHS[mode]), metrics["tokens/response"]
-    fastest = min(range(2, len(seconds)), key=seconds.__getitem__)
-    return {"seconds": seconds[2:], "phases": phases[fastest]}
+    trainer.fit()
+    rows = read_metrics(run / "metrics.jsonl")[2:]
+    for row in rows:
+        assert row["tokens/response"] == sum(SetLengths.lengths), row["tokens/response"]
+    fastest = min(rows, key=lambda row: row["timing/step"])
+    phases = {name: value for name, value in fastest.items() if name.startswith("timing/")}
+    return {"seconds": [row["timing/step"] for row in rows], "phases": phases}
 
 
 def run_json(command: list[str]) -> dict[str, Any]:
@@ -125,47 +154,62 @@ def run_json(command: list[str]) -> dict[str, Any]:
     return report
 
 
-def trl_seconds(folder: Path, mode: str, setting: tuple[str, int], steps: int) -> list[float]:
+def trl_seconds(folder: Path, mode: str, setting: tuple[str, int], steps: int, size: Size) -> list[float]:
     precision, micro_batch = setting
+    micro_batch = min(micro_batch, size.prompts * size.n)
     command = [
         str(TRL), str(HERE / "peers" / "trl_grpo_step.py"),
         "--model", str(folder / "model"), "--prompts", str(folder / "train.parquet"),
         "--lengths", str(folder / f"{mode}.json"), "--precision", precision,
-        "--n", str(N), "--micro-batch", str(micro_batch), "--steps", str(steps), "--warmup", "1",
+        "--n", str(size.n), "--micro-batch", str(micro_batch), "--steps", str(steps), "--warmup", "1",
     ]  # fmt: skip
     seconds: list[float] = run_json(command)["all_seconds"]
     return seconds
 
 
-def tandem_seconds(folder: Path, mode: str, precision: str, tokens: int, steps: int) -> list[float]:
-    words = [str(folder), mode, precision, str(tokens), str(steps)]
-    seconds: list[float] = run_json([sys.executable, __file__, "--tandem", *words])["seconds"]
+def tandem_seconds(
+    folder: Path, mode: str, precision: str, tokens: int, steps: int, size: Size
+) -> list[float]:
+    words = ["--tandem", str(folder), mode, precision, str(tokens), str(steps)]
+    words += ["--tiny"] if size is TINY else []
+    seconds: list[float] = run_json([sys.executable, __file__, *words])["seconds"]
     return seconds
 
 
-def compare(folder: Path, mode: str, precision: str, steps: int) -> dict[str, Any]:
-    own = {t: tandem_seconds(folder, mode, precision, t, steps) for t in TANDEM_SETTINGS}
-    peer = {s: trl_seconds(folder, mode, s, steps) for s in TRL_SETTINGS[precision]}
-    tokens = min(own, key=lambda setting: min(own[setting]))
-    fastest = min(peer, key=lambda setting: min(peer[setting]))
-    tandem = own[tokens] + tandem_seconds(folder, mode, precision, tokens, steps)
-    trl = peer[fastest] + trl_seconds(folder, mode, fastest, steps)
-    row = {
+def fastest(run: Callable[[Any], list[float]], settings: Sequence[Any]) -> tuple[Any, list[float]]:
+    """Run every setting once, and the fastest of several again; return it with its seconds."""
+    tried = {setting: run(setting) for setting in settings}
+    best = min(tried, key=lambda setting: min(tried[setting]))
+    return best, tried[best] + (run(best) if len(tried) > 1 else [])
+
+
+def compare(folder: Path, mode: str, precision: str, args: argparse.Namespace, size: Size) -> dict[str, Any]:
+    few = 1 if size is TINY else None
+    tokens, tandem = fastest(
+        lambda setting: tandem_seconds(folder, mode, precision, setting, args.steps, size),
+        TANDEM_SETTINGS[:few],
+    )
+    row: dict[str, Any] = {
         "mode": mode,
         "precision": precision,
         "tandem_s": min(tandem),
-        "trl_s": min(trl),
-        "ratio": min(trl) / min(tandem),
         "tandem_setting": f"{tokens} tokens per micro-batch",
-        "trl_setting": f"{fastest[0]}, micro-batch {fastest[1]}",
         "tandem_all_s": tandem,
-        "trl_all_s": trl,
     }
-    print(
-        f"{mode:>7} {precision:>5} {row['tandem_s']:>10.2f} {row['trl_s']:>8.2f} {row['ratio']:>7.2f}"
-        f"   {row['trl_setting']}",
-        flush=True,
-    )
+    told = f"{mode:>7} {precision:>5} {row['tandem_s']:>10.2f}"
+    if args.with_trl:
+        setting, trl = fastest(
+            lambda setting: trl_seconds(folder, mode, setting, args.steps, size),
+            TRL_SETTINGS[precision][:few],
+        )
+        row |= {
+            "trl_s": min(trl),
+            "ratio": min(trl) / min(tandem),
+            "trl_setting": f"{setting[0]}, micro-batch {setting[1]}",
+            "trl_all_s": trl,
+        }
+        told += f" {row['trl_s']:>8.2f} {row['ratio']:>7.2f}   {row['trl_setting']}"
+    print(told, flush=True)
     return row
 
 
@@ -174,21 +218,22 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
-    parser.add_argument("--modes", nargs="+", default=["equal", "spread"], choices=["equal", "spread"])
+    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--tandem", nargs=5, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = arguments(parser, precisions=["fp32"], modes=["spread"], steps=1)
+    size = TINY if args.tiny else FULL
     if args.tandem:
         folder, mode, precision, tokens, steps = args.tandem
-        print(json.dumps(tandem_steps(Path(folder), mode, precision, int(tokens), int(steps))))
+        counts = int(tokens), int(steps)
+        print(json.dumps(tandem_steps(Path(folder), mode, precision, *counts, size)))
         return
-    if not TRL.exists():
-        sys.exit("TRL's environment is missing: run `make peers` first")
+    args.with_trl = peer("trl", tiny=args.tiny)
     print("   mode dtype  tandem s    trl s   ratio   TRL's fastest setting")
     with tempfile.TemporaryDirectory() as name:
-        make_files(Path(name))
-        rows = [compare(Path(name), mode, p, args.steps) for p in args.precisions for mode in args.modes]
+        make_files(Path(name), size)
+        rows = [compare(Path(name), mode, p, args, size) for p in args.precisions for mode in args.modes]
     if args.out:
         report = {
             "command": " ".join(["python", *sys.argv]),

@@ -25,7 +25,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 from curves_svg import Curve, Panel, draw
+from tiny import arguments, small_demo
 
 from tandem.algorithms.registry import ADVANTAGES, POLICY_LOSSES
 from tandem.config.load import load_train_config
@@ -273,7 +274,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("runs/learning_curves"), help="tasks and cells")
     parser.add_argument("--out", type=Path, help="also write learning_curves.{json,md,svg} here")
     parser.add_argument("--cell", nargs=3, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = arguments(parser, only=["rloo"], seeds=1, seconds=0.1)
     if options.cell is not None:
         estimator, loss, seed = options.cell
         train(Cell(estimator, loss, int(seed)), options.folder, options.seconds)
@@ -281,8 +282,9 @@ def main() -> None:
     for part in ("cells", "logs"):
         (options.folder / part).mkdir(parents=True, exist_ok=True)
     wanted = cells(options.only, options.seeds)
-    for seed in range(options.seeds):
-        task(options.folder, seed)
+    with small_demo() if options.tiny else nullcontext():
+        for seed in range(options.seeds):
+            task(options.folder, seed)
     with ThreadPoolExecutor(options.jobs) as pool:
         failed = [name for name in pool.map(lambda cell: run_in_process(cell, options), wanted) if name]
     files = [cell_file(cell, options.folder) for cell in wanted]

@@ -18,11 +18,13 @@ import shutil
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from learning_curves import ACTOR, Cell, cells, machine, task
+from tiny import arguments, small_demo
 
 from tandem.algorithms.registry import ADVANTAGES
 from tandem.config.load import load_train_config
@@ -75,7 +77,7 @@ class Healthy:
     def name(self) -> str:
         return self.setting or self.cell.name
 
-    def words(self, folder: Path) -> list[str]:
+    def words(self, folder: Path, steps: int) -> list[str]:
         made = task(folder, 0)
         model = made / ("warm_model" if self.setting else "model")
         columns = ADVANTAGES.find(self.cell.estimator).columns
@@ -87,8 +89,9 @@ class Healthy:
             f"data.train_files={made / 'train.parquet'}",
             *own,
             "trainer.test_freq=-1",
+            "reward.num_workers=0",
             "trainer.samples_freq=-1",
-            f"trainer.total_training_steps={5 * STEPS if self.setting == 'few prompts' else STEPS}",
+            f"trainer.total_training_steps={5 * steps if self.setting == 'few prompts' else steps}",
             f"trainer.default_local_dir={folder / 'runs' / self.name}",
             *(SETTINGS[self.setting][1] if self.setting else beyond),
         ]
@@ -100,10 +103,10 @@ def healthy_runs(seeds: int) -> list[Healthy]:
     return [Healthy(cell) for cell in of_algorithms] + of_settings
 
 
-def outcome(healthy: Healthy, folder: Path) -> dict[str, Any]:
+def outcome(healthy: Healthy, folder: Path, steps: int) -> dict[str, Any]:
     """What became of one run."""
     try:
-        config = load_train_config(None, healthy.words(folder)).config
+        config = load_train_config(None, healthy.words(folder, steps)).config
     except ConfigErrors as refused:
         return {"run": healthy.name, "refused": str(refused.errors[0])}
     run = Path(config.trainer.default_local_dir)
@@ -141,12 +144,13 @@ def main() -> None:
         help="for the warm model, made once, and the runs",
     )
     parser.add_argument("--out", type=Path, help="also write what was found here")
-    options = parser.parse_args()
+    options = arguments(parser, only=["rloo"], seeds=1)
     found, began = [], time.monotonic()
     for healthy in healthy_runs(options.seeds):
         wanted = not options.only or any(part in healthy.name for part in options.only)
         if wanted and time.monotonic() - began < options.limit:
-            found.append(outcome(healthy, options.folder))
+            with small_demo() if options.tiny else nullcontext():
+                found.append(outcome(healthy, options.folder, 6 if options.tiny else STEPS))
             print(json.dumps(found[-1]), flush=True)
     if options.out is not None:
         options.out.write_text(json.dumps({"machine": machine(), "runs": found}, indent=1) + "\n")

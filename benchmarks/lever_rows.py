@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,7 @@ from tandem.config.optim import OptimConfig
 from tandem.engines.train.base import Counts, MicroBatching
 from tandem.engines.train.fsdp import FSDPEngine
 from tandem.engines.train.shards import gathered
+from tandem.engines.train.state import TrainState
 from tandem.models.activation_offload import SameStream
 from tandem.models.collectives import CollectiveMeter
 from tandem.models.parallel import leave_distributed
@@ -162,19 +164,20 @@ def update(engine: FSDPEngine, batch: DataProto, options: Options) -> dict[str, 
 def gradients(folder: Path, options: Options, precision: str, device: str) -> dict[str, Tensor]:
     """The whole gradient by weight, before clipping; no weight changes."""
     engine = make_engine(folder, options, precision, device)
-    if device == "cpu" and engine._offload is not None:
-        engine._offload._lane, engine._offload._min_bytes = SameStream(), 0
+    offload = engine.activation_offload
+    if device == "cpu" and offload is not None:
+        offload.lane, offload.min_bytes = SameStream(), 0
     taken: dict[str, Tensor] = {}
 
-    def take(*_: Any) -> None:
-        for name, parameter in engine._state.named().items():
+    def take(state: TrainState, *_: Any) -> None:
+        for name, parameter in state.named().items():
             if parameter.grad is not None:
                 whole = gathered(parameter.grad, parameter.grad.dtype, CollectiveMeter())
                 taken[name] = whole.detach().cpu().clone()
 
-    engine._state.step = take  # type: ignore[method-assign]
     dtype = torch.float64 if precision == "fp64" else torch.float32
-    update(engine, SMALL.batch(dtype), options)
+    with mock.patch.object(TrainState, "step", take):
+        update(engine, SMALL.batch(dtype), options)
     return taken
 
 
@@ -182,7 +185,7 @@ def costs(folder: Path, options: Options, device: str, steps: int) -> dict[str, 
     """Memory and seconds of a step on this rank."""
     size = LARGE[device]
     engine, batch = make_engine(folder, options, SPEED_PRECISION[device], device), size.batch()
-    resident = _growth(lambda: update(engine, batch, options)) if device == "cpu" else 0
+    resident = growth(lambda: update(engine, batch, options)) if device == "cpu" else 0
     peak, metrics = (_cpu_peak if device == "cpu" else _cuda_peak)(lambda: update(engine, batch, options))
     seconds = []
     for _ in range(steps):
@@ -227,7 +230,7 @@ def _cuda_peak(work: Callable[[], dict[str, float]]) -> tuple[int, dict[str, flo
     return torch.cuda.max_memory_allocated() - before, metrics
 
 
-def _growth(work: Callable[[], object]) -> int:
+def growth(work: Callable[[], object]) -> int:
     """The peak of resident memory over that before (Linux)."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     before = _resident("VmRSS")

@@ -39,6 +39,7 @@ from typing import Any
 import torch
 import transformers
 from lever_rows import PRECISIONS, Options, RowFailed, measure, reference, save_models
+from tiny import arguments
 
 HERE = Path(__file__).resolve().parent
 BOUNDS = {"fp64": 1e-9, "fp32": 1e-5}
@@ -308,7 +309,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="timed ones of each row; the best counts")
     parser.add_argument("--quick", action="store_true", help="no pairs, one timed step")
     parser.add_argument("--out", type=Path, help="also write the results here, as JSON")
-    options = parser.parse_args()
+    options = arguments(parser, quick=True, only=["plain"])
     options.steps = 1 if options.quick else options.steps
     levers = rows(options.device, pairs=not (options.quick or options.no_pairs))
     if options.only:

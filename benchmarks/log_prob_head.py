@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from peers.head_common import Head, HeadSide
 from peers.sides import Side, serve
+from tiny import arguments, peer
 from torch import Tensor
 
 from tandem.models.heads import token_log_probs
@@ -104,13 +105,15 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.8)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES)
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--out", type=Path, help="also write the results here, as JSON")
     parser.add_argument("--side", choices=list(HEADS), help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = arguments(parser, tokens=16, hidden=32, vocabulary=256, rounds=1)
     if options.side is not None:
         serve(HeadSide(HEADS[options.side]).methods())
         return
+    if "verl" in options.sides and not peer("verl", tiny=options.tiny):
+        options.sides = [name for name in options.sides if name != "verl"]
     with tempfile.TemporaryDirectory() as folder:
         found = measure(options, Path(folder))
     found["machine"] = {

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tiny import arguments
 from traced_memory import Case, traced
 
 from tandem.memory.activations import Setup
@@ -219,7 +220,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="*")
     parser.add_argument("--report", action="store_true")
     parser.add_argument("--out", type=Path, default=OUT)
-    options = parser.parse_args()
+    options = arguments(parser, only=["Qwen2.5-0.5B 4 layers, 4096 tokens shards=1 mode=full"])
     stored = json.loads(options.out.read_text()) if options.out.exists() else {"rows": {}}
     rows: dict[str, Any] = stored["rows"]
     for name, case in () if options.report else (*designed(), *held_out()):

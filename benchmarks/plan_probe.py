@@ -18,11 +18,12 @@ import os
 import platform
 import tempfile
 import time
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from tiny import arguments, small_demo
 
 from tandem.config.load import load_train_config
 from tandem.config.root import TrainConfig
@@ -56,7 +57,9 @@ def model_of(folder: Path, task: str, seed: int) -> Path:
     return made / "warm_model"
 
 
-def config_of(folder: Path, run: tuple[str, int, int, float], seed: int, place: Path) -> TrainConfig:
+def config_of(
+    folder: Path, run: tuple[str, int, int, float], seed: int, place: Path, truth: int
+) -> TrainConfig:
     task, own, n, temperature = run
     model = model_of(folder, task, own)
     prompt, response = LONGEST_PROMPT, LONGEST_RESPONSE
@@ -68,12 +71,12 @@ def config_of(folder: Path, run: tuple[str, int, int, float], seed: int, place: 
         f"data.train_files={model.parent / 'train.parquet'}",
         f"data.max_prompt_length={prompt}",
         f"data.max_response_length={response}",
-        f"data.train_batch_size={TRUTH}",
+        f"data.train_batch_size={truth}",
         "algorithm.adv_estimator=grpo",
         f"actor_rollout_ref.rollout.n={n}",
         f"actor_rollout_ref.rollout.temperature={temperature}",
         "actor_rollout_ref.rollout.max_num_seqs=512",
-        f"actor_rollout_ref.actor.ppo_mini_batch_size={TRUTH}",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={truth}",
         "actor_rollout_ref.actor.use_dynamic_bsz=true",
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096",
         "trainer.device=cpu",
@@ -83,19 +86,20 @@ def config_of(folder: Path, run: tuple[str, int, int, float], seed: int, place: 
         "trainer.save_freq=0",
         "trainer.samples_freq=-1",
         "trainer.logger=[]",
+        "reward.num_workers=0",
     ]
     return load_train_config(None, words).config
 
 
-def judged(folder: Path, run: tuple[str, int, int, float]) -> dict[str, Any]:
+def judged(folder: Path, run: tuple[str, int, int, float], groups: int, truth: int) -> dict[str, Any]:
     """What the probe says of a run, and what its first step has."""
     with tempfile.TemporaryDirectory(dir=folder) as name:
-        config = config_of(folder, run, 1, Path(name) / "never")
+        config = config_of(folder, run, 1, Path(name) / "never", truth)
         began = time.perf_counter()
-        found = report(run_probe(config, groups=GROUPS, limit_s=600, say=lambda sentence: None), config)
+        found = report(run_probe(config, groups=groups, limit_s=600, say=lambda sentence: None), config)
         probed_s = time.perf_counter() - began
         assert not (Path(name) / "never").exists()
-        trainer = build_ppo(config_of(folder, run, 2, Path(name) / "run"), say=lambda sentence: None)
+        trainer = build_ppo(config_of(folder, run, 2, Path(name) / "run", truth), say=lambda sentence: None)
         try:
             with closing(trainer.steps()) as steps:
                 for _ in steps:
@@ -105,12 +109,12 @@ def judged(folder: Path, run: tuple[str, int, int, float]) -> dict[str, Any]:
         metrics = trainer.done.metrics
     teach = found["teach"]
     low, high = 1 - teach["high"], 1 - teach["low"]
-    truth = float(metrics["reward/zero_std_share"])
+    share = float(metrics["reward/zero_std_share"])
     return {
         "run": list(run),
         "without_spread": {"value": 1 - teach["value"], "low": low, "high": high},
-        "truth": truth,
-        "inside": low <= truth <= high,
+        "truth": share,
+        "inside": low <= share <= high,
         "groups": found["groups"],
         "probe_s": round(probed_s, 2),
         "response_length": [found["response_length"]["value"], float(metrics["response_length/mean"])],
@@ -123,12 +127,14 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/plan_probe.json"))
     parser.add_argument("--folder", type=Path, help="for models and runs; a temporary one")
-    args = parser.parse_args()
+    args = arguments(parser)
+    groups, truth = (4, 16) if args.tiny else (GROUPS, TRUTH)
     rows: list[dict[str, Any]] = json.loads(args.out.read_text())["rows"] if args.out.exists() else []
     with tempfile.TemporaryDirectory() as name:
-        for run in RUNS:
+        for run in RUNS[:1] if args.tiny else RUNS:
             if all(row["run"] != list(run) for row in rows):
-                rows.append(judged(args.folder or Path(name), run))
+                with small_demo() if args.tiny else nullcontext():
+                    rows.append(judged(args.folder or Path(name), run, groups, truth))
                 last = rows[-1]
                 print(*run, last["without_spread"], last["truth"], last["inside"], flush=True)
                 whole = {
@@ -137,7 +143,7 @@ def main() -> None:
                     "versions": {"python": platform.python_version(), "torch": torch.__version__},
                     "inside": sum(row["inside"] for row in rows),
                     "runs": len(rows),
-                    "truth_groups": TRUTH,
+                    "truth_groups": truth,
                     "rows": rows,
                 }
                 args.out.write_text(json.dumps(whole, indent=1) + "\n")

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import psutil
+from tiny import arguments
 
 from tandem.config.rewards import RewardConfig
 from tandem.rewards import Item
@@ -41,7 +42,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--limit", type=float, default=0.5)
     parser.add_argument("--work", type=float, default=0.01)
-    given = parser.parse_args()
+    given = arguments(parser, scores=40, workers=2, limit=0.3, work=0.0)
     n = given.scores
     kinds = ["hang"] * (n // 20) + ["crash"] * (n // 20) + ["leak"] * (n // 100)
     kinds += ["ok"] * (n - len(kinds))

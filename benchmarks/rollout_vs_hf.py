@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from tiny import arguments
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
@@ -73,9 +74,9 @@ def build(size: str, dtype: torch.dtype, device: torch.device) -> PreTrainedMode
     return model.to(device=device, dtype=dtype).eval()  # type: ignore[no-any-return]
 
 
-def make_requests(vocabulary: int) -> list[Request]:
+def make_requests(vocabulary: int, longest: int) -> list[Request]:
     rng = np.random.default_rng(0)
-    lengths = rng.integers(SHORTEST, LONGEST + 1, size=PROMPTS)
+    lengths = rng.integers(SHORTEST, longest + 1, size=PROMPTS)
     return [
         Request(
             str(index), 0, rng.integers(0, vocabulary, size=PROMPT_LENGTH), SamplingParams(max_tokens=int(n))
@@ -127,9 +128,9 @@ def seconds(work: Callable[[], None], device: torch.device) -> float:
     return time.perf_counter() - started
 
 
-def measure(size: str, dtype_name: str, device: torch.device, repeats: int) -> dict[str, Any]:
+def measure(size: str, dtype_name: str, device: torch.device, repeats: int, longest: int) -> dict[str, Any]:
     module = build(size, DTYPES[dtype_name], device)
-    requests = make_requests(SIZES[size]["vocab_size"])
+    requests = make_requests(SIZES[size]["vocab_size"], longest)
     step = matmuls(module, PROMPTS, device)
     engines = {
         "tandem": lambda: run_native(module, requests, device),
@@ -185,14 +186,14 @@ def main() -> None:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", type=Path, help="also write the results here, as JSON")
-    options = parser.parse_args()
+    options = arguments(parser, sizes=["3.2M"], dtypes=["fp32"], repeats=1, device="cpu")
     set_threads(options.threads)
     device = choose_device(options.device)
     results = []
     print(HEADER)
     for size in options.sizes:
         for dtype in options.dtypes:
-            row = measure(size, dtype, device, options.repeats)
+            row = measure(size, dtype, device, options.repeats, SHORTEST if options.tiny else LONGEST)
             results.append(row)
             print(LINE.format(**row), flush=True)
     if options.out is not None:

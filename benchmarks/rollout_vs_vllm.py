@@ -41,6 +41,7 @@ from rollout_vs_hf import (
     run_hf,
     seconds,
 )
+from tiny import arguments, peer
 from transformers import PreTrainedModel
 
 from tandem.device import choose_device, set_threads
@@ -218,12 +219,14 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, help=f"the results as JSON; default {RESULTS.name}, with --quick none"
     )
-    options = parser.parse_args()
+    options = arguments(parser, quick=True, dtypes=["fp32"])
     set_threads(options.threads)
     device = choose_device("cpu")
     sizes, repeats, workloads = options.sizes, options.repeats, {k: WORKLOADS[k] for k in options.workloads}
     if options.quick:
         sizes, repeats, workloads = sizes[:1], 1, QUICK
+    if "vllm" in options.engines and not peer("vllm", tiny=options.tiny):
+        options.engines = [name for name in options.engines if name != "vllm"]
     engines = [name for name in ENGINES if name in {"tandem", *options.engines}]
     results: list[dict[str, Any]] = []
     versions: dict[str, str] = {}
@@ -231,18 +234,18 @@ def main() -> None:
         for dtype in options.dtypes:
             module = build(size, DTYPES[dtype], device)
             log = Path(tempfile.gettempdir()) / "rollout_vs_vllm.log"
-            peer = VLLM(module, dtype, options.threads, log) if "vllm" in engines else None
+            vllm = VLLM(module, dtype, options.threads, log) if "vllm" in engines else None
             for workload, (prompts, n) in workloads.items():
                 requests = make_requests(SIZES[size]["vocab_size"], prompts, n)
-                row = measure(module, requests, engines, peer, device, repeats)
+                row = measure(module, requests, engines, vllm, device, repeats)
                 parameters = sum(p.numel() for p in module.parameters())
                 results.append(
                     {"size": size, "parameters": parameters, "dtype": dtype, "workload": workload, **row}
                 )
                 print(line(results[-1]), flush=True)
-            if peer is not None:
-                versions = peer.versions
-                peer.close()
+            if vllm is not None:
+                versions = vllm.versions
+                vllm.close()
     out = options.out or (None if options.quick else RESULTS)
     if out is not None:
         report = {

@@ -18,6 +18,8 @@ import sys
 import time
 from collections.abc import Callable
 
+from tiny import arguments
+
 from tandem.sandbox import Limits, local, protection
 from tandem.sandbox.protections import Sandlock, kept_for
 
@@ -38,7 +40,7 @@ def end() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=100)
-    runs = parser.parse_args().runs
+    runs = arguments(parser, runs=1).runs
     python = [os.path.realpath(sys.executable), "-I", "-S", "-B", "-c", "print(1)"]
 
     def sandboxed() -> None:

@@ -23,6 +23,8 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ import torch
 import transformers
 from curves_svg import COLOURS, Panel, draw
 from grpo_step_vs_trl import HERE, TRL, run_json
+from tiny import arguments, peer, small_demo
 
 from tandem.config.load import load_train_config
 from tandem.demo.gym import ARITHMETIC, GYMS
@@ -73,7 +76,7 @@ class Clocked(Synchronous):
         return metrics
 
 
-def tandem_run(folder: Path, task: str, seed: int) -> dict[str, Any]:
+def tandem_run(folder: Path, task: str, seed: int, steps: int) -> dict[str, Any]:
     """Runs in a process of its own, which ends as soon as the target is seen."""
     run = folder / f"tandem_{seed}"
     prompts, prompt, response = sizes(task)
@@ -92,7 +95,7 @@ def tandem_run(folder: Path, task: str, seed: int) -> dict[str, Any]:
         "actor_rollout_ref.actor.use_dynamic_bsz=true",
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=2048",
         f"actor_rollout_ref.actor.optim.lr={LR}",
-        f"trainer.total_training_steps={MOST_STEPS}",
+        f"trainer.total_training_steps={steps}",
         f"trainer.test_freq={EVERY}",
         f"trainer.seed={seed}",
         f"trainer.default_local_dir={run}",
@@ -120,7 +123,7 @@ def tandem_run(folder: Path, task: str, seed: int) -> dict[str, Any]:
     return outcome(looked)
 
 
-def trl_run(folder: Path, task: str, seed: int) -> dict[str, Any]:
+def trl_run(folder: Path, task: str, seed: int, steps: int) -> dict[str, Any]:
     prompts, _, response = sizes(task)
     report = run_json(
         [
@@ -129,7 +132,7 @@ def trl_run(folder: Path, task: str, seed: int) -> dict[str, Any]:
             "--val", str(folder / "val.parquet"), "--target", str(TARGET), "--precision", "fp32",
             "--train-batch-size", str(prompts), "--n", str(N), "--mini-batch-size", str(prompts),
             "--micro-batch-size", str(prompts * N), "--max-response-length", str(response), "--lr", str(LR),
-            "--test-freq", str(EVERY), "--max-steps", str(MOST_STEPS), "--seed", str(seed),
+            "--test-freq", str(EVERY), "--max-steps", str(steps), "--seed", str(seed),
         ]
     )  # fmt: skip
     return outcome(report["curve"])
@@ -148,14 +151,15 @@ def outcome(curve: list[dict[str, float]]) -> dict[str, Any]:
     }
 
 
-def measure(folder: Path, task: str, seed: int) -> dict[str, Any]:
+def measure(folder: Path, task: str, seed: int, sides: Sequence[str], steps: int) -> dict[str, Any]:
     """Both sides, one after the other; which is first alternates with the seed."""
     row: dict[str, Any] = {"task": task, "seed": seed, "load": [round(os.getloadavg()[0], 2)]}
-    for side in SIDES if seed % 2 == 0 else SIDES[::-1]:
+    for side in sides if seed % 2 == 0 else sides[::-1]:
         if side == "tandem":
-            row[side] = run_json([sys.executable, __file__, "--tandem", str(folder), task, str(seed)])
+            words = ["--tandem", str(folder), task, str(seed), str(steps)]
+            row[side] = run_json([sys.executable, __file__, *words])
         else:
-            row[side] = trl_run(folder, task, seed)
+            row[side] = trl_run(folder, task, seed, steps)
         row["load"].append(round(os.getloadavg()[0], 2))
     return row
 
@@ -211,24 +215,27 @@ def machine() -> dict[str, Any]:
     }
 
 
-def run_all(tasks: list[str], seeds: list[int], out: Path) -> None:
+def run_all(args: argparse.Namespace) -> None:
+    """Run what the file does not have."""
+    out, steps = args.out, 2 if args.tiny else MOST_STEPS
+    sides = SIDES if peer("trl", tiny=args.tiny) else SIDES[:1]
     report = json.loads(out.read_text()) if out.exists() else {"target": TARGET, "rows": []}
     report |= {"command": " ".join(["python", *sys.argv]), **machine()}
     with tempfile.TemporaryDirectory() as name:
         print("tandem, then TRL: seconds and steps to the target; * not reached")
-        for seed in seeds:
-            for task in tasks:
+        for seed in args.seeds:
+            for task in args.tasks or TASKS:
                 if any((row["task"], row["seed"]) == (task, seed) for row in report["rows"]):
                     continue
                 folder = Path(name) / task
                 if not folder.exists():
                     make_task(folder, 0, task)
                     warm_up(folder, 0, lambda _: None, task)
-                row = measure(folder, task, seed)
+                row = measure(folder, task, seed, sides, steps)
                 report["rows"].append(row)
                 out.parent.mkdir(parents=True, exist_ok=True)
                 out.write_text(json.dumps(report) + "\n")
-                print(f"{seed:>3} {task:<20} {told(row['tandem'])} {told(row['trl'])}", flush=True)
+                print(f"{seed:>3} {task:<20} {' '.join(told(row[side]) for side in sides)}", flush=True)
 
 
 def main() -> None:
@@ -239,18 +246,19 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--report", action="store_true", help="draw what the file has, and run nothing")
-    parser.add_argument("--tandem", nargs=3, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    parser.add_argument("--tandem", nargs=4, help=argparse.SUPPRESS)
+    args = arguments(parser, tasks=[ARITHMETIC])
     if args.tandem:
-        print(json.dumps(tandem_run(Path(args.tandem[0]), args.tandem[1], int(args.tandem[2]))))
+        print(json.dumps(tandem_run(Path(args.tandem[0]), args.tandem[1], *map(int, args.tandem[2:]))))
         return
     if unknown := set(args.tasks) - set(TASKS):
         parser.error(f"unknown task {', '.join(unknown)}; there are {', '.join(TASKS)}")
     if not args.report:
-        if not TRL.exists():
-            sys.exit("TRL's environment is missing: run `make peers` first")
-        run_all(args.tasks or list(TASKS), args.seeds, args.out)
+        with small_demo() if args.tiny else nullcontext():
+            run_all(args)
     report = json.loads(args.out.read_text())
+    if any(side not in row for row in report["rows"] for side in SIDES):
+        return  # a tiny run without TRL: there is nothing to compare
     args.out.with_suffix(".svg").write_text(figure(report))
     print(table(report))
 

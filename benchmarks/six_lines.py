@@ -8,12 +8,15 @@ first step whose mean reward is 0.9), since the start of Python, and `step`, its
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+from tiny import arguments
 
 from tandem.demo.model import write_model
 
@@ -27,17 +30,18 @@ def repeats(prompt, response, letter): return response.count(letter) / 8
 config = {"data.max_response_length": 8, "actor_rollout_ref.actor.optim.lr": 1e-3}
 times = [imported - started]
 def seen(step, metrics): times.append((time.time(), metrics["reward/mean"]))
-run = tandem.train("model", train=rows, rewards=repeats, steps=60, out="run", config=config, on_step=seen)
+run = tandem.train("model", train=rows, rewards=repeats, out="run", config=config, on_step=seen, steps=60)
 """
 REWARD = 0.9
 
 
 def main() -> None:
+    options = arguments(argparse.ArgumentParser(description=__doc__))
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder, "model"), seed=0)
         began = time.time()
-        program = PROGRAM + "print(json.dumps(times))"
-        words = [sys.executable, "-c", program]
+        program = PROGRAM.replace("steps=60", "steps=2") if options.tiny else PROGRAM
+        words = [sys.executable, "-c", f"{program}print(json.dumps(times))"]
         ran = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=900, check=True)
     imported, *steps = json.loads(ran.stdout.splitlines()[-1])
     reached = next((number for number, (_, reward) in enumerate(steps) if reward >= REWARD), None)

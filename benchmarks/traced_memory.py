@@ -115,18 +115,18 @@ class Tracker(FSDPMemTracker):
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
     """Attention by the kernel of variable lengths, and tiles of a GPU's size, though nothing is computed."""
-    kept = attention._rectangular, tiled._TILE_BYTES["cpu"], DeviceMesh._concatenate
+    kept = attention.rectangular, tiled.TILE_BYTES["cpu"], DeviceMesh._concatenate
 
     def real(*args: Any) -> DeviceMesh:
         with unset_fake_temporarily():
             return kept[2](*args)
 
-    attention._rectangular, tiled._TILE_BYTES["cpu"] = torch_varlen, tiled._TILE_BYTES["cuda"]
+    attention.rectangular, tiled.TILE_BYTES["cpu"] = torch_varlen, tiled.TILE_BYTES["cuda"]
     DeviceMesh._concatenate = real
     try:
         yield
     finally:
-        attention._rectangular, tiled._TILE_BYTES["cpu"], DeviceMesh._concatenate = kept
+        attention.rectangular, tiled.TILE_BYTES["cpu"], DeviceMesh._concatenate = kept
 
 
 def traced(case: Case) -> dict[str, dict[str, int]]:

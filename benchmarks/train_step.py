@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from device.rates import clock
+from tiny import arguments
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2Config
 
@@ -127,10 +128,10 @@ def describe(device: torch.device) -> str:
     return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
 
 
-def make_batch(spread: bool) -> DataProto:
+def make_batch(spread: bool, samples: int) -> DataProto:
     torch.manual_seed(0)
     shortest = 4 if spread else RESPONSE
-    lengths = PROMPT + torch.randint(shortest, RESPONSE + 1, (SAMPLES,))
+    lengths = PROMPT + torch.randint(shortest, RESPONSE + 1, (samples,))
     tokens = Ragged.from_lengths(torch.randint(0, VOCABULARY, (int(lengths.sum()),)), lengths)
     return DataProto({"tokens": tokens, "response_mask": tokens.with_values(tokens.positions() >= PROMPT)})
 
@@ -141,9 +142,9 @@ def main() -> None:
     parser.add_argument("--checkpointing", action="store_true", help="recompute activations (Tandem only)")
     parser.add_argument("--spread", action="store_true", help="responses of 4 to 64 tokens, not all 64")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or auto")
-    options = parser.parse_args()
+    options = arguments(parser, turns=1)
     device = choose_device(options.device)
-    batch = make_batch(options.spread)
+    batch = make_batch(options.spread, 16 if options.tiny else SAMPLES)
     tokens = len(batch.ragged("tokens").values)
     machine = describe(device)
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, {machine}, {tokens} tokens")

@@ -33,7 +33,7 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ import transformers
 from device.rates import synchronize
 from peers.sides import Side, serve
 from rollout_vs_hf import SIZES, build
+from tiny import arguments, peer
 from transformers import AutoModelForCausalLM
 
 from tandem.config.actor import ActorConfig
@@ -208,7 +209,7 @@ def fastest(name: str, settings: tuple[int, ...], logs: Path, **work: Any) -> tu
 
 
 def compare(size: str, dtype: str, mode: str, options: argparse.Namespace) -> dict[str, Any]:
-    work = WORK[size]
+    work = replace(WORK[size], samples=16, micro=(16,)) if options.tiny else WORK[size]
     rollouts = make_rollouts(work, mode, SIZES[size]["vocab_size"])
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -280,13 +281,13 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one micro-batch size for each side")
     parser.add_argument("--out", type=Path, help="also write the results here, as JSON")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = arguments(parser, sizes=["3.2M"], dtypes=["fp32"], modes=["spread"], rounds=1, quick=True)
     if options.side is not None:
         timed = Timed(TandemSide() if options.side == "tandem" else TransformersSide())
         serve({"open": timed.open, "step": timed.step})
         return
-    if "trl" in options.sides and not TRL.exists():
-        sys.exit("TRL's environment is missing: run `make peers` first")
+    if "trl" in options.sides and not peer("trl", tiny=options.tiny):
+        options.sides = [name for name in options.sides if name != "trl"]
     dtypes = options.dtypes or (["bf16"] if options.device == "cuda" else list(DTYPES))
     for size, dtype, mode in itertools.product(options.sizes, dtypes, options.modes):
         row = compare(size, dtype, mode, options)

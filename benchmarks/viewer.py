@@ -28,6 +28,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from playwright.sync_api import Page, sync_playwright
+from tiny import arguments
 
 from tandem.viewer.api import Api
 from tandem.viewer.query import Query
@@ -186,7 +187,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--samples", type=int, default=1000)
     parser.add_argument("--folder", type=Path, help="where the run is made, or was; default: a temporary one")
-    asked = parser.parse_args()
+    asked = arguments(parser, steps=4, samples=16)
     with tempfile.TemporaryDirectory() as temporary:
         folder = asked.folder or Path(temporary) / "run"
         if not (folder / "metrics.jsonl").exists():

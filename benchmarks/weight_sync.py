@@ -31,6 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from device.rates import synchronize
+from tiny import arguments
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from tandem.config.fsdp import FSDPConfig
@@ -207,8 +208,9 @@ def main() -> None:
     parser.add_argument("--bucket-mib", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--device", default="cpu", help="cpu, cuda or auto")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = arguments(parser, hidden=64, layers=1, repeats=1)
     if options.folder is None:
         launch(options)
         return
@@ -225,8 +227,8 @@ def main() -> None:
     }
     if dist.get_rank() == 0:
         report(found)
-        RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.write_text(json.dumps(found, indent=2) + "\n")
+        options.out.parent.mkdir(exist_ok=True)
+        options.out.write_text(json.dumps(found, indent=2) + "\n")
     leave_distributed(together=True)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import re
 import runpy
 from pathlib import Path
@@ -14,6 +15,7 @@ PINS = dict(
     for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     if not line.startswith("#")
 )
+build = runpy.run_path(str(ROOT / "docker" / "build.py"))
 DOCKERFILES = sorted((ROOT / "docker").glob("Dockerfile.*"))
 parse = runpy.run_path(str(ROOT / "docker" / "try_install.py"))["instructions"]
 
@@ -43,3 +45,19 @@ def test_an_image(path: Path) -> None:
     for _, rest in (step for step in steps if step[0] == "COPY"):
         *sources, _target = rest.split()
         assert all((ROOT / source).exists() and f"!{source}" in sent for source in sources)
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.suffix[1:])
+def test_the_base_of_an_image(path: Path) -> None:
+    assert build["base_of"](path, []) == "python:3.11-slim-bookworm"
+    assert build["base_of"](path, ["PYTHON=3.12", "TORCH_FROM="]) == "python:3.12-slim-bookworm"
+
+
+def test_pip_settings_are_mounted_for_the_build_alone(tmp_path: Path) -> None:
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    options = list(build["mounts"](tmp_path, {"find-links": f"{wheels} /not/there", "timeout": "9"}))
+    assert options == [f"--volume={tmp_path}/pip.conf:/etc/pip.conf:ro", f"--volume={wheels}:{wheels}:ro"]
+    written = configparser.ConfigParser()
+    written.read(tmp_path / "pip.conf")
+    assert dict(written["global"]) == {"find-links": f"{wheels} /not/there", "timeout": "9"}

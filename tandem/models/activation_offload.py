@@ -208,9 +208,9 @@ class ActivationOffload:
         min_bytes: int = MIN_BYTES,
     ) -> None:
         self._device = device
-        self._lane = lane
+        self.lane = lane
         self._ahead = ahead
-        self._min_bytes = min_bytes
+        self.min_bytes = min_bytes
         self._last = len(layers) - 1
         self._memory: dict[int, Tensor] = {}  # a layer's on the host; kept from step to step
         self._layers: list[_Layer] = []
@@ -244,11 +244,11 @@ class ActivationOffload:
         self._layers.append(saved)
         with saved_tensors_hooks(partial(self._pack, saved), self._unpack):
             out = forward(*args, **kwargs)
-        if self._lane is not None:
+        if self.lane is not None:
             if index < self._last:
-                saved.send(self._lane, self._host_memory(saved))
+                saved.send(self.lane, self._host_memory(saved))
             if self._ahead <= index < self._last + self._ahead:
-                self._layers[index - self._ahead].leave(self._lane)
+                self._layers[index - self._ahead].leave(self.lane)
         return out
 
     def _pack(self, layer: _Layer, tensor: Tensor) -> Tensor | _Handle:
@@ -257,12 +257,12 @@ class ActivationOffload:
         address, nbytes = storage.data_ptr(), storage.nbytes()
         if tensor.device.type != self._device.type or address in layer.outside:
             return tensor
-        if nbytes < self._min_bytes:
+        if nbytes < self.min_bytes:
             layer.small[address] = nbytes
             return tensor
         if address not in layer.saved:
-            layer.saved[address] = _Saved(nbytes, storage if self._lane is not None else None)
-        if self._lane is None:
+            layer.saved[address] = _Saved(nbytes, storage if self.lane is not None else None)
+        if self.lane is None:
             return tensor
         spec = tensor._spec if isinstance(tensor, DTensor) else None
         shape = part.shape, part.stride(), part.storage_offset()
@@ -277,7 +277,7 @@ class ActivationOffload:
 
     def _reach(self, layer: _Layer) -> None:
         """The backward has come to this layer: those after it are done with, the one before it is next."""
-        assert self._lane is not None
+        assert self.lane is not None
         if layer.over:
             raise EngineError(
                 "the activations of this forward are gone",
@@ -285,11 +285,11 @@ class ActivationOffload:
             )
         self._reached = layer
         for later in self._layers[layer.index + 1 :]:
-            later.leave(self._lane)
-        layer.fetch(self._lane, self._device)
-        layer.settle(self._lane)
+            later.leave(self.lane)
+        layer.fetch(self.lane, self._device)
+        layer.settle(self.lane)
         if self._ahead and layer.index > 0:
-            self._layers[layer.index - 1].fetch(self._lane, self._device)
+            self._layers[layer.index - 1].fetch(self.lane, self._device)
 
     def _host_memory(self, layer: _Layer) -> Tensor:
         """Bytes for all that the layer saved, pinned where there is a GPU; larger ones take their place when
@@ -303,8 +303,8 @@ class ActivationOffload:
 
     def _end(self) -> None:
         for layer in self._layers:
-            if self._lane is not None:
-                layer.leave(self._lane)
+            if self.lane is not None:
+                layer.leave(self.lane)
             layer.over = True
         self._layers = []
         self._reached = None

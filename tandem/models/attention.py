@@ -74,14 +74,14 @@ def packed_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     rows = [heads.transpose(1, 2).squeeze(0) for heads in (query, key, value)]
     half = query.dtype in (torch.bfloat16, torch.float16)
-    attend = (kernel or torch_varlen) if query.is_cuda and half else _rectangular
+    attend = (kernel or torch_varlen) if query.is_cuda and half else rectangular
     if packing.split is None:
         return attend(rows, packing, scale).unsqueeze(0), None
     out_NHD = attend(packing.split.to_heads(rows), packing, scale)
     return packing.split.to_tokens(out_NHD).unsqueeze(0), None
 
 
-def _rectangular(rows: list[Tensor], packing: Packing, scale: float) -> Tensor:
+def rectangular(rows: list[Tensor], packing: Packing, scale: float) -> Tensor:
     """Sequences of about one length side by side; causal attention needs no mask over padding on the
     right, and what padding computes is dropped."""
     places = packing.places

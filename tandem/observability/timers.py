@@ -59,13 +59,13 @@ class Timeline:
         Args:
             details: JSON values shown with the phase in the trace.
         """
-        start = self._now()
+        start = self.now()
         self._event("B", name, start, details)
         try:
             with self._range(name):
                 yield
         finally:
-            end = self._now()
+            end = self.now()
             self._seconds[name] = self._seconds.get(name, 0.0) + end - start
             self._event("E", name, end, {})
 
@@ -75,7 +75,8 @@ class Timeline:
         self._seconds.clear()
         return taken
 
-    def _now(self) -> float:
+    def now(self) -> float:
+        """Seconds of the clock that phases are timed by."""
         if self._synchronize is not None:
             self._synchronize()
         return time.perf_counter()

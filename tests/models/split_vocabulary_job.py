@@ -33,7 +33,7 @@ def inputs(vocabulary, dtype):
 
 
 def head(group, vocabulary, tile_bytes, temperature, dtype, asked):
-    tiled._TILE_BYTES["cpu"], tiled._LEAST_TILE = tile_bytes, 3
+    tiled.TILE_BYTES["cpu"], tiled._LEAST_TILE = tile_bytes, 3
     hidden, weight, targets, mix = inputs(vocabulary, dtype)
     part = weight.chunk(group.size)[group.rank].clone()
     split = DTensor.from_local(part, group.mesh, [Shard(0)], shape=weight.shape, stride=weight.stride())

@@ -120,7 +120,7 @@ def test_nothing_is_larger_than_a_tile_or_the_weight():
     with Largest() as largest:
         torch.autograd.backward(kl_divergence(*case, temperature=0.9).sum())
         sum_pi_squared(*case[:2], temperature=0.9)
-    assert largest.bytes <= tiled._TILE_BYTES["cpu"] < 1024 * 16384 * 2 / 5
+    assert largest.bytes <= tiled.TILE_BYTES["cpu"] < 1024 * 16384 * 2 / 5
 
 
 @pytest.mark.equation("kl/full")

@@ -119,7 +119,7 @@ def test_nothing_is_larger_than_a_tile_or_the_weight():
     with Largest() as largest:
         log_probs, entropy = token_log_probs(hidden, weight, targets, temperature=0.9, with_entropy=True)
         torch.autograd.backward((log_probs + entropy).sum())
-    assert largest.bytes <= tiled._TILE_BYTES["cpu"] < 2048 * 16384 * 2 / 10
+    assert largest.bytes <= tiled.TILE_BYTES["cpu"] < 2048 * 16384 * 2 / 10
 
 
 class Products:

@@ -22,7 +22,7 @@ not_interpreted = pytest.mark.skipif(
 def cut(monkeypatch, span, tile):
     monkeypatch.setattr(triton, "_SPAN", span)
     monkeypatch.setattr(tiled, "_LEAST_TILE", tile)
-    monkeypatch.setitem(tiled._TILE_BYTES, DEVICE.type, 1)
+    monkeypatch.setitem(tiled.TILE_BYTES, DEVICE.type, 1)
 
 
 @settings(max_examples=25, deadline=None)

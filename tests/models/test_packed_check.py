@@ -42,7 +42,7 @@ def leak(monkeypatch: pytest.MonkeyPatch) -> None:
         q, k, v = (part.transpose(0, 1)[None] for part in rows)
         return attention._causal(q, k, v, scale)[0].transpose(0, 1)
 
-    monkeypatch.setattr(attention, "_rectangular", whole_row)
+    monkeypatch.setattr(attention, "rectangular", whole_row)
 
 
 def test_a_sound_model(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,7 +46,7 @@ def check_head(head, hidden, weight, targets, temperature, tolerance):
 def cut(monkeypatch, width):
     """Tiles of so many entries."""
     monkeypatch.setattr(tiled, "_LEAST_TILE", width)
-    monkeypatch.setitem(tiled._TILE_BYTES, "cpu", 1)
+    monkeypatch.setitem(tiled.TILE_BYTES, "cpu", 1)
 
 
 class Largest(TorchDispatchMode):

@@ -138,7 +138,7 @@ class FSDPEngine:
             compile_model(self.module)
         layers: Any = self.module.decoder.layers
         managed = Managed() if self._optim is None else manage_activations(layers, model, self.device)
-        self._offload = managed.offload
+        self.activation_offload = managed.offload
         sharded = shard(
             self.module,
             present(units, self.module),
@@ -154,7 +154,7 @@ class FSDPEngine:
     def _made_execution(self, stages: Stages | None) -> Execution:
         each = self._recomputation.reduces_each
         if stages is None:
-            return OneByOne(self.module, self._root, self._offload, self.device, each=each)
+            return OneByOne(self.module, self._root, self.activation_offload, self.device, each=each)
         types = {"compute_dtype": self._compute, "output_dtype": self.output_dtype}
         schedule = self._division.schedule
         return Pipelined(self.module, self._root, stages, schedule, self.device, **types, each=each)

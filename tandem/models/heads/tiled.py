@@ -26,7 +26,7 @@ from tandem.models.linear import product, wide_product
 from tandem.models.tensor_group import TensorGroup
 
 # Bytes of one tile, by kind of device, where T is not the least.
-_TILE_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
+TILE_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 _LEAST_TILE = 256
 # The most bytes of logits that wait for the backward pass. Fixed: what is free differs between ranks and
 # steps, and a peak of memory must be known from sizes alone.
@@ -341,7 +341,7 @@ def tile_width(hidden_MD: Tensor, dtype: torch.dtype | None = None) -> int:
     Args:
         dtype: of a tile's entries; None: the output's.
     """
-    budget = _TILE_BYTES.get(hidden_MD.device.type, _TILE_BYTES["cpu"])
+    budget = TILE_BYTES.get(hidden_MD.device.type, TILE_BYTES["cpu"])
     width = budget // (len(hidden_MD) * (dtype or output_type(hidden_MD)).itemsize)
     return max(_LEAST_TILE, width // _LEAST_TILE * _LEAST_TILE)
 

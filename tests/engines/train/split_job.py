@@ -132,8 +132,8 @@ def one_step(folder, *, moved=False, **options):
     """Metrics of a first step. With `moved` what layers save really goes from host memory to host memory."""
     engine = engine_of(folder, "qwen2", "policy", "fp64", 2, -1, 1, **options)
     if moved:
-        engine._offload._lane = SameStream()
-        engine._offload._min_bytes = 0
+        engine.activation_offload.lane = SameStream()
+        engine.activation_offload.min_bytes = 0
     metrics, _ = split_models.train(engine, my_rows(engine, split_models.batch_of("fp64")), "policy", steps=1)
     return metrics, synthetic.weights(engine)
 

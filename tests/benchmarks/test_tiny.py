@@ -1,0 +1,118 @@
+"""Every script of benchmarks/ runs, with `--tiny`; none of these runs touches the committed results."""
+
+from __future__ import annotations
+
+import ast
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.warm import run
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "benchmarks"
+QUICK = (
+    "grpo_step_vs_trl",
+    "healthy_runs",
+    "packing",
+    "plan_memory",
+    "plan_time",
+    "reward_pool",
+    "rollout_vs_hf",
+    "rollout_vs_vllm",
+    "sandbox",
+    "train_step",
+    "viewer",
+)
+LONG = (  # they start several cold processes, Ray or a compiler
+    "advantages",
+    "compiled_step",
+    "controller_traffic",
+    "data_rows",
+    "demo_tasks",
+    "dispatch",
+    "learning_curves",
+    "learning_warnings",
+    "levers",
+    "log_prob_head",
+    "plan_probe",
+    "plan_resident",
+    "scoreboard",
+    "six_lines",
+    "update_vs_trl",
+    "weight_sync",
+)
+CHROMIUM = Path("/usr/bin/chromium")
+APART = {"gpu"}  # tests/benchmarks/test_gpu_program.py runs it
+LIMIT_S = 280
+# Of PyTorch, of `os` and of named tuples.
+FOREIGN = {"_asdict", "_exit", "_replace", "_get_fsdp_state", "_fsdp_param_group", "_concatenate", "_track"}
+FOREIGN |= {"_parameters", "_buffers"}
+
+
+def scripts() -> set[str]:
+    """The files of the folder that are programs."""
+    return {path.stem for path in FOLDER.glob("*.py") if 'if __name__ == "__main__":' in path.read_text()}
+
+
+def results() -> dict[str, tuple[int, int]]:
+    found = {}
+    for path in (FOLDER / "results").iterdir():
+        status = path.stat()
+        found[path.name] = status.st_size, status.st_mtime_ns
+    return found
+
+
+def test_every_script_is_run() -> None:
+    assert scripts() == {*QUICK, *LONG, *APART}
+
+
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in LONG)])
+def test_a_tiny_run(name: str, tmp_path: Path) -> None:
+    if name == "viewer" and not CHROMIUM.exists():
+        pytest.skip("there is no Chromium")
+    before = results()
+    own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = run(
+        [sys.executable, FOLDER / f"{name}.py", "--tiny"],
+        cwd=tmp_path,
+        env=os.environ | own,
+        timeout=LIMIT_S,
+        start_new_session=True,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert done.stdout.strip()
+    assert results() == before
+
+
+def private_names(path: Path) -> Iterator[str]:
+    """Private attributes and imports that are not the file's own, and imports from tests."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            package = node.module.partition(".")[0]
+            if package == "tests":
+                yield node.module
+            if package not in ("ray", "torch"):
+                yield from (alias.name for alias in node.names if hidden(alias.name))
+        elif isinstance(node, ast.Attribute) and hidden(node.attr) and ast.unparse(node.value) != "self":
+            yield node.attr
+
+
+def hidden(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name not in FOREIGN
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.rglob("*.py")), ids=lambda path: path.stem)
+def test_only_public_names(path: Path) -> None:
+    assert list(private_names(path)) == []
+
+
+def test_private_names_are_seen(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(
+        "from tandem.x import _a\nfrom tests.support.runs import Lab\nengine._state.step()\nself._own = 1\n"
+    )
+    assert sorted(private_names(path)) == ["_a", "_state", "tests.support.runs"]
