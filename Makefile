@@ -69,6 +69,10 @@ bench: $(DEV) peers ## the performance claims, each against its peer
 	$(BIN)/python benchmarks/packing.py
 	$(BIN)/python benchmarks/update_vs_trl.py
 
+.PHONY: ledger
+ledger: $(DEV) .peers/trl/.installed .peers/vllm/.installed ## this tree in turns with earlier commits and the peers; names what became slower
+	$(BIN)/python benchmarks/ledger.py $(ARGS)
+
 gpu: ## all that is measured on a GPU, with $(PYTHON) as it is; ARGS='--phase decode --deadline 540 --out DIR'
 	$(PYTHON) benchmarks/gpu.py $(ARGS)
 

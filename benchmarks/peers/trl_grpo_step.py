@@ -21,7 +21,7 @@ import transformers
 import trl
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from trl import GRPOTrainer
-from trl_common import StepClock, base_config, load_model, load_prompts, own_reward
+from trl_common import StepClock, Turns, base_config, load_model, load_prompts, own_reward
 
 
 class ForcedLengths(LogitsProcessor):
@@ -66,11 +66,12 @@ def main() -> None:
     parser.add_argument("--micro-batch", type=int, default=256)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--turns", action="store_true", help="take a step for each line that comes in")
     args = parser.parse_args()
 
     lengths = json.loads(Path(args.lengths).read_text())
     model = load_model(args.model, args.precision)
-    clock = StepClock()
+    clock = Turns() if args.turns else StepClock()
     trainer = GRPOTrainer(
         model=model,
         reward_funcs=own_reward,
