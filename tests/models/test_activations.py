@@ -166,7 +166,7 @@ def test_gradients_are_those_of_the_layers_as_they_are(folder, mode, offload, dt
 def test_other_architectures(model_folder, mode):
     wanted = gradients(policy_of(model_folder))
     policy, offload = managed(model_folder, **MODES[mode], **OFFLOADS["async"])
-    offload._lane = SameStream()
+    offload.lane = SameStream()
     assert_equal(gradients(policy), wanted, 1e-12)
 
 
@@ -382,7 +382,7 @@ def test_micro_batches_follow_each_other(folder):
     with pytest.raises(ZeroDivisionError):
         loss_of(policy, seed=2)
     broken.remove()
-    offload._lane.out.clear()
+    offload.lane.out.clear()
     assert_equal(gradients(policy, seed=3), gradients(plain, seed=3))
     with torch.no_grad():
         assert torch.equal(loss_of(policy), loss_of(plain))

@@ -25,9 +25,9 @@ def engine_with(folder, mode, offload, precision="fp64", **options):
     """With "copied" what the layers save really goes from host memory to host memory."""
     model = MODES[mode] | OFFLOADS[offload]
     engine = synthetic.make_engine(folder, precision=precision, model=model, **options)
-    if engine._offload is not None:
-        engine._offload._lane = SameStream()
-        engine._offload._min_bytes = 0
+    if engine.activation_offload is not None:
+        engine.activation_offload.lane = SameStream()
+        engine.activation_offload.min_bytes = 0
     return engine
 
 

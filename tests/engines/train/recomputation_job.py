@@ -25,7 +25,7 @@ def kept(folder, **options):
     """Bytes per token and layer, counted and estimated."""
     model = {"enable_gradient_checkpointing": False, "enable_activation_offload": True}
     engine = synthetic.make_engine(folder, precision="fp32", model=model, **options)
-    engine._offload._min_bytes = 0
+    engine.activation_offload.min_bytes = 0
     batch, loss = synthetic.make_batch(torch.float32), synthetic.SyntheticLoss()
     mine = batch if options else batch[:5] if dist.get_rank() == 0 else batch[5:]
     _, metrics = synthetic.gradients(engine, mine, loss, MicroBatching())

@@ -95,7 +95,7 @@ def test_a_frozen_model_and_one_without_offload_report_nothing(folder):
         engine.forward(batch, outputs=outputs, micro=MICRO).ragged("log_probs").values
         for engine in (frozen, trained)
     )
-    assert torch.equal(found, wanted) and frozen._offload is None
+    assert torch.equal(found, wanted) and frozen.activation_offload is None
 
 
 def test_steps_and_a_resume_go_on_bit_for_bit(folder, tmp_path):
@@ -123,4 +123,4 @@ def test_a_rollout_sees_the_layers_as_they_are(folder):
             outputs.append(module(ids, use_cache=False).logits)
             module.set_attn_implementation("tandem_packed")
     assert torch.equal(*outputs)
-    assert other._offload._layers == []
+    assert other.activation_offload._layers == []

@@ -213,8 +213,8 @@ def test_cuda_memory_goes_down_by_what_left(mode, tmp_path):
         held[offload] = torch.cuda.memory_allocated() - before
         out.sum().backward()
         metrics = Metrics()
-        if engine._offload is not None:
-            engine._offload.report(metrics)
+        if engine.activation_offload is not None:
+            engine.activation_offload.report(metrics)
         said[offload] = metrics.to_floats()
         clean(engine)
     for offload in ("sync", "async"):
@@ -233,6 +233,6 @@ def cuda_engine(folder, keys, offload, precision):
         total_steps=10,
         device=torch.device("cuda", 0),
     )
-    if engine._offload is not None:
-        engine._offload._min_bytes = 0
+    if engine.activation_offload is not None:
+        engine.activation_offload.min_bytes = 0
     return engine
