@@ -15,7 +15,7 @@ from threading import Thread
 from typing import Any
 
 PR_SET_CHILD_SUBREAPER = 36
-_PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG = 1
 
 _LIBC = ctypes.CDLL(None, use_errno=True)  # here, for a forked child must not load libraries
 
@@ -36,7 +36,7 @@ def end_with_parent(parent: int) -> None:
     Args:
         parent: the process id of that thread.
     """
-    prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:  # it has ended before that could be asked for
         os._exit(1)
 
