@@ -11,11 +11,19 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
 PR_SET_CHILD_SUBREAPER = 36
 PR_SET_PDEATHSIG = 1
+
+THREADLESS = {
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
+"""Variables under which pyarrow, NumPy and PyTorch start no thread when they are imported."""
 
 _LIBC = ctypes.CDLL(None, use_errno=True)  # here, for a forked child must not load libraries
 
@@ -28,6 +36,23 @@ def prctl(option: int, value: int) -> None:
     """
     if _LIBC.prctl(option, value, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl({option})")
+
+
+def threads(pid: int | str = "self") -> int:
+    """Return how many threads a process has. Linux only."""
+    return len(os.listdir(f"/proc/{pid}/task"))
+
+
+def fork_alone() -> int:
+    """Fork this process, as `os.fork`. Linux only.
+
+    Raises:
+        RuntimeError: it has several threads, whose locks and half-changed memory the child would inherit.
+    """
+    if threads() != 1:
+        names = [comm.read_text().strip() for comm in Path("/proc/self/task").glob("*/comm")]
+        raise RuntimeError(f"a process that forks may have one thread, and this one has {', '.join(names)}")
+    return os.fork()
 
 
 def end_with_parent(parent: int) -> None:

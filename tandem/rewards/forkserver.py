@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from tandem.errors import RewardError
-from tandem.lifetime import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
+from tandem.lifetime import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, THREADLESS, fork_alone, prctl
 from tandem.rewards.serving import serve
 
 CALL_BYTES = 64 * 2**10
@@ -36,8 +36,6 @@ LOG_BYTES = 64 * 2**20
 """The size at which a log takes no more."""
 END_SECONDS = 5.0
 """How long a keeper tries to end what its process started."""
-ENVIRONMENT = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
-"""Keeps pyarrow, where something imports it, from starting a thread."""
 NO_MAIN = "import sys; sys.path[:] = {path!r}; from tandem.rewards.forkserver import run; run({end})"
 
 _lock = threading.Lock()
@@ -75,27 +73,11 @@ def _started() -> tuple[subprocess.Popen[bytes], socket.socket]:
             [sys.executable, "-c", NO_MAIN.format(path=sys.path, end=theirs.fileno())],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            env=os.environ | ENVIRONMENT,
+            env=os.environ | THREADLESS,
             pass_fds=[theirs.fileno()],
             start_new_session=True,
         )
     return process, ours
-
-
-def threads(pid: int | str = "self") -> int:
-    """Return how many threads a process has."""
-    return len(os.listdir(f"/proc/{pid}/task"))
-
-
-def _fork() -> int:
-    """Fork this process.
-
-    Raises:
-        RuntimeError: it has several threads.
-    """
-    if threads() != 1:
-        raise RuntimeError(f"the process that forks has {threads()} threads; it may have one alone")
-    return os.fork()
 
 
 def _children() -> list[int]:
@@ -182,7 +164,7 @@ def run(end: int) -> NoReturn:
             message, ends, _, _ = socket.recv_fds(line, 1, 3)
             if not message:
                 break
-            keeper = _fork()
+            keeper = fork_alone()
             if not keeper:
                 line.close()
                 woken.close()
@@ -245,7 +227,7 @@ def _keep(line: int, control: int, log: int) -> None:
         os.dup2(log, stream)
     calls = mmap.mmap(-1, 8)
     reads, writes = os.pipe()
-    process = _fork()
+    process = fork_alone()
     if not process:
         _child(partial(_begin, line, writes, calls))
     os.close(line)

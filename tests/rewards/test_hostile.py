@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tandem import lifetime
 from tandem.config.rewards import RewardConfig
 from tandem.errors import ConfigError, RewardError
 from tandem.rewards import Item, forkserver
@@ -338,7 +337,7 @@ def test_the_server_and_the_keepers_have_one_thread(tmp_path: Path) -> None:
     (server,) = [p for p in psutil.Process().children() if "forkserver" in "".join(p.cmdline())]
     keepers = server.children()
     assert len(keepers) == 2
-    assert [forkserver.threads(each.pid) for each in (server, *keepers)] == [1, 1, 1]
+    assert [lifetime.threads(each.pid) for each in (server, *keepers)] == [1, 1, 1]
     pool.close()
 
 
@@ -352,9 +351,3 @@ def test_a_server_that_was_killed_costs_no_batch(tmp_path: Path) -> None:
     server.kill()
     assert [s.score for s in pool.score(texts("attack", "2"))] == [0.0, 2.0]
     pool.close()
-
-
-def test_pyarrow_starts_no_thread_where_its_allocator_is_told_so() -> None:
-    program = "import os, numpy, pyarrow; print(len(os.listdir('/proc/self/task')))"
-    env = os.environ | forkserver.ENVIRONMENT | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    assert subprocess.check_output([sys.executable, "-c", program], env=env, timeout=50).strip() == b"1"
