@@ -53,6 +53,7 @@ class Child:
         deadline: of its start, then of its first call.
         calls: with their numbers.
         ready: whether it has started.
+        kept_by: the keeper's process; 0 until it has started.
     """
 
     line: socket.socket
@@ -61,6 +62,7 @@ class Child:
     deadline: float
     calls: deque[tuple[int, Call]] = field(default_factory=deque)
     ready: bool = False
+    kept_by: int = 0
 
     @property
     def spoke(self) -> bool:
@@ -80,10 +82,16 @@ class Child:
         """End it and what it started; return its exit code."""
         self.signal()
         code = b""
-        with suppress(OSError):  # ended before; or a function has stopped the keeper
+        try:
             self.keeper.settimeout(2 * forkserver.END_SECONDS)
             while part := self.keeper.recv(64):
                 code += part
+        except TimeoutError:  # a function has stopped it; what it leaves the server ends
+            if self.kept_by:
+                with suppress(ProcessLookupError):
+                    os.kill(self.kept_by, signal.SIGKILL)
+        except OSError:  # ended before
+            pass
         self.keeper.close()
         self.line.close()
         return code.decode() or str(-signal.SIGKILL)
@@ -261,7 +269,7 @@ class Pool:
                 if not child.ready and said.number == 0:
                     if said.error is not None:
                         raise said.error
-                    child.ready = True
+                    child.ready, child.kept_by = True, said.keeper
                 elif child.calls and child.calls[0][0] == said.number:
                     self._take(child, said, scoring)
                     if said.grown:

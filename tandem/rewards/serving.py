@@ -77,6 +77,7 @@ class Answer:
         error: why it failed.
         seconds: that it took.
         grown: whether the process is to be replaced.
+        keeper: the process that keeps it, as it was when it started.
     """
 
     number: int
@@ -85,6 +86,7 @@ class Answer:
     error: RewardError | None = None
     seconds: float = 0.0
     grown: bool = False
+    keeper: int = 0
 
 
 class Garbled(Exception):
@@ -162,13 +164,13 @@ class Inbox:
 
 def _answer_of(number: int, pid: int, text: bytes) -> Answer:
     try:
-        scores, error, seconds, grown = json.loads(text)
+        scores, error, seconds, grown, keeper = json.loads(text)
         found = [
             {int(place): None if scored is None else Scored(*scored) for place, scored in part.items()}
             for part in scores
         ]
         failed = None if error is None else RewardError(error.pop("message"), **error)
-        return Answer(number, pid, found, failed, float(seconds), bool(grown))
+        return Answer(number, pid, found, failed, float(seconds), bool(grown), int(keeper))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as problem:
         raise Garbled from problem
 
@@ -184,7 +186,8 @@ def _text_of(answer: Answer) -> bytes:
         }
         for part in answer.scores
     ]
-    text = json.dumps((scores, plain, answer.seconds, answer.grown), separators=(",", ":")).encode()
+    told_of = (scores, plain, answer.seconds, answer.grown, answer.keeper)
+    text = json.dumps(told_of, separators=(",", ":")).encode()
     if len(text) <= ANSWER_BYTES:
         return text
     long = RewardError(
@@ -218,7 +221,7 @@ def serve(line: socket.socket, calls: mmap.mmap) -> None:
     """
     os.register_at_fork(after_in_child=line.close)  # copies of this process have nothing to say
     setup: Setup = _received(line)
-    own = _Own(line, setup)
+    own, keeper = _Own(line, setup), os.getppid()
     try:
         reward = pickle.loads(setup.reward)
     except BaseException as error:
@@ -226,7 +229,7 @@ def serve(line: socket.socket, calls: mmap.mmap) -> None:
         failed = error if isinstance(error, RewardError) else RewardError(f"loading the reward {told(error)}")
         own.say(Answer(0, own.pid, error=failed))
         return
-    own.say(Answer(0, own.pid))
+    own.say(Answer(0, own.pid, keeper=keeper))
     with suppress(EOFError):
         while True:
             for number, by_user, parts, packed in _received(line):

@@ -45,6 +45,7 @@ KINDS = {  # the body of a function, and what its score is; None: it has failed
     "closes all descriptors": ("os.closerange(0, 256); return 1.0", None),
     "reads its questions": ("os.read(3, 99); return 1.0", None),
     "kills its parent": ("os.kill(os.getppid(), 9); time.sleep(600)", None),
+    "stops its parent": ("os.kill(os.getppid(), signal.SIGSTOP); time.sleep(600)", None),
     "kills its group": ("os.killpg(0, 9)", None),
     "stops": ("os.kill(os.getpid(), signal.SIGSTOP)", None),
     "leaves a daemon": (DAEMON + "    return 1.0", 1.0),
@@ -132,7 +133,7 @@ def test_what_a_function_does_costs_its_own_score_alone(kind: str, tmp_path: Pat
     began = time.monotonic()
     scored = pool.score(texts("2", "attack", "3", "4"))
     again = pool.score(texts("5", "6"))
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 30
     assert [s.score for s in scored] == [2.0, score or 0.0, 3.0, 4.0]
     assert [s.failed for s in scored] == [False, score is None, False, False]
     assert [s.score for s in again] == [5.0, 6.0]
@@ -154,6 +155,16 @@ def test_an_answer_names_its_failure_and_ends_the_run_where_that_is_asked_for(tm
         pool.score(texts("1", "attack", "3"))
     assert caught.value.field == "sample 1, row 1 of the data, data_source 'any'"
     assert "reward function compute_score" in caught.value.message
+    pool.close()
+
+
+def test_what_a_thread_writes_between_batches_costs_no_score(tmp_path: Path) -> None:
+    body = "threading.Timer(0.5, write, (3, b'x' * 50)).start(); return 1.0"
+    pool = Pool(load_custom(written(tmp_path, body)), RewardConfig(num_workers=1))
+    assert [s.score for s in pool.score(texts("attack"))] == [1.0]
+    time.sleep(1.5)
+    assert [s.score for s in pool.score(texts("2"))] == [2.0]
+    assert pool.counts == {"died": 1}
     pool.close()
 
 
