@@ -29,6 +29,7 @@ from tandem.engines.train.base import Counts, MicroBatching
 from tandem.engines.train.fsdp import FSDPEngine
 from tandem.engines.train.shards import gathered
 from tandem.engines.train.state import TrainState
+from tandem.lifetime import THREADLESS, threads
 from tandem.models.activation_offload import SameStream
 from tandem.models.collectives import CollectiveMeter
 from tandem.models.parallel import leave_distributed
@@ -252,6 +253,7 @@ def measure(
     Raises:
         RowFailed: a rank did.
     """
+    os.environ.update(THREADLESS)  # for the server, which forks
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     store = folder / "store"
@@ -291,6 +293,7 @@ def _rank(
     steps: int,
 ) -> None:
     """In a process of its own."""
+    assert threads(os.getppid()) == 1
     os.dup2(os.open(folder / f"log_{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
     try:
         torch.set_num_threads(1)

@@ -36,7 +36,7 @@ PARTS = {
     "rewards": Part(
         "tandem.rewards",
         "What a reward function is given and returns; ready scorers; a judge.",
-        ("tandem.rewards.base", "tandem.rewards.signatures", "tandem.rewards.rules", "tandem.rewards.judges"),
+        tuple(f"tandem.rewards.{name}" for name in ("base", "items", "signatures", "rules", "judges")),
     ),
     "sandbox": Part("tandem.sandbox", "Programs that nobody trusts, run within limits.", ("tandem.sandbox",)),
     "protocol": Part("tandem.protocol", "The data that travels between workers.", ("tandem.protocol",)),

@@ -11,11 +11,19 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
 PR_SET_CHILD_SUBREAPER = 36
-_PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG = 1
+
+THREADLESS = {
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
+"""Variables under which pyarrow, NumPy and PyTorch start no thread when they are imported."""
 
 _LIBC = ctypes.CDLL(None, use_errno=True)  # here, for a forked child must not load libraries
 
@@ -30,13 +38,30 @@ def prctl(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), f"prctl({option})")
 
 
+def threads(pid: int | str = "self") -> int:
+    """Return how many threads a process has. Linux only."""
+    return len(os.listdir(f"/proc/{pid}/task"))
+
+
+def fork_alone() -> int:
+    """Fork this process, as `os.fork`. Linux only.
+
+    Raises:
+        RuntimeError: it has several threads, whose locks and half-changed memory the child would inherit.
+    """
+    if threads() != 1:
+        names = [comm.read_text().strip() for comm in Path("/proc/self/task").glob("*/comm")]
+        raise RuntimeError(f"a process that forks may have one thread, and this one has {', '.join(names)}")
+    return os.fork()
+
+
 def end_with_parent(parent: int) -> None:
     """Called in a child before its program begins: SIGTERM when the thread that started it ends. Linux only.
 
     Args:
         parent: the process id of that thread.
     """
-    prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:  # it has ended before that could be asked for
         os._exit(1)
 

@@ -6,12 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from tandem.lifetime import start_bound
+from tandem.lifetime import THREADLESS, fork_alone, start_bound
+from tests.support.warm import WarmProcess
 
 PARENT = """
 import subprocess, sys, threading, time
@@ -48,6 +50,29 @@ def test_a_child_does_not_outlive_a_parent_that_is_killed() -> None:
         while lives(int(pid)) and time.monotonic() < until:
             time.sleep(0.02)
         assert not lives(int(pid))
+
+
+def test_what_was_imported_without_threads_may_fork() -> None:
+    program = "import os, numpy, pyarrow, torch, tandem.lifetime as l; os._exit(0 if l.fork_alone() else 0)"
+    subprocess.run([sys.executable, "-c", program], env=os.environ | THREADLESS, timeout=120, check=True)
+
+
+def test_a_process_with_threads_does_not_fork() -> None:
+    waiting = threading.Event()
+    thread = threading.Thread(target=waiting.wait)
+    thread.start()
+    with pytest.raises(RuntimeError):
+        fork_alone()
+    waiting.set()
+    thread.join()
+
+
+def test_the_server_of_warm_processes_has_one_thread(tmp_path: Path) -> None:
+    """It refuses to fork otherwise; the process sees the server that it was forked from."""
+    program = tmp_path / "program.py"
+    program.write_text("import os; print(len(os.listdir(f'/proc/{os.getppid()}/task')))")
+    with WarmProcess([sys.executable, program], stdout=subprocess.PIPE, text=True) as process:
+        assert process.communicate(timeout=280)[0] == "1\n"
 
 
 def test_a_child_is_waited_for_as_any_other() -> None:

@@ -192,7 +192,7 @@ def _evaluate(
     journals = [beside(output, "scores"), *([beside(output, "responses")] if config.model.path else [])]
     check_new_outputs([output, samples], journals, overwrite)
     custom = config.custom_reward_function
-    reward = own_reward(custom)
+    reward = own_reward(custom, config.reward.timeout)
     reads = VERLS if reward is None else reward.reads
     renamed = {"data_source": config.data.reward_fn_key}
     needs = [renamed.get(name, name) for name in reads.needs if name != "prompt"]

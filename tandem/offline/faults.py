@@ -7,7 +7,8 @@ from typing import Any
 
 from tandem.data.forms import PromptForm
 from tandem.errors import RewardError
-from tandem.rewards.base import Item, reward_for
+from tandem.rewards.base import reward_for
+from tandem.rewards.items import Item
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 ROLE, UNREWARDED = "role", "no reward function"

@@ -62,7 +62,7 @@ class Shape:
 
 def prompts_shape(config: TrainConfig, sources: set[str]) -> Shape:
     """What `tandem train` reads; the data sources with a weight that are met are added to `sources`."""
-    data, own = config.data, own_reward(config.custom_reward_function)
+    data, own = config.data, own_reward(config.custom_reward_function, config.reward.timeout)
     reads = VERLS if own is None else own.reads
     form = prompt_form(data, reads)
     scored = own is None and config.calls_functions

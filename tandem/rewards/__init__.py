@@ -4,15 +4,14 @@ Importing this package registers the scorers."""
 
 from tandem.rewards import arithmetic, dapo, generated, geometry3k, gsm8k, math, programs, rules, search_qa
 from tandem.rewards.base import (
-    Item,
     Reward,
-    Scored,
     Scorer,
     known_data_sources,
     register_reward,
     reward_for,
 )
 from tandem.rewards.custom import load_custom
+from tandem.rewards.items import Item, Scored
 from tandem.rewards.pool import Pool, score
 from tandem.rewards.programs import check_sources
 from tandem.rewards.signatures import Reads

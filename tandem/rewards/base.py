@@ -17,76 +17,25 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import Any, Protocol, TypeVar
 
 from tandem.errors import RewardError
-from tandem.rewards.calling import awaited, exits_raised, told
+from tandem.observability.terminal import printable
+from tandem.rewards.calling import AGAIN, awaited, end_copy, exits_raised, of_network, told
+from tandem.rewards.items import ANSWER_CHARACTERS, Item, Scored, as_number, shown
 from tandem.rewards.signatures import VERLS, Reads
 
 HEAD_CHARACTERS = 200
 """How much of a response a message shows."""
-WHY_CHARACTERS = 500
-"""How much of a reward's reason is kept."""
+MOST_ENTRIES = 1000
+"""Entries of a dict that a function may return."""
+NAME_CHARACTERS = 200
+"""The longest name of a number in it."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-@dataclass(frozen=True, slots=True)
-class Item:
-    """A response to score.
-
-    Attributes:
-        data_source: where its prompt comes from.
-        solution_str: the response's text.
-        ground_truth: what the data file gives as such.
-        extra_info: further facts of the data file's row.
-        index: the row's number in the data files, for messages.
-        columns: the row's columns that the reward reads, by name; "prompt" is as the data hold it.
-        uid: the same for all responses to one prompt.
-        token_ids: the response's tokens.
-    """
-
-    data_source: str
-    solution_str: str
-    ground_truth: Any
-    extra_info: Mapping[str, Any] = field(default_factory=dict)
-    index: int | None = None
-    columns: Mapping[str, Any] = field(default_factory=dict)
-    uid: str = ""
-    token_ids: Sequence[int] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """A checked score.
-
-    Attributes:
-        score: finite.
-        extra: the other finite numbers that came with it.
-        answer: the answer that the response gives, as text; None if it gives none, or the reward reads none.
-        reads_answers: whether the reward looks for one.
-        failed: whether the reward failed, and the score stands for none.
-        why: what the score is for, at most `WHY_CHARACTERS` of it; "" where the reward does not say.
-    """
-
-    score: float
-    extra: dict[str, float] = field(default_factory=dict)
-    answer: str | None = None
-    reads_answers: bool = False
-    failed: bool = False
-    why: str = ""
-
-    def __post_init__(self) -> None:
-        kept = self.why[:WHY_CHARACTERS].encode(errors="replace").decode()  # no half of a surrogate pair
-        object.__setattr__(self, "why", kept)
-
-    @property
-    def right(self) -> bool:
-        """Whether the reward says so (`acc`), else whether the score is at least 1."""
-        return self.extra.get("acc", self.score) >= 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -177,9 +126,19 @@ class Reward:
 
     def _checked(self, items: Mapping[int, Item], values: Sequence[Any]) -> dict[int, Scored | None]:
         return {
-            place: None if value is None else checked(self, value, place, items[place])
+            place: None if value is None else self._check(value, place, items[place])
             for place, value in zip(items, values, strict=True)
         }
+
+    def _check(self, value: Any, place: int, item: Item) -> Scored:
+        try:
+            return checked(self, value, place, item)
+        except (RewardError, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # to read it runs code of the user's, such as __float__
+            raise self.error(
+                f"returned what cannot be read: reading it {told(error)}", place, item
+            ) from error
 
     def joined(self, place: int, item: Item, parts: Sequence[Scored | None]) -> Scored:
         """See `Scorer`."""
@@ -190,17 +149,23 @@ class Reward:
         try:
             with exits_raised():
                 return self.function(**self.arguments(item), **self.kwargs)
-        except (Exception, SystemExit) as error:
-            raise self.error(told(error), place, item) from error
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            raise self._raised(error, place, item) from error
 
     async def _call_all(self, items: Mapping[int, Item]) -> list[Any]:
         """The calls of an asynchronous function, which wait side by side."""
 
+        pid = os.getpid()
+
         async def call(place: int, item: Item) -> Any:
             try:
                 return await self.function(**self.arguments(item), **self.kwargs)
-            except (Exception, SystemExit) as error:
-                raise self.error(told(error), place, item) from error
+            except BaseException as error:  # the keys of a terminal reach the main thread alone, not this one
+                raise self._raised(error, place, item) from error
+            finally:
+                end_copy(pid)
 
         return await _side_by_side([call(*pair) for pair in items.items()])
 
@@ -210,15 +175,25 @@ class Reward:
             with exits_raised():
                 values = self.function(**self.batch_arguments(list(items.values())), **self.kwargs)
                 values = awaited(values) if inspect.iscoroutine(values) else values
-        except (Exception, SystemExit) as error:
-            problem = f"{told(error)} (it is batched: shown is the first sample)"
-            raise self.error(problem, *first) from error
-        if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__"):
-            raise self.error("is batched and returned no list", *first, got=_shown(values))
-        if len(values) != len(items):
+                plain = isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__")
+                listed = [] if plain or len(values) != len(items) else list(values)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            raise self._raised(error, *first, also=" (it is batched: shown is the first sample)") from error
+        if plain:
+            raise self.error("is batched and returned no list", *first, got=shown(values))
+        if len(listed) != len(items):
             got = f"{len(values)} scores for {len(items)} responses"
             raise self.error("returned a list of the wrong length", *first, got=got)
-        return list(values)
+        return listed
+
+    def _raised(self, raised: BaseException, place: int, item: Item, also: str = "") -> RewardError:
+        """The error for what the function raised."""
+        error = self.error(told(raised) + also, place, item)
+        if of_network(raised):
+            error.remedy = AGAIN
+        return error
 
     def error(self, problem: str, place: int, item: Item, *, got: str | None = None) -> RewardError:
         """The error for one sample: which one, of which source, and how its response begins."""
@@ -288,15 +263,21 @@ def checked(reward: Reward, value: Any, place: int, item: Item) -> Scored:
         RewardError: it is not a finite number, nor a dict of one.
     """
     entries = dict(value) if isinstance(value, Mapping) else {"score": value}
+    if len(entries) > MOST_ENTRIES:
+        got = f"{len(entries)} entries, at most {MOST_ENTRIES} are kept"
+        raise reward.error("returned a dict with too many entries", place, item, got=got)
     if "score" not in entries:
-        raise reward.error("returned a dict without 'score'", place, item, got=_shown(value))
+        raise reward.error("returned a dict without 'score'", place, item, got=shown(value))
     main = as_number(entries.pop("score"))
     if main is None:
-        raise reward.error("returned something that is not a number", place, item, got=_shown(value))
+        raise reward.error("returned something that is not a number", place, item, got=shown(value))
     numbers = {str(name): as_number(entry) for name, entry in entries.items()}
     extra = {name: number for name, number in numbers.items() if number is not None}
+    if odd := [name for name in extra if len(name) > NAME_CHARACTERS or printable(name) != name]:
+        got = printable(f"{odd[0]!r:.80}")
+        raise reward.error("returned a number whose name is too long, or not printable", place, item, got=got)
     if not all(map(math.isfinite, (main, *extra.values()))):
-        raise reward.error("returned a number that is not finite", place, item, got=_shown(value))
+        raise reward.error("returned a number that is not finite", place, item, got=shown(value))
     answer = entries.get("pred")
     if answer is None and reward.answer is not None:
         answer = reward.answer(item.solution_str, **reward.kwargs)
@@ -304,7 +285,8 @@ def checked(reward: Reward, value: Any, place: int, item: Item) -> Scored:
     why = entries.get("why")
     if not isinstance(why, str):
         why = _compared(answer, item.ground_truth) if reads else ""
-    return Scored(main, extra, None if answer is None else str(answer), reads, why=why)
+    said = None if answer is None else str(answer)[:ANSWER_CHARACTERS]
+    return Scored(main, extra, said, reads, why=why)
 
 
 def _compared(answer: Any, truth: Any) -> str:
@@ -312,20 +294,6 @@ def _compared(answer: Any, truth: Any) -> str:
     if answer is None:
         return "no answer found"
     return f"answer {answer!s:.200}" + ("" if truth is None else f", expected {truth!s:.200}")
-
-
-def as_number(value: Any) -> float | None:
-    """A plain number, a bool, or a zero-dimensional array or tensor as a float; None for anything else."""
-    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
-        value = value.item()
-    try:
-        return float(value) if isinstance(value, Real) else None
-    except OverflowError:  # an integer beyond floats
-        return math.inf
-
-
-def _shown(value: Any) -> str:
-    return f"{type(value).__name__} {value!r:.80}"
 
 
 _REWARDS: dict[str, Reward] = {}

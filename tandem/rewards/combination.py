@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 from tandem.config.rewards import FUNCTIONS
 from tandem.config.root import TrainConfig
-from tandem.errors import RewardError
+from tandem.errors import ConfigError, RewardError
 from tandem.loading import load_function
-from tandem.rewards.base import as_number
-from tandem.rewards.calling import exits_raised, told
+from tandem.rewards.calling import exits_raised, limited, load_seconds, told
+from tandem.rewards.items import as_number
 
 
 class Running(NamedTuple):
@@ -118,6 +118,24 @@ class Combination:
 _loaded = functools.cache(load_function)
 
 
+def load_combine(reference: str, timeout: float) -> None:
+    """Try to load the function of `reward.combine`, within the time that a reward's file may take.
+
+    Raises:
+        ConfigError: it cannot be loaded, or takes too long.
+    """
+    try:
+        with exits_raised(), limited(load_seconds(timeout), reference):
+            load_function(reference)
+    except TimeoutError as error:
+        raise ConfigError(
+            f"the file takes too long to load: {error}",
+            field=reference,
+            expected="a file that loads in reward.timeout, or in 30 s where that is less",
+            remedy="raise reward.timeout, or let the file load what it needs at the first call",
+        ) from error
+
+
 def combination_of(config: TrainConfig) -> Combination | None:
     """How a run's rewards are combined; None where reward functions alone say them.
 
@@ -126,7 +144,7 @@ def combination_of(config: TrainConfig) -> Combination | None:
     """
     own, models, combine = config.custom_reward_function, config.reward_model.scorers, config.reward.combine
     if combine is not None:
-        load_function(combine)
+        load_combine(combine, config.reward.timeout)
     parts: list[Part] = []
     if config.calls_functions:
         names = tuple(term.label or term.name for term in own.terms)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +14,9 @@ from typing import Any, Literal, get_args, get_origin
 
 from tandem.errors import RewardError
 from tandem.loading import CODE_FILES, execute_file, import_named
-from tandem.rewards.base import Item, Reward, shipped
-from tandem.rewards.calling import exits_raised
+from tandem.rewards.base import Reward, shipped
+from tandem.rewards.calling import exits_raised, limited, load_seconds, told
+from tandem.rewards.items import Item
 from tandem.rewards.signatures import (
     GIVEN,
     Reads,
@@ -95,19 +97,25 @@ def _completion(prompt: Any, text: str) -> Any:
     return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
 
 
-def load_custom(path: str, name: str = "compute_score", kwargs: Mapping[str, Any] | None = None) -> Reward:
+def load_custom(
+    path: str,
+    name: str = "compute_score",
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = math.inf,
+) -> Reward:
     """A user's own reward function.
 
     Args:
         path: a Python file, or the dotted name of an importable module.
         name: the function in it.
         kwargs: further arguments of every call.
+        timeout: seconds of a call; `load_seconds` tells how long the file may take to load then.
 
     Raises:
-        RewardError: no such file, module or function; the file raised; the function cannot be called
-            in one of the ways that `tandem.rewards.signatures` names.
+        RewardError: no such file, module or function; the file raised, or takes too long; the function cannot
+            be called in one of the ways that `tandem.rewards.signatures` names.
     """
-    module = _module(path)
+    module = _module(path, timeout)
     function = getattr(module, name, None)
     if not callable(function):
         functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
@@ -140,22 +148,27 @@ def load_custom(path: str, name: str = "compute_score", kwargs: Mapping[str, Any
     return reward
 
 
-def _module(path: str) -> ModuleType:
+def _module(path: str, timeout: float) -> ModuleType:
     file = Path(path).expanduser()
     is_file = file.suffix in CODE_FILES or "/" in path
     if is_file and not file.is_file():
         raise RewardError("no such file", field="custom_reward_function.path", got=path)
     try:
-        if not is_file:
-            return import_named(path)
-        with exits_raised():
+        with exits_raised(), limited(load_seconds(timeout), path):
+            if not is_file:
+                return import_named(path)
             return execute_file(file.resolve(), f"custom_reward_function.{file.stem}")
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         raise RewardError(
-            f"loading it raised {type(error).__name__}: {error}",
+            f"loading it {told(error)}",
             field="custom_reward_function.path",
             got=path,
             expected="a Python file, or the dotted name of a module, that can be imported",
+            remedy="raise reward.timeout, or let the file load what it needs at the first call"
+            if isinstance(error, TimeoutError)
+            else None,
         ) from error
 
 

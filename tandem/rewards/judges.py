@@ -12,7 +12,8 @@ from typing import Any
 import regex
 
 from tandem.errors import RewardError
-from tandem.rewards.base import WHY_CHARACTERS, register_reward
+from tandem.rewards.base import register_reward
+from tandem.rewards.items import WHY_CHARACTERS
 from tandem.rewards.judge_server import Question, Server
 from tandem.rewards.truths import truths
 

@@ -3,35 +3,37 @@ process that grows is replaced."""
 
 from __future__ import annotations
 
-import fcntl
+import copy
+import itertools
 import os
-import resource
+import pickle
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing import get_context, parent_process
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
+from multiprocessing.connection import wait
 from pathlib import Path
-from types import ModuleType
 
 from tandem.config.rewards import RewardConfig
 from tandem.errors import RewardError
-from tandem.rewards.base import Item, Reward, Scored, Scorer, reward_for, scores_of
+from tandem.rewards import forkserver
+from tandem.rewards.base import Scorer
+from tandem.rewards.calling import SLOW_SECONDS, load_seconds
+from tandem.rewards.items import Item, Scored
 from tandem.rewards.programs import place_programs
 from tandem.rewards.scoring import Call, Scoring
+from tandem.rewards.serving import TOKEN_BYTES, Answer, Garbled, Inbox, Setup, answer, send
 
-START_SECONDS = 120.0
-"""How long a process may take to load the reward."""
-SLOW_SECONDS = 30.0
-"""After how long without an answer the user hears of it."""
+SEND_SECONDS = 10.0
+"""How long a process that waits for calls may take to read some."""
 CLOSE_SECONDS = 10.0
 """How long a thread that scores may take to see that the pool is closed."""
 CHUNK = 16
@@ -46,29 +48,53 @@ class Child:
     """A process of the pool, with the calls it was sent and has not answered.
 
     Attributes:
-        deadline: of its start, then of its first call; infinite while it has nothing to do.
+        line: questions to it, and its answers.
+        keeper: the line to its keeper, which closes once all that it started has ended.
+        deadline: of its start, then of its first call.
+        calls: with their numbers.
         ready: whether it has started.
+        kept_by: the keeper's process; 0 until it has started.
     """
 
-    process: BaseProcess
-    pipe: Connection
+    line: socket.socket
+    keeper: socket.socket
+    inbox: Inbox
     deadline: float
-    calls: deque[Call] = field(default_factory=deque)
+    calls: deque[tuple[int, Call]] = field(default_factory=deque)
     ready: bool = False
+    kept_by: int = 0
+
+    @property
+    def spoke(self) -> bool:
+        """Whether there is something to read of it, or it has ended."""
+        for end in (self.line, self.keeper):
+            with suppress(BlockingIOError):
+                end.recv(1, socket.MSG_PEEK)
+                return True
+        return False
 
     def signal(self) -> None:
-        """Tells it and what it started to end."""
-        for end in (os.killpg, os.kill):
-            try:
-                end(self.process.pid or 0, signal.SIGKILL)
-            except ProcessLookupError:  # it has no group yet, or has ended
-                continue
+        """Tell its keeper to end it and what it started."""
+        with suppress(OSError):  # it has ended
+            self.keeper.shutdown(socket.SHUT_WR)
 
-    def kill(self) -> None:
-        """Ends it and what it started."""
+    def kill(self) -> str:
+        """End it and what it started; return its exit code."""
         self.signal()
-        self.process.join()
-        self.pipe.close()
+        code = b""
+        try:
+            self.keeper.settimeout(2 * forkserver.END_SECONDS)
+            while part := self.keeper.recv(64):
+                code += part
+        except TimeoutError:  # a function has stopped it; what it leaves the server ends
+            if self.kept_by:
+                with suppress(ProcessLookupError):
+                    os.kill(self.kept_by, signal.SIGKILL)
+        except OSError:  # ended before
+            pass
+        self.keeper.close()
+        self.line.close()
+        return code.decode() or str(-signal.SIGKILL)
 
 
 class Pool:
@@ -107,8 +133,7 @@ class Pool:
         self._scoring = threading.Lock()
         self._closed = False
         self._children: list[Child] = []
-        self._context = get_context("forkserver")
-        self._context.set_forkserver_preload(["tandem.rewards.pool"])
+        self._numbers = itertools.count(1)
         self._scratch = tempfile.mkdtemp(prefix="tandem-rewards-")  # of processes that may be killed
         weakref.finalize(self, shutil.rmtree, self._scratch, ignore_errors=True)
         weakref.finalize(self, _end, self._children)  # at the program's end it goes first
@@ -156,7 +181,10 @@ class Pool:
             if self._workers and not call.reward.bounded:
                 elsewhere.append(call)
                 continue
-            scores, error, spent = _answer(scoring.rewards(call), scoring.of(call))
+            items = scoring.of(call)
+            if not call.reward.bounded:  # a user's function may change what it is given
+                items = copy.deepcopy(items)
+            scores, error, spent = answer(scoring.rewards(call), items)
             self._timed(call, spent)
             if error is None:
                 scoring.answered(call, scores)
@@ -174,45 +202,57 @@ class Pool:
     def _start(self) -> Child:
         if self._closed:
             raise RewardError("scores were asked of a reward pool that is closed")
-        ours, theirs = self._context.Pipe()
-        process = self._context.Process(
-            target=_serve,
-            args=(theirs, self.reward, self.config, self._workers, str(self.log), self._scratch),
+        setup = Setup(
+            token=os.urandom(TOKEN_BYTES),
+            reward=pickle.dumps(self.reward),
+            config=self.config,
+            processes=self._workers,
+            scratch=self._scratch,
+            path=sys.path,
+            folder=os.getcwd(),
+            environment=dict(os.environ),
         )
-        main = sys.modules["__main__"]
-        sys.modules["__main__"] = ModuleType("__main__")  # a user's script is not to run again in the child
+        ours, theirs = zip(socket.socketpair(), socket.socketpair(), strict=True)
+        log = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
-            process.start()
+            forkserver.fork([*(end.fileno() for end in theirs), log])
         finally:
-            sys.modules["__main__"] = main
-        theirs.close()
-        return Child(process, ours, time.monotonic() + START_SECONDS)
+            os.close(log)
+            for end in theirs:
+                end.close()
+        limit = load_seconds(self.config.timeout)
+        for end in ours:
+            end.setblocking(False)
+        child = Child(*ours, Inbox(setup.token), time.monotonic() + limit)
+        with suppress(OSError):  # it has ended, and is heard of next
+            send(child.line, setup, limit)
+        return child
 
     def _feed(self, scoring: Scoring) -> None:
-        """Sends calls to the processes that have none; one that died idle is replaced first."""
+        """Sends calls to the processes that have none; one that died or spoke idle is replaced first."""
         for place, child in enumerate(self._children):
-            if child.ready and not child.calls and not child.process.is_alive():
+            if child.ready and not child.calls and child.spoke:
                 child.kill()
                 self.counts["died"] += 1
                 self._children[place] = self._start()
             elif scoring.waiting and child.ready and not child.calls:
                 share = max(1, min(CHUNK, len(scoring.waiting) // (2 * len(self._children))))
-                child.calls.extend(scoring.waiting.popleft() for _ in range(share))
+                calls = [scoring.waiting.popleft() for _ in range(share)]
+                child.calls.extend(zip(self._numbers, calls, strict=False))
                 child.deadline = time.monotonic() + self.config.timeout
-                try:
-                    child.pipe.send([(call.own, call.parts, scoring.of(call)) for call in child.calls])
-                except BrokenPipeError:  # it died just now, and is heard of next
-                    continue
+                with suppress(OSError):  # it died or was stopped just now, and is heard of next
+                    asked = [(n, c.own, c.parts, pickle.dumps(scoring.of(c))) for n, c in child.calls]
+                    send(child.line, asked, SEND_SECONDS)
 
     def _listen(self, scoring: Scoring) -> None:
         """Takes what the processes say until the next deadline, and replaces those that failed."""
         busy = [child for child in self._children if child.calls or not child.ready]
         until = min([child.deadline for child in busy] + [self._heard + SLOW_SECONDS])
-        ends = [each for child in busy for each in (child.pipe, child.process.sentinel)]
-        wait(ends, max(0.0, until - time.monotonic()))
+        ends = [each for child in busy for each in (child.line, child.keeper)]
+        ready = wait(ends, max(0.0, until - time.monotonic()))
         for child in busy:
-            dead = not child.process.is_alive()  # before its last words are read
-            problem = self._hear(child, scoring)
+            dead = child.keeper in ready  # its last words are there by then
+            problem = self._hear(child, scoring) if child.line in ready else ""
             if not problem and (child.calls or not child.ready):
                 late = time.monotonic() > child.deadline
                 problem = "died" if dead else "timeouts" if late else ""
@@ -224,48 +264,69 @@ class Pool:
     def _hear(self, child: Child, scoring: Scoring) -> str:
         """Takes a process' answers; tells why it must be replaced, if it must."""
         try:
-            while child.pipe.poll():
-                answer = child.pipe.recv()
+            for said in child.inbox.read(child.line):
                 self._heard = time.monotonic()
-                if not child.ready:
-                    child.ready = True
-                    continue
-                scores, error, spent, grown = answer
-                call = child.calls.popleft()
-                self._timed(call, spent)
-                child.deadline = time.monotonic() + self.config.timeout
-                if error is None:
-                    scoring.answered(call, scores)
+                if not child.ready and said.number == 0:
+                    if said.error is not None:
+                        raise said.error
+                    child.ready, child.kept_by = True, said.keeper
+                elif child.calls and child.calls[0][0] == said.number:
+                    self._take(child, said, scoring)
+                    if said.grown:
+                        return "recycled"
                 else:
-                    scoring.failed(call, error)
-                if grown:
-                    return "recycled"
+                    return "garbled"
+        except Garbled:
+            return "garbled"
         except (EOFError, OSError):
             return "died"
         return ""
 
+    def _take(self, child: Child, said: Answer, scoring: Scoring) -> None:
+        _, call = child.calls.popleft()
+        self._timed(call, said.seconds)
+        child.deadline = time.monotonic() + self.config.timeout
+        if said.error is None:
+            scoring.answered(call, said.scores)
+        else:
+            scoring.failed(call, said.error)
+
     def _replace(self, child: Child, problem: str, scoring: Scoring) -> None:
         """Starts another process for one that hangs, died or has grown; a call that it was at has failed."""
-        self.counts[problem] += 1
-        child.kill()
+        self.counts["died" if problem == "garbled" else problem] += 1
+        code = child.kill()
+        words = {
+            "timeouts": f"took more than {self.config.timeout:g} s and was ended",
+            "died": f"ended its process with exit code {code}, or closed the pipe of its answers",
+            "garbled": "wrote into the pipe of its answers, which is not its own",
+        }
         if not child.ready:
-            raise RewardError("a scoring process did not start", got=f"see {self.log}")
+            raise self._not_started(problem, code)
         if problem != "recycled" and child.calls:
-            call = child.calls.popleft()
-            ended = f"ended its process with exit code {child.process.exitcode}"
-            told = f"took more than {self.config.timeout:g} s and was ended"
+            _, call = child.calls.popleft()
             place = call.places[0]
             if problem == "timeouts":
                 self._timed(call, self.config.timeout)
-            error = call.reward.error(told if problem == "timeouts" else ended, place, scoring.items[place])
+            error = call.reward.error(words[problem], place, scoring.items[place])
             error.remedy = f"{error.remedy}; {LONGER}" if problem == "timeouts" else error.remedy
             scoring.failed(call, error)
-        scoring.waiting.extendleft(reversed(child.calls))
+        scoring.waiting.extendleft(call for _, call in reversed(child.calls))
         self._children[self._children.index(child)] = self._start()
+
+    def _not_started(self, problem: str, code: str) -> RewardError:
+        late = f"loading the reward took more than {load_seconds(self.config.timeout):g} s"
+        return RewardError(
+            "a scoring process did not start",
+            field="custom_reward_function.path",
+            got=late if problem == "timeouts" else f"exit code {code}; see {self.log}",
+            remedy="raise reward.timeout, or let the file load what it needs at the first call"
+            if problem == "timeouts"
+            else "mend what the file does on import",
+        )
 
     def _say_slow(self, scoring: Scoring) -> None:
         self._heard = time.monotonic() + self.config.timeout  # once for each silence
-        for call in [child.calls[0] for child in self._children if child.calls][:1]:
+        for _, call in [child.calls[0] for child in self._children if child.calls][:1]:
             item = scoring.items[call.places[0]]
             self._say(
                 f"the reward function {call.reward.name} has not answered for {SLOW_SECONDS:g} s "
@@ -289,58 +350,7 @@ def score(items: Sequence[Item], own: Scorer | None = None) -> list[Scored]:
 
 
 def _end(children: list[Child]) -> None:
+    for child in children:
+        child.signal()
     while children:
         children.pop().kill()
-
-
-def _serve(
-    pipe: Connection, own: Scorer | None, config: RewardConfig, processes: int, log: str, scratch: str
-) -> None:
-    """Scores what the pipe brings, in a process of the pool, until the pipe ends."""
-    os.setsid()
-    tempfile.tempdir = scratch
-    place_programs(config.sandbox, processes)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = parent_process()
-    assert parent is not None
-    # The kernel ends this process and what it started when the parent's end closes, whatever runs here.
-    alive = int(parent.sentinel)
-    fcntl.fcntl(alive, fcntl.F_SETOWN, -os.getpgrp())
-    fcntl.fcntl(alive, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(alive, fcntl.F_SETFL, fcntl.fcntl(alive, fcntl.F_GETFL) | os.O_ASYNC)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    written = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(written, 1)
-    os.dup2(written, 2)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    before = None  # what the first call loads and keeps is no growth
-    pipe.send("ready")
-    try:
-        while True:
-            for by_user, parts, items in pipe.recv():
-                scorer = own if by_user and own else reward_for(next(iter(items.values())).data_source)
-                scores, error, spent = _answer([scorer.parts[part] for part in parts], items)
-                if error is not None:
-                    error.__cause__ = None  # another process might not know what the function raised
-                resident = _resident_megabytes()
-                before = resident if before is None else before
-                grown = config.max_growth_mb is not None and resident - before > config.max_growth_mb
-                pipe.send((scores, error, spent, grown))
-    except (EOFError, BrokenPipeError):
-        return
-
-
-def _answer(
-    rewards: Sequence[Reward], items: Mapping[int, Item]
-) -> tuple[Sequence[Mapping[int, Scored | None]], RewardError | None, float]:
-    """The scores, or the error, and the seconds that it took."""
-    began = time.perf_counter()
-    try:
-        return scores_of(rewards, items), None, time.perf_counter() - began
-    except RewardError as error:
-        return [], error, time.perf_counter() - began
-
-
-def _resident_megabytes() -> float:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize() / 2**20

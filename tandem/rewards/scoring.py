@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 
 from tandem.config.rewards import RewardConfig
 from tandem.errors import RewardError
-from tandem.rewards.base import Item, Reward, Scored, Scorer, reward_for
+from tandem.rewards.base import Reward, Scorer, reward_for
+from tandem.rewards.items import Item, Scored
 
 ASIDE = 64
 """Asynchronous calls of one process that wait side by side."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -9,8 +10,9 @@ from operator import add
 
 from tandem.config.rewards import CustomRewardConfig
 from tandem.errors import RewardError
-from tandem.rewards.base import Item, Reward, Scored, Scorer
+from tandem.rewards.base import Reward, Scorer
 from tandem.rewards.custom import load_custom
+from tandem.rewards.items import Item, Scored
 from tandem.rewards.signatures import Reads
 
 
@@ -68,19 +70,24 @@ class WeightedSum:
         return Scored(total, extra, answered.answer, answered.reads_answers, why=why)
 
 
-def own_reward(config: CustomRewardConfig) -> Scorer | None:
-    """The user's own reward; None where the data sources' own ones score.
+def own_reward(config: CustomRewardConfig, timeout: float = math.inf) -> Scorer | None:
+    """Return the user's own reward; None where the data sources' own ones score.
+
+    Args:
+        timeout: see `load_custom`.
 
     Raises:
         RewardError: see `load_custom` and `WeightedSum`.
     """
     if not config.terms:
-        return None if config.path is None else load_custom(config.path, config.name, config.reward_kwargs)
+        if config.path is None:
+            return None
+        return load_custom(config.path, config.name, config.reward_kwargs, timeout)
     return WeightedSum(
         tuple(
             (
                 term.label or term.name,
-                load_custom(str(term.path or config.path), term.name, term.reward_kwargs),
+                load_custom(str(term.path or config.path), term.name, term.reward_kwargs, timeout),
                 term.weight,
             )
             for term in config.terms

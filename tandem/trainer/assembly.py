@@ -79,7 +79,8 @@ def build_ppo(
     cast = cast_roles(config, spec)
     placed = tenants(configured_placement(config.trainer), cast)
     say_idle_offload(config.trainer, models_of(config, cast.played), say)
-    reward, combination = own_reward(config.custom_reward_function), combination_of(config)
+    reward = own_reward(config.custom_reward_function, config.reward.timeout)
+    combination = combination_of(config)
     tokenizer = _tokenizer(policy.model)
     with _opened(config, say) as (run, backend):
         backend.reserve(list(pools_of(placed).values()))

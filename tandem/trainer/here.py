@@ -77,9 +77,10 @@ def _vllm(config: TrainConfig) -> None:
 
 def _reward(config: TrainConfig) -> None:
     if config.custom_reward_function.given:
-        import_module("tandem.rewards").own_reward(config.custom_reward_function)
+        import_module("tandem.rewards").own_reward(config.custom_reward_function, config.reward.timeout)
     if config.reward.combine is not None:
-        import_module("tandem.loading").load_function(config.reward.combine)
+        combination = import_module("tandem.rewards.combination")
+        combination.load_combine(config.reward.combine, config.reward.timeout)
 
 
 def _rows(config: RunsConfig) -> None:

@@ -264,7 +264,7 @@ class Stage:
         return config
 
     def _require_columns(self, config: TrainConfig, reward: str) -> None:
-        scorer = own_reward(config.custom_reward_function)
+        scorer = own_reward(config.custom_reward_function, config.reward.timeout)
         lacks = sorted(set(scorer.reads.needs if scorer else ()) - self._columns)
         if lacks:
             raise DataError(

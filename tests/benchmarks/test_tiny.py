@@ -34,6 +34,7 @@ LONG = (  # they start several cold processes, Ray or a compiler
     "dispatch",
     "learning_curves",
     "learning_warnings",
+    "ledger",
     "levers",
     "log_prob_head",
     "plan_probe",

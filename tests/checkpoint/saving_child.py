@@ -1,11 +1,13 @@
 """What the killed process runs."""
 
+import os
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import torch
 
 from tandem.checkpoint.manager import CheckpointManager
+from tandem.lifetime import threads
 
 SIZES = (300_000, 100_000, 50_000)
 
@@ -27,6 +29,7 @@ def save(manager: CheckpointManager, step: int) -> None:
 
 
 def save_forever(root: Path, started: Event) -> None:
+    assert threads(os.getppid()) == 1  # the server that forked this process
     manager = CheckpointManager(root, keep=2)
     found = manager.latest()
     step = 0 if found is None else found.step

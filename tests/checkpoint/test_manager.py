@@ -12,6 +12,7 @@ import torch
 
 from tandem.checkpoint import CheckpointManager, open_checkpoint
 from tandem.errors import CheckpointError, ConfigError
+from tandem.lifetime import THREADLESS
 from tests.checkpoint.saving_child import save, save_forever, values
 
 
@@ -255,9 +256,11 @@ def killed_after(root: Path, seconds: float) -> None:
 
 
 @pytest.mark.slow
-def test_kill_during_save(tmp_path):
+def test_kill_during_save(tmp_path, monkeypatch):
     """Whatever a kill leaves behind, the newest checkpoint is whole, no step is lost that had been
     finished, and nothing unfinished stays after the next start."""
+    for name, value in THREADLESS.items():
+        monkeypatch.setenv(name, value)
     draw = random.Random(7)
     last, unfinished = 0, 0
     for _ in range(20):

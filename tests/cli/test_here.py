@@ -47,6 +47,21 @@ def test_the_config_is_sound_and_the_run_is_refused(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.timeout(120)
+def test_a_reward_that_does_not_load_is_named_in_time(
+    lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tandem.rewards.calling.LOAD_SECONDS", 0.5)
+    own = tmp_path / "own.py"
+    own.write_text(f"import time; time.sleep(600)\n{OWN}")
+    given = [*lab.overrides(tmp_path / "run"), f"custom_reward_function.path={own}", "reward.timeout=0.5"]
+    assert main(["check", *given]) == 0
+    assert "custom_reward_function.path: loading it raised TimeoutError" in capsys.readouterr().out
+    for command in (["check", "--here"], ["train"]):
+        assert main([*command, *given]) == 1
+        assert "custom_reward_function.path: loading it raised TimeoutError" in capsys.readouterr().err
+
+
 def test_several_things_are_said_at_once(
     lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from tandem import lifetime
 from tests.support import warm_server
 
 START_LIMIT_S = 240.0
@@ -32,7 +33,7 @@ def server() -> Path:
     folder = tempfile.TemporaryDirectory(prefix="warm-")
     atexit.register(folder.cleanup)
     path = Path(folder.name, "socket")
-    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    own = lifetime.THREADLESS | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     process = subprocess.Popen(
         [sys.executable, warm_server.__file__, path], stdin=subprocess.PIPE, env=os.environ | own
     )

@@ -98,7 +98,7 @@ class Server:
     def _fork(self, ready: selectors.BaseSelector) -> list[str] | None:
         line, _ = self.listener.accept()
         request, streams = _receive(line)
-        pid = os.fork()
+        pid = fork_alone()
         if pid == 0:
             ready.close()
             signal.set_wakeup_fd(-1)
@@ -196,6 +196,8 @@ if __name__ == "__main__":
     import selectors
 
     import numpy as np
+
+    from tandem.lifetime import fork_alone
 
     sys.path.pop(0)  # this folder
     for module in IMPORTED:

@@ -1,0 +1,274 @@
+"""The server that forks the processes of reward functions, and the keeper of each such process.
+
+The server imports what they need and forks a keeper for each. The keeper forks the process that calls
+functions, and writes what this prints into the log. When that process ends, or is no longer wanted, the
+keeper ends all that it has started, daemons too. Server and keeper run no code of the user's, and have one
+thread: a process that is forked beside other threads may inherit their locks and half-changed memory.
+"""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+import resource
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+from tandem.errors import RewardError
+from tandem.lifetime import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, THREADLESS, fork_alone, prctl
+from tandem.rewards.serving import serve
+
+CALL_BYTES = 64 * 2**10
+"""How much of what one call prints is kept."""
+LOG_BYTES = 64 * 2**20
+"""The size at which a log takes no more."""
+END_SECONDS = 5.0
+"""How long a keeper tries to end what its process started."""
+NO_MAIN = "import sys; sys.path[:] = {path!r}; from tandem.rewards.forkserver import run; run({end})"
+
+_lock = threading.Lock()
+_servers: dict[int, tuple[subprocess.Popen[bytes], socket.socket]] = {}  # by the process that has it
+
+
+def fork(ends: Sequence[int]) -> None:
+    """Have a keeper and its process forked.
+
+    Args:
+        ends: descriptors of the line to the process, of the keeper's own, and of the log.
+
+    Raises:
+        RewardError: the server does not start.
+    """
+    own = os.getpid()
+    with _lock:
+        for _ in range(2):
+            if own not in _servers or _servers[own][0].poll() is not None:
+                _servers[own] = _started()
+            process, line = _servers[own]
+            try:
+                socket.send_fds(line, [b"f"], ends)
+                return
+            except OSError:  # it is ending
+                line.close()
+                process.wait(END_SECONDS)
+    raise RewardError("the server of scoring processes does not start", got="its last words stand above")
+
+
+def _started() -> tuple[subprocess.Popen[bytes], socket.socket]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-c", NO_MAIN.format(path=sys.path, end=theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            env=os.environ | THREADLESS,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+    return process, ours
+
+
+def _children() -> list[int]:
+    """Return the processes whose parent is this one."""
+    own = os.getpid()
+    with suppress(FileNotFoundError):  # a kernel without this file
+        return [int(pid) for pid in Path(f"/proc/self/task/{own}/children").read_text().split()]
+    found = []
+    for folder in Path("/proc").iterdir():
+        with suppress(OSError, ValueError):  # no process, or one that has ended
+            if int((folder / "stat").read_text().rpartition(")")[2].split()[1]) == own:
+                found.append(int(folder.name))
+    return found
+
+
+def _kill(pids: Sequence[int]) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _reaped() -> Iterator[tuple[int, int]]:
+    """Yield the processes below this one that have ended, with their exit codes."""
+    with suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            yield ended[0], os.waitstatus_to_exitcode(ended[1])
+
+
+def _end_below(seconds: float) -> dict[int, int]:
+    """End all processes below this one, which their orphans come to as well; return their exit codes."""
+    until, codes = time.monotonic() + seconds, dict[int, int]()
+    while time.monotonic() < until:
+        codes.update(_reaped())
+        try:
+            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            break
+        _kill(_children())
+        time.sleep(0.001)
+    return codes
+
+
+def _waker() -> socket.socket:
+    """Return what can be read once a process below this one has ended."""
+    reads, wakes = socket.socketpair()
+    for end in (reads, wakes):
+        end.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wakes.detach(), warn_on_full_buffer=False)
+    return reads
+
+
+def _child(run: Callable[[], None]) -> NoReturn:
+    """Run what a process that was just forked is for, and end it; nothing of its parent's goes on in it."""
+    status = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.setsid()
+        run()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with suppress(Exception):
+            sys.stderr.flush()
+        os._exit(status)
+
+
+def run(end: int) -> NoReturn:
+    """Serve until the other end of a socket closes."""
+    line = socket.socket(fileno=end)
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    gc.collect()
+    gc.freeze()
+    woken, keepers = _waker(), set[int]()
+    while True:
+        ready, _, _ = select.select([line, woken], [], [])
+        if woken in ready:
+            woken.recv(4096)
+            keepers.difference_update([pid for pid, _ in _reaped()])
+            _kill([pid for pid in _children() if pid not in keepers])  # of a keeper that was killed
+        if line in ready:
+            message, ends, _, _ = socket.recv_fds(line, 1, 3)
+            if not message:
+                break
+            keeper = fork_alone()
+            if not keeper:
+                line.close()
+                woken.close()
+                _child(partial(_keep, *ends))
+            keepers.add(keeper)
+            for each in ends:
+                os.close(each)
+    until = time.monotonic() + END_SECONDS
+    while keepers and time.monotonic() < until:
+        keepers.difference_update([pid for pid, _ in _reaped()])
+        time.sleep(0.01)
+    _end_below(END_SECONDS)
+    os._exit(0)
+
+
+class Printed:
+    """What a process prints, on its way into the log: of each call so much, of all so much.
+
+    Args:
+        log: its descriptor.
+        calls: memory shared with the process, which tells its calls apart.
+    """
+
+    def __init__(self, log: int, calls: mmap.mmap) -> None:
+        self._log, self._calls = log, calls
+        self._call, self._left, self._dropped = b"", CALL_BYTES, 0
+
+    def take(self, text: bytes) -> None:
+        """Write a part of it, or count it."""
+        call = self._calls[:]
+        if call != self._call:
+            self.tell()
+            self._call, self._left = call, CALL_BYTES
+        room = min(self._left, max(0, LOG_BYTES - os.fstat(self._log).st_size))
+        self._left -= len(text[:room])
+        self._dropped += len(text) - self._write(text[:room])
+
+    def tell(self) -> None:
+        """Say how much was left out since this was last said; a log that is full ends with that sentence."""
+        if self._dropped and os.fstat(self._log).st_size <= LOG_BYTES:
+            full = os.fstat(self._log).st_size == LOG_BYTES
+            limit = (
+                f"the log holds {LOG_BYTES >> 20} MiB"
+                if full
+                else f"of a call {CALL_BYTES >> 10} KiB are kept"
+            )
+            self._write(f"\n[{self._dropped} further bytes were printed and left out: {limit}]\n".encode())
+        self._dropped = 0
+
+    def _write(self, text: bytes) -> int:
+        with suppress(OSError):  # a full disk, which ends no run
+            return os.write(self._log, text) if text else 0
+        return 0
+
+
+def _keep(line: int, control: int, log: int) -> None:
+    """Keep a process that calls functions, until it ends or the other end of `control` closes."""
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    calls = mmap.mmap(-1, 8)
+    reads, writes = os.pipe()
+    process = fork_alone()
+    if not process:
+        _child(partial(_begin, line, writes, calls))
+    os.close(line)
+    os.close(writes)
+    printed, woken = Printed(log, calls), _waker()
+    codes, sources = dict[int, int](), [control, woken.fileno(), reads]
+    while process not in codes:
+        ready, _, _ = select.select(sources, [], [], 0 if codes else None)
+        if reads in ready and not _pass_on(reads, printed):
+            sources.remove(reads)
+        if control in ready:
+            break
+        codes.update(_reaped())  # it may have ended before there was a waker
+    with suppress(ProcessLookupError):
+        os.killpg(process, signal.SIGKILL)
+    codes = _end_below(END_SECONDS) | codes
+    os.set_blocking(reads, False)
+    with suppress(BlockingIOError):
+        while _pass_on(reads, printed):
+            continue
+    printed.tell()
+    with suppress(OSError):
+        os.write(control, str(codes.get(process, -signal.SIGKILL)).encode())
+
+
+def _pass_on(reads: int, printed: Printed) -> bool:
+    """Take a part of what a process has printed; tell whether there was any."""
+    text = os.read(reads, 1 << 16)
+    if text:
+        printed.take(text)
+    return bool(text)
+
+
+def _begin(line: int, writes: int, calls: mmap.mmap) -> None:
+    """Make this process one that calls functions, and has no descriptor beside its line and its streams."""
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    Path("/proc/self/oom_score_adj").write_text("1000")  # the first to go where memory runs out
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for own, stream in enumerate((os.open(os.devnull, os.O_RDONLY), writes, writes)):
+        os.dup2(stream, own)
+    kept = os.dup2(line, 3, inheritable=False)
+    os.closerange(kept + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    serve(socket.socket(fileno=kept), calls)

@@ -1,0 +1,364 @@
+"""Reward functions that do what none should, in real processes: each has a named outcome, in time, the
+others' scores are right, nothing that they started stays, and the next batch is scored."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tandem import lifetime
+from tandem.config.rewards import RewardConfig
+from tandem.errors import ConfigError, RewardError
+from tandem.rewards import Item, forkserver
+from tandem.rewards.combination import load_combine
+from tandem.rewards.custom import load_custom
+from tandem.rewards.pool import Pool
+
+pytestmark = pytest.mark.timeout(60)
+TIMEOUT = 2.0
+DAEMON = """
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            for number in range(1, 32):
+                try: signal.signal(number, signal.SIG_IGN)
+                except (OSError, ValueError): pass
+            open(FOLDER + "/daemon", "w").write(str(os.getpid()))
+            os.closerange(0, 256)
+            time.sleep(600)
+        os._exit(0)
+    while not os.path.exists(FOLDER + "/daemon") or not open(FOLDER + "/daemon").read(): time.sleep(0.01)
+"""
+KINDS = {  # the body of a function, and what its score is; None: it has failed
+    "forks and returns twice": ("os.fork(); return 1.0", 1.0),
+    "forks, returns twice, and the copy is late": ("if not os.fork(): time.sleep(0.5)\n    return 1.0", 1.0),
+    "copies that fork in C": ("ctypes.CDLL(None).fork(); return 1.0", 1.0),
+    "writes to all descriptors": ("for n in range(3, 99): write(n, b'x' * 999)\n    return 1.0", None),
+    "half an answer": ("write(3, b'x' * 7); time.sleep(600)", None),
+    "a huge length": ("write(3, b'\\xff' * 40); return 1.0", None),
+    "endless writing": ("while True: os.write(3, bytes(9999))", None),
+    "closes all descriptors": ("os.closerange(0, 256); return 1.0", None),
+    "reads its questions": ("os.read(3, 99); return 1.0", None),
+    "kills its parent": ("os.kill(os.getppid(), 9); time.sleep(600)", None),
+    "stops its parent": ("os.kill(os.getppid(), signal.SIGSTOP); time.sleep(600)", None),
+    "kills its group": ("os.killpg(0, 9)", None),
+    "stops": ("os.kill(os.getpid(), signal.SIGSTOP)", None),
+    "leaves a daemon": (DAEMON + "    return 1.0", 1.0),
+    "leaves a daemon and dies": (DAEMON + "    os.kill(os.getpid(), 9)", None),
+    "exits": ("os._exit(0)", None),
+    "exits in a thread": ("threading.Thread(target=os._exit, args=(0,)).start(); time.sleep(600)", None),
+    "sys.exit in a thread": ("threading.Thread(target=sys.exit).start(); return 1.0", 1.0),
+    "threads that stay": ("threading.Thread(target=time.sleep, args=(600,)).start(); return 1.0", 1.0),
+    "KeyboardInterrupt": ("raise KeyboardInterrupt", None),
+    "GeneratorExit": ("raise GeneratorExit", None),
+    "BaseException": ("raise type('Own', (BaseException,), {})()", None),
+    "an exception without a text": ("raise type('Own', (ValueError,), {'__str__': lambda s: 1 / 0})", None),
+    "an exception of a long text": ("raise ValueError('x' * 10**8)", None),
+    "a huge number": ("return 10**5000", None),
+    "a huge number as name": ("return {'score': 1.0, 10**5000: 1.0}", None),
+    "nan": ("return float('nan')", None),
+    "an array": ("import numpy; return numpy.float32(1)", 1.0),
+    "text": ("return '1.0'", None),
+    "a bool": ("return True", 1.0),
+    "a generator": ("return (x for x in [1.0])", None),
+    "a coroutine": ("return asyncio.sleep(1)", None),
+    "many keys": ("return {'score': 1.0} | {str(n): n for n in range(200_000)}", None),
+    "keys with escapes": ("return {'score': 1.0, '\\x1b[2J': 1.0}", None),
+    "keys of other kinds": ("return {'score': 1.0, 3: 4.0, (1, 2): None}", 1.0),
+    "a dict in itself": ("d = {}; d['score'] = d; return d", None),
+    "a deep dict": ("d = {}\n    for _ in range(9999): d = {'score': d}\n    return d", None),
+    "a long answer": ("return {'score': 1.0, 'pred': 'x' * 10**8}", 1.0),
+    "a long text": ("return 'x' * 10**9", None),
+    "__float__ raises": ("return Odd()", None),
+    "__float__ never ends": ("return Odd(600)", None),
+    "deep recursion": ("f = lambda: f(); f()", None),
+    "a fault": ("ctypes.string_at(0)", None),
+    "no memory": ("resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30)); bytearray(2**34)", None),
+    "blocks all signals": ("signal.pthread_sigmask(0, range(1, 65)); time.sleep(600)", None),
+    "removes its folder": ("shutil.rmtree(tempfile.gettempdir()); return 1.0", 1.0),
+    "changes its surroundings": ("os.chdir('/'); os.umask(0o777); os.environ.clear(); return 1.0", 1.0),
+    "closes its streams": ("sys.stdout.close(); sys.stderr = None; os.close(1); return 1.0", 1.0),
+}
+HEAD = """
+import asyncio, ctypes, numbers, os, resource, shutil, signal, sys, tempfile, threading, time
+FOLDER = {folder!r}
+
+class Odd(float):
+    def __new__(cls, wait=0):
+        made = float.__new__(cls, 1.0)
+        made.wait = wait
+        return made
+    def __float__(self):
+        time.sleep(self.wait)
+        raise ValueError("no number")
+
+def write(number, data):
+    try: os.write(number, data)
+    except OSError: pass
+
+def attack():
+    {body}
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    if solution_str == "attack":
+        return attack()
+    return {{"score": float(solution_str), "folder": len(tempfile.mkdtemp())}}
+"""
+
+
+def texts(*words: str) -> list[Item]:
+    return [Item("any", word, None, index=row) for row, word in enumerate(words)]
+
+
+def written(folder: Path, body: str) -> str:
+    file = folder / "own.py"
+    file.write_text(HEAD.format(folder=str(folder), body=body))
+    return str(file)
+
+
+def ended(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_function_does_costs_its_own_score_alone(kind: str, tmp_path: Path) -> None:
+    body, score = KINDS[kind]
+    config = RewardConfig(num_workers=1, timeout=TIMEOUT, on_error="zero")
+    pool = Pool(load_custom(written(tmp_path, body)), config, tmp_path / "log")
+    began = time.monotonic()
+    scored = pool.score(texts("2", "attack", "3", "4"))
+    again = pool.score(texts("5", "6"))
+    assert time.monotonic() - began < 30
+    assert [s.score for s in scored] == [2.0, score or 0.0, 3.0, 4.0]
+    assert [s.failed for s in scored] == [False, score is None, False, False]
+    assert [s.score for s in again] == [5.0, 6.0]
+    assert all(
+        error.field == "sample 1, row 1 of the data, data_source 'any'" for error in pool.failures.values()
+    )
+    pool.close()
+    (server,) = [p for p in psutil.Process().children() if "forkserver" in "".join(p.cmdline())]
+    assert not psutil.wait_procs(server.children(recursive=True), timeout=5)[1]
+    daemon = tmp_path / "daemon"
+    assert not daemon.exists() or ended(int(daemon.read_text()))
+
+
+def test_an_answer_names_its_failure_and_ends_the_run_where_that_is_asked_for(tmp_path: Path) -> None:
+    pool = Pool(
+        load_custom(written(tmp_path, "write(3, bytes(99)); return 1.0")), RewardConfig(num_workers=2)
+    )
+    with pytest.raises(RewardError) as caught:
+        pool.score(texts("1", "attack", "3"))
+    assert caught.value.field == "sample 1, row 1 of the data, data_source 'any'"
+    assert "reward function compute_score" in caught.value.message
+    pool.close()
+
+
+def test_what_a_thread_writes_between_batches_costs_no_score(tmp_path: Path) -> None:
+    body = "threading.Timer(0.5, write, (3, b'x' * 50)).start(); return 1.0"
+    pool = Pool(load_custom(written(tmp_path, body)), RewardConfig(num_workers=1))
+    assert [s.score for s in pool.score(texts("attack"))] == [1.0]
+    time.sleep(1.5)
+    assert [s.score for s in pool.score(texts("2"))] == [2.0]
+    assert pool.counts == {"died": 1}
+    pool.close()
+
+
+def test_what_is_printed_has_a_limit(tmp_path: Path) -> None:
+    body = "\n    ".join(["for _ in range(100): os.write(1, b'x' * 10**6)", "return 1.0"])
+    pool = Pool(load_custom(written(tmp_path, body)), RewardConfig(num_workers=1), tmp_path / "log")
+    assert [s.score for s in pool.score(texts("attack", "2"))] == [1.0, 2.0]
+    pool.close()
+    log = (tmp_path / "log").read_text()
+    assert forkserver.CALL_BYTES <= len(log) < forkserver.CALL_BYTES + 1000
+    assert log.count("x") == forkserver.CALL_BYTES
+    assert re.findall(r"\d{4,}", log) == [str(10**8 - forkserver.CALL_BYTES)]
+
+
+def test_a_log_that_is_full_takes_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forkserver, "LOG_BYTES", 1000)
+    log = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    calls = bytearray(8)
+    for call in range(20):
+        calls[:] = call.to_bytes(8, "big")
+        printed = forkserver.Printed(log, calls)  # type: ignore[arg-type]
+        printed.take(b"x" * 300)
+        printed.tell()
+    os.close(log)
+    assert (tmp_path / "log").read_text().count("x") == 1000
+    assert (tmp_path / "log").stat().st_size < 1200
+
+
+def test_a_function_that_changes_what_it_is_given_changes_it_for_no_other_call(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    ground_truth.append(1); extra_info['a'].append(1)\n"
+        "    return len(ground_truth) + len(extra_info['a'])\n"
+    )
+    truth: list[int] = []
+    items = [Item("any", "", truth, {"a": truth})] * 40
+    for workers in (0, 1):
+        pool = Pool(load_custom(str(file)), RewardConfig(num_workers=workers))
+        assert {s.score for s in pool.score(items)} == {4.0}
+        pool.close()
+    assert truth == []
+
+
+ASYNC = {
+    "cancels itself": "asyncio.current_task().cancel(); await asyncio.sleep(1)",
+    "never ends": "await asyncio.sleep(600)",
+    "blocks the loop": "time.sleep(600)",
+    "raises in a gather": "await asyncio.gather(asyncio.sleep(0), fails())",
+    "exits in a task": "await asyncio.create_task(exits())",
+    "interrupts": "raise KeyboardInterrupt",
+    "stops the loop": "asyncio.get_running_loop().stop(); await asyncio.sleep(600)",
+    "forks": "os.fork()",
+}
+
+
+@pytest.mark.parametrize("kind", ASYNC)
+def test_an_asynchronous_function_costs_its_own_score_alone(kind: str, tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(
+        "import asyncio, os, sys, time\n"
+        "async def fails(): raise ValueError\n"
+        "async def exits(): sys.exit(3)\n"
+        "async def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        f"    if solution_str == 'attack':\n        {ASYNC[kind]}\n"
+        "    return 1.0\n"
+    )
+    config = RewardConfig(num_workers=1, timeout=TIMEOUT, on_error="drop")
+    pool = Pool(load_custom(str(file)), config, tmp_path / "log")
+    scored = pool.score(texts("a", "attack", "b"))
+    assert [s.failed for s in scored] == [False, kind != "forks", False]
+    assert [s.failed for s in pool.score(texts("a"))] == [False]
+    pool.close()
+
+
+CLIENT = """
+import asyncio
+import httpx2
+import local_library
+
+async def refused(data_source, solution_str, ground_truth, extra_info=None):
+    async with httpx2.AsyncClient() as client:
+        (await client.get("http://127.0.0.1:9/")).raise_for_status()
+
+async def status(data_source, solution_str, ground_truth, extra_info=None):
+    request = httpx2.Request("GET", "http://127.0.0.1:9/")
+    httpx2.Response(500, request=request).raise_for_status()
+
+def late(data_source, solution_str, ground_truth, extra_info=None):
+    raise TimeoutError("no answer")
+
+def deep(data_source, solution_str, ground_truth, extra_info=None):
+    import json
+    json.loads("{")
+
+def wrapped(data_source, solution_str, ground_truth, extra_info=None):
+    try: raise ConnectionResetError
+    except OSError as error: raise ValueError("no score") from error
+"""
+LINES = {"refused": 8, "status": 12, "late": 15, "deep": 19, "wrapped": 23}
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_an_error_is_at_the_users_own_line_and_one_of_the_network_can_be_tried_again(
+    name: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(CLIENT.replace("import local_library\n", "\n"))
+    pool = Pool(load_custom(str(file), name), RewardConfig(num_workers=1))
+    with pytest.raises(RewardError) as caught:
+        pool.score(texts("a"))
+    pool.close()
+    assert f"(own.py, line {LINES[name]})" in caught.value.message
+    remedy = str(caught.value.remedy)
+    assert ("reward.retries" in remedy and "reward.on_error" in remedy) == (name != "deep")
+
+
+IMPORTS = {
+    "hangs": ("import time; time.sleep(600)", "TimeoutError"),
+    "hangs and catches": ("import time\ntry: time.sleep(600)\nexcept Exception: pass", "TimeoutError"),
+    "exits": ("import sys; sys.exit(3)", "status 3"),
+    "exits at once": ("import os; os._exit(3)", "status 3"),
+    "is no Python": ("def", "SyntaxError"),
+    "raises": ("raise type('Own', (BaseException,), {})('no')", "Own"),
+}
+
+
+@pytest.mark.parametrize("kind", IMPORTS)
+def test_a_file_that_cannot_be_loaded_is_named_in_time(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tandem.rewards.calling.LOAD_SECONDS", 0.5)
+    file = tmp_path / "own.py"
+    body, said = IMPORTS[kind]
+    file.write_text(body + "\ndef compute_score(data_source, solution_str, ground_truth): return 1.0\n")
+    with pytest.raises(RewardError) as caught:
+        load_custom(str(file), timeout=0.5)
+    assert caught.value.field == "custom_reward_function.path"
+    assert said in caught.value.message
+    assert (caught.value.remedy is not None and "reward.timeout" in caught.value.remedy) == ("hangs" in kind)
+
+
+def test_a_file_that_combines_has_a_limit_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.rewards.calling.LOAD_SECONDS", 0.5)
+    file = tmp_path / "own.py"
+    file.write_text("import time; time.sleep(600)")
+    with pytest.raises(ConfigError) as caught:
+        load_combine(f"{file}:function", 0.5)
+    assert caught.value.field == f"{file}:function"
+
+
+@pytest.mark.parametrize("kind", ["hangs", "dies", "raises", "forks"])
+def test_a_file_that_fails_in_the_processes_alone_is_named_in_time(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tandem.rewards.calling.LOAD_SECONDS", 1.0)
+    bodies = {
+        "hangs": "time.sleep(600)",
+        "dies": "os.kill(os.getpid(), 9)",
+        "raises": "1 / 0",
+        "forks": "os.fork()",
+    }
+    file = tmp_path / "own.py"
+    file.write_text(
+        f"import os, time\nif os.getpid() != {os.getpid()}: {bodies[kind]}\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None): return 1.0\n"
+    )
+    pool = Pool(load_custom(str(file)), RewardConfig(num_workers=1, timeout=1.0, on_error="zero"))
+    if kind == "forks":
+        assert [s.failed for s in pool.score(texts("a", "b"))] == [False, False]
+    else:
+        with pytest.raises(RewardError) as caught:
+            pool.score(texts("a"))
+        assert caught.value.field == "custom_reward_function.path"
+    pool.close()
+
+
+def test_the_server_and_the_keepers_have_one_thread(tmp_path: Path) -> None:
+    pool = Pool(load_custom(written(tmp_path, "return 1.0")), RewardConfig(num_workers=2))
+    pool.score(texts("1", "2", "3", "4"))
+    (server,) = [p for p in psutil.Process().children() if "forkserver" in "".join(p.cmdline())]
+    keepers = server.children()
+    assert len(keepers) == 2
+    assert [lifetime.threads(each.pid) for each in (server, *keepers)] == [1, 1, 1]
+    pool.close()
+
+
+def test_a_server_that_was_killed_costs_no_batch(tmp_path: Path) -> None:
+    pool = Pool(
+        load_custom(written(tmp_path, "os.kill(os.getpid(), 9)")),
+        RewardConfig(num_workers=1, on_error="zero"),
+    )
+    pool.score(texts("1"))
+    (server,) = [p for p in psutil.Process().children() if "forkserver" in "".join(p.cmdline())]
+    server.kill()
+    assert [s.score for s in pool.score(texts("attack", "2"))] == [0.0, 2.0]
+    pool.close()
