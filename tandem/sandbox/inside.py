@@ -1,5 +1,5 @@
-"""The program that a sandbox starts: it takes on the limits, gives up what root could do, and becomes the
-solution. It runs alone, by `python -c`, and imports nothing of Tandem.
+"""The program that a sandbox starts: it takes on the limits, gives up what root could do and all system calls
+but those of a list, and becomes the solution. It runs alone, by `python -c`, and imports nothing of Tandem.
 
     python -c inside.py FOLDER [SECONDS MEMORY_BYTES FILE_BYTES OPEN_FILES [PROCESSES USER]]
 
@@ -15,7 +15,6 @@ import os
 import sys
 
 RLIMIT_CPU, RLIMIT_FSIZE, RLIMIT_CORE, RLIMIT_NPROC, RLIMIT_NOFILE, RLIMIT_AS = 0, 1, 4, 6, 7, 9
-RLIMIT_MSGQUEUE = 12
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF, PATH_BENEATH = 444, 445, 446, 1
 WRITES, FILE_WRITES = 0xFFF2, 0xC002
@@ -27,29 +26,45 @@ PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 22, 2
 LINUX_CAPABILITY_VERSION_3 = 0x20080522
 LOAD, EQUAL, AT_LEAST, ANY_OF, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 ALLOWED, REFUSED, NOT_THERE = 0x7FFF0000, 0x00050001, 0x00050026
-FIRST_ARGUMENT, SECOND_ARGUMENT, THIRD_ARGUMENT = 16, 24, 32
-ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+ARCHITECTURES = {"x86_64": (1, 0xC000003E), "aarch64": (2, 0xC00000B7)}
 CALLS = """
-    socket 41 198 setsid 112 157 setpgid 109 154 unlink 87 - unlinkat 263 35 rename 82 - renameat 264 38
-    renameat2 316 276 fallocate 285 47 ptrace 101 117 process_vm_readv 310 270 process_vm_writev 311 271
-    unshare 272 97 setns 308 268 memfd_create 319 279 memfd_secret 447 447 add_key 248 217 request_key 249 218
-    keyctl 250 219 shmget 29 194 semget 64 190 msgget 68 186 bpf 321 280 perf_event_open 298 241
-    userfaultfd 323 282 open 2 - openat 257 56 clone 56 220 prlimit64 302 261
+    read 0 63 write 1 64 pread64 17 67 lseek 8 62 ftruncate 77 46 openat 257 56 close 3 57 close_range 436 436
+    stat 4 - lstat 6 - fstat 5 80 newfstatat 262 79 getdents64 217 61 getcwd 79 17 mkdir 83 - mkdirat 258 34
+    umask 95 166 fcntl 72 25 ioctl 16 29 dup 32 23 dup2 33 - dup3 292 24 pipe2 293 59
+    poll 7 - ppoll 271 73 select 23 - pselect6 270 72 epoll_create1 291 20 epoll_ctl 233 21 epoll_wait 232 -
+    epoll_pwait 281 22 socketpair 53 199 getsockname 51 204 sendto 44 206 recvfrom 45 207
+    brk 12 214 mmap 9 222 munmap 11 215 mremap 25 216 mprotect 10 226 madvise 28 233 futex 202 98
+    clone 56 220 exit 60 93 exit_group 231 94 wait4 61 260 set_robust_list 273 99 rseq 334 293
+    getpid 39 172 getppid 110 173 gettid 186 178 getuid 102 174 geteuid 107 175 getgid 104 176 getegid 108 177
+    rt_sigaction 13 134 rt_sigprocmask 14 135 rt_sigreturn 15 139 sigaltstack 131 132 restart_syscall 219 128
+    alarm 37 - setitimer 38 103
+    clock_gettime 228 113 clock_getres 229 114 clock_nanosleep 230 115 times 100 153 getrusage 98 165
+    prlimit64 302 261 sched_getaffinity 204 123 getrandom 318 278 uname 63 160
 """
-"""What is refused, with its number on each architecture."""
-UNKNOWN = (425, 435, 437)
-"""io_uring_setup, clone3 and openat2, on both: programs go on without them."""
-NAMELESS = 0o20000000
-"""Set in O_TMPFILE and in no other flag: a file without a name, which nobody could see grow."""
-NAMESPACES = 0x7E020000
-"""Any of clone's flags for a namespace of its own."""
-BITS = {
-    "open": (SECOND_ARGUMENT, NAMELESS),
-    "openat": (THIRD_ARGUMENT, NAMELESS),
-    "clone": (FIRST_ARGUMENT, NAMESPACES),
-    "prlimit64": (FIRST_ARGUMENT, 0xFFFFFFFF),
+"""All that a program may ask of the kernel, with its number on each architecture."""
+FIRST_COMMON = 403
+"""From here on calls have one number on all architectures; libraries do without those that are not there."""
+TO_ITSELF = "kill 62 129 tgkill 234 131"
+"""Calls whose first argument must be the process itself."""
+RULES: dict[str, list[tuple[int, list[int] | range | int]]] = {
+    "openat": [(4, 0o2747703)],  # no O_PATH, and no O_TMPFILE: nobody could see a file without a name grow
+    "fcntl": [(2, [0, 1, 2, 3, 4, 1030])],  # copies and flags: no locks, leases, owners or notices
+    "ioctl": [(2, [0x5401, 0x5421, 0x5450, 0x5451])],  # is it a terminal, does it wait, is it inherited
+    "pipe2": [(2, [0, 0x800, 0x80000, 0x80800])],
+    "socketpair": [(0, [1]), (2, [1, 0x801, 0x80001, 0x80801])],  # streams, which reach nobody else
+    "sendto": [(8, [0]), (9, [0])],  # to no address
+    "mmap": [(6, 0x124833), (7, 0)],  # no huge pages and no locked memory
+    "madvise": [(4, [4])],  # no longer needed
+    "futex": [(2, [0, 9, 265, 128, 129, 137, 393])],  # wait; wake those of this process
+    "clone": [(0, 0x17D0F11)],  # no namespaces, and no sibling of this process
+    "clock_gettime": [(0, range(12))],  # the clocks of other processes are below 0
+    "clock_getres": [(0, range(12))],
+    "clock_nanosleep": [(0, range(12))],
+    "prlimit64": [(0, [0]), (2, [0, 1, 2, 3, *range(5, 16)])],  # its own limits, but not that of dumps
+    "sched_getaffinity": [(0, [0])],
 }
-"""What is refused only where an argument has any of some bits."""
+"""What halves of arguments must be: one of some values, or no other bits than these. Halves are counted from
+0, and an argument's lower half comes first."""
 
 
 def call(name: str, *arguments: int | bytes) -> int:
@@ -71,41 +86,60 @@ def step(code: int, if_so: int, if_not: int, value: int) -> bytes:
     return packed(2, code) + packed(1, if_so, if_not) + packed(4, value)
 
 
-def refused_calls() -> bytes:
-    """A seccomp filter on top of the sandbox's own: no socket of any kind, no leaving the process group that
-    is killed in the end, no file without a name, no namespace, no memory beside what the limits count, no
-    other process' memory or limits."""
-    machine = os.uname().machine
-    words, place = CALLS.split(), 1 + list(ARCHITECTURES).index(machine)
-    numbers = {name: int(n) for name, n in zip(words[::3], words[place::3], strict=True) if n != "-"}
-    refuse, allow = step(RETURN, 0, 0, REFUSED), step(RETURN, 0, 0, ALLOWED)
-    steps = [step(LOAD, 0, 0, 4), step(EQUAL, 1, 0, ARCHITECTURES[machine]), refuse]
-    steps += [step(LOAD, 0, 0, 0), step(AT_LEAST, 0, 1, 0x40000000), refuse]
-    for number in UNKNOWN:
-        steps += [step(EQUAL, 0, 1, number), step(RETURN, 0, 0, NOT_THERE)]
-    for name, number in numbers.items():
-        if name not in BITS:
-            steps += [step(EQUAL, 0, 1, number), refuse]
-            continue
-        argument, bits = BITS[name]
-        steps += [step(EQUAL, 0, 4, number), step(LOAD, 0, 0, argument), step(ANY_OF, 0, 1, bits)]
-        steps += [refuse, allow]
-    return b"".join([*steps, allow])
+def must_be(half: int, wanted: list[int] | range | int) -> list[bytes]:
+    """Return the steps that refuse a call unless half of an argument is what `RULES` wants."""
+    if isinstance(wanted, int):
+        tests = [step(ANY_OF, 0, 1, wanted ^ 0xFFFFFFFF)]
+    else:
+        tests = [step(EQUAL, len(wanted) - at, 0, value) for at, value in enumerate(wanted)]
+    return [step(LOAD, 0, 0, 16 + 4 * half), *tests, step(RETURN, 0, 0, REFUSED)]
 
 
-def confine(seconds: int, memory: int, file: int, files: int, processes: int = 0, user: int = 0) -> None:
-    """Takes the limits on, for this process and all that it starts; those that are 0 are left to the sandbox.
+def let_through(calls: str, itself: int | None = None) -> bytes:
+    """Return the steps of a filter that let some calls through, and go on to the next step with all others.
+
+    Args:
+        itself: what the first argument must be; None: `RULES` say it for each call.
+    """
+    words, place, steps = calls.split(), ARCHITECTURES[os.uname().machine][0], []
+    for name, number in zip(words[::3], words[place::3], strict=True):
+        if number != "-":
+            rules = RULES.get(name, []) if itself is None else [(0, [itself])]
+            then = [each for rule in rules for each in must_be(*rule)] + [step(RETURN, 0, 0, ALLOWED)]
+            steps += [step(EQUAL, 0, len(then), int(number)), *then]
+    return b"".join(steps)
+
+
+def allowed_calls(listed: bytes) -> bytes:
+    """Return a seccomp filter that lets through what is listed, and refuses all else and other architectures.
+
+    Args:
+        listed: the steps of `CALLS`.
+    """
+    refuse, (_, architecture) = step(RETURN, 0, 0, REFUSED), ARCHITECTURES[os.uname().machine]
+    first = [step(LOAD, 0, 0, 4), step(EQUAL, 1, 0, architecture), refuse, step(LOAD, 0, 0, 0)]
+    last = [step(AT_LEAST, 0, 2, FIRST_COMMON), step(AT_LEAST, 1, 0, 1 << 30), step(RETURN, 0, 0, NOT_THERE)]
+    return b"".join([*first, let_through(TO_ITSELF, os.getpid()), listed, *last, refuse])
+
+
+def confine(
+    listed: bytes, seconds: int, memory: int, file: int, files: int, processes: int = 0, user: int = 0
+) -> None:
+    """Take the limits on, for this process and all that it starts; those that are 0 are left to the sandbox.
+
+    Args:
+        listed: the steps of the filter for `CALLS`.
 
     Raises:
         OSError: the kernel refuses one of them.
     """
+    # With 0 the system's own program still gets the dumps, with 1 it gets none. Where 1 is refused, it is 0.
+    call("setrlimit", RLIMIT_CORE, packed(8, 1, 1))
     for limit, most in (
-        (RLIMIT_CORE, 0),
         (RLIMIT_CPU, seconds),
         (RLIMIT_AS, memory),
         (RLIMIT_FSIZE, file),
         (RLIMIT_NOFILE, files),
-        (RLIMIT_MSGQUEUE, 0),
         *([(RLIMIT_NPROC, processes)] if processes else []),
     ):
         if call("setrlimit", limit, packed(8, most, most)):
@@ -116,7 +150,7 @@ def confine(seconds: int, memory: int, file: int, files: int, processes: int = 0
         os.setresuid(user, user, user)
     if call("capset", packed(4, LINUX_CAPABILITY_VERSION_3, 0), bytes(24)):
         raise OSError("capabilities cannot be given up")
-    filters = refused_calls()
+    filters = allowed_calls(listed)
     address = id(filters) + bytes.__basicsize__ - 1  # where CPython keeps the bytes
     call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     if call("prctl", PR_SET_SECCOMP, SECCOMP_MODE_FILTER, packed(8, len(filters) // 8, address)):
@@ -169,9 +203,10 @@ def wait(parent: str) -> list[str]:
 
 if __name__ == "__main__":
     folder, *limits = sys.argv[1:]
+    listed = let_through(CALLS)  # before it waits, as it takes as long as a tenth of a run
     if not limits:
         folder, *limits = wait(folder)
-    confine(*map(int, limits))
+    confine(listed, *map(int, limits))
     os.dup2(os.open(f"{folder}/stdin.txt", os.O_RDONLY), 0)
     sys.stdin = open(0, errors=sys.stdin.errors, closefd=False)  # noqa: SIM115  what it knows is of another
     with open(f"{folder}/program.py", encoding="utf-8") as file:

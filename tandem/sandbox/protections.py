@@ -1,5 +1,6 @@
 """What holds programs on this machine: sandlock (Landlock and seccomp), from whose waiting process each run
-is forked, or bubblewrap (namespaces), which starts one for each. `inside.py` mends what neither holds."""
+is forked, or bubblewrap (namespaces), which starts one for each. Under both, `inside.py` lets a program make
+no system calls but those of a list."""
 
 from __future__ import annotations
 
@@ -28,16 +29,6 @@ FOLDER_BYTES, FOLDER_ENTRIES = 64 << 20, 1000
 END_SECONDS = 10.0
 """How long processes that were killed may take to end."""
 ENVIRONMENT = {"LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
-DENIED = """
-    chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat utime utimes utimensat futimesat
-    setxattr lsetxattr fsetxattr removexattr lremovexattr fremovexattr
-    setpriority sched_setscheduler sched_setattr sched_setparam sched_setaffinity ioprio_set
-    move_pages migrate_pages process_madvise kcmp
-    clock_settime settimeofday adjtimex clock_adjtime chroot memfd_create
-    fallocate unlink unlinkat rename renameat renameat2
-"""
-"""What Landlock lets through: changes to files outside by their owner, priorities, the clock, memory that no
-limit counts, and files whose name is gone, which nobody could see grow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,8 +171,6 @@ class Sandlock:
             clean_env=True,
             env=ENVIRONMENT,
             max_processes=PROCESSES + 1,
-            extra_deny_syscalls=DENIED.split(),
-            no_coredump=True,
         )
         piped = dict.fromkeys(("stdin", "stdout", "stderr"), library.StdioMode.PIPED)
         self._well, command = True, _command(self.folder)
