@@ -6,7 +6,6 @@ from __future__ import annotations
 import fcntl
 import os
 import resource
-import shutil
 import signal
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from types import ModuleType
 
 from tandem.config.rewards import RewardConfig
 from tandem.errors import RewardError
+from tandem.lifetime import make_scratch, remove_scratch
 from tandem.rewards.base import Item, Reward, Scored, Scorer, reward_for, scores_of
 from tandem.rewards.programs import place_programs
 from tandem.rewards.scoring import Call, Scoring
@@ -109,8 +109,8 @@ class Pool:
         self._children: list[Child] = []
         self._context = get_context("forkserver")
         self._context.set_forkserver_preload(["tandem.rewards.pool"])
-        self._scratch = tempfile.mkdtemp(prefix="tandem-rewards-")  # of processes that may be killed
-        weakref.finalize(self, shutil.rmtree, self._scratch, ignore_errors=True)
+        self._scratch = make_scratch("rewards")  # of processes that may be killed
+        weakref.finalize(self, remove_scratch, self._scratch)
         weakref.finalize(self, _end, self._children)  # at the program's end it goes first
 
     def score(self, items: Sequence[Item]) -> list[Scored]:
@@ -177,7 +177,7 @@ class Pool:
         ours, theirs = self._context.Pipe()
         process = self._context.Process(
             target=_serve,
-            args=(theirs, self.reward, self.config, self._workers, str(self.log), self._scratch),
+            args=(theirs, self.reward, self.config, self._workers, str(self.log), str(self._scratch)),
         )
         main = sys.modules["__main__"]
         sys.modules["__main__"] = ModuleType("__main__")  # a user's script is not to run again in the child
@@ -342,5 +342,5 @@ def _answer(
 
 
 def _resident_megabytes() -> float:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
     return pages * resource.getpagesize() / 2**20
