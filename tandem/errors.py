@@ -3,7 +3,10 @@ expected and how to mend it; the parts stay readable as attributes after a trip 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import errno
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 
@@ -84,6 +87,51 @@ class DataError(TandemError, ValueError):
 
 class NoTokensError(DataError):
     """No token of a mini-batch counts, so that there is nothing to learn from it."""
+
+
+class FileError(TandemError, OSError):
+    """A file or a folder cannot be read or written, or a connection failed."""
+
+    @classmethod
+    def of(cls, error: OSError, path: Path | str | None = None) -> FileError:
+        """The error of the operating system, with the file that it is about.
+
+        Args:
+            path: the file, where the error does not name it.
+        """
+        if isinstance(error, cls):
+            return error
+        name = path if error.filename is None else error.filename
+        found = cls(
+            "cannot be read or written" if name else "the operating system refused what was asked of it",
+            field=None if name is None else str(name),
+            got=error.strerror or str(error) or type(error).__name__,
+            remedy=_REMEDIES.get(error.errno or 0),
+        )
+        found.errno = error.errno
+        return found
+
+
+_FULL = "free space there, or write elsewhere; a run goes on from its last checkpoint with the same command"
+_REMEDIES = {
+    errno.ENOSPC: _FULL,
+    errno.EDQUOT: _FULL,
+    errno.ENOENT: "check the path; paths are relative to the working folder",
+    errno.EISDIR: "name a file; this is a folder",
+    errno.ENOTDIR: "name a folder; this, or a part of its path, is a file",
+    errno.EEXIST: "name another path; something is there already",
+    errno.EACCES: "choose another path, or mend its permissions",
+    errno.EROFS: "write elsewhere; this file system can only be read",
+}
+
+
+@contextmanager
+def file_errors(path: Path) -> Iterator[None]:
+    """Let an error of the operating system inside be a `FileError` of this file."""
+    try:
+        yield
+    except OSError as error:
+        raise FileError.of(error, path) from error
 
 
 class ModelError(TandemError, ValueError):

@@ -1,19 +1,24 @@
-"""Processes that end with the one that started them, however that one ends."""
+"""The ends of processes: what they leave behind, and processes that end with the one that started them."""
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import fcntl
+import multiprocessing.process
 import os
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
-from functools import partial
+from contextlib import contextmanager, suppress
+from functools import cache, partial
 from pathlib import Path
-from threading import Thread
-from typing import Any
+from threading import Thread, Timer
+from typing import Any, NoReturn
 
 PR_SET_CHILD_SUBREAPER = 36
 PR_SET_PDEATHSIG = 1
@@ -24,6 +29,17 @@ THREADLESS = {
     "OPENBLAS_NUM_THREADS": "1",
 }
 """Variables under which pyarrow, NumPy and PyTorch start no thread when they are imported."""
+
+_PREFIX = "tandem-scratch-"
+_LAST_WORDS_S = 0.7
+"""How long the last words of a process may take."""
+
+_MADE: dict[Path, int] = {}
+"""The temporary folders of this process, each with a descriptor that holds its lock."""
+
+last_words: list[Callable[[], object]] = []
+"""What `end_now` calls, the last one first: each writes down that this process ends, or gives back what it
+holds."""
 
 _LIBC = ctypes.CDLL(None, use_errno=True)  # here, for a forked child must not load libraries
 
@@ -96,3 +112,96 @@ def _start_and_stay(
     started.set_result(process)
     with suppress(ChildProcessError):  # the caller has taken note of its end
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+
+
+def end_now(status: int) -> NoReturn:
+    """End this process at once, after its last words. One that hangs or fails does not keep it alive."""
+    limit = Timer(_LAST_WORDS_S, os._exit, (status,))
+    limit.daemon = True
+    limit.start()
+    for word in reversed(list(last_words)):
+        with suppress(Exception):
+            word()
+    os._exit(status)
+
+
+@contextmanager
+def scratch_folder(purpose: str, place: Path | None = None) -> Iterator[Path]:
+    """A temporary folder for the block; see `make_scratch`."""
+    folder = make_scratch(purpose, place)
+    try:
+        yield folder
+    finally:
+        remove_scratch(folder)
+
+
+def make_scratch(purpose: str, place: Path | None = None) -> Path:
+    """Make a temporary folder, and remove those that killed processes of this user left beside it.
+
+    The folder is locked as long as this process lives, so that a living owner's folder is known from a dead
+    one's, also in another container.
+
+    Args:
+        purpose: a word for the folder's name.
+        place: the folder it is made in; None: the system's folder for temporary files.
+    """
+    _claim_pymp()
+    return _make_scratch(purpose, Path(tempfile.gettempdir()) if place is None else place)
+
+
+def remove_scratch(folder: Path) -> None:
+    """Remove a folder that `make_scratch` made. What a process still writes there, the next start removes."""
+    shutil.rmtree(folder, ignore_errors=True)
+    held = _MADE.pop(folder, None)
+    if held is not None:
+        os.close(held)
+
+
+@cache
+def _claim_pymp() -> None:
+    """Give Python's multiprocessing a folder that the next start can remove; its own, `pymp-…`, tells nobody
+    whose it is."""
+    config = multiprocessing.process.current_process().__dict__["_config"]
+    if "tempdir" not in config:
+        folder = _make_scratch("pymp", Path(tempfile.gettempdir()))
+        config["tempdir"] = str(folder)
+
+
+def _make_scratch(purpose: str, place: Path) -> Path:
+    for left in place.glob(f"{_PREFIX}*"):
+        _remove_left(left)
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{purpose}-", dir=place))
+        held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        with suppress(OSError):  # a file system without locks: nobody else gets one there either
+            fcntl.flock(held, fcntl.LOCK_EX)
+        if folder.exists():
+            _MADE[folder] = held
+            return folder
+        os.close(held)  # another process took it for one that was left, before it was locked
+
+
+def _remove_left(folder: Path) -> None:
+    """Remove the temporary folder of a process that has ended; leave a living one's, and another user's."""
+    try:
+        held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:  # no folder, not ours to read, or gone
+        return
+    try:
+        if os.fstat(held).st_uid == os.getuid():
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+    except OSError:  # its owner lives, or the file system has no locks
+        return
+    finally:
+        os.close(held)
+
+
+def _remove_all() -> None:
+    for folder in list(_MADE):
+        remove_scratch(folder)
+
+
+atexit.register(_remove_all)
+last_words.append(_remove_all)
+os.register_at_fork(after_in_child=_MADE.clear)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import difflib
 import functools
-import json
 import warnings
 from dataclasses import dataclass
 from importlib import import_module
@@ -19,6 +18,7 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from tandem.errors import DataError
+from tandem.texts import parse_json
 
 PREFIX = "reasoning-gym:"
 ASKED_FOR_TAGS = "\nGive the answer between <answer> and </answer>."
@@ -146,7 +146,7 @@ def _problem(reference: str, index: int) -> Any:
 
 def _value(text: str) -> Any:
     try:
-        return json.loads(text)
+        return parse_json(text)
     except ValueError:
         return text
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.lifetime import THREADLESS, fork_alone, start_bound
+from tandem.lifetime import THREADLESS, fork_alone, make_scratch, remove_scratch, start_bound
 from tests.support.warm import WarmProcess
 
 PARENT = """
@@ -84,3 +84,55 @@ def test_a_child_is_waited_for_as_any_other() -> None:
 def test_a_program_that_is_not_there_is_said_to_the_caller() -> None:
     with pytest.raises(FileNotFoundError):
         start_bound(["/no/such/program"])
+
+
+OWNER = """
+import sys, tempfile, multiprocessing.util
+from tandem.lifetime import make_scratch
+print(make_scratch("test"), multiprocessing.util.get_temp_dir(), flush=True)
+sys.stdin.read()
+"""
+
+
+def owner(place: Path) -> tuple[subprocess.Popen[str], list[Path]]:
+    """A process with temporary folders, and these."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", OWNER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(place)},
+    )
+    assert process.stdout is not None
+    return process, [Path(name) for name in process.stdout.readline().split()]
+
+
+def test_the_next_start_removes_what_a_killed_process_left_and_nothing_else(tmp_path: Path) -> None:
+    killed, left = owner(tmp_path)
+    alive, held = owner(tmp_path)
+    other = tmp_path / "tandem-of-somebody"
+    other.mkdir()
+    try:
+        assert len(left) == len(held) == 2
+        (left[0] / "file").write_text("x", encoding="utf-8")
+        killed.kill()
+        killed.wait()
+        assert all(path.is_dir() for path in (*left, *held))
+        last, own = owner(tmp_path)
+        assert sorted(tmp_path.iterdir()) == sorted([*held, *own, other])
+        last.communicate("")
+        assert sorted(tmp_path.iterdir()) == sorted([*held, other])
+    finally:
+        for process in (killed, alive):
+            process.kill()
+            process.communicate()
+
+
+def test_another_users_folder_stays(tmp_path: Path) -> None:
+    if os.getuid() != 0:
+        pytest.skip("only root can give a folder to another user")
+    theirs = tmp_path / "tandem-scratch-test-of-another"
+    theirs.mkdir()
+    os.chown(theirs, 12345, -1)
+    remove_scratch(make_scratch("test", tmp_path))
+    assert list(tmp_path.iterdir()) == [theirs]

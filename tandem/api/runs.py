@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -16,8 +14,10 @@ import pyarrow.parquet as pq
 from tandem.api.arguments import INPUTS, Config, Rewards, reference, reward_keys, split_config, words
 from tandem.api.rows import Rows, data_files
 from tandem.config.load import load_eval_config, load_generate_config
+from tandem.lifetime import scratch_folder
 from tandem.observability import reading
 from tandem.observability.terminal import say
+from tandem.texts import parse_json
 
 
 class Run(reading.Run):
@@ -59,12 +59,12 @@ class Run(reading.Run):
             TandemError: the folder lacks what it takes, or a change is of something else.
         """
         replay_found = import_module("tandem.trainer.replay_report").replay_found
-        with tempfile.TemporaryDirectory() as scratch:
-            reward = reference(rewards, Path(scratch)) if callable(rewards) else rewards
+        with scratch_folder("call") as scratch:
+            reward = reference(rewards, scratch) if callable(rewards) else rewards
             found: dict[str, Any] = replay_found(
                 self,
                 self.steps if step is None else step,
-                words(config or {}, Path(scratch)),
+                words(config or {}, scratch),
                 reward,
                 tuple(without),
                 attribute=attribute,
@@ -120,7 +120,7 @@ def generate(
         loaded = load_generate_config(file, words(given, inputs))
         path = generate_file(loaded.config, overwrite=overwrite, say=say)
         if path.suffix == ".jsonl":
-            return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+            return [parse_json(line) for line in path.read_text(encoding="utf-8").splitlines()]
         rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
         return rows
 
@@ -174,8 +174,8 @@ def _inputs(out: str | Path | None) -> Iterator[Path]:
     if out is not None:
         yield Path(out).parent / INPUTS
         return
-    with tempfile.TemporaryDirectory() as scratch:
-        yield Path(scratch)
+    with scratch_folder("call") as scratch:
+        yield scratch
 
 
 def _one_file(rows: Rows, folder: Path) -> str:

@@ -114,7 +114,9 @@ def _described(source: str, folder: Path) -> Path:
     if file.is_file():
         shutil.copy(file, folder / "config.json")
     elif known is not None:
-        (folder / "config.json").write_text(json.dumps(known | {"max_position_embeddings": _POSITIONS}))
+        (folder / "config.json").write_text(
+            json.dumps(known | {"max_position_embeddings": _POSITIONS}), encoding="utf-8"
+        )
     else:
         raise ModelError(
             "nothing to make a model of",
@@ -122,7 +124,7 @@ def _described(source: str, folder: Path) -> Path:
             got=source,
             expected="a config.json, a folder with one, or a name such as Qwen/Qwen2.5-7B",
         )
-    (folder / "tokenizer_config.json").write_text("{}")  # the config asks for one
+    (folder / "tokenizer_config.json").write_text("{}", encoding="utf-8")  # the config asks for one
     for pattern in ("tokenizer*", "vocab.*", "merges.txt", "*.jinja") if place.is_dir() else ():
         for each in place.glob(pattern):
             shutil.copy(each, folder / each.name)

@@ -3,13 +3,13 @@ them."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tandem.memory import shapes
+from tandem.texts import parse_json
 
 _SAME = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 NOTES = (
@@ -39,7 +39,7 @@ class Published:
     throughput: Mapping[str, float]
 
 
-_TABLES = json.loads(Path(__file__).with_suffix(".json").read_text())["tables"]
+_TABLES = parse_json(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))["tables"]
 DOCUMENTS = tuple(Published(**each) for each in _TABLES)
 
 

@@ -51,7 +51,7 @@ def write_dummy(folder: Path, *, scorer: bool = False) -> None:
             drawn.normal_(0, _STD, generator=generator) if drawn.ndim > 1 else drawn.fill_("norm" in name)
         )
     _write(shard, places, folder)
-    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}), encoding="utf-8")
 
 
 def _write(shard: dict[str, torch.Tensor], places: dict[str, str], folder: Path) -> None:

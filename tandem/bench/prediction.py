@@ -3,7 +3,6 @@ torch."""
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from tandem.bench.asked import draw, load
 from tandem.config.model import stored_config
 from tandem.errors import ConfigError
+from tandem.lifetime import scratch_folder
 from tandem.memory.device_file import Device, read_devices
 from tandem.memory.seconds import Shape, forecast, predict, step_work
 
@@ -27,8 +27,8 @@ def predicted(words: Sequence[str], prompts: str, responses: str, file: Path, na
     Raises:
         TandemError: a wrong config or lengths; no such device.
     """
-    with tempfile.TemporaryDirectory(prefix="tandem-bench-") as folder:
-        config, _ = load(words, Path(folder), dummy=True)
+    with scratch_folder("bench") as folder:
+        config, _ = load(words, folder, dummy=True)
         shape = Shape.of(stored_config(config.actor_rollout_ref.model.path))
     drawn = draw(config, prompts, responses)
     chosen, device = _device(file, name)

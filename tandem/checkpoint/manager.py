@@ -26,6 +26,7 @@ from tandem.checkpoint.background import PendingSave, written_mark
 from tandem.checkpoint.best import Best
 from tandem.checkpoint.staging import REPLACED, TEMPORARY, bytes_below, files_below, recover, staged
 from tandem.errors import CheckpointError, ConfigError
+from tandem.texts import parse_json
 
 _MANIFEST = "manifest.json"
 _STATE = "state.pt"
@@ -273,13 +274,13 @@ def _write_manifest(folder: Path, step: int, more: Mapping[str, Any]) -> None:
     files = _fingerprints(folder, [str(file.relative_to(folder)) for file in files_below(folder)])
     content = {"format": _FORMAT, "step": step, **more, "files": files}
     text = json.dumps({**content, "sha256": _digest_of(content)}, indent=1)
-    (folder / _MANIFEST).write_text(text)
+    (folder / _MANIFEST).write_text(text, encoding="utf-8")
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
     file = path / _MANIFEST
     try:
-        content: dict[str, Any] = json.loads(file.read_bytes())
+        content: dict[str, Any] = parse_json(file.read_bytes())
         digest = content.pop("sha256")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(

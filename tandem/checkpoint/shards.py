@@ -49,7 +49,7 @@ class ShardWriter:
         if self._shards > 1:
             places = {name: names[self._shard_of[name]] for name in sorted(self._shard_of)}
             index = {"metadata": {"total_size": self._total}, "weight_map": places}
-            (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+            (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
     def _write(self) -> None:
         save_file(self._held, self._folder / _unfinished(self._shards), metadata={"format": "pt"})

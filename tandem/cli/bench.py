@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,10 +10,13 @@ import typer
 
 from tandem.bench.asked import Asked
 from tandem.bench.prediction import predicted, told
+from tandem.cli.signals import import_module
 from tandem.cli.typed import run_typed
 from tandem.errors import DataError
+from tandem.lifetime import scratch_folder
 from tandem.memory.device_file import default_path
 from tandem.observability.terminal import say, warn
+from tandem.texts import parse_json
 
 Words = Annotated[list[str] | None, typer.Argument(help="[CONFIG.yaml] key=value …, as of tandem train")]
 _FORMS = "N, uniform:LOW:HIGH, lognormal:MEAN:P95 (P95 below 3.8 × MEAN), run:FOLDER; the greatest"
@@ -57,7 +58,7 @@ def _bench(
     measure, report = import_module("tandem.bench.measure"), import_module("tandem.bench.report")
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="tandem-bench-") as temporary:
+    with scratch_folder("bench") as temporary:
         asked = Asked(
             tuple(words or ()),
             dummy=dummy,
@@ -66,12 +67,12 @@ def _bench(
             steps=steps,
             warm_up=warm_up,
             saves=save,
-            folder=folder or Path(temporary),
+            folder=folder or temporary,
         )
         found = measure.measure(asked, warn)
     say(report.markdown(found))
     if out is not None:
-        out.write_text(json.dumps(found, indent=1) + "\n")
+        out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     report.learn(found, device_file or default_path())
 
 
@@ -107,7 +108,7 @@ def _read(path: Path) -> dict[str, Any]:
         DataError: no report there.
     """
     try:
-        found = json.loads(path.read_text())
+        found = parse_json(path.read_text(encoding="utf-8"))
         if not {"rows", "machine", "versions", "config", "lengths"} <= set(found):
             raise ValueError("its keys are others")
     except (OSError, ValueError, TypeError) as error:

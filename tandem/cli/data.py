@@ -6,7 +6,6 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from importlib import import_module
 from inspect import getdoc
 from itertools import islice
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from tandem.cli.samples import LONGEST, framed
+from tandem.cli.signals import import_module
 from tandem.cli.typed import run_typed
 from tandem.config.data_files import files_of
 from tandem.config.load import load_data_config

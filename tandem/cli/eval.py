@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib import import_module
 from typing import Any
 
 from rich.table import Table
 
 from tandem.cli.resolved import resolved
+from tandem.cli.signals import import_module
 from tandem.config.load import load_eval_config
 from tandem.observability.terminal import plain_console, printable, say, warn
 

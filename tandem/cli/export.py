@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from tandem.cli.signals import import_module
 from tandem.cli.typed import UsageError, run_typed
 from tandem.observability.terminal import say
 

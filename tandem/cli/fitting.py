@@ -181,7 +181,7 @@ def write_fit(config: TrainConfig, task: Task, out: Path) -> list[str]:
     changed = {key: value for key, value in found.changes.items() if value_at(config, key) != value}
     given, *_ = read_sources(task.path, [*task.overrides, *as_words(found.changes)])
     try:
-        out.write_text(yaml.safe_dump(given, sort_keys=False))
+        out.write_text(yaml.safe_dump(given, sort_keys=False), encoding="utf-8")
     except OSError as error:
         raise ConfigError("cannot be written", field="--out", got=error) from error
     return [

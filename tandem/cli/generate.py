@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-
 from tandem.cli.resolved import resolved
+from tandem.cli.signals import import_module
 from tandem.config.load import load_generate_config
 from tandem.observability.terminal import say, warn
 

@@ -40,7 +40,7 @@ def _logs(
 
 
 def _print(path: Path, *, follow: bool) -> None:
-    with path.open(errors="replace") as file:
+    with path.open(encoding="utf-8", errors="replace") as file:
         while (text := file.read()) or follow:
             say(text, end="")
             if not text:

@@ -3,14 +3,11 @@ that those that need no torch answer at once."""
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from importlib import import_module
 
-from tandem.errors import TandemError
-from tandem.observability.terminal import warn
+from tandem.cli.signals import begin, end_at_signals, import_module, raise_interrupts
 
 # name: ("module:function", what it does)
 COMMANDS = {
@@ -52,31 +49,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
         a config that does without settings which are refused, 130 after an interrupt: Ctrl-C or SIGTERM,
         which here are the same.
     """
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments is None:
+        begin()
+    process = import_module("tandem.cli.process")
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    if arguments is None:
+        process.prepare()
+    try:
+        status: int = process.outcome(list(sys.argv[1:] if arguments is None else arguments), _run)
+        return status
+    finally:
+        if arguments is None:
+            end_at_signals()
+        else:
+            signal.signal(signal.SIGINT, before[0])
+            signal.signal(signal.SIGTERM, before[1])
+
+
+def _run(words: list[str]) -> int:
+    """Run the command that the words name; its exit status."""
     if not words or words[0] in ("-h", "--help", "help"):
         print(usage())
         return 0
     if words[0] not in COMMANDS:
-        warn(f"tandem: no command {words[0]!r}\n\n{usage()}")
+        import_module("tandem.observability.terminal").warn(f"tandem: no command {words[0]!r}\n\n{usage()}")
         return 2
     if words[1:2] in (["-h"], ["--help"]):
         print(import_module("tandem.cli.guide").guide(words[0]))
     module, function = COMMANDS[words[0]][0].split(":")
     run: Callable[[list[str]], int] = getattr(import_module(f"tandem.cli.{module}"), function)
-    on_sigterm = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        return run(words[1:])
-    except TandemError as error:
-        warn(f"tandem {words[0]}: {error}")
-        return error.exit_code
-    except KeyboardInterrupt:
-        warn("stopped")
-        return 130
-    except BrokenPipeError:  # who read the output has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
-    finally:
-        signal.signal(signal.SIGTERM, on_sigterm)
+    raise_interrupts()
+    return run(words[1:])
 
 
 def usage() -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tandem.cli.node_address import answers
 from tandem.errors import TandemError
+from tandem.texts import parse_json
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class HeadFile:
         except OSError as error:
             raise TandemError(f"{self.path} cannot be read ({error.strerror})") from error
         try:
-            return Head(**json.loads(text))
+            return Head(**parse_json(text))
         except (TypeError, ValueError) as error:
             raise TandemError(f"{self.path} holds {text[:80]!r}, which is no head's address") from error
 

@@ -149,7 +149,9 @@ def _processes() -> dict[int, _Process]:
         if not folder.name.isdigit():
             continue
         try:
-            state, parent, group = (folder / "stat").read_text().rpartition(")")[2].split()[:3]
+            state, parent, group = (
+                (folder / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[:3]
+            )
         except (FileNotFoundError, ProcessLookupError):
             continue
         table[int(folder.name)] = _Process(int(parent), int(group), ended=state in "ZX")

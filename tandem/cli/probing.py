@@ -6,13 +6,13 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
-from importlib import import_module
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tandem.bench.asked import Lengths
+from tandem.cli.signals import import_module
 from tandem.config.load import load_train_config
 from tandem.config.root import TrainConfig
 from tandem.data.files import count_rows

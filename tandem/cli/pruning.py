@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 from tandem.observability.lock import ProcessLock
 from tandem.observability.reading import LOCK, Run, bytes_below
 from tandem.observability.terminal import say
+from tandem.texts import parse_json
 
 _OF_AN_EMPTY_RUN = {
     "config.yaml",
@@ -86,7 +86,7 @@ def _best(run: Run) -> int | None:
 def _is_whole(checkpoint: Path) -> bool:
     """Whether all files are there that were written, at their sizes."""
     try:
-        files = json.loads((checkpoint / "manifest.json").read_bytes())["files"]
+        files = parse_json((checkpoint / "manifest.json").read_bytes())["files"]
         return all((checkpoint / name).stat().st_size == files[name]["bytes"] for name in files)
     except (OSError, ValueError, KeyError, TypeError):
         return False

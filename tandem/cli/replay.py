@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import redirect_stdout
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from tandem.cli.signals import import_module
 from tandem.cli.typed import run_typed
 from tandem.errors import DataError
 from tandem.observability.reading import Run

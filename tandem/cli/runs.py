@@ -6,7 +6,6 @@ import json
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +13,7 @@ import typer
 from rich.table import Table
 
 from tandem.cli.pruning import Doomed, doomed, remove
+from tandem.cli.signals import import_module
 from tandem.cli.typed import run_typed
 from tandem.errors import ConfigError, TandemError
 from tandem.observability.config_file import flat

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
 from tandem.cli.resolved import resolved
+from tandem.cli.signals import import_module
 from tandem.config.load import Loaded, load_sft_config
 from tandem.observability.terminal import say
 from tandem.trainer.here import lacking, refuse

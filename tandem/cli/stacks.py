@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from tandem.cli.signals import import_module
 from tandem.cli.typed import run_typed
+from tandem.errors import DataError
 from tandem.observability.stacks import ask_stacks
 from tandem.observability.terminal import say
+from tandem.texts import parse_json
 
 
 def stacks(arguments: list[str]) -> int:
@@ -25,8 +26,11 @@ def _stacks(run: Annotated[Path, typer.Argument(help="the run folder")]) -> None
     _show(*ask_stacks(logs))
     file = logs / "processes.json"
     if file.is_file():
-        processes = json.loads(file.read_text())
-        os.environ.update(processes["environment"])  # before Ray is imported, which reads them once
+        try:
+            processes = parse_json(file.read_text(encoding="utf-8"))
+            os.environ.update(processes["environment"])  # before Ray is imported, which reads them once
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError("does not name the processes of a run", field=str(file), got=error) from error
         for name, text in import_module("tandem.runtime.ray_backend").stacks(processes):
             _show(name, text)
 

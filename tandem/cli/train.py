@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-
 from tandem.cli import from_verl
+from tandem.cli.signals import import_module
 from tandem.config.load import Loaded, load_train_config, to_dict
 from tandem.config.root import TrainConfig
 from tandem.config.sizes import derived

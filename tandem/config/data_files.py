@@ -4,12 +4,13 @@ hub."""
 from __future__ import annotations
 
 import glob
-import json
 from pathlib import Path
+from typing import Any
 
 from tandem import hub
 from tandem.errors import ConfigError
 from tandem.tasks import is_task
+from tandem.texts import parse_json
 
 SUFFIXES = (".parquet", ".jsonl", ".json", ".csv", ".arrow", ".feather", ".jsonl.gz", ".json.gz", ".csv.gz")
 
@@ -41,9 +42,16 @@ def files_of(reference: str) -> list[str]:
 def _in_folder(folder: Path) -> list[str]:
     splits, saved = folder / "dataset_dict.json", folder / "state.json"
     if splits.is_file():
-        names = json.loads(splits.read_text())["splits"]
-        expected = " or ".join(str(folder / name) for name in names)
+        expected = " or ".join(str(folder / name) for name in _listed(splits, "splits"))
         raise ConfigError("holds several splits", got=str(folder), expected=expected)
     if saved.is_file():
-        return [str(folder / part["filename"]) for part in json.loads(saved.read_text())["_data_files"]]
+        return [str(folder / part["filename"]) for part in _listed(saved, "_data_files")]
     return sorted(str(file) for file in folder.iterdir() if file.name.endswith(SUFFIXES))
+
+
+def _listed(file: Path, name: str) -> list[Any]:
+    """What a file of `datasets` lists under a name."""
+    try:
+        return list(parse_json(file.read_bytes())[name])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError("is no file of datasets", field=str(file), got=str(error)[:200]) from error

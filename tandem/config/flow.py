@@ -21,7 +21,10 @@ def read_flow(text: str) -> Any:
         ValueError: it is neither, or not in this form.
     """
     reader = _Reader(text)
-    value = reader.value() if text[:1] in ("[", "{") else reader.fail()
+    try:
+        value = reader.value() if text[:1] in ("[", "{") else reader.fail()
+    except RecursionError:
+        raise ValueError("nested too deep") from None
     reader.blanks()
     if reader.at != len(text):
         reader.fail()

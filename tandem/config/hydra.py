@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from tandem.errors import ConfigError
+from tandem.texts import check_yaml
 
 UNREADABLE = (OmegaConfBaseException, YAMLError)
 
@@ -114,8 +116,10 @@ def read_file(path: str) -> Any:
             "no such config file", got=path, remedy="give an existing YAML file, or only key=value overrides"
         )
     try:
-        tree = OmegaConf.load(path)
-    except (UnicodeDecodeError, OSError, *UNREADABLE) as error:
+        text = Path(path).read_text(encoding="utf-8")
+        check_yaml(text)
+        tree = OmegaConf.load(StringIO(text))
+    except (ValueError, OSError, *UNREADABLE) as error:
         raise ConfigError("cannot be read as YAML", field=path, got=str(error)) from error
     if not isinstance(tree, DictConfig):
         raise ConfigError(

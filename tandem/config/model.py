@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +22,7 @@ from tandem.config.section import (
 )
 from tandem.config.view import path, root
 from tandem.errors import ConfigError
+from tandem.texts import parse_json
 
 PLAIN_DECODERS = ("llama", "mistral", "qwen2", "qwen3")
 """The model types whose decoder is embedding, layers and norm, the same parts in every layer: they can be
@@ -112,7 +112,7 @@ def _fused(own: Any, name: str) -> Iterator[Finding]:
 def stored_config(folder: str | Path) -> dict[str, Any]:
     """The config.json of a model's folder; empty where it cannot be read, which is for others to report."""
     try:
-        stored = json.loads((Path(folder).expanduser() / "config.json").read_text())
+        stored = parse_json((Path(folder).expanduser() / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return stored if isinstance(stored, dict) else {}

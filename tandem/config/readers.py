@@ -77,7 +77,7 @@ def _holders(root: type[Section]) -> dict[str, frozenset[str]]:
 @cache
 def _reads() -> frozenset[tuple[str, str, tuple[str, ...]]]:
     """Module, class of the section from which it is reached, and attributes up to the key."""
-    sources = {path: path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
+    sources = {path: path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("*.py"))}
     trees = {
         ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): ast.parse(source)
         for path, source in sources.items()

@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from tandem.config.flow import read_flow
 from tandem.config.hydra import UNREADABLE, compose, merged, take_options
 from tandem.errors import ConfigError
+from tandem.texts import TooLargeError, check_yaml
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
@@ -161,14 +162,15 @@ class _Overrides:
 
 def _read_override(name: str, value: str) -> Any:
     try:
+        check_yaml(value)
         tree = OmegaConf.to_container(OmegaConf.from_dotlist([f"{name}={value}"]), resolve=False)
-    except UNREADABLE as error:
-        if (tree := _read_flow(name, value)) is not None:
+    except (ValueError, *UNREADABLE) as error:
+        if not isinstance(error, TooLargeError) and (tree := _read_flow(name, value)) is not None:
             return tree
         raise ConfigError(
             f"the value cannot be read as YAML: {str(error).splitlines()[0]}",
             field=name,
-            got=value,
+            got=value if len(value) < 200 else f"{value[:200]}…",
             remedy=f"quote a text with special characters twice: '{name}=\"…\"'",
         ) from error
     if ":" in value and "None" in repr(tree):  # in YAML {a:1} is a key, `a:1`, without a value

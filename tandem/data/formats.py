@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import gzip
 import io
-import json
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, NamedTuple
 
 import pyarrow as pa
 import pyarrow.csv as pa_csv
@@ -19,8 +18,10 @@ import pyarrow.json as pa_json
 import pyarrow.parquet as pa_parquet
 
 from tandem.data.cache import BATCH_ROWS, Cache, digest, file_digest, lies_in_file, mapped, write_arrow
+from tandem.data.depth import Shallow
 from tandem.errors import DataError
 from tandem.tasks import is_task, parse
+from tandem.texts import parse_json
 
 ARROW, CSV, JSON, LINES, PARQUET = "Arrow", "CSV", "JSON", "JSON-lines", "parquet"
 FORMATS = {".arrow": ARROW, ".feather": ARROW, ".csv": CSV, ".json": JSON, ".jsonl": LINES}
@@ -154,16 +155,17 @@ def whole_table(path: Path) -> pa.Table:
     with opened(path) as file:
         if kind == JSON and file.read(64).lstrip()[:1] == b"[":
             file.seek(0)
-            rows = json.load(file)
+            rows = parse_json(Shallow(file).read())
             if not all(isinstance(row, dict) for row in rows):
                 raise ValueError("a list of other things than objects")
             names = dict.fromkeys(name for row in rows for name in row)
             return pa.table({name: [row.get(name) for row in rows] for name in names})
-    return _json_lines(path)
+        file.seek(0)
+        return _json_lines(file)
 
 
-def _json_lines(source: Any) -> pa.Table:
-    return pa_json.read_json(source, read_options=pa_json.ReadOptions(block_size=BLOCK_BYTES))
+def _json_lines(source: IO[bytes]) -> pa.Table:
+    return pa_json.read_json(Shallow(source), read_options=pa_json.ReadOptions(block_size=BLOCK_BYTES))
 
 
 def _blocks(path: Path) -> Iterator[pa.Table]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Any
 
 from tandem.data.chat import ChatTemplate, Message, Piece, plain
 from tandem.data.validate import conversation_problem, kind, prompt_problem, reward_problem
+from tandem.texts import parse_json
 
 UNNAMED = "data"
 """The data source of rows that name none, for metrics."""
@@ -167,7 +167,7 @@ def tools_of(given: Any) -> list[Any] | None:
     Raises:
         ValueError: no list of mappings.
     """
-    tools = json.loads(given) if isinstance(given, str) and given.strip() else given
+    tools = parse_json(given) if isinstance(given, str) and given.strip() else given
     if not tools or (isinstance(tools, str) and not tools.strip()):
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):

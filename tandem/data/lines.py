@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -12,8 +11,10 @@ from typing import IO, Any
 
 import pyarrow as pa
 
+from tandem.data.depth import Shallow
 from tandem.data.formats import CSV, JSON, LINES, format_of, opened
 from tandem.tasks import is_task
+from tandem.texts import parse_json
 
 Scanned = Iterator[tuple[int, dict[str, Any] | None, str | None]]
 """Row numbers from 0, each with its row or with what is wrong with it."""
@@ -46,7 +47,8 @@ def scan(path: Path) -> Scanned:
             if kind == CSV:
                 yield from _scan_csv(file)
             elif kind == JSON and _is_list(path):
-                yield from _typed((number, row, None) for number, row in enumerate(json.load(file)))
+                rows = parse_json(Shallow(file).read())
+                yield from _typed((number, row, None) for number, row in enumerate(rows))
             elif kind in (JSON, LINES):
                 texts = (text for text in file if text.strip())
                 yield from _typed((number, *_parsed(text)) for number, text in enumerate(texts))
@@ -79,10 +81,10 @@ def _scan_csv(file: IO[bytes]) -> Scanned:
 
 def _parsed(text: bytes) -> tuple[Any, str | None]:
     try:
-        return json.loads(text.decode("utf-8-sig")), None
+        return parse_json(Shallow(io.BytesIO(text)).read().decode("utf-8-sig")), None
     except UnicodeDecodeError as error:
         return None, f"not UTF-8: {error.reason} at byte {error.start} of the line"
-    except (RecursionError, ValueError) as error:
+    except ValueError as error:
         return None, f"broken JSON: {error}"
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from tandem.errors import DataError
 from tandem.memory.seconds import Factors, Rates, Work, fit
+from tandem.texts import parse_json
 
 FORMAT = 1
 
@@ -87,7 +88,7 @@ def add_observation(
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(".new")
-    new.write_text(json.dumps(stored, indent=1) + "\n")
+    new.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
     new.replace(path)
     return Device(rates, item, device["factors"])
 
@@ -100,7 +101,7 @@ def _stored(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {"format": FORMAT, "devices": {}}
     try:
-        found: dict[str, Any] = json.loads(path.read_text())
+        found: dict[str, Any] = parse_json(path.read_text(encoding="utf-8"))
         if found["format"] != FORMAT or not isinstance(found["devices"], dict):
             raise ValueError(f"format {found['format']}")
     except (ValueError, KeyError, TypeError) as error:

@@ -22,18 +22,18 @@ def host_free() -> int:
     limit = _cgroup_limit()
     if limit is None:
         return free
-    used = int((CGROUP / "memory.current").read_text())
+    used = int((CGROUP / "memory.current").read_text(encoding="utf-8"))
     reclaimable = _fields(CGROUP / "memory.stat", " ")["inactive_file"]
     return min(free, limit - used + reclaimable)
 
 
 def _cgroup_limit() -> int | None:
     path = CGROUP / "memory.max"
-    text = path.read_text().strip() if path.exists() else "max"
+    text = path.read_text(encoding="utf-8").strip() if path.exists() else "max"
     return None if text == "max" else int(text)
 
 
 def _fields(path: Path, separator: str) -> dict[str, int]:
     """Lines of a name, the separator and a number (a unit may follow)."""
-    pairs = (line.split(separator, 1) for line in path.read_text().splitlines())
+    pairs = (line.split(separator, 1) for line in path.read_text(encoding="utf-8").splitlines())
     return {name: int(value.split()[0]) for name, value in pairs}

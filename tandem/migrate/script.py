@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -17,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 
 from tandem.errors import ConfigError, TandemError
+from tandem.lifetime import make_scratch, remove_scratch
 
 REPLACED = (
     *("python", "python3", *(f"python3.{minor}" for minor in range(8, 16)), "uv", "torchrun", "accelerate"),
@@ -114,8 +114,8 @@ class Script:
             raise ConfigError("no such script", field="--from-verl", got=self.path)
         if (bash := shutil.which("bash")) is None:
             raise ConfigError("bash is not installed, which runs the script", field="--from-verl")
-        self._temporary = tempfile.TemporaryDirectory(prefix="tandem-script-")
-        self._root = Path(self._temporary.name).resolve()
+        self._temporary = make_scratch("script")
+        self._root = self._temporary.resolve()
         environment = self._lay_out(bash)
         self._process = subprocess.Popen(
             [bash, self.path, *self.arguments],
@@ -134,7 +134,7 @@ class Script:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-        self._temporary.cleanup()
+        remove_scratch(self._temporary)
 
     def reach(self) -> Call:
         """Runs the script up to the chosen call, a script that is only read up to its end.
@@ -162,7 +162,7 @@ class Script:
             TandemError: it takes longer than the limit.
         """
         written = self._root / "status.part"
-        written.write_text(str(status))
+        written.write_text(str(status), encoding="utf-8")
         written.rename(self._root / "status")
         self._wait_for(None)
 
@@ -184,8 +184,8 @@ class Script:
         """Makes the folder of shims; returns the script's environment."""
         for name in ("calls", "others", "shims"):
             (self._root / name).mkdir()
-        (self._root / "chosen").write_text("0\n" if self.dry else f"{self.chosen}\n")
-        (self._root / "parent").write_text(f"{os.getpid()}\n")
+        (self._root / "chosen").write_text("0\n" if self.dry else f"{self.chosen}\n", encoding="utf-8")
+        (self._root / "parent").write_text(f"{os.getpid()}\n", encoding="utf-8")
         os.mkfifo(self._root / "pipe")
         if self.dry:
             (self._root / "dry").touch()

@@ -12,6 +12,7 @@ import yaml
 
 from tandem.errors import ConfigError
 from tandem.migrate.trl_table import TABLES
+from tandem.texts import parse_yaml
 
 _CONFIGS = {name.removesuffix("Config").lower(): name for name in TABLES}
 _TRAINERS = {f"{name.removesuffix('Config')}Trainer": name for name in TABLES}
@@ -124,16 +125,16 @@ def _typed(text: str) -> Any:
         return {"true": True, "false": False, "none": None}[text.lower()]
     if text[:1] in "[{":
         try:
-            return yaml.safe_load(text)
-        except yaml.YAMLError:
+            return parse_yaml(text)
+        except (ValueError, yaml.YAMLError):
             return text
     return text
 
 
 def _file(path: str) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        tree = parse_yaml(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError("cannot be read as YAML", field="--config", got=str(error)) from error
     if not isinstance(tree, dict):
         raise ConfigError("not a mapping", field="--config", got=path)

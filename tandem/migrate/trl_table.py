@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from importlib.resources import files
 from typing import Any
 
 from tandem.migrate.peer import Verdict, read_tables, verdicts
+from tandem.texts import parse_json
 
-FIELDS: dict[str, dict[str, Any]] = json.loads(
+FIELDS: dict[str, dict[str, Any]] = parse_json(
     files("tandem.migrate").joinpath("trl_1_16.json").read_text(encoding="utf-8")
 )
 """By class, the fields and their defaults."""

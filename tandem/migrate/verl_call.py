@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ import yaml
 
 from tandem.errors import ConfigError
 from tandem.migrate.script import Call
+from tandem.texts import parse_json, parse_yaml
 
 _TRAINERS = ("verl.trainer.main_ppo", "verl.trainer.main_ppo_v0", "recipe.dapo.main_dapo")
 """Programs whose overrides `tandem train` takes; since verl 0.9 the first samples as the last does."""
@@ -91,13 +91,13 @@ def _submission(words: list[str]) -> tuple[list[str], dict[str, str]]:
 def _runtime_environment(folder: str, options: dict[str, str]) -> dict[str, Any]:
     if text := options.get("--runtime-env-json"):
         try:
-            found = json.loads(text)
+            found = parse_json(text)
         except ValueError as error:
             raise ConfigError("not JSON", field="--runtime-env-json", got=text) from error
     elif file := options.get("--runtime-env"):
         try:
-            found = yaml.safe_load(Path(folder, file).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            found = parse_yaml(Path(folder, file).read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError) as error:
             raise ConfigError("cannot be read", field="--runtime-env", got=str(error)) from error
     else:
         return {}

@@ -26,7 +26,7 @@ _PROCESSOR = Path("/proc/cpuinfo")
 _INTEL = (
     torch._C.has_mkl
     and _PROCESSOR.is_file()
-    and "GenuineIntel" in _PROCESSOR.read_text().partition("\n\n")[0]
+    and "GenuineIntel" in _PROCESSOR.read_text(encoding="utf-8").partition("\n\n")[0]
 )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor
 from tandem.config.model import BackboneConfig
 from tandem.errors import ConfigError
 from tandem.models.tensor_group import local, place
+from tandem.texts import parse_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -40,7 +40,7 @@ def check_adapter_folder(model: BackboneConfig, needed: Mapping[str, Sequence[in
     """
     folder = Path(str(model.lora_adapter_path))
     try:
-        config: dict[str, Any] = json.loads((folder / CONFIG).read_text())
+        config: dict[str, Any] = parse_json((folder / CONFIG).read_text(encoding="utf-8"))
         with safe_open(folder / WEIGHTS, framework="pt") as stored:
             names = {name.removeprefix(PREFIX): name for name in stored.keys() if ".lora_" in name}  # noqa: SIM118
             shapes = {name: tuple(stored.get_slice(full).get_shape()) for name, full in names.items()}

@@ -3,7 +3,6 @@ ever holds more of the model than its own shards."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -19,6 +18,7 @@ from tandem.models.policy import PolicyModel
 from tandem.models.score import ScoreModel
 from tandem.models.tensor_group import local, place
 from tandem.models.value import ValueModel
+from tandem.texts import parse_json
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
@@ -56,7 +56,7 @@ class WeightFiles:
             if (path / WEIGHTS).is_file():
                 return cls([path / WEIGHTS])
             if (path / INDEX).is_file():
-                places = json.loads((path / INDEX).read_bytes())["weight_map"].values()
+                places = parse_json((path / INDEX).read_bytes())["weight_map"].values()
                 return cls([path / name for name in sorted(set(places))])
         except (OSError, SafetensorError, ValueError, KeyError, AttributeError, TypeError):
             return None

@@ -10,10 +10,7 @@ import yaml
 
 from tandem.errors import DataError
 from tandem.observability.files import opened
-
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-_DEEPEST = 100
-"""The C loader ends the process where a file is nested without end."""
+from tandem.texts import parse_yaml
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -26,12 +23,7 @@ def read_config(path: Path) -> dict[str, Any]:
     with opened(path) as file:
         text = file.read()
     try:
-        depth = 0
-        for event in yaml.parse(text, _LOADER):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if depth > _DEEPEST:
-                raise ValueError(f"nested deeper than {_DEEPEST}")
-        return dict(yaml.load(text, _LOADER))
+        return dict(parse_yaml(text))
     except (yaml.YAMLError, ValueError, TypeError) as error:
         raise DataError("is no config", field=str(path), got=str(error)[:200]) from error
 

@@ -4,7 +4,6 @@ is written above, byte by byte, also while the run computes, and when it dies.""
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import select
@@ -23,6 +22,7 @@ from tandem.observability.files import GrowingFile
 from tandem.observability.reading import METRICS
 from tandem.observability.sinks.console import duration
 from tandem.observability.terminal import plain_console, printable
+from tandem.texts import parse_json
 
 TICK_S = 0.25
 STEPS_SHOWN = 40
@@ -70,7 +70,7 @@ class Picture:
 
     def _new(self, name: str) -> Iterator[dict[str, Any]]:
         _, lines = self._files.setdefault(name, GrowingFile(self._folder / name, _LAST_BYTES)).look()
-        return (json.loads(line.rstrip(b",")) for line in lines if len(line) > 1)
+        return (parse_json(line.rstrip(b",")) for line in lines if len(line) > 1)
 
     def _take_phase(self, event: dict[str, Any]) -> None:
         kind, track = event["ph"], event["tid"]
@@ -143,7 +143,7 @@ class Picture:
             planned = f" of {size(plan[phase])} by plan" if phase in plan else ""
             return Text.assemble((size(peaks[phase]), color), f"{planned}, in {phase}")
         try:
-            pages = int(Path(f"/proc/{self._process}/statm").read_text().split()[1])
+            pages = int(Path(f"/proc/{self._process}/statm").read_text(encoding="utf-8").split()[1])
         except OSError:  # no Linux, or the run has just ended
             return None
         phase = max(plan, key=plan.__getitem__, default="")

@@ -8,7 +8,7 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
-from tandem.errors import DataError
+from tandem.errors import DataError, file_errors
 from tandem.observability.lock import NO_LOCKS_HERE
 
 _TAIL = 64
@@ -61,7 +61,7 @@ class GrowingFile:
 def replace_file(path: Path, content: bytes) -> None:
     """All of the content or, after a crash, all of what was there before."""
     partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
+    with file_errors(path), partial.open("wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
@@ -76,7 +76,7 @@ def append_line(path: Path, line: str, *, header: str | None = None, durable: bo
         header: the line that a file begins with.
         durable: return only when it is on disk.
     """
-    with path.open("a+b") as file:
+    with file_errors(path), path.open("a+b") as file:
         _lock(file)
         end = file.seek(0, os.SEEK_END)
         if end:

@@ -10,6 +10,7 @@ from typing import Any
 
 from tandem.errors import ConfigError, DataError
 from tandem.observability.files import append_line, whole_lines
+from tandem.texts import parse_json
 
 SYNC_S = 1.0
 """How much work a machine that loses power may lose. A process that is killed loses none of what it
@@ -43,8 +44,8 @@ class Journal:
         if not lines:
             return
         try:
-            then = json.loads(lines[0])["settings"]
-            self.entries = [json.loads(line) for line in lines[1:]]
+            then = parse_json(lines[0])["settings"]
+            self.entries = [parse_json(line) for line in lines[1:]]
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(
                 "not a file of finished work",
@@ -52,7 +53,7 @@ class Journal:
                 got=str(error),
                 remedy="move it away, or start anew with --overwrite",
             ) from error
-        self._check_same(then, json.loads(self._header)["settings"])
+        self._check_same(then, parse_json(self._header)["settings"])
 
     def _check_same(self, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         names = [name for name in {**then, **now} if then.get(name) != now.get(name)]

@@ -14,7 +14,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, file_errors
+from tandem.lifetime import last_words
+from tandem.texts import parse_json
 
 NO_LOCKS_HERE = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
 """The errors of a file system that has no locks."""
@@ -72,8 +74,9 @@ class ProcessLock:
         self._file.truncate(0)
         now, pid = datetime.now().isoformat(timespec="seconds"), os.getpid()
         content = {"host": socket.gethostname(), "pid": pid, "since": now, "began": process_began(pid)}
-        self._file.write(json.dumps(content).encode())
-        self._file.flush()
+        with file_errors(self.path):
+            self._file.write(json.dumps(content).encode())
+            self._file.flush()
 
     def release(self) -> None:
         """Gives the lock back, if this object holds it, and removes its file."""
@@ -159,7 +162,9 @@ def process_began(pid: int) -> str | None:
     """When a living process of this machine began, in Linux's clock ticks; tells it from a later one of the
     same number."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = (
+            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        )
     except OSError:
         return None
     return None if fields[0] == "Z" else fields[19]  # a zombie has ended
@@ -169,7 +174,7 @@ def _holder(file: BinaryIO) -> dict[str, str]:
     """What the holder wrote; nothing before it did."""
     file.seek(0)
     try:
-        return {str(name): str(value) for name, value in json.loads(file.read()).items()}
+        return {str(name): str(value) for name, value in parse_json(file.read()).items()}
     except ValueError:
         return {}
 
@@ -188,4 +193,10 @@ def _forget_all() -> None:
         lock.forget()
 
 
+def _release_all() -> None:
+    for lock in list(_HELD):
+        lock.release()
+
+
 os.register_at_fork(after_in_child=_forget_all)
+last_words.append(_release_all)

@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tandem.observability.reading import PHASES
 from tandem.observability.timers import read_timeline
+from tandem.texts import parse_json
 
 _MEMORY_EVENTS = 100_000
 _running: dict[int, tuple[str, profile]] = {}
@@ -66,7 +67,7 @@ def merge(folder: Path, timeline: Path, path: Path) -> int:
     parts = sorted(folder.glob("*.trace.json"))
     events: list[dict[str, Any]] = []
     for part in parts:
-        trace = json.loads(part.read_text(encoding="utf-8", errors="replace"))
+        trace = parse_json(part.read_text(encoding="utf-8", errors="replace"))
         since = trace.get("baseTimeNanoseconds", 0) / 1000
         events += [_shifted(event, since) for event in trace["traceEvents"]]
     times = [event["ts"] for event in events if "ts" in event and event.get("ph") == "X"]

@@ -3,7 +3,6 @@ torch, and nothing is changed in the folder."""
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -17,6 +16,7 @@ from tandem.errors import DataError
 from tandem.observability.config_file import read_config
 from tandem.observability.files import GrowingFile
 from tandem.observability.lock import is_held
+from tandem.texts import parse_json
 
 State = Literal["running", "finished", "interrupted", "failed", "empty"]
 STEP = "step"
@@ -324,7 +324,7 @@ class GrowingLines:
 
     def _parsed(self, line: bytes, number: int) -> dict[str, Any]:
         try:
-            found: dict[str, Any] = json.loads(line)
+            found: dict[str, Any] = parse_json(line)
             if not isinstance(found[self._key], self._kind):
                 raise TypeError(f"{self._key} is not of type {self._kind.__name__}")
         except (ValueError, TypeError, KeyError, RecursionError) as error:

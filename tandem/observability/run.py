@@ -24,12 +24,13 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from tandem.errors import DataError
+from tandem.errors import DataError, file_errors
 from tandem.observability.files import append_line, replace_file
 from tandem.observability.reading import STEP, GrowingLines
 from tandem.observability.sample_files import conversation
 from tandem.observability.sinks.base import Generation
 from tandem.protocol import DataProto, Ragged
+from tandem.texts import parse_json
 
 KIND = b"kind"
 """In the metadata of a samples file's columns: whether it has numbers by token (ragged) or by sample
@@ -128,8 +129,9 @@ class RunFolder:
             pa.field(name, array.type, metadata={KIND: kind}) for name, (kind, array) in columns.items()
         ]
         arrays = [array for _, array in columns.values()]
-        pq.write_table(pa.Table.from_arrays(arrays, schema=pa.schema(fields)), partial)
-        partial.replace(path)
+        with file_errors(path):
+            pq.write_table(pa.Table.from_arrays(arrays, schema=pa.schema(fields)), partial)
+            partial.replace(path)
         return path
 
     def generations(self, step: int, count: int) -> list[Generation]:
@@ -212,9 +214,14 @@ def read_batch(path: str | Path) -> DataProto:
     """A samples file as the batch that it was written from, bit for bit.
 
     Raises:
-        DataError: the file does not say how its columns were kept, as those of earlier versions.
+        DataError: the file is damaged, or of an earlier version, and does not say how its columns were kept.
     """
-    table = pq.read_table(path).combine_chunks()
+    try:
+        table = pq.read_table(path).combine_chunks()
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(
+            "is no readable file of samples", field=str(path), got=str(error).splitlines()[0]
+        ) from error
     tensors: dict[str, Ragged | Tensor] = {}
     arrays: dict[str, list[Any]] = {}
     for field, column in zip(table.schema, table.columns, strict=True):
@@ -236,7 +243,7 @@ def read_batch(path: str | Path) -> DataProto:
             )
             tensors[field.name] = torch.from_numpy(np.array(rows))
         else:
-            arrays[field.name] = [json.loads(e) if kind == b"json" else e for e in array.to_pylist()]
+            arrays[field.name] = [parse_json(e) if kind == b"json" else e for e in array.to_pylist()]
     return DataProto(tensors, arrays)
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+
+from tandem.texts import parse_json
 
 _AS_THEY_ARE = ("uid", "sample", "data_source", "ground_truth", "finish_reason")
 _RENAMED = ("response_text", "scores", "reward_extra", "reward_why")
@@ -41,7 +42,7 @@ def read(path: Path, *, tokens: bool) -> Iterator[dict[str, Any]]:
             "prompt": conversation(row.get("messages")),
             "response": row["response_text"],
             "score": row["scores"],
-            "extra": json.loads(row.get("reward_extra") or "{}"),
+            "extra": parse_json(row.get("reward_extra") or "{}"),
             "why": row.get("reward_why") or "",
             "prompt_tokens": length - written_tokens,
             "response_tokens": written_tokens,
@@ -55,7 +56,7 @@ def conversation(messages: Sequence[Mapping[str, Any]] | str | None) -> str:
     Args:
         messages: as files of samples hold them: JSON where they differ in type, None where there are none.
     """
-    turns: Sequence[Mapping[str, Any]] = json.loads(messages) if isinstance(messages, str) else messages or ()
+    turns: Sequence[Mapping[str, Any]] = parse_json(messages) if isinstance(messages, str) else messages or ()
     return "\n".join(
         f"{turn['role']}: {turn['content']}" if turn["role"] else str(turn["content"]) for turn in turns
     )

@@ -15,6 +15,7 @@ from typing import TextIO
 from tandem.errors import DataError
 from tandem.observability.files import replace_file
 from tandem.observability.lock import process_began
+from tandem.texts import parse_json
 
 _PROCESS = "controller.json"
 _STACKS = "controller.stacks"
@@ -30,7 +31,7 @@ def offer_stacks(log_dir: Path) -> None:
     process = {"pid": pid, "started": process_began(pid), "node": socket.gethostname()}
     replace_file(log_dir / _PROCESS, json.dumps(process).encode())
     before = _OPEN.pop("stacks", None)
-    _OPEN["stacks"] = (log_dir / _STACKS).open("w")
+    _OPEN["stacks"] = (log_dir / _STACKS).open("w", encoding="utf-8")
     faulthandler.register(signal.SIGUSR1, _OPEN["stacks"], all_threads=True)
     if before is not None:
         before.close()
@@ -51,13 +52,16 @@ def ask_stacks(log_dir: Path) -> tuple[str, str]:
         DataError: the run has no controller on this machine that could answer.
     """
     try:
-        process = json.loads((log_dir / _PROCESS).read_text())
-    except OSError as error:
+        process = parse_json((log_dir / _PROCESS).read_text(encoding="utf-8"))
+        name = f"controller (node {process['node']}, pid {process['pid']})"
+        began = process["started"]
+    except FileNotFoundError as error:
         raise DataError("no run has begun in this folder", field=str(log_dir.parent)) from error
-    name = f"controller (node {process['node']}, pid {process['pid']})"
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError("does not name a process", field=str(log_dir / _PROCESS), got=error) from error
     if process["node"] != socket.gethostname():
         return name, "runs on another machine; ask there"
-    if process_began(process["pid"]) != process["started"]:
+    if process_began(process["pid"]) != began:
         return name, "has ended"
     stacks = log_dir / _STACKS
     before = stacks.stat().st_size
@@ -66,4 +70,4 @@ def ask_stacks(log_dir: Path) -> tuple[str, str]:
     while stacks.stat().st_size == before and time.monotonic() < deadline:
         time.sleep(0.05)
     time.sleep(0.05)  # the rest of the lines
-    return name, stacks.read_text()[before:] or f"no answer within {_WAIT_S:g} s"
+    return name, stacks.read_text(encoding="utf-8")[before:] or f"no answer within {_WAIT_S:g} s"

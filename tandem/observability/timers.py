@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.observability.files import append_line, whole_lines
+from tandem.texts import parse_json
 
 _numbers = itertools.count()
 
@@ -92,4 +93,4 @@ class Timeline:
 
 def read_timeline(path: str | Path) -> list[dict[str, Any]]:
     """The events of a trace, finished or not; a last line that a crash tore is left out."""
-    return [json.loads(line.rstrip(",")) for line in whole_lines(Path(path))[1:]]
+    return [parse_json(line.rstrip(",")) for line in whole_lines(Path(path))[1:]]

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -22,6 +21,7 @@ from tandem.config.model import ModelConfig
 from tandem.errors import CheckpointError
 from tandem.models.loading import load_config, load_tokenizer
 from tandem.observability import terminal
+from tandem.observability.config_file import read_config
 from tandem.offline.export_lora import export_adapter, merged_weights
 from tandem.offline.generate import alone
 
@@ -96,8 +96,10 @@ def _found(run: Path, given: Path, *, best: bool) -> Checkpoint:
     manager = CheckpointManager(run / "checkpoints", read_only=True)
     if best:
         found: Checkpoint | None = _best(manager, run, given)
+    elif run == given:
+        found = manager.latest()
     else:
-        found = manager.latest() if run == given else manager.open(given)
+        found = manager.open(given) if (given / "manifest.json").is_file() else None
     if found is None or not (run / "config.yaml").is_file():
         raise CheckpointError(
             "no checkpoint of a run",
@@ -149,6 +151,4 @@ def _model_config(path: Path) -> ModelConfig:
 
 
 def _tree(path: Path) -> dict[Any, Any]:
-    tree = OmegaConf.to_container(OmegaConf.load(path))
-    assert isinstance(tree, dict)
-    return tree
+    return read_config(path)

@@ -84,7 +84,8 @@ def _children() -> list[int]:
     """Return the processes whose parent is this one."""
     own = os.getpid()
     with suppress(FileNotFoundError):  # a kernel without this file
-        return [int(pid) for pid in Path(f"/proc/self/task/{own}/children").read_text().split()]
+        children = Path(f"/proc/self/task/{own}/children").read_text(encoding="utf-8")
+        return [int(pid) for pid in children.split()]
     found = []
     for folder in Path("/proc").iterdir():
         with suppress(OSError, ValueError):  # no process, or one that has ended
@@ -264,7 +265,9 @@ def _pass_on(reads: int, printed: Printed) -> bool:
 def _begin(line: int, writes: int, calls: mmap.mmap) -> None:
     """Make this process one that calls functions, and has no descriptor beside its line and its streams."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    Path("/proc/self/oom_score_adj").write_text("1000")  # the first to go where memory runs out
+    Path("/proc/self/oom_score_adj").write_text(
+        "1000", encoding="utf-8"
+    )  # the first to go where memory runs out
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for own, stream in enumerate((os.open(os.devnull, os.O_RDONLY), writes, writes)):

@@ -7,13 +7,13 @@ counts differ a little from those of NLTK, which the paper's own program asks.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tandem.errors import RewardError
 from tandem.rewards.base import register_reward
+from tandem.texts import parse_json
 
 LESS, AT_LEAST = "less than", "at least"
 OPTIONS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
@@ -45,7 +45,7 @@ def instructions(
                 remedy="leave such rows out of the data",
             )
         given = kwargs[place] if place < len(kwargs) else {}
-        named = json.loads(given) if isinstance(given, str) else given or {}
+        named = parse_json(given) if isinstance(given, str) else given or {}
         named = {key: value for key, value in named.items() if value is not None}
         if not (response.strip() and CHECKS[name](response, **named)):
             failed.append(name)
@@ -100,7 +100,7 @@ def _nth_begins(text: str, num_paragraphs: int, nth_paragraph: int, first_word: 
 def _is_json(text: str) -> bool:
     fenced = re.fullmatch(r"\s*```(?:json)?(.*)```\s*", text, re.DOTALL | re.IGNORECASE)
     try:
-        json.loads(fenced.group(1) if fenced else text)
+        parse_json(fenced.group(1) if fenced else text)
     except (ValueError, RecursionError):
         return False
     return True

@@ -24,6 +24,7 @@ from weakref import WeakKeyDictionary
 import httpx2
 
 from tandem.errors import RewardError
+from tandem.texts import parse_json
 
 PAUSE_SECONDS = 0.5
 """Before the second try; each further pause is twice as long, up to `LONGEST_PAUSE`."""
@@ -164,7 +165,7 @@ class Question:
             RewardError: there is none after all tries; the key is missing.
         """
         try:
-            return Reply(json.loads(self._kept.read_text(encoding="utf-8"))["text"], cached=True)
+            return Reply(parse_json(self._kept.read_text(encoding="utf-8"))["text"], cached=True)
         except (OSError, ValueError, KeyError, TypeError):  # none, or half of one: it is asked for again
             pass
         key, seconds, tried = self._server.key, 0.0, 0
@@ -236,7 +237,7 @@ class Question:
 def _read(text: str) -> tuple[str, int]:
     """The words and the tokens of a chat completion."""
     try:
-        answer = json.loads(text)
+        answer = parse_json(text)
         words = answer["choices"][0]["message"]["content"]
         tokens = (answer.get("usage") or {}).get("total_tokens") or 0
         if isinstance(words, str):

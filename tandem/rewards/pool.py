@@ -7,11 +7,9 @@ import copy
 import itertools
 import os
 import pickle
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 import weakref
@@ -24,6 +22,7 @@ from pathlib import Path
 
 from tandem.config.rewards import RewardConfig
 from tandem.errors import RewardError
+from tandem.lifetime import make_scratch, remove_scratch
 from tandem.rewards import forkserver
 from tandem.rewards.base import Scorer
 from tandem.rewards.calling import SLOW_SECONDS, load_seconds
@@ -134,8 +133,8 @@ class Pool:
         self._closed = False
         self._children: list[Child] = []
         self._numbers = itertools.count(1)
-        self._scratch = tempfile.mkdtemp(prefix="tandem-rewards-")  # of processes that may be killed
-        weakref.finalize(self, shutil.rmtree, self._scratch, ignore_errors=True)
+        self._scratch = make_scratch("rewards")  # of processes that may be killed
+        weakref.finalize(self, remove_scratch, self._scratch)
         weakref.finalize(self, _end, self._children)  # at the program's end it goes first
 
     def score(self, items: Sequence[Item]) -> list[Scored]:
@@ -207,7 +206,7 @@ class Pool:
             reward=pickle.dumps(self.reward),
             config=self.config,
             processes=self._workers,
-            scratch=self._scratch,
+            scratch=str(self._scratch),
             path=sys.path,
             folder=os.getcwd(),
             environment=dict(os.environ),

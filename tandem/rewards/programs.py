@@ -24,6 +24,7 @@ from tandem import sandbox
 from tandem.config.rewards import SandboxConfig
 from tandem.rewards.base import Scorer, register_reward, reward_for
 from tandem.sandbox import Limits, Place, Run
+from tandem.texts import parse_json
 
 FIRST = 10
 """Tests that a continuous score runs, as verl scores a solution by its first ten."""
@@ -149,7 +150,7 @@ def tests_of(ground_truth: Any) -> list[Test]:
     Raises:
         ValueError: it has none, or none of the forms that the module's docstring names.
     """
-    truth = json.loads(ground_truth) if isinstance(ground_truth, str | bytes) else ground_truth
+    truth = parse_json(ground_truth) if isinstance(ground_truth, str | bytes) else ground_truth
     if not isinstance(truth, Mapping):
         raise ValueError(f"the ground truth is no mapping: {ground_truth!r:.80}")
     statements, inputs, outputs = (truth.get(name) for name in ("assert_case", "inputs", "outputs"))
@@ -171,11 +172,11 @@ def _text(value: Any) -> str:
 
 
 def _value(value: Any) -> Any:
-    return json.loads(value) if isinstance(value, str) else value
+    return parse_json(value) if isinstance(value, str) else value
 
 
 def _values(value: Any) -> list[Any]:
-    return [json.loads(line) for line in value.split("\n")] if isinstance(value, str) else list(value)
+    return [parse_json(line) for line in value.split("\n")] if isinstance(value, str) else list(value)
 
 
 def _statement(text: str) -> Test:
@@ -184,7 +185,7 @@ def _statement(text: str) -> Test:
         match ast.parse(text).body:
             case [ast.Assert(ast.Compare(ast.Call(ast.Name(name), given, []), [ast.Eq()], [wanted]))]:
                 plain = [[ast.literal_eval(each) for each in given], ast.literal_eval(wanted)]
-                if json.loads(json.dumps(plain)) == plain:  # tuples, sets and numbers as keys are not
+                if parse_json(json.dumps(plain)) == plain:  # tuples, sets and numbers as keys are not
                     return Test(plain[0], plain[1], name)
     return Test(text, cooperative=True)
 
@@ -215,7 +216,7 @@ def _same_word(given: str, expected: str) -> bool:
 def same_value(answer: str, expected: Any) -> bool:
     """Whether a function's answer, as JSON, is the expected value, or the only one of a list of it."""
     try:
-        value = json.loads(answer)
+        value = parse_json(answer)
     except (ValueError, RecursionError):
         return False
     return bool(value == expected or (isinstance(expected, list) and expected and value == expected[0]))

@@ -10,7 +10,6 @@ the `ground_truth` of `reward_model`. The answer of a response stands between th
 from __future__ import annotations
 
 import ast
-import json
 import operator
 import re
 from collections import Counter
@@ -29,6 +28,7 @@ from tandem.rewards.boxes import last_boxed
 from tandem.rewards.instructions import instructions as instructions
 from tandem.rewards.numbers import number_text
 from tandem.rewards.truths import truths
+from tandem.texts import parse_json
 
 MAX_EXPRESSION = 200
 """Characters of an expression; a longer one is none."""
@@ -188,10 +188,10 @@ def json_schema(response: str, schema: Any, tag: str = "answer") -> dict[str, An
         raise RewardError("jsonschema is not installed", remedy="pip install 'tandem[schema]'") from error
     part = final(response, tag)
     try:
-        value = json.loads((FENCED.findall(part) or [part])[-1])
+        value = parse_json((FENCED.findall(part) or [part])[-1])
     except (ValueError, RecursionError) as error:
         return _verdict(False, f"no JSON: {error}")
-    schema = json.loads(schema) if isinstance(schema, str) else schema
+    schema = parse_json(schema) if isinstance(schema, str) else schema
     checker = checkers.validators.validator_for(schema)
     checker.check_schema(schema)
     wrong = checkers.exceptions.best_match(checker(schema, registry=registry).iter_errors(value))

@@ -29,6 +29,7 @@ from tandem.rewards.base import Reward, reward_for, scores_of
 from tandem.rewards.calling import told
 from tandem.rewards.items import Item, Scored
 from tandem.rewards.programs import place_programs
+from tandem.texts import parse_json
 
 ANSWER_BYTES = 64 * 2**20
 """The longest answer."""
@@ -164,14 +165,14 @@ class Inbox:
 
 def _answer_of(number: int, pid: int, text: bytes) -> Answer:
     try:
-        scores, error, seconds, grown, keeper = json.loads(text)
+        scores, error, seconds, grown, keeper = parse_json(text)
         found = [
             {int(place): None if scored is None else Scored(*scored) for place, scored in part.items()}
             for part in scores
         ]
         failed = None if error is None else RewardError(error.pop("message"), **error)
         return Answer(number, pid, found, failed, float(seconds), bool(grown), int(keeper))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as problem:
+    except (ValueError, TypeError, KeyError, AttributeError) as problem:
         raise Garbled from problem
 
 
@@ -253,7 +254,9 @@ class _Own:
         tempfile.tempdir = self._scratch
         place_programs(setup.config.sandbox, setup.processes)
         for number, name in ((1, "stdout"), (2, "stderr")):  # those of the server go elsewhere
-            stream = open(number, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+            stream = open(  # noqa: SIM115
+                number, "w", encoding="utf-8", buffering=1, errors="backslashreplace", closefd=False
+            )
             setattr(sys, name, stream)
         os.makedirs(self._scratch, exist_ok=True)
 

@@ -79,6 +79,10 @@ class Workers(Protocol):
 class Backend(Protocol):
     """The place where workers run: one process, or a cluster."""
 
+    @property
+    def gpus(self) -> bool | None:
+        """Whether workers have GPUs; None where each chooses its device itself."""
+
     def reserve(self, pools: Sequence[ResourcePool]) -> None:
         """Makes sure that there are the processes and devices that the pools ask for, all at once.
 

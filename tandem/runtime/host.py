@@ -292,5 +292,5 @@ def _redirect_output(log: Path) -> Any:
 
 
 def _resident_bytes() -> int:
-    with open("/proc/self/statm") as file:
+    with open("/proc/self/statm", encoding="utf-8") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -28,6 +28,8 @@ Result = TypeVar("Result")
 class LocalBackend:
     """See `Backend`."""
 
+    gpus = None
+
     def __init__(self) -> None:
         self._launched: WeakSet[LocalWorkers] = WeakSet()  # their groups keep them
 

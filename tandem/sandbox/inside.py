@@ -208,7 +208,7 @@ if __name__ == "__main__":
         folder, *limits = wait(folder)
     confine(listed, *map(int, limits))
     os.dup2(os.open(f"{folder}/stdin.txt", os.O_RDONLY), 0)
-    sys.stdin = open(0, errors=sys.stdin.errors, closefd=False)  # noqa: SIM115  what it knows is of another
+    sys.stdin = open(0, encoding="utf-8", errors=sys.stdin.errors, closefd=False)  # noqa: SIM115  what it knows is of another
     with open(f"{folder}/program.py", encoding="utf-8") as file:
         program = compile(file.read(), "program.py", "exec", dont_inherit=True)
     os.closerange(3, 64)

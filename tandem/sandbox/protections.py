@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import json
 import os
 import secrets
 import select
@@ -14,7 +13,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -23,6 +21,9 @@ from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
+
+from tandem.lifetime import make_scratch, remove_scratch
+from tandem.texts import parse_json
 
 PROCESSES, OPEN_FILES, FILE_BYTES = 8, 64, 16 << 20
 FOLDER_BYTES, FOLDER_ENTRIES = 64 << 20, 1000
@@ -136,7 +137,7 @@ class Bubblewrap:
         last = None
         with suppress(ProcessLookupError):  # it has ended
             # The first process of the program's own count: once it has ended, no other writes a file.
-            last = os.pidfd_open(json.loads(facts)["child-pid"]) if facts else None
+            last = os.pidfd_open(parse_json(facts)["child-pid"]) if facts else None
         done = os.pidfd_open(process.pid)
         assert process.stdout is not None and process.stderr is not None
 
@@ -164,7 +165,8 @@ class Sandlock:
 
     def __init__(self) -> None:
         library = import_module("sandlock")
-        self.folder = tempfile.mkdtemp(prefix="tandem-sandbox-")
+        self._scratch = make_scratch("sandbox")
+        self.folder = str(self._scratch)
         box = library.Sandbox(
             fs_readable=[*_readable(), self.folder, "/dev/urandom", "/dev/zero"],
             fs_writable=[self.folder, "/dev/null"],
@@ -178,7 +180,7 @@ class Sandlock:
             # The system ends it with the thread that started it, which is to be one that stays.
             self._process: Any = _starter(os.getpid()).submit(box.popen, command, **piped).result()
         except BaseException:
-            os.rmdir(self.folder)
+            remove_scratch(self._scratch)
             raise
 
     @property
@@ -214,7 +216,7 @@ class Sandlock:
     def close(self) -> None:
         with self._process:  # whose end ends it and all of its group
             self._well = False
-        shutil.rmtree(self.folder, ignore_errors=True)
+        remove_scratch(self._scratch)
 
 
 def _wait(descriptor: int, seconds: float) -> bool:

@@ -91,7 +91,7 @@ def build_ppo(
         if "reward" in cast.played:
             check_sources(facts.sources, reward, config.reward.sandbox, say)
         plan = plan_run(config, spec, batches_of(facts.rows, config.data.train_batch_size))
-        memory = _say_beginning(config, run, facts.rows, plan, say)
+        memory = _say_beginning(config, run, facts.rows, plan, say, backend.gpus)
         stops = stop_token_ids(policy.model.path, tokenizer)
         made_with = recipes(config, plan, tokenizer, reward, run.folder, stops)
         launcher = _launcher(config, cast, plan, made_with, backend, reward, Scoring(combination))
@@ -240,7 +240,9 @@ def _opened(config: RunsConfig, say: Say) -> Iterator[tuple[OpenRun, Backend]]:
         undo.pop_all()
 
 
-def _say_beginning(config: TrainConfig, run: OpenRun, rows: int, plan: Plan, say: Say) -> dict[str, float]:
+def _say_beginning(
+    config: TrainConfig, run: OpenRun, rows: int, plan: Plan, say: Say, gpus: bool | None
+) -> dict[str, float]:
     """What is about to run, and the memory that it will take.
 
     Returns:
@@ -248,7 +250,7 @@ def _say_beginning(config: TrainConfig, run: OpenRun, rows: int, plan: Plan, say
     """
     what = f"{config.data.train_batch_size} prompts × {plan.at(1).n} responses"
     say(run.beginning(config.actor_rollout_ref.model.path, rows, what, plan.total_steps))
-    return predicted(tell_plan(config, say))
+    return predicted(tell_plan(config, say, gpus))
 
 
 def _own_listener(on_step: str | None) -> Iterator[Listener]:

@@ -5,12 +5,12 @@ the set-up and not of learning."""
 from __future__ import annotations
 
 import math
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.config.root import TrainConfig
+from tandem.lifetime import scratch_folder
 from tandem.trainer.assembly import build_ppo
 
 _PROMPTS = 8
@@ -63,8 +63,8 @@ def run_control(config: TrainConfig, *, say: Callable[[str], None]) -> Report:
         TandemError: the run cannot be built, or a step fails; weights that do not arrive are a
             WeightSyncError, which names them.
     """
-    with tempfile.TemporaryDirectory(prefix="tandem-check-", dir=shared_place(config)) as folder:
-        trainer = build_ppo(controlled(config, Path(folder) / "run"), say=say)
+    with scratch_folder("check", shared_place(config)) as folder:
+        trainer = build_ppo(controlled(config, folder / "run"), say=say)
         try:
             before = trainer.roles.weight_digest()
             prompts = trainer.prompts.next()

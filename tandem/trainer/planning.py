@@ -72,11 +72,18 @@ def worst_batch(config: TrainConfig, section: CriticConfig | ActorConfig, ranks:
     return WorstBatch(min(rows, share), length, rows < share, config.trainer.worst_batch_first is True)
 
 
-def tell_plan(config: TrainConfig, say: Callable[[str], None]) -> Plan | None:
-    """The plan of the run's memory, told: the worst moment and what is left then, or, as a warning, what is
-    lacking and what to change first. None where there is none, which is told too."""
+def tell_plan(config: TrainConfig, say: Callable[[str], None], gpus: bool | None = None) -> Plan | None:
+    """Tell the plan of the run's memory: the worst moment and what is left then, or, as a warning, what is
+    lacking and what to change first.
+
+    Args:
+        gpus: whether the workers have GPUs; None: as the config says.
+
+    Returns:
+        the plan; None where there is none, which is told too.
+    """
     try:
-        made, sentence = _planned(config)
+        made, sentence = _planned(config, on_cpu(config.trainer) if gpus is None else not gpus)
     except Exception as error:  # of a prediction, which must not stop a run
         why = error.message if isinstance(error, TandemError) else f"{type(error).__name__}: {error}"
         say(f"There is no plan of this run's memory: {why}.")
@@ -134,8 +141,7 @@ def _add_plan(config: TrainConfig, short: DeviceMemoryError) -> None:
         short.remedy = f"{first}; or {short.remedy}"
 
 
-def _planned(config: TrainConfig) -> tuple[Plan, str]:
-    cpu = on_cpu(config.trainer)
+def _planned(config: TrainConfig, cpu: bool) -> tuple[Plan, str]:
     config = with_value(config, "trainer.device", "cpu" if cpu else "cuda")
     device, whose = _free_here(config) if cpu else _device_here()
     made = plan(config, shape_of, device)

@@ -3,7 +3,6 @@ step, and what they say of all."""
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -20,6 +19,7 @@ from tandem.algorithms.masked import segment_sum
 from tandem.config.dynamic_sampling import SamplerConfig
 from tandem.config.root import TrainConfig
 from tandem.config.tables import READS_COMPONENTS, needs
+from tandem.lifetime import scratch_folder
 from tandem.memory.levers import with_values
 from tandem.observability.progress import Progress
 from tandem.protocol import DataProto
@@ -79,8 +79,8 @@ def run_probe(config: TrainConfig, *, groups: int, limit_s: float, say: Callable
         TandemError: the run cannot be built, or a sample cannot be made.
     """
     place = shared_place(config)
-    with tempfile.TemporaryDirectory(prefix="tandem-probe-", dir=place) as folder, plain_errors():
-        trainer = build_ppo(_probed(config, Path(folder) / "run"), say=say)
+    with scratch_folder("probe", place) as folder, plain_errors():
+        trainer = build_ppo(_probed(config, folder / "run"), say=say)
         try:
             return _seen(trainer, config, groups, limit_s)
         finally:

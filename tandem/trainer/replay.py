@@ -5,7 +5,6 @@ run's folder is only read."""
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ import torch
 from tandem.algorithms.kl import FULL
 from tandem.config.root import TrainConfig
 from tandem.errors import ConfigError, DataError
+from tandem.lifetime import scratch_folder
 from tandem.observability.reading import Run, listed
 from tandem.observability.run import read_batch
 from tandem.trainer.takes import NOTHING, Changes, Stage, Taken, alone, kept_rows, same, samples_file
@@ -85,8 +85,8 @@ def replay(run: Run, step: int, changes: Changes = NOTHING, *, attribute: bool =
         raise ConfigError(
             "names no function", field="--reward", got=changes.reward, expected="file.py:function"
         )
-    with tempfile.TemporaryDirectory(prefix="tandem-replay-") as scratch, _threads(recorded):
-        stage = Stage(run, step, Path(scratch))
+    with scratch_folder("replay") as scratch, _threads(recorded):
+        stage = Stage(run, step, scratch)
         places = [word for word in changes.words if _is_place(word)]
         changes = replace(changes, words=_checked([word for word in changes.words if word not in places]))
         config = stage.config(places)

@@ -20,6 +20,7 @@ from tandem.config.sources import to_yaml
 from tandem.config.supervised import SupervisedConfig
 from tandem.config.trainer import RunConfig
 from tandem.errors import CheckpointError
+from tandem.lifetime import last_words
 from tandem.observability.learning import LearningWatch
 from tandem.observability.lock import ProcessLock
 from tandem.observability.reading import FORMAT, Run
@@ -126,6 +127,7 @@ class Session:
         self.interrupted = False
         self.finishes_steps = False
         """Whether an interrupt (Ctrl-C, SIGTERM) waits for the step's end; before the first, it does not."""
+        self._stopped_said = False
         self.saved = False
         """Whether a checkpoint was written, and is there."""
         self.restored: dict[str, float] = {}
@@ -146,6 +148,7 @@ class Session:
     def __enter__(self) -> Session:
         self.run.lock.acquire()
         self.folder.log(f"started as process {os.getpid()}")
+        last_words.append(self._last_word)
         return self
 
     def __exit__(
@@ -155,19 +158,32 @@ class Session:
         try:
             if error is None or isinstance(error, GeneratorExit):  # the caller wants no further step
                 self._saver.finish()
+                if self.interrupted:
+                    self._stopped_said = True
+                    self.say("stopped")
             elif isinstance(error, KeyboardInterrupt):
                 self._saver.end(error)
                 self._say_stopped()
             else:
-                self.folder.log(f"stopped by {kind.__name__ if kind else ''}: {error}")
+                with suppress(OSError):  # a full disk, which must not hide what ended the run
+                    self.folder.log(f"stopped by {kind.__name__ if kind else ''}: {error}")
                 self._saver.end(error)
             how = self._how_it_ended(error)
         finally:
-            with suppress(OSError):  # a full disk, which must not hide what ended the run
-                self.folder.event("end", how=how)
+            self._write_end(how)
+            last_words.remove(self._last_word)
             if self._sinks:
                 self._sinks.close()
             self.run.lock.release()
+
+    def _write_end(self, how: str) -> None:
+        with suppress(OSError):  # as above
+            self.folder.event("end", how=how)
+
+    def _last_word(self) -> None:
+        """What is written where a second signal ends the process at once."""
+        self._write_end("interrupted")
+        self._say_stopped()
 
     def _how_it_ended(self, error: BaseException | None) -> str:
         if self.interrupted or isinstance(error, KeyboardInterrupt | GeneratorExit):
@@ -191,6 +207,9 @@ class Session:
                 signal.signal(number, handler)
 
     def _say_stopped(self) -> None:
+        if self._stopped_said:
+            return
+        self._stopped_said = True
         whole = sorted(path.name for path in self.folder.checkpoints.glob("step_*"))
         how = "" if self.run.goes_on else " with trainer.resume_mode=auto"
         if not whole:
@@ -205,7 +224,10 @@ class Session:
         self.interrupted = True
         # Not print: the handler may run in the middle of one.
         again = "Ctrl-C again" if number == signal.SIGINT else "a second signal"
-        os.write(2, f"interrupted: this step is finished and saved first; {again} stops at once\n".encode())
+        with suppress(OSError):  # standard error is closed, or full
+            os.write(
+                2, f"interrupted: this step is finished and saved first; {again} stops at once\n".encode()
+            )
 
     def restore(self, load: Callable[[dict[str, Any]], None], *, forget: bool = True) -> int:
         """Loads the checkpoint to resume from, if any.

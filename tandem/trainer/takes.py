@@ -243,7 +243,7 @@ class Stage:
         row |= {"reward_model": {"style": "rule", "ground_truth": ""}, "extra_info": {"index": 0}}
         count = max(run.setting("data.train_batch_size"), 1)
         pq.write_table(pa.Table.from_pylist([row] * count), self._rows)
-        self._reward.write_text(_NO_REWARD)
+        self._reward.write_text(_NO_REWARD, encoding="utf-8")
 
     def config(self, words: Sequence[str], reward: str | None = None) -> TrainConfig:
         """The run's config with these words, for takes from given samples."""

@@ -16,6 +16,7 @@ import numpy as np
 from tandem.errors import DataError, TandemError
 from tandem.observability.reading import STEP
 from tandem.observability.sample_files import read
+from tandem.texts import parse_json
 from tandem.viewer.index import UNREADABLE, Part, SampleIndex
 from tandem.viewer.query import Query, Selection, ordered
 from tandem.viewer.sample import whole
@@ -155,7 +156,7 @@ def events(view: Viewed, query: Query) -> dict[str, Any]:
 
 def _manifest(checkpoint: Path) -> dict[str, Any]:
     try:
-        content = json.loads(_tail(checkpoint / "manifest.json") or "null")
+        content = parse_json(_tail(checkpoint / "manifest.json") or "null")
         return {"digest": str(content["sha256"])[:16], "files": len(content["files"])}
     except (ValueError, TypeError, KeyError) as error:
         return {"digest": "", "files": 0, "damage": f"manifest.json: {error}"[:200]}

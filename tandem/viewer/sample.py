@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 
 from tandem.errors import DataError
 from tandem.observability.reading import Run
+from tandem.texts import parse_json
 from tandem.viewer.index import Part
 
 LONGEST = 50_000
@@ -77,7 +78,7 @@ def _group(table: pa.Table, row: int) -> list[int]:
 
 def _turns(messages: Any) -> list[dict[str, str]]:
     """The prompt's messages; what one has beside role and content, such as calls of tools, as JSON."""
-    turns: Sequence[Mapping[str, Any]] = json.loads(messages) if isinstance(messages, str) else messages or ()
+    turns: Sequence[Mapping[str, Any]] = parse_json(messages) if isinstance(messages, str) else messages or ()
     found = []
     for turn in turns:
         more = {name: value for name, value in turn.items() if name not in ("role", "content") and value}

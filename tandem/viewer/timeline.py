@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from array import array
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from tandem.texts import parse_json
 from tandem.viewer.index import Codes
 
 _STEP = "step"
@@ -74,7 +74,7 @@ class Phases:
             while (line := file.readline(_LONGEST_LINE)).endswith(b"\n"):
                 self._read += len(line)
                 if line.strip() not in (b"[", b"]", b""):
-                    self._take(json.loads(line.rstrip().rstrip(b",")))
+                    self._take(parse_json(line.rstrip().rstrip(b",")))
         if len(line) == _LONGEST_LINE:
             raise ValueError(f"a line of timeline.json is longer than {_LONGEST_LINE} bytes")
 

@@ -257,7 +257,7 @@ FILES: dict[str, tuple[str, Broken, str]] = {
     "lists in lists without end": (
         "a.jsonl",
         lambda rows: lines(rows) + b'{"prompt": ' + b"[" * 200_000 + b"\n",
-        "row 6 (line 7): broken JSON: maximum",
+        "row 6 (line 7): broken JSON: nested deeper",
     ),
     "images": (
         "a.parquet",

@@ -4,6 +4,8 @@ the same weights and optimizer state, bit for bit, and every step's metrics once
 from __future__ import annotations
 
 import json
+import random
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -208,6 +210,23 @@ def test_three_kills(shop: Shop, tmp_path: Path) -> None:
     moments = [Moment("update_actor"), Moment("save_checkpoint", 0.05), Moment("gen")]
     hit = run_with_kills(shop, moments, steps=6, scratch=tmp_path)
     assert hit, "every kill came between phases"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_twenty_kills_at_random_leave_nothing_behind(
+    shop: Shop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does the run that ends by itself, after which the folder for temporary files is as it was."""
+    place = tmp_path / "temporary"
+    place.mkdir()
+    monkeypatch.setenv("TMPDIR", str(place))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    draw = random.Random(0)
+    phases = [name for name in PHASES for _ in range(2)]
+    moments = [Moment(name, draw.random() * 0.2) for name in draw.sample(phases, len(phases))]
+    assert run_with_kills(shop, moments, steps=50, scratch=tmp_path)
+    assert [path.name for path in place.iterdir() if path.name.startswith(("tandem", "pymp"))] == []
 
 
 @pytest.mark.slow

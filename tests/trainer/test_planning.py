@@ -39,6 +39,17 @@ def told(*words: str) -> str:
     return sentence
 
 
+@pytest.mark.parametrize("gpus", [None, False])
+def test_a_run_on_ray_knows_what_its_cluster_has(gpus: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the cluster is asked, a machine without a device can only say that it does not know."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    said: list[str] = []
+    words = [*SEVEN, "trainer.backend=ray"]
+    made = tell_plan(load_train_config(None, words, elsewhere=True).config, said.append, gpus)
+    assert (made is None) == (gpus is None)
+    assert ("other machines" in said[0]) == (gpus is None)
+
+
 def test_a_run_says_its_worst_moment(lab: Lab) -> None:
     (sentence,) = [line for line in lab.run("told", "trainer.device=cpu").said if "memory" in line]
     found = re.fullmatch(

@@ -11,7 +11,7 @@ import yaml
 from tandem.config.root import TrainConfig
 from tandem.config.schema import keys, shown
 
-_FOUND = yaml.safe_load(Path(__file__).with_name("defaults.yaml").read_text())
+_FOUND = yaml.safe_load(Path(__file__).with_name("defaults.yaml").read_text(encoding="utf-8"))
 
 DEFAULTS: Mapping[str, Any] = _FOUND["taken"]
 """Key → verl's default, of those that `trainer.defaults=verl` takes."""

@@ -66,7 +66,8 @@ def former_names(name: str) -> list[str]:
 @cache
 def _rules() -> list[tuple[re.Pattern[str], Rule]]:
     rows = yaml.load(
-        Path(__file__).with_name("keys.yaml").read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+        Path(__file__).with_name("keys.yaml").read_text(encoding="utf-8"),
+        getattr(yaml, "CSafeLoader", yaml.SafeLoader),
     )
     return [(re.compile(_expression(row["keys"])), _rule(row)) for row in rows]
 

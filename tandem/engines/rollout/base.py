@@ -102,8 +102,9 @@ class RolloutEngine(Protocol):
     def stats(self) -> dict[str, float]:
         """Counters since the last call, all zero afterwards: generated_tokens; prefill_tokens, prompt tokens
         computed; cached_prefix_tokens, those found in the cache instead; decode_steps; peak_running,
-        sequences; cache_bytes; cache_use, the largest share of the cache in use; preemptions, sequences
-        whose part of the cache was taken away, to be computed again."""
+        sequences; cache_bytes, of the cache that these requests could fill, which may have grown larger for
+        earlier ones; cache_use, the largest share of it in use; preemptions, sequences whose part of the
+        cache was taken away, to be computed again."""
 
 
 def finished(

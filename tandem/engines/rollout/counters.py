@@ -57,7 +57,7 @@ class Counters:
         self.peak_running = max(self.peak_running, rows)
 
     def cache(self, size: int, use: float) -> None:
-        """Bytes of the cache, and the share of its blocks that sequences hold."""
+        """Bytes of the cache that the pending requests can fill, and the share of it that sequences hold."""
         self.cache_bytes, self.cache_use = max(self.cache_bytes, size), max(self.cache_use, use)
 
     def line(self, running: int, waiting: int, cache_use: float) -> None:

@@ -106,7 +106,7 @@ class RayBackend:
         self._started_ray = connect(
             address, temp_dir=temp_dir, object_store_gb=object_store_gb, ray_init=ray_init
         )
-        self._gpus = device == "cuda" or (device == "auto" and has_gpus())
+        self.gpus = device == "cuda" or (device == "auto" and has_gpus())
         self._name = name
         self._id = f"{name}-{uuid.uuid4().hex[:8]}"
         self._namespace = namespace or self._id
@@ -131,7 +131,7 @@ class RayBackend:
         """
         new = [pool for pool in pools if pool.name not in self._pools]
         groups = reserve(
-            [pool for pool in new if not pool.beside_controller], gpus=self._gpus, timeout_s=self._resources_s
+            [pool for pool in new if not pool.beside_controller], gpus=self.gpus, timeout_s=self._resources_s
         )
         deadline = time.monotonic() + self._start_s
         for pool in new:
@@ -211,7 +211,7 @@ class RayBackend:
             where = (
                 {"num_cpus": 0, "scheduling_strategy": here}
                 if group is None
-                else actor_options(pool, group, node, self._gpus)
+                else actor_options(pool, group, node, self.gpus)
             )
             named = {"name": self._actor_name(pool.name, rank), "namespace": self._namespace}
             actors.append(HostActor.options(**where, **named).remote(setup))
@@ -235,7 +235,7 @@ class RayBackend:
         nodes = [at.node for at in hosts.found]
         joined = []
         for rank, (actor, at) in enumerate(zip(hosts.actors, hosts.found, strict=True)):
-            own = {"LOCAL_RANK": "0" if self._gpus else str(nodes[:rank].count(at.node))}
+            own = {"LOCAL_RANK": "0" if self.gpus else str(nodes[:rank].count(at.node))}
             if group:
                 own |= group | {"RANK": str(rank)}
             defaults = _interface_names(at.interface) if group else {}
@@ -327,7 +327,7 @@ class RayBackend:
         }
         self._logs.mkdir(parents=True, exist_ok=True)
         partial_file = self._logs / f"{HOSTS_FILE}.partial"
-        partial_file.write_text(json.dumps(content, indent=1))
+        partial_file.write_text(json.dumps(content, indent=1), encoding="utf-8")
         partial_file.replace(self._logs / HOSTS_FILE)
 
 
@@ -370,7 +370,7 @@ def _await_end(places: Sequence[Place], timeout_s: float) -> None:
 
 def _alive(pid: int) -> bool:
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
     except OSError:
         return False
     return state != "Z"

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import httpx2
 
 from tandem.errors import EngineError
+from tandem.texts import parse_json
 
 T = TypeVar("T")
 
@@ -178,11 +179,11 @@ class Connection:
     async def _parts(self, response: httpx2.Response, streams: bool) -> AsyncGenerator[dict[str, Any], None]:
         try:
             if not streams:
-                yield json.loads(await response.aread())
+                yield parse_json(await response.aread())
                 return
             async for event in httpx2.EventSource(response, max_event_size=None):
                 if event.data != "[DONE]":
-                    yield json.loads(event.data)
+                    yield parse_json(event.data)
         except json.JSONDecodeError as error:
             raise EngineError("the answer is no JSON", got=f"{response.url}: {error.doc[:300]}") from error
 

@@ -116,6 +116,7 @@ class NativeEngine:
         self._finished: list[Sample] = []
         self._known: dict[tuple[str, int], int] = {}  # blocks that each pending request can fill
         self._demand_changed = False
+        self._demand = 1  # blocks that the pending requests can fill together
         self._source: SharedModule | None = None
         self._version = 0
         self._flight: Flight | None = None
@@ -258,6 +259,7 @@ class NativeEngine:
         """Makes the cache, or a larger one with its content. Where it cannot grow beside itself and does not
         hold the longest sequence, it goes first, and its sequences are computed again."""
         store = self._store
+        self._demand = store.demand(runner, self._known.values(), self._rows.capacity)
         blocks, possible = store.wanted(runner, self._known.values(), self._rows.capacity)
         if not possible:
             self._settle()
@@ -388,7 +390,8 @@ class NativeEngine:
         self._counters.decode_steps += plan.decoding > 0
         self._counters.prefill_tokens += int(plan.counts[plan.decoding :].sum())
         self._counters.running(self._scheduler.running)
-        self._counters.cache(self._store.cache.bytes, self._scheduler.use)
+        cache, held = self._store.cache, self._scheduler.held
+        self._counters.cache(cache.bytes // cache.blocks * self._demand, held / self._demand)
 
     def _log_line(self) -> None:
         running, use = self._scheduler.running, self._scheduler.use

@@ -76,7 +76,15 @@ def _build(defines: tuple[str, ...]) -> Path:
     openmp = _loaded_openmp()
     flags = (*_COMPILE, *defines)
     version = _run((compiler, "--version"), 10.0)
-    identity = (_SOURCE.read_text(), flags, _LINK, openmp.name, compiler, version, _processor())
+    identity = (
+        _SOURCE.read_text(encoding="utf-8"),
+        flags,
+        _LINK,
+        openmp.name,
+        compiler,
+        version,
+        _processor(),
+    )
     target = _folder() / f"kernels-{hashlib.sha256(repr(identity).encode()).hexdigest()[:24]}.so"
     if target.exists():
         return target
@@ -102,7 +110,7 @@ def _folder() -> Path:
 
 def _loaded_openmp() -> Path:
     """The GNU OpenMP library that PyTorch has loaded into this process."""
-    lines = Path("/proc/self/maps").read_text().splitlines()
+    lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     loaded = {line.split(maxsplit=5)[-1] for line in lines if "/libgomp" in line}
     if not loaded:
         raise FileNotFoundError("this PyTorch does not run on GNU OpenMP")
@@ -112,6 +120,6 @@ def _loaded_openmp() -> Path:
 def _processor() -> str:
     """The features of the processor that -march=native looks at: a cache folder may be shared by unlike
     machines."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     keys = ("model name", "flags", "Features", "CPU part")
     return platform.machine() + "".join(sorted({line for line in lines if line.startswith(keys)}))

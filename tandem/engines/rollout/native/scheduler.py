@@ -112,9 +112,14 @@ class Scheduler:
         return int(np.count_nonzero(self._held[: self._rows.count]))
 
     @property
+    def held(self) -> int:
+        """Blocks that sequences hold."""
+        return self.blocks.blocks - self.blocks.free
+
+    @property
     def use(self) -> float:
         """The share of all blocks that sequences hold."""
-        return 1 - self.blocks.free / self.blocks.blocks if self.blocks.blocks else 0.0
+        return self.held / self.blocks.blocks if self.blocks.blocks else 0.0
 
     def check(self) -> None:
         """Asserts that the sequences' tables and the block manager agree and that no block is lost."""

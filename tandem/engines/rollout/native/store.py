@@ -61,6 +61,11 @@ class Store:
             return blocks, False
         return max(blocks, self.blocks), True
 
+    def demand(self, runner: Runner, pending: Collection[int], capacity: int) -> int:
+        """The blocks that the pending requests can fill together, as far as memory allows: unlike those there
+        are, no matter of what was asked for before."""
+        return self.room.wanted(pending, capacity, 0, self.per_block(runner))
+
     def make(self, runner: Runner, blocks: int) -> None:
         """Makes a cache of so many blocks; one that is in use grows with its content. Nothing else may refer
         to the cache that was there, or its memory will not be free.

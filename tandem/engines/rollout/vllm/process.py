@@ -235,7 +235,7 @@ def _free_port() -> int:
 def _neutral_generation(folder: Path) -> Path:
     """Instead of the model folder's, whose stop tokens vLLM bars wherever min_tokens bars those asked for."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "generation_config.json").write_text("{}\n")
+    (folder / "generation_config.json").write_text("{}\n", encoding="utf-8")
     return folder
 
 

@@ -236,6 +236,23 @@ def test_the_cache_is_no_larger_than_what_is_asked_for(tiny):
         assert samples[request.id].token_ids.tolist() == sample.token_ids.tolist()
 
 
+def test_the_use_of_the_cache_does_not_depend_on_what_was_asked_before(tiny):
+    asked = [Request(f"a{i}", 0, np.array([1 + i]), SamplingParams(max_tokens=20)) for i in range(2)]
+    large = [Request(f"b{i}", 0, np.arange(1, 60), SamplingParams(max_tokens=9)) for i in range(9)]
+    found = []
+    for before in ([], large):
+        engine = make(tiny(), max_num_seqs=3)
+        engine.submit(before)
+        drain(engine)
+        engine.update_weights(SharedModule(tiny()), 1)
+        engine.stats()
+        engine.submit(asked)
+        drain(engine)
+        found.append({**engine.stats()})
+    assert found[0] == found[1]
+    assert found[0]["cache_use"] == 1
+
+
 def test_cache_too_small_for_one_sequence_says_what_fits(tiny, monkeypatch):
     request = Request("a", 0, np.ones(90, dtype=np.int64), SamplingParams(max_tokens=38))
     monkeypatch.setattr(memory, "cache_budget", lambda device, share, weights: 100 * PER_TOKEN)
