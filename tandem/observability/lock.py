@@ -31,10 +31,14 @@ class ProcessLock:
         path: the lock's file.
         field: the config key or argument that names what is locked, for the error.
         say: prints a sentence to the user.
+        folder_mode: of the folder of the lock's file, where that is made here; the umask takes away from it.
     """
 
-    def __init__(self, path: Path, field: str, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, path: Path, field: str, say: Callable[[str], None], *, folder_mode: int = 0o777
+    ) -> None:
         self.path = path
+        self._folder_mode = folder_mode
         self._field = field
         self._say = say
         self._file: BinaryIO | None = None
@@ -89,7 +93,7 @@ class ProcessLock:
 
     def _opened(self) -> BinaryIO:
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.parent.mkdir(self._folder_mode, parents=True, exist_ok=True)
             return self.path.open("a+b")
         except OSError as error:
             raise ConfigError(

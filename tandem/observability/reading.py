@@ -101,7 +101,18 @@ class Run:
         return self._config
 
     def setting(self, key: str) -> Any:
-        """The value of a dotted config key; None where the config has no such key."""
+        """The value of a dotted config key; None where the config has no such key.
+
+        Raises:
+            ConfigError: the key refers to a variable of the environment that is not set.
+        """
+        found = self.written(key)
+        if "${" in repr(found):  # what resolves it takes long to import
+            found = import_module("tandem.config.written").resolved(self.config, key)
+        return found
+
+    def written(self, key: str) -> Any:
+        """The same as the file has it: what came from the environment is a reference."""
         found: Any = self.config
         for part in key.split("."):
             found = found.get(part) if isinstance(found, Mapping) else None

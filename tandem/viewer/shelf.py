@@ -63,7 +63,7 @@ class Viewed:
                 "total": run.total_steps,
                 "metric": run.metric,
                 "last": curve[-1][1] if curve else None,
-                "algorithm": run.setting("algorithm.adv_estimator"),
+                "algorithm": run.written("algorithm.adv_estimator"),
                 "indexed": indexed,
                 "stamp": [len(run.curve("step")), len(events), indexed, len(run.checkpoints)],
             }
