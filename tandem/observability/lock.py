@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import BinaryIO
 
 from tandem.errors import ConfigError
+from tandem.observability.inside import opened
 
 NO_LOCKS_HERE = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
 """The errors of a file system that has no locks."""
@@ -145,11 +146,15 @@ class ProcessLock:
             return False
 
 
-def is_held(path: Path) -> bool:
+def is_held(path: Path, folder: Path | None = None) -> bool:
     """Whether the process that the lock's file names lives. The lock itself is not touched, so that nobody
-    who takes it meanwhile is refused. A holder on another machine is taken at its word."""
+    who takes it meanwhile is refused. A holder on another machine is taken at its word.
+
+    Args:
+        folder: within which the file must lie; None: anywhere.
+    """
     try:
-        with path.open("rb") as file:
+        with opened(path, folder) as file:
             holder = _holder(file)
     except FileNotFoundError:
         return False
@@ -173,7 +178,7 @@ def _holder(file: BinaryIO) -> dict[str, str]:
     """What the holder wrote; nothing before it did."""
     file.seek(0)
     try:
-        return {str(name): str(value) for name, value in json.loads(file.read()).items()}
+        return {str(name): str(value) for name, value in json.loads(file.read(1 << 16)).items()}
     except ValueError:
         return {}
 

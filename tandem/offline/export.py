@@ -22,6 +22,7 @@ from tandem.errors import CheckpointError
 from tandem.models.loading import load_config, load_tokenizer
 from tandem.observability import terminal
 from tandem.observability.config_file import read_config
+from tandem.observability.inside import require_inside
 from tandem.offline.export_lora import export_adapter, merged_weights
 from tandem.offline.generate import alone
 
@@ -93,6 +94,7 @@ def _export(
 
 
 def _found(run: Path, given: Path, *, best: bool) -> Checkpoint:
+    require_inside(run / "checkpoints", run)
     manager = CheckpointManager(run / "checkpoints", read_only=True)
     if best:
         found: Checkpoint | None = _best(manager, run, given)
