@@ -4,7 +4,8 @@ import { Tokens } from "./tokens.js";
 import { Failure, Pairs, Section, address, changed, go, html, number, text, useAnswer, useKeys } from "./ui.js";
 
 const SAID_ELSEWHERE = ["reward_why", "ground_truth", "reward_extra"];
-export const OF_ONE = { id: null, token: null, colour: null, start: null, group: null }; // parameters that other samples do not share
+// Parameters that other samples do not share.
+export const OF_ONE = { id: null, token: null, colour: null, start: null, group: null };
 
 function to(params, id) {
   return changed(params, { id, token: null, start: null, group: null });
@@ -56,7 +57,8 @@ function Group({ data, params, set }) {
     <span>${`answers ${first + 1} – ${first + size} of ${data.group_total.toLocaleString("en")}`}</span>
     <button type="button" disabled=${first + size >= data.group_total} onClick=${() => turnTo(first + size)}>Later →</button>
   </nav>`;
-  return html`${data.group_total > size && pages}<div class="side-by-side" tabindex="0" role="region" aria-label="The group's answers">
+  return html`${data.group_total > size && pages}
+  <div class="side-by-side" tabindex="0" role="region" aria-label="The group's answers">
     ${data.group.map(
       (row, i) => html`<a class="card answer" key=${row.id} href=${address("sample", to(params, row.id))}
         aria-current=${row.id === data.id ? "true" : undefined}>
@@ -95,7 +97,8 @@ function History({ run, data, params, theme }) {
 export function Sample({ runs, route, theme }) {
   const { params } = route;
   const run = runs[0];
-  const question = { run: run.run, id: params.get("id") || "", start: Number(params.get("start") || 0), group: params.get("group") || "" };
+  const [id, start, group] = [params.get("id") || "", Number(params.get("start") || 0), params.get("group") || ""];
+  const question = { run: run.run, id, start, group };
   const { data, error } = useAnswer("sample", question, run.indexed);
   const set = (changes) => go("sample", changed(params, changes), { replace: true });
   useKeys((key) => {
