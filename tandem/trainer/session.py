@@ -63,6 +63,15 @@ class OpenRun:
         return beginning(model, rows, what, steps, Path(self.config.default_local_dir), checkpoint)
 
     @property
+    def names(self) -> tuple[str, str]:
+        """The names of project and run, as others may be told them."""
+        config, written = self.config, self.resolved["trainer"]
+        return (
+            tracked_name(config.project_name, written["project_name"]),
+            tracked_name(config.experiment_name, written["experiment_name"]),
+        )
+
+    @property
     def goes_on(self) -> bool:
         """Whether the same command resumes from the newest checkpoint."""
         return self.config.resume_mode == "auto"
@@ -236,10 +245,10 @@ class Session:
         rows = [row for row in before.metrics if row["step"] <= step]
         self._watch = LearningWatch(rows, given, resolved["data"]["train_batch_size"])
         self.folder.event("start", step=step, total_steps=self.total_steps, format=FORMAT)
-        written = resolved["trainer"]
+        project, experiment = self.run.names
         info = RunInfo(
-            project=tracked_name(config.project_name, written["project_name"]),
-            experiment=tracked_name(config.experiment_name, written["experiment_name"]),
+            project=project,
+            experiment=experiment,
             folder=self.folder.path,
             total_steps=self.total_steps,
             config=resolved,
