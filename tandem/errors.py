@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tandem.hidden import masked
+
 
 class TandemError(Exception):
     """An error the user can act on.
@@ -47,7 +49,7 @@ class TandemError(Exception):
             lines.append(f"  expected: {self.expected}")
         if self.remedy is not None:
             lines.append(f"  remedy:   {self.remedy}")
-        return "\n".join(lines)
+        return masked("\n".join(lines))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.message, self.__dict__)

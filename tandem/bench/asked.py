@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 
 from tandem import hub
 from tandem.bench.lengths import lengths
-from tandem.config.load import load_train_config, to_dict
+from tandem.config.load import load_train_config
 from tandem.config.root import TrainConfig
 from tandem.config.sources import read_sources, split_arguments
+from tandem.config.written import remade, to_dict
 from tandem.errors import ConfigError, ModelError
 from tandem.memory.shapes import published
 
@@ -179,4 +180,4 @@ def as_benchmark(config: TrainConfig, asked: Asked) -> TrainConfig:
         "on_step": None,
         "logger": (),
     }
-    return TrainConfig.model_validate(tree)
+    return remade(config, tree)

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from tandem.config.explain import explain, overview
-from tandem.config.load import Loaded, load_rm_config, load_sft_config, load_train_config, to_dict
+from tandem.config.load import Loaded, load_rm_config, load_sft_config, load_train_config
 from tandem.config.sources import split_arguments, to_yaml
+from tandem.config.written import to_dict
 from tandem.errors import ConfigError
 from tandem.observability.terminal import warn
 

@@ -179,7 +179,7 @@ def write_fit(config: TrainConfig, task: Task, out: Path) -> list[str]:
     if found.seconds is None:
         raise refuse(found)
     changed = {key: value for key, value in found.changes.items() if value_at(config, key) != value}
-    given, *_ = read_sources(task.path, [*task.overrides, *as_words(found.changes)])
+    *_, given = read_sources(task.path, [*task.overrides, *as_words(found.changes)])
     try:
         out.write_text(yaml.safe_dump(given, sort_keys=False), encoding="utf-8")
     except OSError as error:

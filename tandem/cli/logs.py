@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated
 
@@ -10,9 +11,12 @@ import typer
 
 from tandem.cli.typed import run_typed
 from tandem.errors import ConfigError
+from tandem.observability.inside import opened
 from tandem.observability.terminal import say
 
 POLL_S = 0.2
+_PIECE = 1 << 20
+"""Characters that are read at a time."""
 
 
 def logs(arguments: list[str]) -> int:
@@ -33,15 +37,15 @@ def _logs(
     if name and name not in found:
         raise ConfigError("no such log", field=str(run), got=name, expected=f"one of {', '.join(found)}")
     if name:
-        _print(found[name], follow=follow)
+        _print(found[name], run, follow=follow)
     else:
         for log, path in found.items():
             say(f"{log:<24} {path.stat().st_size:>10,} bytes")
 
 
-def _print(path: Path, *, follow: bool) -> None:
-    with path.open(encoding="utf-8", errors="replace") as file:
-        while (text := file.read()) or follow:
+def _print(path: Path, run: Path, *, follow: bool) -> None:
+    with TextIOWrapper(opened(path, run), encoding="utf-8", errors="replace") as file:
+        while (text := file.read(_PIECE)) or follow:
             say(text, end="")
             if not text:
                 time.sleep(POLL_S)

@@ -6,6 +6,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from tandem.observability.inside import opened, require_inside
 from tandem.observability.lock import ProcessLock
 from tandem.observability.reading import LOCK, Run, bytes_below
 from tandem.observability.terminal import say
@@ -51,6 +52,8 @@ def doomed(run: Run) -> list[Doomed]:
     if run.state == "empty" and {path.name for path in run.path.iterdir()} <= _OF_AN_EMPTY_RUN:
         return [Doomed(run.path, run.path, "a run that did nothing", run.bytes)]
     checkpoints = run.checkpoints
+    for path in checkpoints.values():
+        require_inside(path, run.path)
     newest = next((step for step in sorted(checkpoints, reverse=True) if _is_whole(checkpoints[step])), None)
     kept = {newest, _best(run)}
     why = f"not the newest, {newest}" + ("" if len(kept) == 1 else ", nor the best")
@@ -86,7 +89,8 @@ def _best(run: Run) -> int | None:
 def _is_whole(checkpoint: Path) -> bool:
     """Whether all files are there that were written, at their sizes."""
     try:
-        files = parse_json((checkpoint / "manifest.json").read_bytes())["files"]
+        with opened(checkpoint / "manifest.json", checkpoint) as file:
+            files = parse_json(file.read())["files"]
         return all((checkpoint / name).stat().st_size == files[name]["bytes"] for name in files)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError):  # ValueError: a DataError too
         return False

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
-from tandem.config.load import Loaded, to_dict
+from tandem.config.load import Loaded
 from tandem.config.section import Section
 from tandem.config.sources import split_arguments, to_yaml
+from tandem.config.written import to_dict
 from tandem.observability.terminal import warn
 
 C = TypeVar("C", bound=Section)

@@ -179,7 +179,7 @@ def _facts(run: Run) -> dict[str, Any]:
         return {
             **facts,
             "algorithm": _algorithm(run),
-            "model": run.setting("actor_rollout_ref.model.path") or run.setting("model.path") or "?",
+            "model": run.written("actor_rollout_ref.model.path") or run.written("model.path") or "?",
             "steps": run.steps,
             "total_steps": run.total_steps,
             "state": run.state,
@@ -195,10 +195,10 @@ def _facts(run: Run) -> dict[str, Any]:
 
 
 def _algorithm(run: Run) -> str:
-    estimator = run.setting("algorithm.adv_estimator")
+    estimator = run.written("algorithm.adv_estimator")
     if estimator is None:
         return {"rm/accuracy": "rm", "sft/loss": "sft"}.get(run.metric or "", "?")
-    loss = run.setting("actor_rollout_ref.actor.policy_loss.loss_mode")
+    loss = run.written("actor_rollout_ref.actor.policy_loss.loss_mode")
     return estimator if loss in (None, "vanilla") else f"{estimator} + {loss}"
 
 

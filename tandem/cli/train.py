@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from tandem.cli import from_verl
 from tandem.cli.signals import import_module
-from tandem.config.load import Loaded, load_train_config, to_dict
+from tandem.config.load import Loaded, load_train_config
 from tandem.config.root import TrainConfig
 from tandem.config.sizes import derived
 from tandem.config.sources import split_arguments, to_yaml
+from tandem.config.written import to_dict
 from tandem.data.files import count_rows
 from tandem.observability.terminal import say, warn
 from tandem.trainer.here import lacking, refuse

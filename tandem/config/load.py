@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -21,7 +21,7 @@ from tandem.config.fitted import fitted
 from tandem.config.generate import OTHER_NAMES, EvalConfig, GenerateConfig
 from tandem.config.root import TrainConfig
 from tandem.config.rules import RULES
-from tandem.config.schema import REQUIRED, Key, keys, nested, sections, shown, unknown_key, value_at
+from tandem.config.schema import Key, keys, nested, sections, shown, unknown_key, value_at
 from tandem.config.section import Section, nearest_remedy
 from tandem.config.sources import read_sources
 from tandem.config.supervised import RMConfig, SFTConfig
@@ -30,6 +30,7 @@ from tandem.config.verl.aggregation import averaged_by_verl
 from tandem.config.verl.defaults import DEFAULTS, differing
 from tandem.config.verl.table import rule_of
 from tandem.config.verl.translate import Reading, Rules, translate
+from tandem.config.written import LEFT_OUT, places_left_out, plain, with_references
 from tandem.errors import ConfigError, ConfigErrors, TandemError
 
 C = TypeVar("C", bound=Section)
@@ -125,7 +126,7 @@ def load_data_config(root: type[C], overrides: Sequence[str]) -> C:
         ConfigErrors: everything that is wrong.
     """
     rules = rule_of if root is TrainConfig else _no_rule
-    tree, errors, _ = read_sources(None, overrides)
+    tree, errors, *_ = read_sources(None, overrides)
     flat, unknown = _flatten(root, rules, tree)
     found = translate(flat, keys(root), rules, _trainer(flat).devices_of)
     found.given.update(_snapshots(found.given))
@@ -138,11 +139,6 @@ def load_data_config(root: type[C], overrides: Sequence[str]) -> C:
     return config
 
 
-def to_dict(config: Section) -> dict[str, Any]:
-    """The whole config as plain dicts, lists, numbers and texts."""
-    return config.model_dump(mode="json")
-
-
 def _no_rule(name: str) -> None:
     """Only `tandem train`, `generate` and `eval` are called with other programs' keys."""
 
@@ -150,12 +146,13 @@ def _no_rule(name: str) -> None:
 def _load(
     root: type[C], rules: Rules, path: str | None, overrides: Sequence[str], *, elsewhere: bool = False
 ) -> Loaded[C]:
-    tree, errors, notices = read_sources(path, overrides)
+    tree, errors, notices, raw = read_sources(path, overrides)
     flat, unknown = _flatten(root, rules, tree)
     found = translate(flat, keys(root), rules, _trainer(flat).devices_of)
     asked_of_verl = found.given.get("trainer.defaults") == "verl"
     if asked_of_verl:
         found = averaged_by_verl(found)
+    filled = dict(found.given)
     snapshots = {} if elsewhere else _snapshots(found.given)
     found.given.update(snapshots)
     config, wrong = _build(root, {**(DEFAULTS if asked_of_verl else {}), **found.given})
@@ -169,12 +166,20 @@ def _load(
     findings = check(config, changed, bad, RULES[root], lenient=lenient, off=off)
     order = {name: place for place, name in enumerate(keys(root))}
     late = sorted(wrong + findings.errors, key=lambda error: order.get(str(error.field), len(order)))
+    texts = _flatten(root, rules, raw)[0]
     if problems := errors + unknown + found.errors + late:
+        for problem in problems:
+            if problem.got is not None and "${" in repr(text := texts.get(str(problem.field))):
+                problem.got = shown(text)
         raise ConfigErrors(problems, found.readings)
     asks = bool(found.readings) and root is TrainConfig and not asked_of_verl
     other = differing(found.given) if asks else None
     said = (*notices, *found.notices, *(f"{name} is {folder}" for name, folder in snapshots.items()))
     said += tuple(findings.notices)
+    if "oc.env" in repr(raw):
+        values = {**(DEFAULTS if asked_of_verl else {}), **filled}
+        origins = {name: texts[origin] for name, origin in found.origins.items() if origin in texts}
+        config = with_references(config, values, origins, keys(root).values())
     return Loaded(config, said, frozenset(found.given), tuple(found.readings), other)
 
 
@@ -228,8 +233,10 @@ def _flatten(
         rule = None if name in known else rules(name)
         whole = rule is not None and rule.now != () and set(rule.now) <= known.keys()
         if name in known:
-            if value is not None or known[name].inherits is None:
-                flat[name] = value
+            left_out = [] if known[name].required else list(places_left_out(value, name))
+            errors.extend(_left_out(place) for place in left_out)
+            if not left_out and (value is not None or known[name].inherits is None):
+                flat[name] = value if value != LEFT_OUT else None
         elif isinstance(value, Mapping) and value and not whole:
             for child, inner in value.items():
                 visit(f"{name}.{child}", inner)
@@ -244,6 +251,16 @@ def _flatten(
     for name, value in tree.items():
         visit(name, value)
     return flat, errors
+
+
+def _left_out(place: str) -> ConfigError:
+    return ConfigError(
+        "must be given",
+        field=place,
+        got=LEFT_OUT,
+        expected="a value; a written config holds no secret that was given as it is",
+        remedy=f"add {place}=…, or a reference such as ${{oc.env:NAME}}",
+    )
 
 
 def _trainer(flat: Mapping[str, Any]) -> TrainerConfig:
@@ -286,12 +303,12 @@ def _resolve(root: type[Section], given: Mapping[str, Any]) -> tuple[dict[str, A
     known = keys(root)
     if "${" not in repr(given) and "???" not in repr(given):  # else OmegaConf, which takes ten times as long
         return nested({name: _value(known, name, given) for name in known}), []
-    defaults = {key.name: _default(key) for key in known.values()}
+    defaults = {key.name: key.fallback for key in known.values()}
     tree = OmegaConf.create(nested({**defaults, **given}))
     errors = []
     for name, value in given.items():
         try:
-            _plain(tree, name)
+            plain(tree, name)
         except OmegaConfBaseException as error:
             reason = str(error).splitlines()[0]
             errors.append(ConfigError(f"cannot be resolved: {reason}", field=name, got=value))
@@ -309,22 +326,10 @@ def _value(known: Mapping[str, Key], name: str, given: Mapping[str, Any]) -> Any
         return given[name]
     if (source := known[name].inherits) is not None:
         return _value(known, source, given)
-    default = _default(known[name])
+    default = known[name].fallback
     if not isinstance(default, str):
         return default
     return re.sub(r"\$\{([^}]+)\}", lambda other: str(_value(known, other[1], given)), default)
-
-
-def _default(key: Key) -> Any:
-    """A key's default for OmegaConf; the empty text stands in for a required key that is missing."""
-    if key.inherits is not None:
-        return f"${{{key.inherits}}}"
-    return "" if key.default is REQUIRED else key.default
-
-
-def _plain(tree: DictConfig, name: str) -> Any:
-    value = OmegaConf.select(tree, name)
-    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
 
 def _invalid(

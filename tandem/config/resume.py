@@ -14,6 +14,7 @@ from tandem.config.schema import keys, shown
 from tandem.config.section import Section
 from tandem.config.tables import published_aggregation
 from tandem.config.verl.table import former_names
+from tandem.config.written import LEFT_OUT, at_key, refers, resolved, to_dict, without_secrets
 from tandem.errors import ConfigError
 
 _FREE = (
@@ -102,6 +103,13 @@ def check_same(checkpoint: Path, config: Section, *, allowed: bool, say: Callabl
         return
     then = read_file(str(file))
     changed = changes({str(name): value for name, value in then.items()}, config)
+    if unseen := [
+        name for name in config.from_environment if refers(at_key(then, name)) and not is_free(name)
+    ]:
+        say(
+            f"Of these keys the run folder has no values, so that a change would not be seen: "
+            f"{', '.join(unseen)}. They come from the environment."
+        )
     free = [f"{change.key} ({change.then}, now {change.now})" for change in changed if is_free(change.key)]
     if free:
         say(f"Changed since {checkpoint}, in where, how fast or how long it runs: {', '.join(free)}.")
@@ -126,22 +134,43 @@ def changes(then: Mapping[str, Any], config: Section) -> list[Change]:
             version. A key that it lacks did not exist yet, and counts as unchanged.
         config: the config of the run that goes on.
     """
-    now = config.model_dump(mode="json")
+    now, values = to_dict(config), config.model_dump(mode="json")
     found: dict[str, tuple[Any, Any]] = {}
     for name in keys(type(config)):
-        old, new = (
+        old, new, value = (
             _named(tree, name, value)
-            for tree, value in ((then, _old_value(then, name)), (now, _at(now, name)))
+            for tree, value in (
+                (then, _old_value(then, name)),
+                (now, _at(now, name)),
+                (values, _at(values, name)),
+            )
         )
-        if old is _ABSENT or old == new or _matches(name, _SILENT):
+        if old is _ABSENT or _matches(name, _SILENT) or _same(old, new) or _same(_value(then, old), value):
             continue
         found[name] = old, new
     sources = {name: key.inherits for name, key in keys(type(config)).items() if key.inherits is not None}
     return [
-        Change(name, shown(old), shown(new))
+        Change(name, shown(without_secrets(old, name)), shown(new))
         for name, (old, new) in found.items()
         if found.get(sources.get(name, "")) != (old, new)  # else the source says it
     ]
+
+
+def _same(old: Any, new: Any) -> bool:
+    """Whether two values are equal, as far as they were written."""
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        return old.keys() == new.keys() and all(_same(value, new[name]) for name, value in old.items())
+    return old == LEFT_OUT or bool(old == new)
+
+
+def _value(tree: Mapping[str, Any], written: Any) -> Any:
+    """A value of a written config with its references filled in, as far as that can be done here."""
+    if not refers(written):
+        return written
+    try:
+        return resolved({**tree, "written": written}, "written")
+    except ConfigError:
+        return written
 
 
 def side_by_side(changed: list[Change]) -> str:

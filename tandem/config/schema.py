@@ -72,6 +72,13 @@ class Key(Group):
         return self.default is REQUIRED and self.inherits is None
 
     @property
+    def fallback(self) -> Any:
+        """What OmegaConf takes where nobody set it; the empty text stands in for a required key."""
+        if self.inherits is not None:
+            return f"${{{self.inherits}}}"
+        return "" if self.default is REQUIRED else self.default
+
+    @property
     def expected(self) -> str:
         """The type and limits in words."""
         return _words(self.info.annotation, self.info.metadata)

@@ -10,7 +10,15 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Annotated, Any, cast
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    PrivateAttr,
+)
 from pydantic.config import JsonDict
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
@@ -22,6 +30,13 @@ class Section(BaseModel):
     """A part of the config: immutable, no unknown keys, no conversions between types."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    _from_environment: dict[str, tuple[Any, Any]] = PrivateAttr(default_factory=dict)
+
+    @property
+    def from_environment(self) -> dict[str, tuple[Any, Any]]:
+        """Of a whole config: the keys whose values came from the environment, each with the text that is
+        written instead, and the value; see `tandem.config.written`."""
+        return self._from_environment
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 
 from tandem.config.flow import read_flow
 from tandem.config.hydra import UNREADABLE, compose, merged, take_options
+from tandem.config.written import hide_secrets
 from tandem.errors import ConfigError
 from tandem.texts import TooLargeError, check_yaml
 
@@ -44,9 +45,9 @@ def _is_override(text: str) -> bool:
 
 def read_sources(
     path: str | None, overrides: Sequence[str]
-) -> tuple[dict[str, Any], list[ConfigError], list[str]]:
-    """The tree of what was given, errors, and notices. Interpolations of keys that were not given are still
-    unresolved.
+) -> tuple[dict[str, Any], list[ConfigError], list[str], dict[str, Any]]:
+    """The tree of what was given, errors, notices, and the same tree with all interpolations unresolved. In
+    the first one, only interpolations of keys that were not given are unresolved.
 
     Args:
         path: a YAML file, if any; one of Hydra's form is put together with the files of its `defaults:`.
@@ -71,7 +72,9 @@ def read_sources(
         if text.partition("=")[0].lstrip("+") not in groups:
             tree = read.merge(tree, text)
     tree = {str(name): value for name, value in tree.items()}
-    return _with_references(tree), errors, read.notices()
+    filled = _with_references(tree)
+    hide_secrets(filled)
+    return filled, errors, read.notices(), tree
 
 
 def _choices(overrides: Sequence[str]) -> dict[str, str]:

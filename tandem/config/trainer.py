@@ -86,6 +86,9 @@ class RunConfig(Section):
     default_local_dir: LocalPath = key(
         "runs/${trainer.project_name}/${trainer.experiment_name}", "the run folder"
     )
+    private_folder: bool = key(
+        True, "a new run folder is for its user alone (mode 0700); false: as the umask has it"
+    )
     logger: Annotated[tuple[Logger, ...], AsTuple] = key(
         ("console",), "where metrics go besides metrics.jsonl, one or a list"
     )

@@ -1,4 +1,4 @@
-"""The resolved config in a run folder, read."""
+"""The config in a run folder, read."""
 
 from __future__ import annotations
 
@@ -9,19 +9,23 @@ from typing import Any
 import yaml
 
 from tandem.errors import DataError
-from tandem.observability.files import opened
+from tandem.observability.inside import opened
 from tandem.texts import parse_yaml
+
+_LARGEST = 4 << 20
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """A config as nested plain values.
+    """A run's config as nested plain values.
 
     Raises:
         FileNotFoundError: there is none.
         DataError: the file is no config.
     """
-    with opened(path) as file:
-        text = file.read()
+    with opened(path, path.parent) as file:
+        text = file.read(_LARGEST + 1)
+    if len(text) > _LARGEST:
+        raise DataError("is too large", field=str(path), expected=f"{_LARGEST} bytes at most")
     try:
         return dict(parse_yaml(text))
     except (yaml.YAMLError, ValueError, TypeError) as error:

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import fcntl
 import os
-import stat
 from pathlib import Path
 from typing import BinaryIO
 
 from tandem.errors import DataError, file_errors
+from tandem.observability.inside import opened
 from tandem.observability.lock import NO_LOCKS_HERE
 
 _TAIL = 64
 """Bytes before what is new by which a file is known again."""
-
-
-def opened(path: Path) -> BinaryIO:
-    """A file, to be read. A pipe in its place, for which one would wait without end, is refused."""
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise DataError("is no regular file", field=str(path))
-    return path.open("rb")
+LARGEST = 1 << 30
+"""Bytes of a file of lines."""
+LONGEST_LINE = 16 << 20
+"""Bytes of a line."""
 
 
 class GrowingFile:
@@ -28,17 +25,22 @@ class GrowingFile:
     Args:
         path: the file; it may come later.
         last: bytes of its end that the first look takes; all, where none are given.
+        folder: within which it must lie; None: anywhere.
     """
 
-    def __init__(self, path: Path, last: int | None = None) -> None:
-        self._path, self._last = path, last
+    def __init__(self, path: Path, last: int | None = None, folder: Path | None = None) -> None:
+        self._path, self._last, self._folder = path, last, folder
         self._read, self._tail = 0, b""
 
     def look(self) -> tuple[bool, list[bytes]]:
         """Whether the file was written anew since the last look, or is gone, and its new lines. A last one
-        without its end is left for the next time."""
+        without its end is left for the next time.
+
+        Raises:
+            DataError: the file is no regular one, lies elsewhere, or is too large.
+        """
         try:
-            file = opened(self._path)
+            file = opened(self._path, self._folder)
         except FileNotFoundError:
             self._read, self._tail = 0, b""
             return True, []
@@ -47,11 +49,19 @@ class GrowingFile:
             if self._last is not None:
                 self._read = max(file.seek(0, os.SEEK_END) - self._last, 0)
                 torn, self._last = int(self._read > 0), None
+            if (size := os.fstat(file.fileno()).st_size) - self._read > LARGEST:
+                raise DataError(
+                    "is too large", field=str(self._path), got=f"{size} bytes", expected=f"{LARGEST} at most"
+                )
             file.seek(self._read - len(self._tail))
             anew = file.read(len(self._tail)) != self._tail
             if anew:
                 self._read, self._tail = file.seek(0), b""
-            new = file.read()
+            new = file.read(LARGEST)
+        if len(new) - new.rfind(b"\n") > LONGEST_LINE:
+            raise DataError(
+                "has a line without an end", field=str(self._path), expected=f"{LONGEST_LINE} bytes at most"
+            )
         new = new[: new.rfind(b"\n") + 1]
         self._read += len(new)
         self._tail = (self._tail + new)[-_TAIL:]

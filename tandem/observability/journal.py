@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.errors import ConfigError, DataError
+from tandem.hidden import masked
 from tandem.observability.files import append_line, whole_lines
 from tandem.texts import parse_json
 
@@ -35,7 +36,7 @@ class Journal:
 
     def __init__(self, path: Path, settings: Mapping[str, Any], *, overwrite: bool = False) -> None:
         self.path = path
-        self._header = json.dumps({"settings": settings})
+        self._header = masked(json.dumps({"settings": settings}))
         self._synced = time.monotonic()
         self.entries: list[dict[str, Any]] = []
         if overwrite:

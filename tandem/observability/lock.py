@@ -16,6 +16,7 @@ from typing import BinaryIO
 
 from tandem.errors import ConfigError, file_errors
 from tandem.lifetime import last_words
+from tandem.observability.inside import opened
 from tandem.texts import parse_json
 
 NO_LOCKS_HERE = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
@@ -33,10 +34,14 @@ class ProcessLock:
         path: the lock's file.
         field: the config key or argument that names what is locked, for the error.
         say: prints a sentence to the user.
+        folder_mode: of the folder of the lock's file, where that is made here; the umask takes away from it.
     """
 
-    def __init__(self, path: Path, field: str, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, path: Path, field: str, say: Callable[[str], None], *, folder_mode: int = 0o777
+    ) -> None:
         self.path = path
+        self._folder_mode = folder_mode
         self._field = field
         self._say = say
         self._file: BinaryIO | None = None
@@ -92,7 +97,7 @@ class ProcessLock:
 
     def _opened(self) -> BinaryIO:
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.parent.mkdir(self._folder_mode, parents=True, exist_ok=True)
             return self.path.open("a+b")
         except OSError as error:
             raise ConfigError(
@@ -144,11 +149,15 @@ class ProcessLock:
             return False
 
 
-def is_held(path: Path) -> bool:
+def is_held(path: Path, folder: Path | None = None) -> bool:
     """Whether the process that the lock's file names lives. The lock itself is not touched, so that nobody
-    who takes it meanwhile is refused. A holder on another machine is taken at its word."""
+    who takes it meanwhile is refused. A holder on another machine is taken at its word.
+
+    Args:
+        folder: within which the file must lie; None: anywhere.
+    """
     try:
-        with path.open("rb") as file:
+        with opened(path, folder) as file:
             holder = _holder(file)
     except FileNotFoundError:
         return False
@@ -174,7 +183,7 @@ def _holder(file: BinaryIO) -> dict[str, str]:
     """What the holder wrote; nothing before it did."""
     file.seek(0)
     try:
-        return {str(name): str(value) for name, value in parse_json(file.read()).items()}
+        return {str(name): str(value) for name, value in parse_json(file.read(1 << 16)).items()}
     except ValueError:
         return {}
 

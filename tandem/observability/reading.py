@@ -15,6 +15,7 @@ from typing import Any, Literal
 from tandem.errors import DataError
 from tandem.observability.config_file import read_config
 from tandem.observability.files import GrowingFile
+from tandem.observability.inside import inside
 from tandem.observability.lock import is_held
 from tandem.texts import parse_json
 
@@ -79,8 +80,8 @@ class Run:
                 expected="a run folder" + (f", such as {', '.join(inside[:5])}" if inside else ""),
                 remedy="`tandem runs FOLDER` lists the runs under a folder",
             )
-        self._metrics = GrowingLines(self.path / "metrics.jsonl", STEP, int)
-        self._events = GrowingLines(self.path / "events.jsonl", "event", str)
+        self._metrics = GrowingLines(self.path / "metrics.jsonl", STEP, int, self.path)
+        self._events = GrowingLines(self.path / "events.jsonl", "event", str, self.path)
         self._config: dict[str, Any] = {}
         self._config_written = 0
 
@@ -101,7 +102,18 @@ class Run:
         return self._config
 
     def setting(self, key: str) -> Any:
-        """The value of a dotted config key; None where the config has no such key."""
+        """The value of a dotted config key; None where the config has no such key.
+
+        Raises:
+            ConfigError: the key refers to a variable of the environment that is not set.
+        """
+        found = self.written(key)
+        if "${" in repr(found):  # what resolves it takes long to import
+            found = import_module("tandem.config.written").resolved(self.config, key)
+        return found
+
+    def written(self, key: str) -> Any:
+        """The same as the file has it: what came from the environment is a reference."""
         found: Any = self.config
         for part in key.split("."):
             found = found.get(part) if isinstance(found, Mapping) else None
@@ -164,7 +176,7 @@ class Run:
     def state(self) -> State:
         """Whether the run is alive, and else how it ended. A run that was killed counts as interrupted; one
         that left neither a metric nor a checkpoint is empty, unless it failed."""
-        if is_held(self.path / LOCK):
+        if is_held(self.path / LOCK, self.path):
             return "running"
         last = next((e for e in reversed(self.events) if e["event"] in ("start", "end")), None)
         if last is None:
@@ -248,7 +260,7 @@ class Run:
             {STEP: wanted, **row}
             for number, path in files
             if number == wanted
-            for row in read(path, tokens=tokens)
+            for row in read(inside(path, self.path), tokens=tokens)
         ]
 
     def _sample_files(self, val: bool) -> list[tuple[int, Path]]:
@@ -297,11 +309,12 @@ class GrowingLines:
     Args:
         path: the file; it may come later.
         key, kind: what every object has, and of which type that is.
+        folder: within which the file must lie; None: anywhere.
     """
 
-    def __init__(self, path: Path, key: str, kind: type) -> None:
-        self._path, self._key, self._kind = path, key, kind
-        self._file = GrowingFile(path)
+    def __init__(self, path: Path, key: str, kind: type, folder: Path | None = None) -> None:
+        self._path, self._key, self._kind, self._folder = path, key, kind, folder
+        self._file = GrowingFile(path, folder=folder)
         self._found: list[dict[str, Any]] = []
 
     def look(self) -> list[dict[str, Any]]:
@@ -318,7 +331,10 @@ class GrowingLines:
         try:
             self._found += [self._parsed(line, number) for number, line in enumerate(lines, first)]
         except DataError:
-            self._file, self._found = GrowingFile(self._path), []  # to be found at the next look too
+            self._file, self._found = (
+                GrowingFile(self._path, folder=self._folder),
+                [],
+            )  # to be found at the next look too
             raise
         return list(self._found)
 

@@ -1,6 +1,6 @@
 """The run folder: what a run leaves on disk, readable while it is alive and after a crash.
 
-config.yaml                 the resolved config
+config.yaml                 the resolved config; values from the environment are references to it
 metrics.jsonl               one JSON object per step; append-only
 events.jsonl                one JSON object per start, end and warning of the run; append-only
 samples/step_NNNNNN.parquet what the policy wrote at that step, token by token
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from tandem.errors import DataError, file_errors
+from tandem.hidden import masked
 from tandem.observability.files import append_line, replace_file
 from tandem.observability.reading import STEP, GrowingLines
 from tandem.observability.sample_files import conversation
@@ -106,7 +107,8 @@ class RunFolder:
             fields: JSON values.
         """
         now = datetime.now().isoformat(timespec="seconds")
-        append_line(self.events_file, json.dumps({"event": kind, "time": now, **fields}), durable=True)
+        line = json.dumps({"event": kind, "time": now, **fields})
+        append_line(self.events_file, masked(line), durable=True)
 
     def write_samples(self, step: int, table: Mapping[str, SampleColumn], *, part: str = "") -> Path:
         """One row per sample; a file that is there already is replaced whole.
@@ -146,7 +148,8 @@ class RunFolder:
 
     def log(self, message: str) -> None:
         """Appends what the run says, with the time, to log/run.log."""
-        append_line(self.logs / "run.log", f"{datetime.now().isoformat(timespec='seconds')} {message}")
+        now = datetime.now().isoformat(timespec="seconds")
+        append_line(self.logs / "run.log", f"{now} {masked(message)}")
 
     def trim_after(self, step: int) -> None:
         """Forgets all that came after a checkpoint's step, and a last line that a crash tore; with

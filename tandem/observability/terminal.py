@@ -9,6 +9,8 @@ from typing import Any, TextIO
 
 from rich.console import Console
 
+from tandem.hidden import masked
+
 _UNSAFE = chain(
     (code for code in range(0x20) if chr(code) not in "\n\t"),  # C0
     range(0x7F, 0xA0),  # DEL, C1
@@ -19,8 +21,9 @@ _ESCAPES = {code: ascii(chr(code))[1:-1] for code in _UNSAFE}
 
 
 def printable(text: str) -> str:
-    """The text with its control characters written out, as in \\x1b; line ends and tabs stay."""
-    return text.translate(_ESCAPES)
+    """The text with its control characters written out, as in \\x1b; line ends and tabs stay. Hidden values
+    give way to their marks."""
+    return masked(text).translate(_ESCAPES)
 
 
 def say(sentence: str, *, file: TextIO | None = None, end: str = "\n") -> None:

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import pyarrow as pa
 
 from tandem.config.generate import EvalConfig, EvalDataConfig
-from tandem.config.load import to_dict
-from tandem.config.rewards import CustomRewardConfig
+from tandem.config.written import to_dict
 from tandem.data.files import read_files
 from tandem.data.forms import PARAMETERS, UNNAMED
 from tandem.data.rows import check_new_columns, json_line, write_rows
@@ -203,7 +202,7 @@ def _evaluate(
     problems = _problems(responses, config.data, reward)
     check_sources({problem.data_source for problem in problems}, reward, config.reward.sandbox, say)
     ks = _ks(config.eval.k, min(responses.counts))
-    settings = responses.settings | _reward_settings(custom, problems)
+    settings = responses.settings | _reward_settings(config, problems)
     journal = Journal(journals[0], settings, overwrite=overwrite)
     if journal.entries:
         say(f"{len(journal.entries)} responses are scored already; going on with the others")
@@ -305,15 +304,16 @@ def _ks(asked: Sequence[int], responses: int) -> list[int]:
     return sorted({*doubled, responses} - {1})  # pass@1 is the accuracy
 
 
-def _reward_settings(custom: CustomRewardConfig, problems: Sequence[Item]) -> dict[str, Any]:
+def _reward_settings(config: EvalConfig, problems: Sequence[Item]) -> dict[str, Any]:
     """The settings that the scores depend on, besides the responses."""
+    custom = config.custom_reward_function
     files = [Path(path) for path in (custom.path, *(term.path for term in custom.terms)) if path]
     content = [path.read_bytes().hex() for path in files if path.is_file()]
     return {
         "data.path (ground truths)": _hash(
             [[item.data_source, item.ground_truth, item.extra_info] for item in problems]
         ),
-        "custom_reward_function": to_dict(custom),
+        "custom_reward_function": to_dict(config)["custom_reward_function"],
         "custom_reward_function.path (content)": _hash(content),
     }
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import (
@@ -18,10 +17,12 @@ from tandem.checkpoint.hf_export import export
 from tandem.checkpoint.manager import Checkpoint, CheckpointManager
 from tandem.checkpoint.weights import read_weights
 from tandem.config.model import ModelConfig
+from tandem.config.written import at_key, resolved
 from tandem.errors import CheckpointError
 from tandem.models.loading import load_config, load_tokenizer
 from tandem.observability import terminal
 from tandem.observability.config_file import read_config
+from tandem.observability.inside import require_inside
 from tandem.offline.export_lora import export_adapter, merged_weights
 from tandem.offline.generate import alone
 
@@ -93,6 +94,7 @@ def _export(
 
 
 def _found(run: Path, given: Path, *, best: bool) -> Checkpoint:
+    require_inside(run / "checkpoints", run)
     manager = CheckpointManager(run / "checkpoints", read_only=True)
     if best:
         found: Checkpoint | None = _best(manager, run, given)
@@ -129,9 +131,10 @@ def _best(manager: CheckpointManager, run: Path, given: Path) -> Checkpoint:
             expected="the run's folder",
             remedy=f"name {run}, or leave --best out",
         )
-    trainer = _tree(run / "config.yaml")["trainer"]
-    metric = trainer.get("keep_best")
-    found = None if metric is None else manager.best(Best(metric, trainer["keep_best_mode"]))
+    config = read_config(run / "config.yaml")
+    metric = resolved(config, "trainer.keep_best")
+    mode = resolved(config, "trainer.keep_best_mode")
+    found = None if metric is None else manager.best(Best(metric, mode))
     if found is None:
         raise CheckpointError(
             "the run has no best checkpoint",
@@ -145,10 +148,6 @@ def _best(manager: CheckpointManager, run: Path, given: Path) -> Checkpoint:
 
 def _model_config(path: Path) -> ModelConfig:
     """The model section of a run's resolved config, whichever trainer wrote it."""
-    tree = _tree(path)
-    section = tree["actor_rollout_ref"]["model"] if "actor_rollout_ref" in tree else tree["model"]
-    return ModelConfig.model_validate(section)
-
-
-def _tree(path: Path) -> dict[Any, Any]:
-    return read_config(path)
+    tree = read_config(path)
+    at = "actor_rollout_ref.model" if "actor_rollout_ref" in tree else "model"
+    return ModelConfig.model_validate({name: resolved(tree, f"{at}.{name}") for name in at_key(tree, at)})

@@ -234,7 +234,7 @@ def _opened(config: RunsConfig, say: Say) -> Iterator[tuple[OpenRun, Backend]]:
         undo.callback(run.folder.remove_if_unused)
         undo.callback(run.lock.release)
         undo.callback(withdraw_stacks, run.folder.logs)
-        backend = make_backend(config.trainer, run.folder, say)
+        backend = make_backend(config.trainer, run.names[1], run.folder, say)
         undo.callback(backend.shutdown)
         yield run, backend
         undo.pop_all()

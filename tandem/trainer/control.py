@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.config.root import TrainConfig
+from tandem.config.written import remade
 from tandem.lifetime import scratch_folder
 from tandem.trainer.assembly import build_ppo
 
@@ -110,7 +111,7 @@ def controlled(config: TrainConfig, folder: Path) -> TrainConfig:
         "val_only": False,
         "logger": (),
     }
-    return TrainConfig.model_validate(tree)
+    return remade(config, tree)
 
 
 def shared_place(config: TrainConfig) -> Path | None:

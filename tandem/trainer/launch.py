@@ -27,8 +27,11 @@ from tandem.workers.integrity import SpecialTokens, certain
 RAY = "tandem.runtime.ray_backend:RayBackend"
 
 
-def make_backend(trainer: RunConfig, run: RunFolder, say: Callable[[str], None]) -> Backend:
+def make_backend(trainer: RunConfig, name: str, run: RunFolder, say: Callable[[str], None]) -> Backend:
     """The backend that the config asks for.
+
+    Args:
+        name: of the run, which Ray shows and files hold.
 
     Raises:
         ConfigError: it is not installed, or there is no cluster where one is named.
@@ -39,7 +42,7 @@ def make_backend(trainer: RunConfig, run: RunFolder, say: Callable[[str], None])
     cluster, timeouts = trainer.cluster, trainer.timeouts
     on_sigterm = signal.getsignal(signal.SIGTERM)
     backend = make(
-        trainer.experiment_name,
+        name,
         run.logs,
         device=trainer.device,
         address=cluster.address,

@@ -17,6 +17,7 @@ from tandem.algorithms.kl import FULL
 from tandem.config.root import TrainConfig
 from tandem.errors import ConfigError, DataError
 from tandem.lifetime import scratch_folder
+from tandem.observability.inside import require_inside
 from tandem.observability.reading import Run, listed
 from tandem.observability.run import read_batch
 from tandem.trainer.takes import NOTHING, Changes, Stage, Taken, alone, kept_rows, same, samples_file
@@ -78,6 +79,8 @@ def replay(run: Run, step: int, changes: Changes = NOTHING, *, attribute: bool =
         TandemError: the folder lacks what it takes, and which key keeps it; a change of something else than
             what is learnt from given samples.
     """
+    for part in ("checkpoints", "samples"):
+        require_inside(run.path / part, run.path)
     recorded = _row(run, step)
     at, checkpoint = _checkpoint(run, step)
     _require_samples(run, range(at + 1, step + 1))

@@ -13,12 +13,12 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from tandem.checkpoint.manager import Checkpoint, CheckpointManager
-from tandem.config.load import to_dict
 from tandem.config.resume import check_same
 from tandem.config.root import TrainConfig
 from tandem.config.sources import to_yaml
 from tandem.config.supervised import SupervisedConfig
 from tandem.config.trainer import RunConfig
+from tandem.config.written import to_dict, tracked_name
 from tandem.errors import CheckpointError
 from tandem.lifetime import last_words
 from tandem.observability.learning import LearningWatch
@@ -32,6 +32,8 @@ from tandem.observability.timers import Timeline
 from tandem.trainer.saving import Saver, Saves, best_of
 from tandem.trainer.telling import beginning
 
+PRIVATE = 0o700
+"""Of a folder that is for its user alone."""
 RunsConfig = TrainConfig | SupervisedConfig
 """A config with a run."""
 
@@ -46,7 +48,7 @@ class OpenRun:
         checkpoint: where the run goes on from; None for a new run.
         checkpoints: reads and writes the folder's checkpoints.
         lock: the folder's, held by this process.
-        resolved: the whole config as plain values, written once the checkpoint is accepted.
+        resolved: the whole config as it is written, once the checkpoint is accepted.
     """
 
     config: RunConfig
@@ -60,6 +62,15 @@ class OpenRun:
         """The sentence with which the run begins; see `tandem.trainer.telling.beginning`."""
         checkpoint = None if self.checkpoint is None else self.checkpoint.path
         return beginning(model, rows, what, steps, Path(self.config.default_local_dir), checkpoint)
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """The names of project and run, as others may be told them."""
+        config, written = self.config, self.resolved["trainer"]
+        return (
+            tracked_name(config.project_name, written["project_name"]),
+            tracked_name(config.experiment_name, written["experiment_name"]),
+        )
 
     @property
     def goes_on(self) -> bool:
@@ -78,7 +89,8 @@ def open_run(whole: RunsConfig, say: Callable[[str], None]) -> OpenRun:
     config = whole.trainer
     best = best_of(config)
     path = Path(config.default_local_dir).absolute()  # workers may stand elsewhere
-    lock = ProcessLock(path / "run.lock", "trainer.default_local_dir", say)
+    mode = PRIVATE if config.private_folder else 0o777
+    lock = ProcessLock(path / "run.lock", "trainer.default_local_dir", say, folder_mode=mode)
     with ExitStack() as undo:
         lock.acquire()
         undo.callback(lock.release)
@@ -255,9 +267,10 @@ class Session:
         rows = [row for row in before.metrics if row["step"] <= step]
         self._watch = LearningWatch(rows, given, resolved["data"]["train_batch_size"])
         self.folder.event("start", step=step, total_steps=self.total_steps, format=FORMAT)
+        project, experiment = self.run.names
         info = RunInfo(
-            project=config.project_name,
-            experiment=config.experiment_name,
+            project=project,
+            experiment=experiment,
             folder=self.folder.path,
             total_steps=self.total_steps,
             config=resolved,

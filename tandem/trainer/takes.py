@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ import torch
 
 from tandem.config.load import load_train_config
 from tandem.config.root import TrainConfig
+from tandem.config.written import refers, remade
 from tandem.errors import ConfigError, DataError
+from tandem.observability.config_file import flat
 from tandem.observability.metrics import Metrics
 from tandem.observability.reading import Run
 from tandem.observability.run import read_batch
@@ -44,6 +47,12 @@ _SCORED = frozenset(
 _BASELINES = frozenset({"reward_baselines"})
 ENGINES = ("native", "hf")
 """Rollout engines that need no other package."""
+_UNREAD = (
+    *("custom_reward_function.*", "reward.*", "reward_model.model*", "trainer.*_name", "trainer.logger"),
+    *("trainer.default_local_dir", "trainer.cluster.*", "trainer.on_step", "data.*_files", "data.cache_dir"),
+    *("data.sampler.*", "*.rollout.server.*"),
+)
+"""Keys of which a replay needs nothing, so that variables of the environment that they name may be unset."""
 _WATCHED = "tandem.workers.attribution"
 _NO_REWARD = (
     "def compute_score(*given, **named):\n    raise RuntimeError('a replay takes the recorded scores')\n"
@@ -215,6 +224,10 @@ def kept_rows(batch: DataProto, without: Sequence[str]) -> np.ndarray:
     return rows
 
 
+def _is_unread(key: str) -> bool:
+    return any(fnmatchcase(key, pattern) for pattern in _UNREAD)
+
+
 def samples_file(run: Run, step: int) -> Path:
     """Where the samples of a training step are, if they are."""
     return run.path / "samples" / f"step_{step:06d}.parquet"
@@ -257,7 +270,8 @@ class Stage:
             **{"reward_model.enable": False, "reward.combine": None, "reward.weight": None},
             **{"trainer.resume_mode": "disable", "trainer.resume_from_path": None, "trainer.on_step": None},
         }
-        given = [f"{key}={json.dumps(value)}" for key, value in own.items()]
+        unread = [f"~{key}" for key, value in flat(self._run.config) if refers(value) and _is_unread(key)]
+        given = [*unread, *(f"{key}={json.dumps(value)}" for key, value in own.items())]
         config = load_train_config(str(self._run.path / "config.yaml"), [*given, *words]).config
         if reward is not None:
             self._require_columns(config, reward)
@@ -333,7 +347,7 @@ class Stage:
         }
         if watched:
             tree["trainer"]["worker_classes"] = {"actor_rollout": f"{_WATCHED}:{watched}Actor"}
-        return TrainConfig.model_validate(tree)
+        return remade(config, tree)
 
 
 def alone(config: TrainConfig) -> TrainConfig:
@@ -348,4 +362,4 @@ def alone(config: TrainConfig) -> TrainConfig:
         section["fsdp_config"] |= {
             **{"fsdp_size": -1, "tensor_parallel_size": 1, "pipeline_parallel_size": 1},
         }
-    return TrainConfig.model_validate(tree)
+    return remade(config, tree)

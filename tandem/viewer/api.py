@@ -6,14 +6,17 @@ import csv
 import io
 import json
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tandem.errors import DataError, TandemError
+from tandem.observability.inside import inside, opened
 from tandem.observability.reading import STEP
 from tandem.observability.sample_files import read
 from tandem.texts import parse_json
@@ -35,6 +38,18 @@ COMMUNICATION = "perf/communication_share"
 """A metric that is made of others, here alone."""
 SPANS = 20_000
 LOG_BYTES = 200_000
+LISTED = 2_000
+"""Of events, checkpoints, runs and lengths of an answer; of more, the last ones."""
+NAMES = 5_000
+"""Names of metrics."""
+CURVES = 100
+"""Curves of an answer."""
+STEPS = 20_000
+"""Steps among which a page lets one choose."""
+FEW = 200
+"""Names that a list of choices has, and files whose damage is told."""
+LONG = 4_000
+"""Characters of an event."""
 _EXPORTED = ("step", "uid", "sample", "data_source", "prompt", "response", "score", "why", "ground_truth")
 _COLUMNS = (*_EXPORTED, "finish_reason", "prompt_tokens", "response_tokens")
 
@@ -75,7 +90,7 @@ class Api:
     def runs(self, query: Query) -> list[dict[str, Any]]:
         """All runs, each with its state and how far it is."""
         found = []
-        for view in self._shelf.runs():
+        for view in self._shelf.runs()[-LISTED:]:
             with view.lock:
                 found.append(_finite(view.summary()))
         return found
@@ -98,10 +113,10 @@ class Api:
         view = self._shelf.get(query.text("run"))
         with view.lock:
             rows, _ = Selection.asked(query).matched(view.samples)
-            chosen = _by_part(view.samples, rows)
+            chosen = _whole_rows(_by_part(view.samples, rows), view.run.path)
         if query.text("format") == "csv":
-            return Download("samples.csv", "text/csv", _csv(_whole_rows(chosen)))
-        lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in _whole_rows(chosen))
+            return Download("samples.csv", "text/csv", _csv(chosen))
+        lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in chosen)
         return Download("samples.jsonl", "application/jsonl", lines)
 
 
@@ -111,9 +126,9 @@ def metrics(view: Viewed, query: Query) -> dict[str, Any]:
     for row in rows:
         row |= _communication(row)
     names = sorted({name for row in rows for name in row} - {STEP})
-    wanted = [name for name in query.text("names").split(",") if name in names]
+    wanted = [name for name in query.text("names").split(",") if name in names][:CURVES]
     return {
-        "names": names,
+        "names": [name for name in names if len(name) <= EXCERPT][:NAMES],
         "curves": {
             name: _thinned([(row[STEP], row[name]) for row in rows if name in row]) for name in wanted
         },
@@ -144,30 +159,51 @@ def _value(point: tuple[int, float]) -> float:
 
 def events(view: Viewed, query: Query) -> dict[str, Any]:
     """What happened in the run: starts, ends, warnings, checkpoints; what it said; what is damaged."""
-    checkpoints = [{STEP: step, **_manifest(path)} for step, path in view.run.checkpoints.items()]
+    run, damage = view.run, _few(view.samples.damage)
+    texts = {}
+    for name, file in (("log", "run.log"), ("failure", "failure.txt")):
+        try:
+            texts[name] = _tail(run.path / "log" / file, run.path)
+        except DataError as error:
+            texts[name], damage[file] = "", str(error)
+    checkpoints = list(run.checkpoints.items())[-LISTED:]
     return {
-        "events": view.run.events,
-        "checkpoints": checkpoints,
-        "log": _tail(view.run.path / "log" / "run.log"),
-        "failure": _tail(view.run.path / "log" / "failure.txt"),
-        "damage": dict(view.samples.damage),
+        "events": [_brief(event) for event in run.events[-LISTED:]],
+        "checkpoints": [{STEP: step, **_manifest(path, run.path)} for step, path in checkpoints],
+        **texts,
+        "damage": damage,
     }
 
 
-def _manifest(checkpoint: Path) -> dict[str, Any]:
+def _few(damage: Mapping[str, str]) -> dict[str, str]:
+    return dict(islice(damage.items(), FEW))
+
+
+def _brief(event: dict[str, Any]) -> dict[str, Any]:
+    """An event; of a long one its kind and the beginning of what it says."""
+    said = json.dumps(event, ensure_ascii=False)
+    if len(said) <= LONG:
+        return event
+    known = {name: str(event.get(name))[:EXCERPT] for name in ("event", "time", "name", "how")}
+    return {**known, STEP: None, "text": str(event.get("text", said))[:LONG]}
+
+
+def _manifest(checkpoint: Path, run: Path) -> dict[str, Any]:
     try:
-        content = parse_json(_tail(checkpoint / "manifest.json") or "null")
+        content = parse_json(_tail(checkpoint / "manifest.json", run) or "null")
         return {"digest": str(content["sha256"])[:16], "files": len(content["files"])}
     except (ValueError, TypeError, KeyError) as error:
         return {"digest": "", "files": 0, "damage": f"manifest.json: {error}"[:200]}
 
 
-def _tail(path: Path) -> str:
-    """The end of a file of text; "" where there is none."""
-    if not path.is_file():
+def _tail(path: Path, run: Path) -> str:
+    """The end of a file of text within a run folder; "" where there is none."""
+    try:
+        file = opened(path, run)
+    except FileNotFoundError:
         return ""
-    with path.open("rb") as file:
-        file.seek(max(path.stat().st_size - LOG_BYTES, 0))
+    with file:
+        file.seek(max(file.seek(0, os.SEEK_END) - LOG_BYTES, 0))
         return file.read(LOG_BYTES).decode(errors="replace")
 
 
@@ -185,24 +221,29 @@ def samples(view: Viewed, query: Query) -> dict[str, Any]:
         "mean": float(np.nanmean(index.table["score"][rows])) if len(rows) else None,
         "indexed": len(index.parts) + len(index.damage),
         "files": index.files,
-        "damage": dict(index.damage),
+        "damage": _few(index.damage),
         "rows": _listed(index, shown, EXCERPT),
         "histograms": {
             name: {"edges": index.bins(name)[0], "counts": counts} for name, counts in histograms.items()
         },
-        "sources": index.codes["source"].texts,
-        "finishes": index.codes["finish"].texts,
+        "sources": _choices(index.codes["source"].texts),
+        "finishes": _choices(index.codes["finish"].texts),
     }
 
 
 def sample(view: Viewed, query: Query) -> dict[str, Any]:
-    """One sample whole, with the others of its prompt's group."""
+    """One sample whole, with others of its prompt's group."""
     part, row = _placed(view.samples, query.text("id"))
-    found = whole(view.run, part, row, query.whole("start", 0, 10**9))
+    place = query.whole("group", 0, 10**9) if query.text("group") else None
+    found = whole(view.run, part, row, query.whole("start", 0, 10**9), place)
     first = int(np.searchsorted(view.samples.table["part"], view.samples.parts.index(part)))
     group = first + np.array(found.pop("group"))
     own = _listed(view.samples, np.array([first + row]), 0)[0]
     return {**own, **found, "group": _listed(view.samples, group, SIDE_BY_SIDE)}
+
+
+def _choices(texts: list[str]) -> list[str]:
+    return [text for text in texts if len(text) <= EXCERPT][:FEW]
 
 
 def history(view: Viewed, query: Query) -> dict[str, Any]:
@@ -234,7 +275,7 @@ def _listed(index: SampleIndex, rows: np.ndarray, longest: int) -> list[dict[str
     for row, response in zip(rows.tolist(), index.excerpts(rows, longest), strict=True):
         part = index.parts[table["part"][row]]
         prompt = int(table["prompt"][row])
-        texts = {name: codes[name].texts[table[name][row]] for name in ("source", "finish", "uid")}
+        texts = {name: codes[name].texts[table[name][row]][:EXCERPT] for name in ("source", "finish", "uid")}
         found.append(
             {
                 "id": f"{part.path.stem}:{table['row'][row]}",
@@ -256,10 +297,10 @@ def _by_part(index: SampleIndex, rows: np.ndarray) -> list[tuple[Part, set[int]]
     return [(index.parts[number], set(within[parts == number].tolist())) for number in np.unique(parts)]
 
 
-def _whole_rows(chosen: list[tuple[Part, set[int]]]) -> Iterator[dict[str, Any]]:
+def _whole_rows(chosen: list[tuple[Part, set[int]]], run: Path) -> Iterator[dict[str, Any]]:
     for part, rows in chosen:
         step = int(part.columns[STEP][0])
-        for number, row in enumerate(read(part.path, tokens=False)):
+        for number, row in enumerate(read(inside(part.path, run), tokens=False)):
             if number in rows:
                 yield {STEP: step, **row}
 
@@ -284,18 +325,23 @@ def step_time(view: Viewed, query: Query) -> dict[str, Any]:
         )
     start, end, spans = view.phases.step(number)
     table = view.samples.table
-    lengths = table["length"][(table[STEP] == number) & ~table["val"].astype(bool)]
+    lengths = np.sort(table["length"][(table[STEP] == number) & ~table["val"].astype(bool)])
+    if len(lengths) > LISTED:  # as many, evenly chosen, the shortest and the longest among them
+        lengths = lengths[np.linspace(0, len(lengths) - 1, LISTED).astype(int)]
     return {
-        "steps": steps,
+        "steps": steps[-STEPS:],
         STEP: number,
         "seconds": end - start,
-        "spans": [[s.track, s.name, s.start - start, s.end - start, s.depth] for s in spans[:SPANS]],
+        "spans": [
+            [s.track[:EXCERPT], s.name[:EXCERPT], s.start - start, s.end - start, s.depth]
+            for s in spans[:SPANS]
+        ],
         "left_out": max(len(spans) - SPANS, 0),
         "waits": [
             {**wait, "start": wait["start"] - start, "end": wait["end"] - start}
             for wait in waits(spans, start, end)[:40]
         ],
-        "lengths": sorted(lengths.tolist()),
+        "lengths": lengths.tolist(),
     }
 
 

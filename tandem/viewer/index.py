@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from tandem.observability.inside import inside
 from tandem.observability.sample_files import conversation
 
 TEXT_BYTES = 1 << 30
@@ -64,7 +65,7 @@ class SampleIndex:
     """Reads each file of samples once, and again when it was written anew.
 
     Args:
-        folder: the run's `samples`; it may come later.
+        run: the run folder; its `samples` may come later.
 
     Attributes:
         parts: the files read, in the order of their names.
@@ -72,8 +73,8 @@ class SampleIndex:
         files: how many there are.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, run: Path) -> None:
+        self._run, self._folder = run, run / "samples"
         self.parts: list[Part] = []
         self.damage: dict[str, str] = {}
         self.files = 0
@@ -119,7 +120,7 @@ class SampleIndex:
         self._table = None
 
     def _part(self, path: Path, stamp: tuple[int, int], *, keep: bool) -> Part:
-        with pq.ParquetFile(path) as file:
+        with pq.ParquetFile(inside(path, self._run)) as file:
             there = file.schema_arrow.names
             missing = [name for name in _NEEDED if name not in there]
             if missing:
@@ -221,7 +222,7 @@ class SampleIndex:
         """The responses of a file."""
         if part.texts is not None:
             return part.texts
-        table = pq.read_table(part.path, columns=["response_text"])
+        table = pq.read_table(inside(part.path, self._run), columns=["response_text"])
         return _column(table, "response_text").cast(pa.large_string())
 
     def excerpts(self, rows: np.ndarray, longest: int) -> list[str]:

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from itertools import groupby
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ import pyarrow.parquet as pq
 from huggingface_hub import try_to_load_from_cache
 from tokenizers import Tokenizer
 
-from tandem.errors import DataError
+from tandem.errors import ConfigError, DataError
+from tandem.observability.inside import inside
 from tandem.observability.reading import Run
 from tandem.texts import parse_json
 from tandem.viewer.index import Part
@@ -26,6 +27,15 @@ LONGEST = 50_000
 """Characters of a text on the page; the export has all of them."""
 WINDOW = 4_000
 """Tokens of one answer."""
+COLUMNS = 64
+"""Columns of a sample that are shown of each kind, by token and by sample."""
+TURNS = 1_000
+CHARACTERS = 1_000_000
+"""Characters of all turns of a sample together."""
+GROUP = 32
+"""Samples of a prompt's group beside one."""
+_TOKEN = 200
+"""Characters of a token."""
 _HELD = ("tokens", "response_mask")
 _TEXTS = ("response_text", "messages", "scores")
 _LACKING = {
@@ -36,17 +46,18 @@ _LACKING = {
 """What a reader may look for, and why a run does not have it."""
 
 
-def whole(run: Run, part: Part, row: int, start: int) -> dict[str, Any]:
+def whole(run: Run, part: Part, row: int, start: int, first: int | None) -> dict[str, Any]:
     """A sample with everything that its file holds of it.
 
     Args:
         row: its place in the file.
         start: the first token that is given; `WINDOW` are.
+        first: the place in the prompt's group of the first that is given; None: so that this one is amid.
 
     Raises:
         DataError: the file has no such row.
     """
-    table = pq.read_table(part.path)
+    table = pq.read_table(inside(part.path, run.path))
     if row >= len(table):
         raise DataError("no such sample", field=part.path.name, got=row, expected=f"0 … {len(table) - 1}")
     table.validate(full=True)
@@ -58,49 +69,68 @@ def whole(run: Run, part: Part, row: int, start: int) -> dict[str, Any]:
     ]
     response = str(one["response_text"][0].as_py() or "")
     return {
-        "facts": {name: _plain(one[name][0].as_py()) for name in single},
+        "facts": {name: _plain(one[name][0].as_py()) for name in single[:COLUMNS]},
         "score": _plain(one["scores"][0].as_py()),
         "turns": _turns(one["messages"][0].as_py() if "messages" in table.column_names else None),
         "response": _cut(response),
         "characters": len(response),
-        **_tokens(one, tokenizer(run), start),
-        "group": _group(table, row),
+        **_tokens(one, run, start),
+        **_group(table, row, first),
     }
 
 
-def _group(table: pa.Table, row: int) -> list[int]:
-    """The rows of the samples of the same prompt, in their order."""
-    if "uid" not in table.column_names:
-        return [row]
-    same = pc.equal(table["uid"], table["uid"][row]).to_numpy()
-    return [int(number) for number in same.nonzero()[0]] or [row]
+def _group(table: pa.Table, row: int, first: int | None) -> dict[str, Any]:
+    """The rows of samples of the same prompt, in their order, and where among all of them they begin."""
+    rows = np.array([row])
+    if "uid" in table.column_names:
+        same = pc.equal(table["uid"], table["uid"][row]).fill_null(False)
+        rows = same.to_numpy().nonzero()[0] if pc.any(same).as_py() else rows
+    last = max(len(rows) - GROUP, 0)
+    amid = int(np.searchsorted(rows, row)) - GROUP // 2
+    start = min(max(amid if first is None else first, 0), last)
+    shown = [int(number) for number in rows[start : start + GROUP]]
+    return {"group": shown, "group_start": start, "group_total": len(rows)}
 
 
 def _turns(messages: Any) -> list[dict[str, str]]:
     """The prompt's messages; what one has beside role and content, such as calls of tools, as JSON."""
     turns: Sequence[Mapping[str, Any]] = parse_json(messages) if isinstance(messages, str) else messages or ()
     found = []
-    for turn in turns:
+    for turn in turns[:TURNS]:
         more = {name: value for name, value in turn.items() if name not in ("role", "content") and value}
         content = turn.get("content")
         text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, default=str)
         found.append(
             {
-                "role": str(turn.get("role") or "prompt"),
+                "role": _cut(str(turn.get("role") or "prompt")),
                 "text": _cut(text),
                 "more": _cut(json.dumps(more, ensure_ascii=False, default=str)) if more else "",
             }
         )
-    return found
+    return _fewer(found, len(turns))
 
 
-def _tokens(one: pa.Table, words: Tokenizer | None, start: int) -> dict[str, Any]:
+def _fewer(turns: list[dict[str, str]], total: int) -> list[dict[str, str]]:
+    """The first turns whose texts fit into `CHARACTERS`, and how many are left out."""
+    lengths = accumulate(sum(map(len, turn.values())) for turn in turns)
+    shown = [turn for turn, length in zip(turns, lengths, strict=True) if length <= CHARACTERS]
+    left = total - len(shown)
+    told = [{"role": "", "text": f"[{left:,} turns more; the export has them]", "more": ""}] if left else []
+    return shown + told
+
+
+def _tokens(one: pa.Table, run: Run, start: int) -> dict[str, Any]:
     """The tokens from `start` on, every column that has an entry for each, and the response's turns."""
+    lacking = dict(_LACKING)
+    try:
+        words = tokenizer(run)
+    except ConfigError as error:  # the model's path is in a variable that is not set here
+        words, lacking["text"] = None, str(error)
     ids = one["tokens"][0].as_py() or []
     end = start + WINDOW
     columns: dict[str, list[float | None]] = {}
     for field in one.schema:
-        if field.name != "tokens" and _is_list_of_numbers(field.type):
+        if field.name != "tokens" and _is_list_of_numbers(field.type) and len(columns) < COLUMNS:
             values = one[field.name][0].values
             if values is not None and len(values) == len(ids):
                 columns[field.name] = [_plain(value) for value in values.slice(start, WINDOW).to_pylist()]
@@ -113,7 +143,7 @@ def _tokens(one: pa.Table, words: Tokenizer | None, start: int) -> dict[str, Any
     return {
         "tokens": {"start": start, "total": len(ids), "ids": ids[start:end], "texts": texts},
         "columns": columns,
-        "lacking": {name: why for name, why in _LACKING.items() if name not in columns},
+        "lacking": {name: why for name, why in lacking.items() if name not in columns},
         "decoded": words is not None,
         "answered": _answered(ids, one["response_mask"][0].as_py() or [], words),
     }
@@ -127,13 +157,20 @@ def _is_list_of_numbers(kind: pa.DataType) -> bool:
 
 def _answered(ids: list[int], mask: list[bool], words: Tokenizer | None) -> list[dict[str, str]]:
     """The response in turns, where something else (a tool, an environment) wrote between its tokens."""
-    runs = [(by, [i for i, _ in held]) for by, held in groupby(zip(ids, mask, strict=True), lambda x: x[1])]
-    while runs and not runs[0][0]:
-        runs.pop(0)  # the prompt
-    if words is None or len(runs) < 2:
+    if len(ids) != len(mask):
+        raise ValueError(f"{len(ids)} tokens, and a mask of {len(mask)}")
+    by = np.array(mask, bool)
+    edges = [0, *(np.flatnonzero(by[1:] != by[:-1]) + 1).tolist(), len(ids)]
+    if ids and not by[0]:
+        edges.pop(0)  # the prompt
+    if words is None or len(edges) < 3:
         return []
     roles = {True: "assistant", False: "tool"}
-    return [{"role": roles[bool(by)], "text": _cut(words.decode(held)), "more": ""} for by, held in runs]
+    turns = [
+        {"role": roles[bool(by[start])], "text": _cut(words.decode(ids[start:end])), "more": ""}
+        for start, end in pairwise(edges[: TURNS + 1])
+    ]
+    return _fewer(turns, len(edges) - 1)
 
 
 def tokenizer(run: Run) -> Tokenizer | None:
@@ -163,7 +200,7 @@ def _piece(words: Tokenizer, token: int) -> str:
     if not 0 <= token < 2**32:
         return ""
     text: str = words.decode([token], skip_special_tokens=False)
-    return text if text and "\ufffd" not in text else words.id_to_token(token) or ""
+    return (text if text and "\ufffd" not in text else words.id_to_token(token) or "")[:_TOKEN]
 
 
 def _cut(text: str) -> str:

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import json
 import secrets
+import socket
+import sys
+import threading
+import time
 from collections.abc import Iterable
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
@@ -18,6 +23,14 @@ from tandem.viewer.api import Api, Download
 from tandem.viewer.query import Query
 
 LOOPBACK = "127.0.0.1"
+CONNECTIONS = 64
+"""Connections that are held; for a further one the longest idle one is closed, else the oldest."""
+HEAD_S = 10.0
+"""Seconds for the head of a request, and for which a connection may lie idle."""
+SEND_S = 60.0
+"""Seconds for an answer to be taken; for each piece of a download."""
+ANSWER_BYTES = 16 << 20
+"""Of an answer, other than a download, which is sent while it is made."""
 _HOSTS = (LOOPBACK, "localhost", "[::1]")
 _KINDS = {
     "html": "text/html",
@@ -52,13 +65,59 @@ class Server(ThreadingHTTPServer):
     """
 
     daemon_threads = True
+    request_queue_size = 256
 
     def __init__(self, api: Api, port: int = 0) -> None:
+        self._connections: dict[Any, tuple[bool, float]] = {}  # whether it is answered, and since when
+        self._lock = threading.Lock()
         super().__init__((LOOPBACK, port), Handler)
         self.api = api
         self.token = secrets.token_urlsafe(24)
         self.files = dict(_files(files("tandem.viewer") / "static"))
         self.url = f"http://{LOOPBACK}:{self.server_port}/{self.token}/"
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Takes a connection, and lets another one go where there are too many."""
+        with self._lock:
+            if len(self._connections) >= CONNECTIONS:
+                self._drop(min(self._connections, key=self._connections.__getitem__))
+            self._connections[request] = False, time.monotonic()
+        super().process_request(request, client_address)
+
+    def note(self, request: Any, *, answered: bool) -> None:
+        """Notes that a request's head is there, or that its answer is out."""
+        with self._lock:
+            if request in self._connections:
+                self._connections[request] = answered, time.monotonic()
+
+    def service_actions(self) -> None:
+        """Closes the connections that have waited too long; called twice a second, at least."""
+        now = time.monotonic()
+        with self._lock:
+            waits = [
+                each
+                for each, (answered, since) in self._connections.items()
+                if not answered and now - since > HEAD_S
+            ]
+            for request in waits:
+                self._drop(request)
+
+    def _drop(self, request: Any) -> None:
+        """Ends a connection; its thread, which waits for it, then closes it."""
+        del self._connections[request]
+        with suppress(OSError):
+            request.shutdown(socket.SHUT_RDWR)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._connections.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Says what went wrong; a connection that ended is nothing to say."""
+        error = sys.exception()
+        if not isinstance(error, OSError):
+            warn(f"{type(error).__name__}: {error}")
 
 
 def _files(folder: Traversable, prefix: str = "") -> Iterable[tuple[str, bytes]]:
@@ -76,9 +135,22 @@ class Handler(BaseHTTPRequestHandler):
     server: Server
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "tandem", ""
-    timeout = 60
+    timeout = SEND_S
+
+    def parse_request(self) -> bool:
+        found = super().parse_request()
+        self.server.note(self.connection, answered=True)
+        return found
+
+    def handle_one_request(self) -> None:
+        super().handle_one_request()
+        self.server.note(self.connection, answered=False)
 
     def do_GET(self) -> None:
+        if "Transfer-Encoding" in self.headers or self.headers.get("Content-Length", "0") != "0":
+            self.close_connection = True  # a body would be taken for the next request
+            self._refuse(HTTPStatus.BAD_REQUEST, "a request has no body here")
+            return
         if self._host() not in _HOSTS:  # another site's name that leads here
             self._refuse(HTTPStatus.FORBIDDEN, f"the page is at {LOOPBACK} and localhost alone")
             return
@@ -133,7 +205,12 @@ class Handler(BaseHTTPRequestHandler):
         self._send_json(status, {"error": why})
 
     def _send_json(self, status: HTTPStatus, found: Any) -> None:
-        self._send(status, "application/json", json.dumps(found, allow_nan=False).encode())
+        content = json.dumps(found, allow_nan=False).encode()
+        if len(content) > ANSWER_BYTES:
+            status = HTTPStatus.BAD_REQUEST
+            why = f"the answer has {len(content):,} bytes, {ANSWER_BYTES:,} are allowed: ask for less"
+            content = json.dumps({"error": why}).encode()
+        self._send(status, "application/json", content)
 
     def _send(self, status: HTTPStatus, kind: str, content: bytes) -> None:
         self._head(status, kind)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -23,6 +24,10 @@ KEYS = 10_000
 """Of a config; one with more is refused, since aliases in YAML can make a small file endless."""
 
 
+_LONGEST = 2_000
+"""Characters of a key's value."""
+
+
 class Viewed:
     """A run under one lock: what reads it is not made for several threads."""
 
@@ -30,8 +35,8 @@ class Viewed:
         self.run = run
         self.name = str(run.path)
         self.lock = threading.RLock()
-        self.samples = SampleIndex(run.path / "samples")
-        self.phases = Phases(run.path / "timeline.json")
+        self.samples = SampleIndex(run.path)
+        self.phases = Phases(run.path)
 
     def read_on(self, stopped: Callable[[], bool]) -> None:
         """Takes new files of samples into the index; others may read between two."""
@@ -48,7 +53,7 @@ class Viewed:
         keys = dict(islice(flat(self.run.config), KEYS + 1))
         if len(keys) > KEYS:
             raise DataError("more keys than a config has", field=str(self.run.path / "config.yaml"))
-        return keys
+        return {name[:_LONGEST]: _beginning(value) for name, value in keys.items()}
 
     def summary(self) -> dict[str, Any]:
         """What the list of runs shows; `stamp` changes when there is something new to show."""
@@ -63,17 +68,27 @@ class Viewed:
                 "total": run.total_steps,
                 "metric": run.metric,
                 "last": curve[-1][1] if curve else None,
-                "algorithm": run.setting("algorithm.adv_estimator"),
+                "algorithm": _beginning(run.written("algorithm.adv_estimator")),
                 "indexed": indexed,
                 "stamp": [len(run.curve("step")), len(events), indexed, len(run.checkpoints)],
             }
         except (TandemError, *UNREADABLE) as error:
             return facts | {
                 "state": "unreadable",
-                "error": str(error),
+                "error": str(error)[:_LONGEST],
                 "indexed": indexed,
                 "stamp": [indexed],
             }
+
+
+def _beginning(value: Any) -> Any:
+    """A value; of one that is long as JSON, the beginning of that."""
+    said = ""
+    for piece in json.JSONEncoder(ensure_ascii=False, default=str).iterencode(value):
+        said += piece
+        if len(said) > _LONGEST:
+            return f"{said[:_LONGEST]}…"
+    return value
 
 
 class Shelf:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from array import array
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from tandem.observability.inside import opened
 from tandem.texts import parse_json
 from tandem.viewer.index import Codes
 
@@ -42,11 +44,11 @@ class Phases:
     """The finished phases of a `timeline.json`.
 
     Args:
-        path: the file; it may come later.
+        run: the run folder; the file may come later.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, run: Path) -> None:
+        self._run, self._path = run, run / "timeline.json"
         self._forget()
 
     def _forget(self) -> None:
@@ -64,12 +66,14 @@ class Phases:
         Raises:
             ValueError: the file is no timeline.
         """
-        if not self._path.is_file():
+        try:
+            file = opened(self._path, self._run)
+        except FileNotFoundError:
             self._forget()
             return
-        if self._path.stat().st_size < self._read:
-            self._forget()
-        with self._path.open("rb") as file:
+        with file:
+            if file.seek(0, os.SEEK_END) < self._read:
+                self._forget()
             file.seek(self._read)
             while (line := file.readline(_LONGEST_LINE)).endswith(b"\n"):
                 self._read += len(line)

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tandem.config.load import load_sft_config, load_train_config, to_dict
+from tandem.config.load import load_sft_config, load_train_config
 from tandem.config.schema import value_at
 from tandem.config.sources import read_sources, split_arguments, to_yaml
+from tandem.config.written import to_dict
 from tandem.errors import ConfigError, ConfigErrors
 
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -281,7 +282,7 @@ def test_what_is_written_as_yaml_is_read_as_the_same_values(tmp_path):
         "nested": {"a": {"b": 1}},
     }
     (tmp_path / "again.yaml").write_text(to_yaml(tree))
-    found, errors, _ = read_sources(str(tmp_path / "again.yaml"), [])
+    found, errors, *_ = read_sources(str(tmp_path / "again.yaml"), [])
     assert not errors
     assert found == tree
     assert [type(value) for value in found["numbers"]] == [type(value) for value in numbers]

@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 
 from tandem.config import resume
-from tandem.config.load import load_train_config, to_dict
+from tandem.config.load import load_train_config
 from tandem.config.resume import Change, changes, is_free, side_by_side
 from tandem.config.root import TrainConfig
 from tandem.config.schema import keys
 from tandem.config.supervised import RMConfig, SFTConfig
+from tandem.config.written import to_dict
 
 ACTOR = "actor_rollout_ref.actor"
 

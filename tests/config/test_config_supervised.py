@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.config.load import load_rm_config, load_sft_config, to_dict
+from tandem.config.load import load_rm_config, load_sft_config
+from tandem.config.written import to_dict
 from tandem.errors import ConfigErrors
 
 LOADERS = {"sft": load_sft_config, "rm": load_rm_config}

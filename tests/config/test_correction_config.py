@@ -8,9 +8,10 @@ import pytest
 
 from tandem.algorithms.corrections.registry import IMPORTANCE_WEIGHTS, REJECTIONS
 from tandem.config import tables
-from tandem.config.load import load_train_config, to_dict
+from tandem.config.load import load_train_config
 from tandem.config.rollout_correction import Bounds, RolloutCorrectionConfig
 from tandem.config.sources import to_yaml
+from tandem.config.written import to_dict
 
 C = "algorithm.rollout_correction"
 A = "actor_rollout_ref.actor"

@@ -15,7 +15,7 @@ from tandem.errors import ConfigError, ConfigErrors
 
 
 def read(*overrides: str, path: Path | None = None) -> dict[str, Any]:
-    tree, errors, _ = read_sources(None if path is None else str(path), overrides)
+    tree, errors, *_ = read_sources(None if path is None else str(path), overrides)
     assert errors == []
     return tree
 

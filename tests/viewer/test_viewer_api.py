@@ -253,7 +253,7 @@ def test_a_run_is_seen_while_it_is_written(tmp_path: Path) -> None:
 def test_what_is_not_kept_in_memory_is_read_for_each_search(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    index = SampleIndex(run / "samples")
+    index = SampleIndex(run)
     monkeypatch.setattr("tandem.viewer.index.TEXT_BYTES", 0)
     for path in index.pending():
         index.read(path)

@@ -8,14 +8,17 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
+from tandem.observability.run import RunFolder
+from tandem.viewer import sample
 from tests.support.hostile_texts import TEXTS
-from tests.support.viewing import GROUP, STEPS
+from tests.support.viewing import GROUP, STEPS, sample_table, viewing, write_viewed
 from tests.support.viewing_page import COUNT, Viewer, await_text, summary
 
 if TYPE_CHECKING:
-    pass
+    from playwright.sync_api import Browser
 
 
 def test_samples_are_filtered_by_text_ranges_and_ticks(viewer: Viewer) -> None:
@@ -188,3 +191,33 @@ def test_hostile_texts_are_shown_and_not_obeyed(viewer: Viewer) -> None:
     assert (
         page.locator("main").locator("script, img, iframe, object, base, meta, style, link, svg").count() == 0
     )
+
+
+def test_a_large_group_is_turned_over_page_by_page(browser: Browser, tmp_path: Path) -> None:
+    run = write_viewed(tmp_path / "run", steps=1)
+    table, count = sample_table(1), 2 * sample.GROUP + 5
+    many = {name: [column[0]] * count for name, column in table.items() if isinstance(column, list)}
+    ragged = {name: column[[0] * count] for name, column in table.items() if hasattr(column, "offsets")}
+    many["response_text"] = [f"answer number {number}" for number in range(count)]
+    scores = np.arange(count, dtype=np.float32)
+    uids = np.array(["one"] * count, dtype=object)
+    RunFolder(run).write_samples(1, many | ragged | {"scores": scores, "uid": uids})
+    with viewing(run) as client:
+        page = browser.new_page()
+        page.set_default_timeout(20_000)
+        viewer = Viewer(page, client, tmp_path)
+        viewer.open("sample", "run", id="step_000001:0")
+        answers = page.locator(".side-by-side .card")
+        await_text(page.locator(".pager"), f"answers 1 – {sample.GROUP} of {count}")
+        assert answers.count() == sample.GROUP
+        for first in (sample.GROUP + 1, count - sample.GROUP + 1):
+            page.get_by_role("button", name="Later").click()
+            await_text(page.locator(".pager"), f"answers {first} – ")
+        assert page.get_by_role("button", name="Later").is_disabled()
+        await_text(answers.last, f"answer number {count - 1}")
+        answers.last.click()
+        await_text(page.locator(".side-by-side [aria-current]"), f"answer number {count - 1}")
+        page.keyboard.press("k")
+        await_text(page.locator(".side-by-side [aria-current]"), f"answer number {count - 2}")
+        assert viewer.wrong == []
+        page.close()

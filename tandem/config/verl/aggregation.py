@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tandem.config.tables import POLICY_LOSS_ALIASES, published_aggregation
 from tandem.config.verl.translate import Reading, Translation
 
@@ -26,4 +28,4 @@ def averaged_by_verl(found: Translation) -> Translation:
     if mode != published_aggregation(""):  # the critic's own
         given.setdefault(_CRITICS, mode)
     sentence = f"verl does not read it for {loss}, which it averages as published, {published}"
-    return Translation(given, found.errors, [*found.readings, Reading(_MODE, mode, "ignored", sentence)])
+    return replace(found, given=given, readings=[*found.readings, Reading(_MODE, mode, "ignored", sentence)])

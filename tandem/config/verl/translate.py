@@ -33,11 +33,13 @@ class Translation:
 
     Attributes:
         given: values by dotted path.
+        origins: for each of these, the key as it was given.
         errors: one for each key that is refused or cannot be translated.
         readings: one for each key that was translated.
     """
 
     given: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
     errors: list[ConfigError] = field(default_factory=list)
     readings: list[Reading] = field(default_factory=list)
 
@@ -86,7 +88,6 @@ class _Translator:
         devices_of: Callable[[str], int],
     ) -> None:
         self._given, self._known, self._rules, self._devices_of = given, known, rules, devices_of
-        self._from: dict[str, str] = {}
         self.found = Translation()
 
     def take(self, origin: str, name: str, value: Any, shared: str = "") -> None:
@@ -115,14 +116,14 @@ class _Translator:
 
     def _set(self, origin: str, name: str, value: Any, shared: str) -> None:
         known = self.found.given
-        before = self._from.get(name)
+        before = self.found.origins.get(name)
         if before is not None and known[name] != value:
             error = ConfigError(
                 f"given together with {before}", field=origin, got=value, remedy=f"remove {origin}"
             )
             self.found.errors.append(error)
             return
-        known[name], self._from[name] = value, origin
+        known[name], self.found.origins[name] = value, origin
         if origin != name or value != self._given[origin]:
             self.found.readings.append(
                 Reading(origin, self._given[origin], "renamed", f"{name}={value}{shared}")

@@ -4,10 +4,11 @@ import { Tokens } from "./tokens.js";
 import { Failure, Pairs, Section, address, changed, go, html, number, text, useAnswer, useKeys } from "./ui.js";
 
 const SAID_ELSEWHERE = ["reward_why", "ground_truth", "reward_extra"];
-export const OF_ONE = { id: null, token: null, colour: null, start: null }; // parameters that other samples do not share
+// Parameters that other samples do not share.
+export const OF_ONE = { id: null, token: null, colour: null, start: null, group: null };
 
 function to(params, id) {
-  return changed(params, { id, token: null, start: null });
+  return changed(params, { id, token: null, start: null, group: null });
 }
 
 function Turn({ role, text: said, more }) {
@@ -45,16 +46,24 @@ function Scored({ data }) {
     </details>`;
 }
 
-function Group({ data, params }) {
+function Group({ data, params, set }) {
   const scores = data.group.map((row) => row.score);
   const [low, high] = [Math.min(...scores), Math.max(...scores)];
   const rank = (score) => (high === low ? "" : score === high ? "best" : score === low ? "worst" : "");
-  return html`<div class="side-by-side" tabindex="0" role="region" aria-label="The group's answers">
+  const [first, size] = [data.group_start, data.group.length];
+  const turnTo = (place) => set({ group: String(Math.max(0, place)) });
+  const pages = html`<nav class="pager" aria-label="Pages of the group">
+    <button type="button" disabled=${first === 0} onClick=${() => turnTo(first - size)}>← Earlier</button>
+    <span>${`answers ${first + 1} – ${first + size} of ${data.group_total.toLocaleString("en")}`}</span>
+    <button type="button" disabled=${first + size >= data.group_total} onClick=${() => turnTo(first + size)}>Later →</button>
+  </nav>`;
+  return html`${data.group_total > size && pages}
+  <div class="side-by-side" tabindex="0" role="region" aria-label="The group's answers">
     ${data.group.map(
       (row, i) => html`<a class="card answer" key=${row.id} href=${address("sample", to(params, row.id))}
         aria-current=${row.id === data.id ? "true" : undefined}>
         <header>
-          <span>#${i}</span><b class=${rank(row.score)}>${number(row.score, 3)}</b>
+          <span>#${first + i}</span><b class=${rank(row.score)}>${number(row.score, 3)}</b>
           <small>${row.length} tokens · ${text(row.finish)}</small>
         </header>
         ${text(row.response, true)}
@@ -88,12 +97,14 @@ function History({ run, data, params, theme }) {
 export function Sample({ runs, route, theme }) {
   const { params } = route;
   const run = runs[0];
-  const question = { run: run.run, id: params.get("id") || "", start: Number(params.get("start") || 0) };
+  const [id, start, group] = [params.get("id") || "", Number(params.get("start") || 0), params.get("group") || ""];
+  const question = { run: run.run, id, start, group };
   const { data, error } = useAnswer("sample", question, run.indexed);
   const set = (changes) => go("sample", changed(params, changes), { replace: true });
   useKeys((key) => {
     const move = { j: 1, k: -1 }[key];
-    const next = move && data?.group[data.group.findIndex((row) => row.id === data.id) + move];
+    const at = data?.group.findIndex((row) => row.id === data.id) ?? -1;
+    const next = move && at >= 0 && data.group[at + move];
     if (next) go("sample", to(params, next.id), { replace: true });
   });
   if (!data) return html`<h1 class="unseen">Sample</h1><${Failure} error=${error} />`;
@@ -116,8 +127,8 @@ export function Sample({ runs, route, theme }) {
     <${Section} id="tokens" title="Tokens" note=${data.decoded ? "" : undecoded}>
       <${Tokens} data=${data} params=${params} set=${set} />
     </${Section}>
-    <${Section} id="group" title="The prompt's group" note=${`${data.group.length} answers`}>
-      <${Group} data=${data} params=${params} />
+    <${Section} id="group" title="The prompt's group" note=${`${data.group_total.toLocaleString("en")} answers`}>
+      <${Group} data=${data} params=${params} set=${set} />
     </${Section}>
     <${Section} id="history" title="This prompt over the run">
       <${History} run=${run} data=${data} params=${params} theme=${theme} />

@@ -1,0 +1,300 @@
+"""Every answer is bounded, whatever a run holds; nothing outside of a run's folder is read; and connections
+that say nothing do not keep others out."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tandem.cli.main import main
+from tandem.errors import DataError
+from tandem.observability.files import GrowingFile
+from tandem.observability.inside import require_inside
+from tandem.observability.reading import Run
+from tandem.offline.export import export_checkpoint
+from tandem.viewer import api, sample, server
+from tests.support.viewing import Client, viewing, write_viewed
+
+SECRET = "what another folder holds"
+MANY, LONG = 20_000, 300_000
+
+
+def _crowd(folder: Path) -> None:
+    """One group of many samples with long texts, and one sample of very many tokens and turns."""
+    word = "ä" * 300
+    lists = pa.ListArray.from_arrays(np.arange(0, 2 * MANY + 1, 2, dtype=np.int32), pa.array([1, 2] * MANY))
+    pq.write_table(
+        pa.table(
+            {
+                "scores": np.zeros(MANY, np.float32),
+                "response_text": pa.array([word] * MANY).dictionary_encode().cast(pa.string()),
+                "response_mask": lists.cast(pa.list_(pa.bool_())),
+                "tokens": lists,
+                "uid": ["one"] * MANY,
+                "data_source": ["s" * 500] * MANY,
+                "finish_reason": ["f" * 500] * MANY,
+            }
+        ),
+        folder / "step_000001.parquet",
+    )
+    turns = [[{"role": "user", "content": "x" * 100}] * 50_000]
+    long = pa.array([[1] * LONG])
+    pq.write_table(
+        pa.table(
+            {
+                "scores": [0.0],
+                "response_text": ["y" * (3 * LONG)],
+                "response_mask": pa.array([[False, True] * (LONG // 2)]),
+                "tokens": long,
+                "messages": turns,
+                "uid": ["two"],
+                **{f"c{number}": long for number in range(3)},
+                **{f"text{number}": ["z" * 100_000] for number in range(200)},
+            }
+        ),
+        folder / "step_000002.parquet",
+    )
+
+
+@pytest.fixture(scope="module")
+def crowded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = write_viewed(tmp_path_factory.mktemp("crowded") / "run", steps=1)
+    _crowd(run / "samples")
+    with (run / "metrics.jsonl").open("a") as file:
+        for step in range(2, 20):
+            more = {f"more/{step}/{number}": 1.0 for number in range(1000)}
+            file.write(json.dumps({"step": step, "reward/mean": 1.0, **more}) + "\n")
+    with (run / "events.jsonl").open("a") as file:
+        file.write('{"event": "warning", "name": "n", "step": 1, "text": "%s"}\n' % ("w" * LONG))
+        file.writelines('{"event": "warning", "name": "n", "step": 1, "text": "t"}\n' for _ in range(10_000))
+    with (run / "config.yaml").open("a") as file:
+        file.write(f"long: {'v' * LONG}\n")
+    with (run / "log" / "run.log").open("a") as file:
+        file.write("l" * (3 * LONG))
+    return run
+
+
+@pytest.fixture(scope="module")
+def client(crowded: Path) -> Iterator[Client]:
+    with viewing(crowded) as found:
+        yield found
+
+
+@pytest.mark.parametrize(
+    "question",
+    ["runs?", "metrics?names=reward/mean", "config?", "events?", "samples?limit=200", "history?prompt=0",
+     "sample?id=step_000001:10000", "sample?id=step_000002:0", "time?"],
+)  # fmt: skip
+def test_every_answer_is_bounded(client: Client, crowded: Path, question: str) -> None:
+    status, body = client.get(f"api/{question}&run={crowded}")
+    assert (status, len(body) < 4 << 20) == (200, True), len(body)
+
+
+def test_an_answer_beyond_all_limits_is_refused_by_name(
+    client: Client, crowded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "ANSWER_BYTES", 1000)
+    status, body = client.get(f"api/events?run={crowded}")
+    assert (status, "1,000" in json.loads(body)["error"]) == (400, True)
+
+
+def test_a_group_comes_in_pages(client: Client, crowded: Path) -> None:
+    def rows(**more: object) -> tuple[list[int], int, int]:
+        found = client.ask("sample", run=crowded, **more)
+        ids = [int(row["id"].partition(":")[2]) for row in found["group"]]
+        return ids, found["group_start"], found["group_total"]
+
+    half = sample.GROUP // 2
+    assert rows(id="step_000001:10000") == ([*range(10_000 - half, 10_000 + half)], 10_000 - half, MANY)
+    assert rows(id="step_000001:0") == ([*range(sample.GROUP)], 0, MANY)
+    assert rows(id="step_000001:0", group=15_000)[0] == [*range(15_000, 15_000 + sample.GROUP)]
+    assert rows(id="step_000001:0", group=MANY)[0] == [*range(MANY - sample.GROUP, MANY)]
+    assert rows(id="step_000002:0") == ([0], 0, 1)
+
+
+def test_the_last_events_are_told_and_long_ones_are_cut(client: Client, crowded: Path) -> None:
+    events = client.ask("events", run=crowded)["events"]
+    assert len(events) == api.LISTED
+    with (crowded / "events.jsonl").open("a") as file:
+        file.write('{"event": "warning", "name": "last", "step": 1, "text": "%s"}\n' % ("w" * LONG))
+    last = client.ask("events", run=crowded)["events"][-1]
+    assert (last["name"], len(last["text"])) == ("last", api.LONG)
+
+
+def _link(path: Path, target: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    path.symlink_to(target)
+
+
+OUTSIDE = {
+    "log/run.log": "events",
+    "log/failure.txt": "events",
+    "log": "events",
+    "config.yaml": "config",
+    "events.jsonl": "events",
+    "metrics.jsonl": "metrics",
+    "timeline.json": "time",
+    "samples/step_000001.parquet": "samples",
+    "samples": "samples",
+    "checkpoints/step_000004/manifest.json": "events",
+    "checkpoints": "events",
+}
+
+
+@pytest.fixture
+def linked(tmp_path: Path) -> Callable[[str], Path]:
+    """Makes a run in which a part is a link to the same part of another folder."""
+    other = write_viewed(tmp_path / "other", steps=1)
+    (other / "log" / "failure.txt").write_text(SECRET)
+    (other / "log" / "run.log").write_text(SECRET)
+    (other / "config.yaml").write_text(f"secret: {SECRET}\n")
+    for name in ("metrics", "events"):
+        with (other / f"{name}.jsonl").open("a") as file:
+            file.write(json.dumps({"step": 1, "event": SECRET, SECRET: 1.0, "text": SECRET}) + "\n")
+    (other / "checkpoints" / "step_000004" / "manifest.json").write_text(
+        json.dumps({"sha256": SECRET, "files": {}})
+    )
+    table = pq.read_table(other / "samples" / "step_000001.parquet")
+    place = table.column_names.index("response_text")
+    table = table.set_column(place, "response_text", pa.array([SECRET] * len(table)))
+    pq.write_table(table, other / "samples" / "step_000001.parquet")
+
+    def made(part: str) -> Path:
+        run = write_viewed(tmp_path / "run", steps=1)
+        (run / "log" / "failure.txt").write_text("failed")
+        _link(run / part, other / part)
+        return run
+
+    return made
+
+
+@pytest.mark.parametrize("part", OUTSIDE)
+def test_nothing_is_read_through_a_link_out_of_the_folder(
+    linked: Callable[[str], Path], part: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = linked(part)
+    with viewing(run) as client:
+        routes = ("runs", "metrics", "config", "events", "samples", "sample", "history", "time", "export")
+        bodies = [
+            client.get(f"api/{route}?run={run}&id=step_000001:0&names=reward/mean&prompt=0")[1]
+            for route in routes
+        ]
+    assert [route for route, body in zip(routes, bodies, strict=True) if SECRET.encode() in body] == []
+    assert SECRET[:16].encode() not in b"".join(bodies)
+    for words in (["samples", str(run)], ["runs", str(run)], ["runs", "compare", str(run), str(run)],
+                  ["logs", str(run), "run"], ["runs", "prune", str(run)]):  # fmt: skip
+        main(words)
+    assert SECRET not in "".join(capfd.readouterr())
+
+
+def test_a_link_that_stays_within_the_folder_is_followed(tmp_path: Path) -> None:
+    run = write_viewed(tmp_path / "run", steps=1)
+    (run / "events.jsonl").rename(run / "elsewhere")
+    (run / "events.jsonl").symlink_to("elsewhere")
+    (tmp_path / "link").symlink_to(run)
+    assert len(Run(tmp_path / "link").events) == len(Run(run).events) > 0
+    require_inside(run, run)
+
+
+@pytest.mark.parametrize(
+    "part", ["checkpoints", "checkpoints/step_000004", "checkpoints/step_000004/manifest.json"]
+)
+def test_no_checkpoint_is_exported_or_pruned_through_a_link(
+    linked: Callable[[str], Path], part: str, tmp_path: Path
+) -> None:
+    run = linked(part)
+    with pytest.raises(DataError):
+        export_checkpoint(run, tmp_path / "model")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("part", [part for part in OUTSIDE if "." in part] + ["run.lock"])
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_a_pipe_or_a_device_stops_nothing(tmp_path: Path, part: str, make: Callable[[Path], None]) -> None:
+    run = write_viewed(tmp_path / "run", steps=1)
+    (run / part).unlink(missing_ok=True)
+    make(run / part)
+    with viewing(run) as client:
+        for route in ("runs", "metrics", "config", "events", "samples", "time"):
+            assert client.get(f"api/{route}?run={run}")[0] in (200, 400)
+
+
+@pytest.mark.parametrize("size", [1 << 40, 64 << 20])
+def test_a_file_without_an_end_is_refused(tmp_path: Path, size: int) -> None:
+    """A hole of a file, which takes no place on the disk."""
+    path = tmp_path / "metrics.jsonl"
+    with path.open("wb") as file:
+        file.truncate(size)
+    with pytest.raises(DataError):
+        GrowingFile(path).look()
+
+
+@pytest.fixture
+def quick(tmp_path: Path) -> Iterator[Client]:
+    with viewing(write_viewed(tmp_path / "run", steps=1)) as found:
+        yield found
+
+
+def _answers(client: Client) -> float:
+    began = time.monotonic()
+    assert client.get("api/runs")[0] == 200
+    return time.monotonic() - began
+
+
+def test_half_open_connections_keep_nobody_out(quick: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ExitStack() as held:
+        address = ("127.0.0.1", quick.server.server_port)
+        silent = [held.enter_context(socket.create_connection(address, timeout=5)) for _ in range(400)]
+        assert max(_answers(quick) for _ in range(5)) < 2
+        slow = [held.enter_context(socket.create_connection(address, timeout=5)) for _ in range(400)]
+        for byte in b"GET / H":
+            for each in slow:
+                try:
+                    each.send(bytes([byte]))
+                except OSError:  # closed, as it should be
+                    continue
+            assert _answers(quick) < 2
+            time.sleep(0.2)
+        assert len(quick.server._connections) <= server.CONNECTIONS
+        own = [thread for thread in threading.enumerate() if "process_request" in thread.name]
+        assert len(own) <= server.CONNECTIONS + 10
+        assert silent[0].recv(1) == b""
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET ", b"GET /x HTTP/1.1\r\nA: b\r\n"])
+def test_a_head_has_a_limit_of_time(quick: Client, monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+    monkeypatch.setattr(server, "HEAD_S", 1.0)
+    with socket.create_connection(("127.0.0.1", quick.server.server_port), timeout=10) as connection:
+        connection.sendall(sent)
+        began = time.monotonic()
+        while True:
+            try:  # a byte now and then does not make it longer
+                connection.settimeout(0.3)
+                if connection.recv(100) == b"":
+                    break
+            except TimeoutError:
+                connection.send(b"x")
+            except ConnectionError:
+                break
+            assert time.monotonic() - began < 5
+    assert _answers(quick) < 2
+
+
+def test_a_request_with_a_body_is_refused_and_its_connection_closed(quick: Client) -> None:
+    request = f"GET {quick.path}api/runs HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nGET / HTT"
+    with socket.create_connection(("127.0.0.1", quick.server.server_port), timeout=10) as connection:
+        connection.sendall(request.encode())
+        answer = connection.makefile("rb").read()
+    assert answer.startswith(b"HTTP/1.1 400") and answer.count(b"HTTP/1.1") == 1
