@@ -9,8 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
+from tandem.config.hydra import read_file
 from tandem.config.schema import keys, shown
 from tandem.config.section import Section
 from tandem.config.tables import published_aggregation
@@ -96,13 +95,12 @@ def check_same(checkpoint: Path, config: Section, *, allowed: bool, say: Callabl
         allowed: whether something else may be learnt from here on.
 
     Raises:
-        ConfigError: something else would be learnt, and nobody allowed it.
+        ConfigError: something else would be learnt, and nobody allowed it; or the run's config is no YAML.
     """
     file = checkpoint.parent.parent / "config.yaml"
     if not file.is_file():
         return
-    then = OmegaConf.to_container(OmegaConf.load(file))
-    assert isinstance(then, dict), "a run folder's config is a mapping"
+    then = read_file(str(file))
     changed = changes({str(name): value for name, value in then.items()}, config)
     free = [f"{change.key} ({change.then}, now {change.now})" for change in changed if is_free(change.key)]
     if free:
