@@ -13,6 +13,7 @@ from tandem.observability.terminal import say
 
 _OF_AN_EMPTY_RUN = {
     "config.yaml",
+    "config.yaml.sig",
     "events.jsonl",
     "timeline.json",
     "tensorboard",

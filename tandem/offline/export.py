@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -19,9 +17,11 @@ from tandem.checkpoint.hf_export import export
 from tandem.checkpoint.manager import Checkpoint, CheckpointManager
 from tandem.checkpoint.weights import read_weights
 from tandem.config.model import ModelConfig
+from tandem.config.own_code import require_own
 from tandem.errors import CheckpointError
 from tandem.models.loading import load_config, load_tokenizer
 from tandem.observability import terminal
+from tandem.observability.config_file import read_config
 from tandem.offline.export_lora import export_adapter, merged_weights
 from tandem.offline.generate import alone
 
@@ -51,7 +51,8 @@ def export_checkpoint(
 
     Raises:
         CheckpointError: nothing to export there, or a damaged checkpoint.
-        ConfigError: another process writes the folder.
+        ConfigError: another process writes the folder; the run's config has code of the model folder run, and
+            no run of this user wrote it.
     """
     with alone(out, "OUT", say):
         return _export(
@@ -67,6 +68,7 @@ def _export(
     run = checkpoint if (checkpoint / "config.yaml").is_file() else checkpoint.parent.parent
     found = _found(run, checkpoint, best=best)
     model = _model_config(run / "config.yaml")
+    require_own(run / "config.yaml", model.model_dump())
     scores = (found.path / "reward_model").is_dir()
     tokenizer = load_tokenizer(
         model.tokenizer_path,
@@ -127,7 +129,7 @@ def _best(manager: CheckpointManager, run: Path, given: Path) -> Checkpoint:
             expected="the run's folder",
             remedy=f"name {run}, or leave --best out",
         )
-    trainer = _tree(run / "config.yaml")["trainer"]
+    trainer = read_config(run / "config.yaml")["trainer"]
     metric = trainer.get("keep_best")
     found = None if metric is None else manager.best(Best(metric, trainer["keep_best_mode"]))
     if found is None:
@@ -143,12 +145,6 @@ def _best(manager: CheckpointManager, run: Path, given: Path) -> Checkpoint:
 
 def _model_config(path: Path) -> ModelConfig:
     """The model section of a run's resolved config, whichever trainer wrote it."""
-    tree = _tree(path)
+    tree = read_config(path)
     section = tree["actor_rollout_ref"]["model"] if "actor_rollout_ref" in tree else tree["model"]
     return ModelConfig.model_validate(section)
-
-
-def _tree(path: Path) -> dict[Any, Any]:
-    tree = OmegaConf.to_container(OmegaConf.load(path))
-    assert isinstance(tree, dict)
-    return tree

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, get_args, get_origin
 
-from tandem.errors import RewardError
+from tandem.errors import ConfigError, RewardError
 from tandem.loading import CODE_FILES, execute_file, import_named
 from tandem.rewards.base import Item, Reward, shipped
 from tandem.rewards.calling import exits_raised
@@ -150,6 +150,8 @@ def _module(path: str) -> ModuleType:
             return import_named(path)
         with exits_raised():
             return execute_file(file.resolve(), f"custom_reward_function.{file.stem}")
+    except ConfigError:
+        raise
     except (Exception, SystemExit) as error:
         raise RewardError(
             f"loading it raised {type(error).__name__}: {error}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
@@ -16,6 +17,7 @@ import pyarrow.parquet as pq
 import torch
 
 from tandem.config.load import load_train_config
+from tandem.config.own_code import require_own
 from tandem.config.root import TrainConfig
 from tandem.errors import ConfigError, DataError
 from tandem.observability.metrics import Metrics
@@ -226,6 +228,9 @@ class Stage:
     Args:
         run, step: what is replayed.
         scratch: an empty folder.
+
+    Raises:
+        ConfigError: the run's config names code, and no run of this user wrote it.
     """
 
     def __init__(self, run: Run, step: int, scratch: Path) -> None:
@@ -244,6 +249,10 @@ class Stage:
         count = max(run.setting("data.train_batch_size"), 1)
         pq.write_table(pa.Table.from_pylist([row] * count), self._rows)
         self._reward.write_text(_NO_REWARD)
+        shutil.copy(run.path / "config.yaml", scratch)
+        used = self.config(()).model_dump()
+        del used["custom_reward_function"]  # ours, in place of the run's
+        require_own(run.path / "config.yaml", used)
 
     def config(self, words: Sequence[str], reward: str | None = None) -> TrainConfig:
         """The run's config with these words, for takes from given samples."""
@@ -258,7 +267,7 @@ class Stage:
             **{"trainer.resume_mode": "disable", "trainer.resume_from_path": None, "trainer.on_step": None},
         }
         given = [f"{key}={json.dumps(value)}" for key, value in own.items()]
-        config = load_train_config(str(self._run.path / "config.yaml"), [*given, *words]).config
+        config = load_train_config(str(self._scratch / "config.yaml"), [*given, *words]).config
         if reward is not None:
             self._require_columns(config, reward)
         return config
