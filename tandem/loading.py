@@ -20,6 +20,7 @@ from typing import Any
 import cloudpickle
 
 from tandem.errors import ConfigError
+from tandem.trusted import read_own, sign, trust
 
 CODE_FILES = (".py", ".pkl")
 """The endings of files that hold functions: Python's source, or what `write_function` wrote."""
@@ -67,12 +68,14 @@ def load_module(reference: str) -> tuple[ModuleType, str]:
     `package.module:name`.
 
     Raises:
-        ConfigError: no such file or module, or one that fails on import.
+        ConfigError: no such file or module, one that fails on import, or a `.pkl` file of somebody else.
     """
     source, _, name = reference.rpartition(":")
     try:
         is_file = source.endswith(CODE_FILES)
         return _module_of_file(Path(source).resolve()) if is_file else import_named(source), name
+    except ConfigError:
+        raise
     except Exception as error:
         raise ConfigError(
             "the module could not be imported",
@@ -102,11 +105,15 @@ class _FromSource(SourceFileLoader):
 
 
 def execute_file(path: Path, name: str) -> ModuleType:
-    """Executes a user's Python file as a module of that name, as the file is now; that of a `.pkl` file has
-    the function that was written there."""
+    """Execute a user's Python file as a module of that name, as the file is now; that of a `.pkl` file has
+    the function that was written there.
+
+    Raises:
+        ConfigError: a `.pkl` file that no run of this user wrote.
+    """
     if path.suffix == ".pkl":
         module = ModuleType(name)
-        vars(module).update(pickle.loads(path.read_bytes()))
+        vars(module).update(pickle.loads(read_own(path)))
         return module
     spec = importlib.util.spec_from_file_location(name, path, loader=_FromSource(name, str(path)))
     assert spec is not None and spec.loader is not None, path
@@ -131,8 +138,9 @@ def _pickled(functions: dict[str, Callable[..., Any]], module: ModuleType | None
 
 
 def write_function(function: Callable[..., Any], folder: Path) -> tuple[Path, str]:
-    """Writes a function, with what it refers to, into a file that `load_module` reads, as cloudpickle does:
-    what can be imported goes by name, all else as it is now. The file's name tells the source: a function
+    """Write a function, with what it refers to, into a file that `load_module` reads, as cloudpickle does:
+    what can be imported goes by name, all else as it is now. A signature beside it says that this user's run
+    wrote it. The file's name tells the source: a function
     whose source has changed goes to another file.
 
     Returns:
@@ -159,4 +167,6 @@ def write_function(function: Callable[..., Any], folder: Path) -> tuple[Path, st
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}-{hashlib.blake2b(told, digest_size=4).hexdigest()}.pkl"
     path.write_bytes(pickled)
+    sign(path)
+    trust(path)
     return path, name

@@ -27,11 +27,13 @@ from tandem.checkpoint.best import Best
 from tandem.checkpoint.staging import REPLACED, TEMPORARY, bytes_below, files_below, recover, staged
 from tandem.errors import CheckpointError, ConfigError
 from tandem.texts import parse_json
+from tandem.unpickling import load_plain
 
 _MANIFEST = "manifest.json"
 _STATE = "state.pt"
 _NAME = re.compile(r"step_(\d{6,})")
 _FORMAT = 1
+_REMEDY = "keep only plain values, tensors and numpy arrays in a state_dict of your own, such as a sampler's"
 NO_METRICS: Mapping[str, float] = MappingProxyType({})
 
 
@@ -102,12 +104,12 @@ class CheckpointManager:
         Args:
             step: training steps done.
             writers: name to a function that fills the empty folder it is given.
-            state: small, picklable; tensors allowed.
+            state: small: plain values, tensors and numpy arrays.
             metrics: of the step; the judge of the best finds its own among them.
 
         Raises:
-            CheckpointError: the disk is full or cannot be written. Nothing of this checkpoint
-                remains then, and all earlier ones are intact.
+            CheckpointError: the disk is full or cannot be written, or the state holds other objects.
+                Nothing of this checkpoint remains then, and all earlier ones are intact.
         """
         with self._staging(step) as folder:
             _begin(folder, writers)
@@ -240,11 +242,12 @@ class CheckpointManager:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Checks every file of a checkpoint against its digest and reads its state. The state is a
-    pickle: open only your own.
+    """Check every file of a checkpoint against its digest and read its state. Nothing in it is run, whoever
+    wrote it.
 
     Raises:
-        CheckpointError: missing or damaged; says which file and how.
+        CheckpointError: missing, damaged, or with a state that holds more than tensors, numpy arrays and
+            plain values; says which file and how.
     """
     path = Path(path)
     manifest = _read_manifest(path)
@@ -254,7 +257,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
             raise CheckpointError(
                 "damaged checkpoint", field=str(path / name), got=got or "missing", expected=expected
             )
-    state = torch.load(path / _STATE, map_location="cpu", weights_only=False)
+    state = load_plain(path / _STATE, refused=CheckpointError, field=str(path / _STATE), remedy=_REMEDY)
     return Checkpoint(path, manifest["step"], state)
 
 
@@ -267,6 +270,8 @@ def _begin(folder: Path, writers: Mapping[str, Callable[[Path], None]]) -> None:
 def _pickled(state: Mapping[str, Any]) -> bytes:
     buffer = io.BytesIO()
     torch.save(dict(state), buffer)
+    buffer.seek(0)
+    load_plain(buffer, refused=CheckpointError, field=_STATE, remedy=_REMEDY)  # else no resume could read it
     return buffer.getvalue()
 
 

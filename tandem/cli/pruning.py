@@ -14,6 +14,7 @@ from tandem.texts import parse_json
 
 _OF_AN_EMPTY_RUN = {
     "config.yaml",
+    "config.yaml.sig",
     "events.jsonl",
     "timeline.json",
     "tensorboard",

@@ -96,7 +96,7 @@ def check_same(checkpoint: Path, config: Section, *, allowed: bool, say: Callabl
         allowed: whether something else may be learnt from here on.
 
     Raises:
-        ConfigError: something else would be learnt, and nobody allowed it.
+        ConfigError: something else would be learnt, and nobody allowed it; or the run's config is no YAML.
     """
     file = checkpoint.parent.parent / "config.yaml"
     if not file.is_file():

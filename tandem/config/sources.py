@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -11,6 +12,7 @@ from omegaconf import OmegaConf
 
 from tandem.config.flow import read_flow
 from tandem.config.hydra import UNREADABLE, compose, merged, take_options
+from tandem.config.own_code import in_run_folder, require_own
 from tandem.config.written import hide_secrets
 from tandem.errors import ConfigError
 from tandem.texts import TooLargeError, check_yaml
@@ -50,7 +52,8 @@ def read_sources(
     the first one, only interpolations of keys that were not given are unresolved.
 
     Args:
-        path: a YAML file, if any; one of Hydra's form is put together with the files of its `defaults:`.
+        path: a YAML file, if any; one of Hydra's form is put together with the files of its `defaults:`. One
+            that lies in a run folder may name code only if a run of this user wrote it.
         overrides: `key=value` each, the value in YAML, lists and mappings also as Hydra writes them;
             later ones win, over the file too. `~key` takes a key back.
     """
@@ -61,6 +64,8 @@ def read_sources(
     if path is not None:
         try:
             composed = compose(path, _choices(overrides))
+            if in_run_folder(Path(path)):
+                require_own(Path(path), composed.tree)
             groups = composed.groups
             read.hydras += ["the file's section hydra"] if composed.hydras else []
             for text in composed.overrides:

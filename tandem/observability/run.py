@@ -32,6 +32,7 @@ from tandem.observability.sample_files import conversation
 from tandem.observability.sinks.base import Generation
 from tandem.protocol import DataProto, Ragged
 from tandem.texts import parse_json
+from tandem.trusted import sign
 
 KIND = b"kind"
 """In the metadata of a samples file's columns: whether it has numbers by token (ragged) or by sample
@@ -40,6 +41,7 @@ SampleColumn = Ragged | Tensor | np.ndarray | Sequence[Any]
 
 _CONTENTS = (
     "config.yaml",
+    "config.yaml.sig",
     "metrics.jsonl",
     "events.jsonl",
     "samples",
@@ -91,7 +93,9 @@ class RunFolder:
         return self.path / "log"
 
     def write_config(self, yaml: str) -> None:
+        """Write the config, and its signature: code that it names may run when this user reads the folder."""
         replace_file(self.config_file, yaml.encode())
+        sign(self.config_file)
 
     def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Appends one line, on disk when this returns. NaN and infinities become null, which JSON has."""

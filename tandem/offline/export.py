@@ -17,6 +17,7 @@ from tandem.checkpoint.hf_export import export
 from tandem.checkpoint.manager import Checkpoint, CheckpointManager
 from tandem.checkpoint.weights import read_weights
 from tandem.config.model import ModelConfig
+from tandem.config.own_code import require_own
 from tandem.config.written import at_key, resolved
 from tandem.errors import CheckpointError
 from tandem.models.loading import load_config, load_tokenizer
@@ -52,7 +53,8 @@ def export_checkpoint(
 
     Raises:
         CheckpointError: nothing to export there, or a damaged checkpoint.
-        ConfigError: another process writes the folder.
+        ConfigError: another process writes the folder; the run's config has code of the model folder run, and
+            no run of this user wrote it.
     """
     with alone(out, "OUT", say):
         return _export(
@@ -68,6 +70,7 @@ def _export(
     run = checkpoint if (checkpoint / "config.yaml").is_file() else checkpoint.parent.parent
     found = _found(run, checkpoint, best=best)
     model = _model_config(run / "config.yaml")
+    require_own(run / "config.yaml", model.model_dump())
     scores = (found.path / "reward_model").is_dir()
     tokenizer = load_tokenizer(
         model.tokenizer_path,

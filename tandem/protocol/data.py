@@ -16,6 +16,7 @@ from tandem.protocol.gather import Gather, Picks
 from tandem.protocol.merging import merge, together
 from tandem.protocol.ragged import Ragged, RowIndex, cut_offsets, picks, row_index
 from tandem.protocol.shipping import Shipped, unwrap
+from tandem.unpickling import load_plain
 
 Column = Tensor | Ragged
 Kind = TypeVar("Kind", Tensor, Ragged)
@@ -324,7 +325,8 @@ class DataProto:
         }
 
     def save(self, path: str | Path) -> None:
-        """Writes the table to one file; `load` reads it back. The file is a pickle: load only your own."""
+        """Write the table to one file, which `load` reads back where its arrays and `meta_info` hold tensors,
+        arrays and plain values."""
         batch = {
             name: {"values": c.values, "offsets": c.offsets} if isinstance(c, Ragged) else c
             for name, c in self.batch.items()
@@ -333,7 +335,12 @@ class DataProto:
 
     @classmethod
     def load(cls, path: str | Path) -> DataProto:
-        state = torch.load(Path(path), weights_only=False)
+        """Read what `save` wrote. Nothing in the file is run, whoever wrote it.
+
+        Raises:
+            DataError: it holds other objects, or is no such file.
+        """
+        state = load_plain(Path(path), refused=DataError, field=str(path))
         batch = {
             name: Ragged(c["values"], c["offsets"]) if isinstance(c, dict) else c
             for name, c in state["batch"].items()

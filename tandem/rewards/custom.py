@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, get_args, get_origin
 
-from tandem.errors import RewardError
+from tandem.errors import ConfigError, RewardError
 from tandem.loading import CODE_FILES, execute_file, import_named
 from tandem.rewards.base import Reward, shipped
 from tandem.rewards.calling import exits_raised, limited, load_seconds, told
@@ -158,7 +158,7 @@ def _module(path: str, timeout: float) -> ModuleType:
             if not is_file:
                 return import_named(path)
             return execute_file(file.resolve(), f"custom_reward_function.{file.stem}")
-    except KeyboardInterrupt:
+    except (ConfigError, KeyboardInterrupt):
         raise
     except BaseException as error:
         raise RewardError(

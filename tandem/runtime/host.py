@@ -28,6 +28,7 @@ from tandem.runtime.backend import Usage
 from tandem.runtime.failure import CallFailed, Record, Status, log_header
 from tandem.runtime.future import resolve
 from tandem.runtime.worker import Part, Worker, WorkerFactory, create
+from tandem.trusted import TRUST
 
 
 class Inputs:
@@ -55,6 +56,7 @@ class Setup:
         pool, rank, world_size: which one.
         cwd, path: the controller's working folder and import path.
         log: the file for all that is printed here, by libraries and child processes too.
+        trusted: the files with code that the controller trusts, see `tandem.trusted.trust`.
     """
 
     pool: str
@@ -63,6 +65,7 @@ class Setup:
     cwd: str
     path: tuple[str, ...]
     log: Path
+    trusted: str
 
 
 class Host:
@@ -83,6 +86,7 @@ class Host:
         self._store: Any = None  # kept: the meeting point goes with it
         if os.path.isdir(setup.cwd):
             os.chdir(setup.cwd)
+        os.environ[TRUST] = setup.trusted
         sys.path[:] = list(dict.fromkeys([*setup.path, *sys.path]))
         self._log = _redirect_output(setup.log)
         faulthandler.enable(self._log, all_threads=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
@@ -17,6 +18,7 @@ import pyarrow.parquet as pq
 import torch
 
 from tandem.config.load import load_train_config
+from tandem.config.own_code import require_own
 from tandem.config.root import TrainConfig
 from tandem.config.written import refers, remade
 from tandem.errors import ConfigError, DataError
@@ -239,6 +241,9 @@ class Stage:
     Args:
         run, step: what is replayed.
         scratch: an empty folder.
+
+    Raises:
+        ConfigError: the run's config names code, and no run of this user wrote it.
     """
 
     def __init__(self, run: Run, step: int, scratch: Path) -> None:
@@ -257,6 +262,10 @@ class Stage:
         count = max(run.setting("data.train_batch_size"), 1)
         pq.write_table(pa.Table.from_pylist([row] * count), self._rows)
         self._reward.write_text(_NO_REWARD, encoding="utf-8")
+        shutil.copy(run.path / "config.yaml", scratch)
+        used = self.config(()).model_dump()
+        del used["custom_reward_function"]  # ours, in place of the run's
+        require_own(run.path / "config.yaml", used)
 
     def config(self, words: Sequence[str], reward: str | None = None) -> TrainConfig:
         """The run's config with these words, for takes from given samples."""
@@ -272,7 +281,7 @@ class Stage:
         }
         unread = [f"~{key}" for key, value in flat(self._run.config) if refers(value) and _is_unread(key)]
         given = [*unread, *(f"{key}={json.dumps(value)}" for key, value in own.items())]
-        config = load_train_config(str(self._run.path / "config.yaml"), [*given, *words]).config
+        config = load_train_config(str(self._scratch / "config.yaml"), [*given, *words]).config
         if reward is not None:
             self._require_columns(config, reward)
         return config

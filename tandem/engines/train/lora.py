@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.tensor import DTensor
 
+from tandem.checkpoint.sharded import ShardReader, load_shards
 from tandem.engines.train.shards import gathered, part_checksum
 from tandem.errors import CheckpointError, EngineError
 from tandem.models.collectives import CollectiveMeter
@@ -100,7 +99,8 @@ class Adapters:
         Raises:
             CheckpointError: names what differs.
         """
-        saved = FileSystemReader(path).read_metadata().state_dict_metadata
+        reader = ShardReader(path)
+        saved = reader.contents.state_dict_metadata
         for section in (BASE, "model"):
             have = {
                 key.partition(".")[2]: tuple(entry.size)
@@ -111,7 +111,7 @@ class Adapters:
             if have != want:
                 raise _of_others(path, have, want)
         base, scaling = {name: value.clone() for name, value in state[BASE].items()}, state[SCALING].clone()
-        load_shards({BASE: base, SCALING: scaling}, checkpoint_id=path)
+        load_shards({BASE: base, SCALING: scaling}, reader)
         changed = [name for name, value in state[BASE].items() if not torch.equal(base[name], value)]
         if changed:
             raise CheckpointError(

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
+from tandem.checkpoint.sharded import cause, load_shards
 from tandem.config.optim import OptimConfig
 from tandem.engines.train import shards
 from tandem.engines.train.gradients import clip, gradient_norm
@@ -278,20 +278,17 @@ class TrainState:
         Raises:
             CheckpointError: unreadable, or not of this model, its adapters and optimizer.
         """
-        if not (path / ".metadata").is_file():
-            raise CheckpointError("no training state in this folder", got=path)
         state = self._state_dict(0)
         try:
             if self.adapters:
                 self.adapters.check_saved(path, state)
-            load_shards(state, checkpoint_id=path)
+            load_shards(state, path)
         except CheckpointError:
             raise
         except (CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
-            causes = [cause for cause, _ in getattr(error, "failures", {}).values()] or [error]
             raise CheckpointError(
                 "the training state cannot be loaded",
-                got=f"{path}: {causes[0]}",
+                got=f"{path}: {cause(error)}",
                 remedy="resume from an earlier checkpoint, with the model it was saved from",
             ) from error
         return int(state["version"])

@@ -32,6 +32,7 @@ from tandem.runtime.ray_backend.watch import Watch
 from tandem.runtime.ray_backend.workers import RayWorkers
 from tandem.runtime.resource_pool import ResourcePool
 from tandem.runtime.worker import WorkerFactory, worker_class
+from tandem.trusted import TRUST
 
 KEYS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")
 """What of the environment another program needs to reach the same Ray. The token itself stays where it is."""
@@ -207,6 +208,7 @@ class RayBackend:
                 os.getcwd(),
                 tuple(path or os.getcwd() for path in sys.path),
                 self._log_of(pool, rank),
+                os.environ.get(TRUST, ""),
             )
             where = (
                 {"num_cpus": 0, "scheduling_strategy": here}

@@ -1,0 +1,101 @@
+"""Which files with code may run because a run folder is read: those that this user's own runs wrote, which
+bear a signature, and those below the folders that the environment variable TANDEM_TRUST names.
+
+The key of the signatures lies in the user's own state folder, outside of every run folder. A file from
+somebody else cannot bear a signature of this key, wherever it is copied to and whoever owns the copy."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from tandem.errors import ConfigError
+
+TRUST = "TANDEM_TRUST"
+_KEY_BYTES = 32
+
+
+def sign(path: Path) -> None:
+    """Write the signature of a file beside it. Where the user's key cannot be kept, there is none."""
+    try:
+        key = _key(make=True)
+    except (OSError, RuntimeError):
+        return
+    _beside(path).write_text(_signature(key, path.read_bytes()))
+
+
+def is_own(path: Path, content: bytes) -> bool:
+    """Whether a file with this content was written by this user's run, or lies where TANDEM_TRUST says."""
+    whole = path.resolve()
+    named = [Path(each).expanduser().resolve() for each in _named()]
+    if any(whole == each or each in whole.parents for each in named):
+        return True
+    try:
+        signature = _beside(path).read_bytes()
+        return hmac.compare_digest(signature, _signature(_key(make=False), content).encode())
+    except (OSError, RuntimeError):
+        return False
+
+
+def read_own(path: Path) -> bytes:
+    """Return the content of a file that holds a pickled function.
+
+    Raises:
+        ConfigError: no run of this user wrote it.
+    """
+    content = path.read_bytes()
+    if not is_own(path, content):
+        raise ConfigError(
+            "a pickled function runs code when it is read, and no run of yours wrote this file",
+            field=str(path),
+            expected="a file that a run of this user wrote on a machine with this home folder",
+            remedy="name the function's source instead, file.py:function; or, if you know who wrote the "
+            f"file, allow it: {TRUST}={path.parent}",
+        )
+    trust(path)
+    return content
+
+
+def trust(path: Path) -> None:
+    """Trust a file in this process and those that it starts, which may have another home folder."""
+    whole = str(path.resolve())
+    if whole not in _named():
+        os.environ[TRUST] = os.pathsep.join([*_named(), whole])
+
+
+def _named() -> list[str]:
+    return [each for each in os.environ.get(TRUST, "").split(os.pathsep) if each]
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(path.name + ".sig")
+
+
+def _signature(key: bytes, content: bytes) -> str:
+    return hmac.new(key, content, hashlib.sha256).hexdigest()
+
+
+def _key(*, make: bool) -> bytes:
+    """The user's key; the first one to ask makes it.
+
+    Raises:
+        OSError, RuntimeError: there is none, or nowhere to keep it.
+    """
+    folder = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "tandem"
+    file = folder / "key"
+    if make and not file.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder) as made:  # only its owner may read it
+            made.write(secrets.token_bytes(_KEY_BYTES))
+            made.flush()
+            with suppress(FileExistsError):  # another process was first
+                os.link(made.name, file)
+    key = file.read_bytes()
+    if len(key) != _KEY_BYTES:
+        raise OSError(f"{file} is no key")
+    return key
