@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Sequence
 
@@ -44,7 +45,18 @@ def choose_device(name: str = "auto") -> torch.device:
 
 
 def set_threads(count: int | None) -> int:
-    """Threads of CPU kernels; None keeps PyTorch's choice (OMP_NUM_THREADS, or one per core).
+    """Set how many OpenMP threads the CPU kernels use that this thread calls.
+
+    Use it in place of `torch.set_num_threads`, which also turns MKL's dynamic threading off, now and whenever
+    another thread uses PyTorch for the first time. MKL then looks for threads in each small product inside a
+    parallel kernel: attention on two cores takes 1.3 times as long.
+
+    Call it with 1, first, in a thread that works beside the one that trains. If both have OpenMP threads,
+    there are more of these than cores. Waiting threads then go to sleep at once, and each kernel of training
+    has to wake them up.
+
+    Args:
+        count: None keeps PyTorch's choice (OMP_NUM_THREADS, or one per core).
 
     Returns:
         The number now in force.
@@ -52,21 +64,17 @@ def set_threads(count: int | None) -> int:
     Raises:
         ConfigError: a count below one.
     """
-    if count is not None:
-        if count < 1:
-            raise ConfigError("threads below one", field="threads", got=count, expected=">= 1")
+    before = torch.get_num_threads()  # PyTorch sets this thread's number when it is first asked
+    if count is None:
+        return before
+    if count < 1:
+        raise ConfigError("threads below one", field="threads", got=count, expected=">= 1")
+    library = ctypes.CDLL(torch._C.__file__)
+    if hasattr(library, "omp_set_num_threads"):
+        library.omp_set_num_threads(count)
+    else:  # a PyTorch with threads of another kind
         torch.set_num_threads(count)
     return torch.get_num_threads()
-
-
-def use_one_thread() -> None:
-    """Let the calling thread run CPU kernels by itself, without OpenMP threads of its own.
-
-    Call it first in a thread that works beside the one that trains. If both have OpenMP threads, there are
-    more of these than cores. Waiting threads then go to sleep at once, and each kernel of training has to
-    wake them up. Other threads that have used PyTorch before keep their number of threads.
-    """
-    torch.set_num_threads(1)
 
 
 def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:

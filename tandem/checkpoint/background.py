@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from tandem.device import use_one_thread
+from tandem.device import set_threads
 from tandem.errors import CheckpointError, EngineError
 
 _LOOK_S = 0.02
@@ -59,7 +59,7 @@ class BackgroundWrite:
             raise error
 
     def _run(self, write: Callable[[], None], mark: Path | None) -> None:
-        use_one_thread()
+        set_threads(1)
         try:
             write()
             if mark is not None:

@@ -265,9 +265,8 @@ def _pass_on(reads: int, printed: Printed) -> bool:
 def _begin(line: int, writes: int, calls: mmap.mmap) -> None:
     """Make this process one that calls functions, and has no descriptor beside its line and its streams."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    Path("/proc/self/oom_score_adj").write_text(
-        "1000", encoding="utf-8"
-    )  # the first to go where memory runs out
+    # Let this process be the first to go where memory runs out.
+    Path("/proc/self/oom_score_adj").write_text("1000", encoding="utf-8")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for own, stream in enumerate((os.open(os.devnull, os.O_RDONLY), writes, writes)):

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from tandem.device import set_threads
 from tandem.errors import ConfigError
 from tandem.runtime.backend import Usage
 from tandem.runtime.failure import CallFailed, Record, Status, log_header
@@ -127,7 +128,7 @@ class Host:
             defaults: what counts only where the machine's own environment does not say it.
         """
         os.environ.update({**defaults, **os.environ, **environment})
-        torch.set_num_threads(threads)
+        set_threads(threads)
 
     def create(self, role: str, factory: WorkerFactory) -> None:
         """Makes the worker of a role; one of the same role that was here goes first."""

@@ -11,9 +11,7 @@ from functools import partial
 from typing import TypeVar
 from weakref import WeakSet
 
-import torch
-
-from tandem.device import use_one_thread
+from tandem.device import set_threads
 from tandem.errors import ConfigError
 from tandem.runtime.backend import StreamPart, Usage
 from tandem.runtime.dispatch import Call
@@ -75,10 +73,9 @@ class LocalWorkers:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._busy_s = 0.0
-        self._aside = None
-        if worker.aside:
-            torch.get_num_threads()  # fixes this thread's number, before the other thread chooses its own
-            self._aside = ThreadPoolExecutor(1, type(worker).__name__, initializer=use_one_thread)
+        self._aside = (
+            ThreadPoolExecutor(1, type(worker).__name__, set_threads, (1,)) if worker.aside else None
+        )
 
     def call(self, method: str, calls: Sequence[Call | None], *, keeps: bool) -> list[Handle | None]:
         (call,) = calls

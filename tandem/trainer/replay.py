@@ -15,6 +15,7 @@ import torch
 
 from tandem.algorithms.kl import FULL
 from tandem.config.root import TrainConfig
+from tandem.device import set_threads
 from tandem.errors import ConfigError, DataError
 from tandem.lifetime import scratch_folder
 from tandem.observability.inside import require_inside
@@ -192,12 +193,12 @@ def _threads(recorded: Mapping[str, float]) -> Iterator[None]:
     """As many threads of CPU kernels as the run had: bits depend on them."""
     before, asked = torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
     threads = int(recorded.get("perf/threads/actor", before))
-    torch.set_num_threads(threads)
+    set_threads(threads)
     os.environ["OMP_NUM_THREADS"] = str(threads)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        set_threads(before)
         del os.environ["OMP_NUM_THREADS"]
         if asked is not None:
             os.environ["OMP_NUM_THREADS"] = asked
