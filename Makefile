@@ -76,7 +76,7 @@ ledger: $(DEV) .peers/trl/.installed .peers/vllm/.installed ## this tree in turn
 gpu: ## all that is measured on a GPU, with $(PYTHON) as it is; ARGS='--phase decode --deadline 540 --out DIR'
 	$(PYTHON) benchmarks/gpu.py $(ARGS)
 
-image: ## an image of docker/, the CPU's by default; ARGS='cuda' or '--debootstrap --build-arg TORCH_FROM= --demo'
+image: ## an image of docker/, the CPU's by default, in which a short demo runs; ARGS='cuda'
 	$(PYTHON) docker/build.py $(ARGS)
 
 peers: .peers/trl/.installed .peers/verl/.installed .peers/vllm/.installed ## what we measure ourselves against

@@ -1,16 +1,14 @@
-"""Build an image of docker/, with Docker, Podman or Buildah, and run `tandem demo` in it.
+"""Build an image of docker/, with Docker, Podman or Buildah, and run a short `tandem demo` in that for CPUs.
 
-    python docker/build.py [cpu|cuda|sglang|vllm] [--build-arg NAME=VALUE] [--demo] [--debootstrap]
+    python docker/build.py [cpu|cuda|sglang|vllm] [--build-arg NAME=VALUE] [--no-demo] [--debootstrap]
 
-Docker is used where its daemon answers, else Podman, else Buildah, which needs no daemon. `--debootstrap` is
-for a machine (Debian, root) that reaches Debian's packages but no registry of images: it makes the official
-base image's stand-in, Debian with its own Python, under the same name, and nothing is pulled. `--demo` runs a
-short demo in the new image. Podman and Buildah use this machine's pip settings for the build alone: the files
-are mounted while commands run, and are not in the image. Docker has no such mounts; it uses none of them.
+Docker is used where its daemon answers, else Podman, else Buildah, which needs no daemon. Podman and Buildah
+use this machine's pip settings for the build alone: the files are mounted while commands run, and are not in
+the image. Docker has no such mounts; it uses none of them.
 
-Without a registry, and with the torch of pip's own indexes:
-
-    python docker/build.py cpu --debootstrap --build-arg TORCH_FROM= --demo
+Where Buildah reaches no registry of images, root on Debian gets a stand-in of the official base image, under
+the same name: Debian with its own Python, made by debootstrap (`--debootstrap` asks for it). Where PyTorch's
+own index cannot be reached, torch comes from the index that pip is set to.
 """
 
 from __future__ import annotations
@@ -24,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -38,6 +37,8 @@ DEMO += ("trainer.total_training_steps=4",)
 # Without a daemon: no namespaces, no overlay file system.
 PLAIN = {"BUILDAH_ISOLATION": "chroot", "STORAGE_DRIVER": "vfs"}
 CONTAINER = "tandem-build"
+TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+REACH_S, PULL_S = 10, 600
 
 
 def run(*words: str, **environment: str) -> None:
@@ -67,6 +68,33 @@ def base_of(dockerfile: Path, given: Sequence[str]) -> str:
     )
     (image,) = re.findall(r"^FROM (\S+)$", text, re.MULTILINE)
     return re.sub(r"\$\{(\w+)\}", lambda found: values[found[1]], image)
+
+
+def reaches(url: str) -> bool:
+    """Whether this machine gets an answer from there."""
+    try:
+        with urllib.request.urlopen(url, timeout=REACH_S):
+            return True
+    except (OSError, ValueError):
+        return False
+
+
+def has_base(image: str) -> bool:
+    """Whether Buildah has the base image, or can pull it."""
+    for command in (["inspect", "--type", "image", image], ["pull", "--quiet", image]):
+        try:
+            done = subprocess.run(
+                ["buildah", *command],
+                env=os.environ | PLAIN,
+                capture_output=True,
+                timeout=PULL_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return False
+        if done.returncode == 0:
+            return True
+    return False
 
 
 def make_base(name: str, folder: Path) -> None:
@@ -120,12 +148,12 @@ def build(program: str, dockerfile: Path, tag: str, options: argparse.Namespace)
         elif program == "podman":
             run("podman", "build", *common, "--network", "host", *mounts(Path(name), pip_settings()), ".")
         else:
-            pull: list[str] = []
-            if options.debootstrap:
-                make_base(base_of(dockerfile, options.build_arg), Path(name))
-                pull = ["--pull-never"]
+            base = base_of(dockerfile, options.build_arg)
+            if options.debootstrap or not has_base(base):
+                print(f"{base} is made from Debian's packages", flush=True)
+                make_base(base, Path(name))
             common += ["--network", "host", *mounts(Path(name), pip_settings())]
-            run("buildah", "bud", *pull, *common, ".", **PLAIN)
+            run("buildah", "bud", "--pull-never", *common, ".", **PLAIN)
 
 
 def demo(program: str, tag: str) -> None:
@@ -147,16 +175,20 @@ def main() -> None:
     kinds = sorted(path.suffix[1:] for path in (ROOT / "docker").glob("Dockerfile.*"))
     parser.add_argument("kind", nargs="?", default="cpu", choices=kinds)
     parser.add_argument("--build-arg", action="append", default=[], metavar="NAME=VALUE")
-    parser.add_argument("--demo", action="store_true", help="run a short demo in the image")
+    parser.add_argument("--no-demo", action="store_true", help="build only")
     parser.add_argument("--debootstrap", action="store_true", help="make the base image of Debian's packages")
     options = parser.parse_args()
     program = "buildah" if options.debootstrap else builder()
+    given = [pair.partition("=")[0] for pair in options.build_arg]
+    if options.kind == "cpu" and "TORCH_FROM" not in given and not reaches(TORCH_INDEX):
+        print(f"{TORCH_INDEX} cannot be reached: torch comes from pip's own index", flush=True)
+        options.build_arg.append("TORCH_FROM=")
     began, tag = time.monotonic(), f"localhost/tandem:{options.kind}"
     build(program, ROOT / "docker" / f"Dockerfile.{options.kind}", tag, options)
     print(f"{tag} was built by {program} in {time.monotonic() - began:.0f} s", flush=True)
     environment = PLAIN if program == "buildah" else {}
     run(program, "images", tag, **environment)
-    if options.demo:
+    if options.kind == "cpu" and not options.no_demo:
         demo(program, tag)
 
 
