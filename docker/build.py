@@ -30,7 +30,9 @@ ROOT = Path(__file__).resolve().parents[1]
 DEBIAN = "bookworm"
 OFFICIAL = f"python:3.11-slim-{DEBIAN}"
 PACKAGES = "ca-certificates,python3,python3-pip,python3-venv"
-SHORT = "from tandem.cli.main import main; from tandem.demo import program; program.SFT_STEPS = 20; main()"
+SHORT = (
+    "from tandem.cli.main import main; from tandem.demo import program; program.SFT_STEPS = 20; exit(main())"
+)
 DEMO = ("env", "OMP_NUM_THREADS=1", "python", "-c", SHORT, "demo", "--out", "/tmp/demo")
 DEMO += ("data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=16")
 DEMO += ("trainer.total_training_steps=4",)

@@ -98,7 +98,7 @@ def _page(part: Part) -> str:
 
 
 def _described(name: str, value: Any) -> str:
-    file = Path(inspect.getsourcefile(value) or "").resolve().relative_to(ROOT).as_posix()
+    file = Path(inspect.getsourcefile(inspect.unwrap(value)) or "").resolve().relative_to(ROOT).as_posix()
     parts = [f"## `{name}`", f"```python\n{_signature(name, value)}\n```", documented(value)]
     parts.append(f"Code: [{file}](../../{file})")
     if inspect.isclass(value):

@@ -14,7 +14,12 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    Metadata,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -43,8 +48,17 @@ _CLASSES = frozenset(
 """What PyTorch's writer names in a table of contents, by module and name, besides types of numbers."""
 
 
+def _member(kind: type, name: str) -> Any:
+    """Return a member of an enumeration, which some versions of Python pickle as a call of `getattr`."""
+    if kind is not _MEM_FORMAT_ENCODING:
+        raise pickle.UnpicklingError(f"it names an attribute of {kind}, which is not read")
+    return _MEM_FORMAT_ENCODING[name]
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if module.startswith("pathlib") and (module, name) in _CLASSES:
             return pathlib.PurePosixPath  # only kept
         known = (module, name) in _CLASSES

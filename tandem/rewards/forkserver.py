@@ -131,6 +131,14 @@ def _waker() -> socket.socket:
     return reads
 
 
+def _readable(ends: Sequence[int], seconds: float | None = None) -> set[int]:
+    """Wait for descriptors that can be read, or have ended; unlike `select.select`, any number will do."""
+    poll = select.poll()
+    for end in ends:
+        poll.register(end, select.POLLIN)
+    return {end for end, _ in poll.poll(None if seconds is None else 1000 * seconds)}
+
+
 def _child(run: Callable[[], None]) -> NoReturn:
     """Run what a process that was just forked is for, and end it; nothing of its parent's goes on in it."""
     status = 1
@@ -156,12 +164,12 @@ def run(end: int) -> NoReturn:
     gc.freeze()
     woken, keepers = _waker(), set[int]()
     while True:
-        ready, _, _ = select.select([line, woken], [], [])
-        if woken in ready:
+        ready = _readable([line.fileno(), woken.fileno()])
+        if woken.fileno() in ready:
             woken.recv(4096)
             keepers.difference_update([pid for pid, _ in _reaped()])
             _kill([pid for pid in _children() if pid not in keepers])  # of a keeper that was killed
-        if line in ready:
+        if line.fileno() in ready:
             message, ends, _, _ = socket.recv_fds(line, 1, 3)
             if not message:
                 break
@@ -236,7 +244,7 @@ def _keep(line: int, control: int, log: int) -> None:
     printed, woken = Printed(log, calls), _waker()
     codes, sources = dict[int, int](), [control, woken.fileno(), reads]
     while process not in codes:
-        ready, _, _ = select.select(sources, [], [], 0 if codes else None)
+        ready = _readable(sources, 0 if codes else None)
         if reads in ready and not _pass_on(reads, printed):
             sources.remove(reads)
         if control in ready:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from tandem.checkpoint.sharded import ShardReader, load_shards
@@ -36,6 +36,25 @@ def test_tensors_and_plain_values_are_read(tmp_path: Path) -> None:
     state: dict[str, Any] = {"plain": {"rate": 0.0, "names": [""]}}
     load_shards(state, folder, alone=True)
     assert state == {"plain": {"rate": 0.5, "names": ["a"]}}
+
+
+class AnAttribute:
+    def __reduce__(self) -> Any:
+        return getattr, (Path, "home")
+
+
+def test_a_member_of_an_enumeration_may_be_written_as_an_attribute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python 3.11.0 to 3.11.3 pickle it as a call of `getattr`."""
+    by_name = lambda member, _: (getattr, (type(member), member.name))  # noqa: E731
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", by_name)
+    folder = written(tmp_path / "shards")
+    assert b"getattr" in (folder / ".metadata").read_bytes()
+    assert dict(read_weights(folder))["w"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    (folder / ".metadata").write_bytes(pickle.dumps(AnAttribute()))
+    with pytest.raises(CheckpointError):
+        ShardReader(folder)
 
 
 @pytest.mark.parametrize("kind", payloads(Path("canary")))

@@ -362,3 +362,18 @@ def test_a_server_that_was_killed_costs_no_batch(tmp_path: Path) -> None:
     server.kill()
     assert [s.score for s in pool.score(texts("attack", "2"))] == [0.0, 2.0]
     pool.close()
+
+
+def test_a_program_with_many_open_files_gets_its_scores(tmp_path: Path) -> None:
+    for each in psutil.Process().children():
+        if "forkserver" in "".join(each.cmdline()):
+            each.kill()  # the next one takes its line under the number that it has here
+            each.wait(30)
+    many = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    pool = Pool(load_custom(written(tmp_path, "return 1.0")), RewardConfig(num_workers=1))
+    try:
+        assert [s.score for s in pool.score(texts("1", "2"))] == [1.0, 2.0]
+    finally:
+        for each in many:
+            os.close(each)
+        pool.close()
