@@ -146,13 +146,13 @@ def judge(folder: Path, rows: list[dict[str, Any]]) -> dict[str, Any]:
     fitted = [(work, row) for work, row in zip(works, rows, strict=True) if tuple(row["run"]) in FITTED]
     rates = Rates(**fitted[-1][1]["rates"])
     phases = dict.fromkeys(phase for work, _ in fitted for phase in work)
-    factors = {
-        phase: fit(
-            [(work[phase], s) for work, row in fitted if phase in work and (s := row["measured"][phase]) > 0],
-            rates,
-        )
+    seen = {
+        phase: [
+            (work[phase], s) for work, row in fitted if phase in work and (s := row["measured"][phase]) > 0
+        ]
         for phase in phases
     }
+    factors = {phase: fit(observed, rates) for phase, observed in seen.items() if observed}
     off: dict[str, list[float]] = {"fitted": [], "held out": []}
     for work, row in zip(works, rows, strict=True):
         row["set"] = "fitted" if tuple(row["run"]) in FITTED else "held out"

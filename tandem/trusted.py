@@ -14,19 +14,24 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, file_errors
 
 TRUST = "TANDEM_TRUST"
 _KEY_BYTES = 32
 
 
 def sign(path: Path) -> None:
-    """Write the signature of a file beside it. Where the user's key cannot be kept, there is none."""
+    """Write the signature of a file beside it. Where the user's key cannot be kept, there is none.
+
+    Raises:
+        FileError: the signature cannot be written.
+    """
     try:
         key = _key(make=True)
     except (OSError, RuntimeError):
         return
-    _beside(path).write_text(_signature(key, path.read_bytes()))
+    with file_errors(_beside(path)):
+        _beside(path).write_text(_signature(key, path.read_bytes()), encoding="ascii")
 
 
 def is_own(path: Path, content: bytes) -> bool:

@@ -76,7 +76,7 @@ def test_a_signal_in_the_first_second(command: str, tmp_path: Path) -> None:
     "words",
     ["export {folder} {file}", "export {folder} {folder}/out", "export {file} {folder}/out", "samples {file}",
      "samples {folder}", "runs {file}", "replay {file}", "replay {folder}", "stacks {file}", "logs {file}",
-     "config show {folder}", "data check {folder}/none", "bench compare {file} {folder}"],
+     "config show {folder}", "data validate {folder}/none", "bench compare {file} {folder}"],
 )  # fmt: skip
 def test_paths_of_the_wrong_kind(words: str, tmp_path: Path) -> None:
     file = tmp_path / "file"

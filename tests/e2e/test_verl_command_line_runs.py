@@ -16,7 +16,8 @@ from tandem.cli.main import main
 status = main(["train", *sys.argv[1:]])
 assert not {"torch", "transformers", "tandem.config.readers", "tandem.config.explain"} & set(sys.modules)
 ours = {name.split(".")[1] for name in sys.modules if name.startswith("tandem.")}
-known = {"balance", "cli", "config", "data", "errors", "hub", "migrate", "observability", "tasks", "trainer"}
+known = {"balance", "cli", "config", "data", "errors", "hidden", "hub", "lifetime", "migrate"}
+known |= {"observability", "tasks", "texts", "trainer", "trusted"}
 assert ours <= known, ours
 sys.exit(status)
 """
