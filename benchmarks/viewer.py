@@ -96,8 +96,10 @@ def listed(page: Page, act: str) -> float:
             input.value = value;
             for (const kind of ["input", "change"]) input.dispatchEvent(new Event(kind, { bubbles: true }));
           });
-          while (said() === before || document.querySelector('.listed[aria-busy="true"]'))
+          while (said() === before || document.querySelector('.listed[aria-busy="true"]')) {
+            if (performance.now() - began > 30000) throw new Error(`the list stays as it is: ${before}`);
             await new Promise(requestAnimationFrame);
+          }
           return performance.now() - began;
         }""",
         act,
@@ -187,7 +189,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--samples", type=int, default=1000)
     parser.add_argument("--folder", type=Path, help="where the run is made, or was; default: a temporary one")
-    asked = arguments(parser, steps=4, samples=16)
+    asked = arguments(parser, steps=4, samples=2000)
     with tempfile.TemporaryDirectory() as temporary:
         folder = asked.folder or Path(temporary) / "run"
         if not (folder / "metrics.jsonl").exists():
