@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import cache, partial
@@ -69,6 +69,31 @@ def fork_alone() -> int:
         names = [comm.read_text().strip() for comm in Path("/proc/self/task").glob("*/comm")]
         raise RuntimeError(f"a process that forks may have one thread, and this one has {', '.join(names)}")
     return os.fork()
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the processes whose parent is this one. Linux only."""
+    found: list[int] = []
+    if lists := list(Path(f"/proc/{pid}/task").glob("*/children")):
+        for each in lists:
+            with suppress(OSError):  # a thread that has ended
+                found.extend(map(int, each.read_text(encoding="ascii").split()))
+        return found
+    for stat in Path("/proc").glob("[0-9]*/stat"):  # a kernel without these lists
+        with suppress(OSError, ValueError):  # a process that has ended
+            if int(stat.read_text(encoding="utf-8").rpartition(")")[2].split()[1]) == pid:
+                found.append(int(stat.parent.name))
+    return found
+
+
+def kill_trees(roots: Iterable[int]) -> None:
+    """Kill processes and all that they have started, as far as it is still below them."""
+    found = list(roots)
+    for pid in found:  # grows meanwhile
+        found.extend(children_of(pid))
+    for pid in found:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def end_with_parent(parent: int) -> None:
@@ -172,13 +197,16 @@ def _make_scratch(purpose: str, place: Path) -> Path:
         _remove_left(left)
     while True:
         folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{purpose}-", dir=place))
-        held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:  # another process took it for one that was left, before it was locked
+            continue
         with suppress(OSError):  # a file system without locks: nobody else gets one there either
             fcntl.flock(held, fcntl.LOCK_EX)
         if folder.exists():
             _MADE[folder] = held
             return folder
-        os.close(held)  # another process took it for one that was left, before it was locked
+        os.close(held)  # it was removed in between
 
 
 def _remove_left(folder: Path) -> None:

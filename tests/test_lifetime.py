@@ -136,3 +136,21 @@ def test_another_users_folder_stays(tmp_path: Path) -> None:
     os.chown(theirs, 12345, -1)
     remove_scratch(make_scratch("test", tmp_path))
     assert list(tmp_path.iterdir()) == [theirs]
+
+
+MANY = """
+import sys
+from pathlib import Path
+from tandem.lifetime import make_scratch, remove_scratch
+for _ in range(300):
+    folder = make_scratch("many", Path(sys.argv[1]))
+    assert folder.is_dir()
+    remove_scratch(folder)
+"""
+
+
+def test_processes_that_start_together_do_not_take_each_others_folders(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", MANY, str(tmp_path)]
+    starts = [subprocess.Popen(command) for _ in range(4)]
+    assert [each.wait(60) for each in starts] == [0, 0, 0, 0]
+    assert list(tmp_path.iterdir()) == []

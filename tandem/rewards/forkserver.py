@@ -27,7 +27,14 @@ from pathlib import Path
 from typing import NoReturn
 
 from tandem.errors import RewardError
-from tandem.lifetime import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, THREADLESS, fork_alone, prctl
+from tandem.lifetime import (
+    PR_SET_CHILD_SUBREAPER,
+    PR_SET_PDEATHSIG,
+    THREADLESS,
+    children_of,
+    fork_alone,
+    prctl,
+)
 from tandem.rewards.serving import serve
 
 CALL_BYTES = 64 * 2**10
@@ -80,20 +87,6 @@ def _started() -> tuple[subprocess.Popen[bytes], socket.socket]:
     return process, ours
 
 
-def _children() -> list[int]:
-    """Return the processes whose parent is this one."""
-    own = os.getpid()
-    with suppress(FileNotFoundError):  # a kernel without this file
-        children = Path(f"/proc/self/task/{own}/children").read_text(encoding="utf-8")
-        return [int(pid) for pid in children.split()]
-    found = []
-    for folder in Path("/proc").iterdir():
-        with suppress(OSError, ValueError):  # no process, or one that has ended
-            if int((folder / "stat").read_text().rpartition(")")[2].split()[1]) == own:
-                found.append(int(folder.name))
-    return found
-
-
 def _kill(pids: Sequence[int]) -> None:
     for pid in pids:
         with suppress(ProcessLookupError):
@@ -116,7 +109,7 @@ def _end_below(seconds: float) -> dict[int, int]:
             os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
             break
-        _kill(_children())
+        _kill(children_of(os.getpid()))
         time.sleep(0.001)
     return codes
 
@@ -168,7 +161,8 @@ def run(end: int) -> NoReturn:
         if woken.fileno() in ready:
             woken.recv(4096)
             keepers.difference_update([pid for pid, _ in _reaped()])
-            _kill([pid for pid in _children() if pid not in keepers])  # of a keeper that was killed
+            # What is left belonged to a keeper that was killed.
+            _kill([pid for pid in children_of(os.getpid()) if pid not in keepers])
         if line.fileno() in ready:
             message, ends, _, _ = socket.recv_fds(line, 1, 3)
             if not message:

@@ -10,6 +10,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import ray
@@ -18,6 +19,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tandem.errors import ConfigError, WorkerFailure
+from tandem.lifetime import children_of, kill_trees, last_words
 from tandem.runtime.resource_pool import ResourcePool
 
 PROCESS = "tandem_process"
@@ -87,6 +89,7 @@ def _join(
 
 def _start(temp_dir: str | None, object_store_gb: float | None, shared: Mapping[str, Any]) -> None:
     store = None if object_store_gb is None else int(object_store_gb * 2**30)
+    before = set(children_of(os.getpid()))
     try:
         ray.init(
             **{
@@ -116,6 +119,14 @@ def _start(temp_dir: str | None, object_store_gb: float | None, shared: Mapping[
             "start the run again then, or let it do so (trainer.max_restarts)",
             restartable=True,
         ) from error
+
+    # Where this process has no time to shut Ray down, Ray's own would notice only after a while.
+    last_words.append(partial(_kill, set(children_of(os.getpid())) - before))
+
+
+def _kill(started: set[int]) -> None:
+    """Kill what Ray started here. Others may have the numbers of processes that have ended since."""
+    kill_trees(started & set(children_of(os.getpid())))
 
 
 def stacks(processes: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
