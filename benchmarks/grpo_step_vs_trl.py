@@ -89,6 +89,31 @@ def make_files(folder: Path, size: Size) -> None:
         (folder / f"{mode}.json").write_text(json.dumps(size.lengths(mode)))
 
 
+def settings(folder: Path, size: Size, precision: str, tokens: int) -> list[str]:
+    """Return the keys of the step that is measured.
+
+    Args:
+        folder: what `make_files` filled.
+        tokens: of a micro-batch.
+    """
+    return [
+        f"actor_rollout_ref.model.path={folder / 'model'}",
+        f"data.train_files={folder / 'train.parquet'}",
+        f"data.train_batch_size={size.prompts}",
+        "data.max_prompt_length=8",
+        f"data.max_response_length={size.longest}",
+        "algorithm.adv_estimator=grpo",
+        f"actor_rollout_ref.rollout.n={size.n}",
+        "actor_rollout_ref.model.enable_gradient_checkpointing=false",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={size.prompts}",
+        "actor_rollout_ref.actor.use_dynamic_bsz=true",
+        f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={tokens}",
+        f"actor_rollout_ref.actor.fsdp_config.dtype={precision}",
+        "trainer.samples_freq=-1",
+        "trainer.logger=[]",
+    ]
+
+
 class SetLengths(RolloutPart):
     """A rollout that writes a given number of tokens for each request: lengths are part of the task here,
     not of the policy. No token ends a response."""
@@ -115,25 +140,12 @@ def tandem_steps(
     """Run in a process of its own: seconds of each step after two to warm up."""
     run = Path(tempfile.mkdtemp(dir=folder))
     overrides = [
-        f"actor_rollout_ref.model.path={folder / 'model'}",
-        f"data.train_files={folder / 'train.parquet'}",
-        f"data.train_batch_size={size.prompts}",
-        "data.max_prompt_length=8",
-        f"data.max_response_length={size.longest}",
-        "algorithm.adv_estimator=grpo",
-        f"actor_rollout_ref.rollout.n={size.n}",
-        "actor_rollout_ref.model.enable_gradient_checkpointing=false",
-        f"actor_rollout_ref.actor.ppo_mini_batch_size={size.prompts}",
-        "actor_rollout_ref.actor.use_dynamic_bsz=true",
-        f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={tokens}",
-        f"actor_rollout_ref.actor.fsdp_config.dtype={precision}",
+        *settings(folder, size, precision, tokens),
         f"trainer.total_training_steps={count + 2}",
         f"trainer.worker_classes={{actor_rollout: {__name__}:SetLengthsActor}}",
         f"trainer.default_local_dir={run}",
         "trainer.save_freq=-1",
-        "trainer.samples_freq=-1",
         "trainer.resume_mode=disable",
-        "trainer.logger=[]",
     ]
     SetLengths.lengths = size.lengths(mode)
     trainer = build_ppo(load_train_config(None, overrides).config, say=lambda _: None)

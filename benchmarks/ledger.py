@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from grpo_step_vs_trl import FULL, TINY, Size, make_files
+from grpo_step_vs_trl import FULL, TANDEM_SETTINGS, TINY, Size, make_files, settings
 from peers.sides import Side
 from rollout_vs_hf import LONGEST, PROMPT_LENGTH, SIZES, build
 from rollout_vs_vllm import KV_CACHE_GIB, MAX_NUM_SEQS, make_requests
@@ -102,22 +102,7 @@ def checkout(commit: str) -> Path:
 def training(folder: Path, mode: str, size: Size, log: Path) -> Work:
     if not (folder / "model").exists():
         make_files(folder, size)
-    overrides = [
-        f"actor_rollout_ref.model.path={folder / 'model'}",
-        f"data.train_files={folder / 'train.parquet'}",
-        f"data.train_batch_size={size.prompts}",
-        "data.max_prompt_length=8",
-        f"data.max_response_length={size.longest}",
-        "algorithm.adv_estimator=grpo",
-        f"actor_rollout_ref.rollout.n={size.n}",
-        "actor_rollout_ref.model.enable_gradient_checkpointing=false",
-        f"actor_rollout_ref.actor.ppo_mini_batch_size={size.prompts}",
-        "actor_rollout_ref.actor.use_dynamic_bsz=true",
-        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096",
-        "actor_rollout_ref.actor.fsdp_config.dtype=fp32",
-        "trainer.samples_freq=-1",
-        "trainer.logger=[]",
-    ]
+    overrides = settings(folder, size, "fp32", max(TANDEM_SETTINGS))
 
     def tandem(side: Side) -> Turn:
         side.ask("open_training", overrides=overrides, lengths=size.lengths(mode))
