@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Self
 
@@ -85,7 +85,7 @@ class Processes:
 
     def pause(self, seconds: float) -> None:
         """Sleeps; a signal, or the end of a child, ends the sleep at once."""
-        if select.select([self._awake], [], [], seconds)[0]:
+        if wait([self._awake], seconds):
             numbers = map(signal.Signals, os.read(self._awake, 512))
             self.received += [number for number in numbers if number != signal.SIGCHLD]
         self._put_to_rest()

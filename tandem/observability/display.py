@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import math
 import os
-import select
 import signal
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -207,7 +207,7 @@ def keep_up(picture: Picture, printed: int, screen: Screen, ended: threading.Eve
     """
     console, parent, due, shown, before = plain_console(), os.getppid(), 0.0, b"", (0, 0)
     while True:
-        readable, _, _ = select.select([printed], [], [], TICK_S)
+        readable = wait([printed], TICK_S)
         above = os.read(printed, 1 << 16) if readable else b""
         if not above and (readable or os.getppid() != parent):
             return

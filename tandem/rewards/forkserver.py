@@ -12,7 +12,6 @@ import gc
 import mmap
 import os
 import resource
-import select
 import signal
 import socket
 import subprocess
@@ -23,6 +22,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import NoReturn
 
@@ -124,14 +124,6 @@ def _waker() -> socket.socket:
     return reads
 
 
-def _readable(ends: Sequence[int], seconds: float | None = None) -> set[int]:
-    """Wait for descriptors that can be read, or have ended; unlike `select.select`, any number will do."""
-    poll = select.poll()
-    for end in ends:
-        poll.register(end, select.POLLIN)
-    return {end for end, _ in poll.poll(None if seconds is None else 1000 * seconds)}
-
-
 def _child(run: Callable[[], None]) -> NoReturn:
     """Run what a process that was just forked is for, and end it; nothing of its parent's goes on in it."""
     status = 1
@@ -157,13 +149,13 @@ def run(end: int) -> NoReturn:
     gc.freeze()
     woken, keepers = _waker(), set[int]()
     while True:
-        ready = _readable([line.fileno(), woken.fileno()])
-        if woken.fileno() in ready:
+        ready = wait([line, woken])
+        if woken in ready:
             woken.recv(4096)
             keepers.difference_update([pid for pid, _ in _reaped()])
             # What is left belonged to a keeper that was killed.
             _kill([pid for pid in children_of(os.getpid()) if pid not in keepers])
-        if line.fileno() in ready:
+        if line in ready:
             message, ends, _, _ = socket.recv_fds(line, 1, 3)
             if not message:
                 break
@@ -238,7 +230,7 @@ def _keep(line: int, control: int, log: int) -> None:
     printed, woken = Printed(log, calls), _waker()
     codes, sources = dict[int, int](), [control, woken.fileno(), reads]
     while process not in codes:
-        ready = _readable(sources, 0 if codes else None)
+        ready = wait(sources, 0 if codes else None)
         if reads in ready and not _pass_on(reads, printed):
             sources.remove(reads)
         if control in ready:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-import select
 import subprocess
 import sys
 import threading
 from collections.abc import Mapping
+from multiprocessing.connection import wait
 
 from tandem.observability.sinks.base import RunInfo
 from tandem.observability.sinks.console import ConsoleSink
@@ -78,7 +78,7 @@ class LiveSink(ConsoleSink):
         for number, stream in self._streams.items():
             os.dup2(stream, number)
         while True:
-            if not select.select([self._printed], [], [], 0)[0]:
+            if not wait([self._printed], 0):
                 self._restored.set()
             left = os.read(self._printed, 1 << 16)
             if not left:
