@@ -70,4 +70,7 @@ def ask_stacks(log_dir: Path) -> tuple[str, str]:
     while stacks.stat().st_size == before and time.monotonic() < deadline:
         time.sleep(0.05)
     time.sleep(0.05)  # the rest of the lines
-    return name, stacks.read_text(encoding="utf-8")[before:] or f"no answer within {_WAIT_S:g} s"
+    text = stacks.read_text(encoding="utf-8")[before:]
+    if text.endswith("\n...\n"):
+        text += "Python writes 100 threads at most, the newest first. The main thread is not among them.\n"
+    return name, text or f"no answer within {_WAIT_S:g} s"

@@ -49,3 +49,21 @@ def test_offering_anew_writes_to_the_new_folder(tmp_path: Path) -> None:
         offer_stacks(tmp_path / name)
     assert "test_offering_anew" in ask_stacks(tmp_path / "b")[1]
     assert (tmp_path / "a" / "controller.stacks").read_text() == ""
+
+
+def test_a_process_of_many_threads_says_that_some_are_missing(tmp_path: Path) -> None:
+    many = SLEEPER.replace(
+        "offer_stacks(Path",
+        "import threading\nfor _ in range(120):\n    "
+        "threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\noffer_stacks(Path",
+    )
+    process = subprocess.Popen([sys.executable, "-c", many, str(tmp_path)], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        stacks = ask_stacks(tmp_path)[1]
+        assert stacks.count("most recent call first") == 100
+        assert stacks.endswith("The main thread is not among them.\n")
+    finally:
+        process.kill()
+        process.communicate()

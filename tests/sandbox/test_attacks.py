@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from multiprocessing.connection import wait
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -174,6 +175,9 @@ class Field:
             "pid": self.victim.pid,
             "listed": [int(number) for number in LISTED if number != "-"],
         }
+        self._closed = threading.Event()
+        self._ears = threading.Thread(target=self._hear)
+        self._ears.start()
         self.before = self.seen()
 
     def _listen(self, family: int, kind: int, address: Any) -> socket.socket:
@@ -181,15 +185,14 @@ class Field:
         made.bind(address)
         if kind == socket.SOCK_STREAM:
             made.listen()
-        threading.Thread(target=self._hear, args=(made,), daemon=True).start()
         return made
 
-    def _hear(self, made: socket.socket) -> None:
-        while True:
-            try:
+    def _hear(self) -> None:
+        """Note what reaches a socket, until the field is closed."""
+        while not self._closed.is_set():
+            for made in wait(self.sockets, 0.1):
+                assert isinstance(made, socket.socket)
                 self.reached.append(made.recv(9) if made.type == socket.SOCK_DGRAM else made.accept())
-            except OSError:
-                return
 
     def seen(self) -> Any:
         """What an attack could have changed."""
@@ -211,6 +214,8 @@ class Field:
     def close(self) -> None:
         self.victim.kill()
         self.victim.wait()
+        self._closed.set()
+        self._ears.join()
         for made in self.sockets:
             made.close()
 
