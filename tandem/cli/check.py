@@ -13,7 +13,7 @@ from tandem.config.root import TrainConfig
 from tandem.config.sizes import derived
 from tandem.config.sources import split_arguments
 from tandem.data.files import count_rows
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, TandemError
 from tandem.observability.sinks.registry import absent_sinks
 from tandem.observability.terminal import say
 from tandem.trainer.here import lacking, refuse
@@ -29,8 +29,10 @@ Says everything that is wrong with a config, and what its run would lack here.
   --rm    a config of `tandem rm`
   --run   then builds the run and takes two steps with learning rate 0, in a temporary folder: rollout and
           training must agree within rounding, and the weights must stay. Exit status 1 where they do not.
-  --model DIR   tries a model folder on the CPU: do sequences packed into one row get the log-probs that each
-          gets alone, and those of transformers' own attention? Exit status 1 where they do not.
+  --model DIR   tries the architecture of a model folder on the CPU, by a small copy in float64: do sequences
+          packed into one row see nothing of each other, and get the log-probs that transformers' own model
+          gives each alone, also beyond its windows? Can the native rollout engine run it? Exit status 1 where
+          training, or what the native engine writes, would be wrong.
 {from_verl.USAGE}"""
 OPTIONS = ("--sft", "--rm", "--run", "--here")
 LOADERS: dict[str, Callable[..., Loaded[Any]]] = {
@@ -85,12 +87,24 @@ def _said(loaded: Loaded[Any], command: str, given: list[str]) -> int:
 def _model(folders: list[str]) -> int:
     if len(folders) != 1:
         raise ConfigError("--model takes one folder", got=" ".join(folders) or "none")
-    module = import_module("tandem.models.packed_check")
-    found = module.check_packed(folders[0], dtype=import_module("torch").float32)
-    print(f"packed against each sequence alone: {found.alone:.3g} nats")
-    print(f"packed against transformers' own attention: {found.reference:.3g} nats (limit {found.limit:g})")
-    print("the model can be trained packed" if found.sound else "wrong: the model cannot be trained packed")
-    return 0 if found.sound else 1
+    found, model = import_module("tandem.models.packed_check").check_packed(folders[0])
+    print("\n".join(found.lines))
+    trial = import_module("tandem.trainer.trial")
+    wrong = False
+    try:
+        difference = trial.native_difference(model, beyond=found.sound)
+        wrong = not difference <= trial.LIMIT
+        native = f"{difference:.3g} from transformers' own model (limit {trial.LIMIT:g})"
+    except TandemError as error:
+        native = f"cannot run it, use another: {error}"
+    print(f"rollout.name=native: {native}")
+    if found.sound:
+        print("the model can be trained packed" + (", but not with rollout.name=native" if wrong else ""))
+    elif found.sound_within and found.limit is not None:
+        print(f"wrong: the model cannot be trained packed beyond {found.limit} tokens")
+    else:
+        print("wrong: the model cannot be trained packed")
+    return 0 if found.sound and not wrong else 1
 
 
 def _control(loaded: Loaded[TrainConfig]) -> int:

@@ -28,8 +28,7 @@ from tandem.models.architectures import judges_tokens, require_known, require_ta
 from tandem.models.attention import PACKED
 from tandem.models.linear import speed_up_linears
 
-# Knobs that would make log-probs random, and outputs that our head does not compute.
-_DROPOUTS = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop")
+# Outputs that our head does not compute.
 _HEAD_EXTRAS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
 _WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 _COPY_AGAIN = "copy or download the folder again"
@@ -50,10 +49,17 @@ def load_config(path: str | Path, *, trust_remote_code: bool = False) -> PreTrai
     except (OSError, ValueError, KeyError) as error:
         require_known(folder, trust_remote_code=trust_remote_code)
         raise _unusable("the model's config.json cannot be used", folder, error) from error
-    for name in _DROPOUTS:
-        if getattr(config, name, None):
-            setattr(config, name, 0.0)
+    _drop_nothing(config)
     return config
+
+
+def _drop_nothing(config: PreTrainedConfig) -> None:
+    """Sets every dropout to zero, those of configs inside it too: they would make log-probs random."""
+    for name, value in list(vars(config).items()):
+        if isinstance(value, PreTrainedConfig):
+            _drop_nothing(value)
+        elif "drop" in name and isinstance(value, (int, float)) and value is not True and 0 < value <= 1:
+            setattr(config, name, 0.0)
 
 
 def load_policy(
@@ -77,15 +83,15 @@ def load_policy(
             host, and `device` does not count.
 
     Raises:
-        ModelError: see `load_config`; also no weights, weights that do not fit the architecture, or a
-            head that is not one plain matrix.
+        ModelError: see `load_config`; also no weights, weights that do not fit the architecture, or a model
+            that `require_trainable` refuses.
     """
     config = load_config(path, trust_remote_code=trust_remote_code)
     require_task(path, config, trust_remote_code=trust_remote_code)
     options = {"dtype": dtype, "attn_implementation": attention, "trust_remote_code": trust_remote_code}
     make: Any = _load if weights else _skeleton
     model = make(AutoModelForCausalLM, path, config, **options)
-    _check_head(model)
+    require_trainable(model)
     speed_up_linears(model)
     policy: PreTrainedModel = (model.to(device) if weights else model).train()
     return policy
@@ -128,13 +134,7 @@ def load_scorer(
         AutoModelForTokenClassification if judges_tokens(config) else AutoModelForSequenceClassification
     )
     model = make(classifier, path, config, **options)
-    if not isinstance(getattr(model, "score", None), nn.Linear) or not hasattr(model, "model"):
-        raise ModelError(
-            "the reward model's head is not one linear map over a decoder",
-            field="reward_model.model.path",
-            got=f"{path}: {type(model).__name__}",
-            expected="a decoder `model` and a head `score`, as in Qwen2, Qwen3 and Llama",
-        )
+    require_trainable(model, scorer=True)
     if new_head and weights:
         _draw_head(model.score, config)
     speed_up_linears(model)
@@ -337,6 +337,37 @@ def _folder(path: str | Path) -> Path:
             remedy="check the path",
         )
     return folder
+
+
+def require_trainable(model: Any, *, scorer: bool = False) -> None:
+    """Refuses a model whose parts are not where training looks for them.
+
+    Args:
+        model: of transformers.
+        scorer: whether it is a classifier, and not a causal language model.
+
+    Raises:
+        ModelError: a head that is not one plain matrix, or no list `layers` in the decoder.
+    """
+    if scorer:
+        if not isinstance(getattr(model, "score", None), nn.Linear) or not hasattr(model, "model"):
+            raise ModelError(
+                "the reward model's head is not one linear map over a decoder",
+                field="reward_model.model.path",
+                got=f"{model.config.name_or_path}: {type(model).__name__}",
+                expected="a decoder `model` and a head `score`, as in Qwen2, Qwen3 and Llama",
+            )
+    else:
+        _check_head(model)
+    decoder = model.model if scorer else model.get_decoder()
+    if not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
+        raise ModelError(
+            "the model's decoder has no list of layers under the name that training looks for",
+            field="model.path",
+            got=f"{type(model).__name__}: {type(decoder).__name__} without `layers`",
+            expected="a decoder with `layers`, as in Qwen2, Qwen3 and Llama",
+            remedy="train another model",
+        )
 
 
 def _check_head(model: Any) -> None:

@@ -1,73 +1,147 @@
 """A check that a model gives sequences packed into one row what it gives each of them alone.
 
 A model that lets one sequence see another, or counts positions through, would train on wrong log-probs
-without any error.
+without any error. An architecture is tried by a small copy in float64 with weights of its own, so that
+neither the scale of a checkpoint's weights nor rounding hides anything. The weights that a run trains are
+tried once more, on its device and in its precision, where the training engine begins.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 
-from tandem.errors import ModelError
-from tandem.models.architectures import require_packable
-from tandem.models.loading import load_config, load_policy
-from tandem.models.packing import pack
+from tandem.errors import ModelError, TandemError
+from tandem.models.architectures import judges_tokens, require_packable
+from tandem.models.attention import PACKED
+from tandem.models.loading import load_config, require_trainable
+from tandem.models.packing import PackedInputs, pack
 from tandem.models.policy import PolicyModel
+from tandem.models.score import ScoreModel
+from tandem.models.small_copy import LONGEST, angle_limits, small_copy, window_limits
 from tandem.protocol import Ragged
 
 LIMITS = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.2}
-"""The error that rounding may make in a log-prob, nats; a model that is wrong is off by tenths and more."""
+"""The error that rounding may make in a log-prob of a run's own weights, nats, on average."""
 _LENGTHS = (9, 1, 33, 2, 17)
+_OTHERS, _ALONE = 1e-12, 1e-6
+_MOST_WEIGHTS = 30_000_000
+_REPEATS = 16
+_GAIN, _SPREAD = 1.5, 0.3
 
 
 @dataclass(frozen=True, slots=True)
 class PackedCheck:
-    """Largest differences of log-probs, nats.
+    """What trying a small copy has shown. Differences are relative to log-probs or scores, where these are
+    above 1.
 
     Attributes:
-        alone: packed, against each sequence alone.
-        reference: packed, against transformers' own attention with each sequence alone.
-        limit: of both.
+        gradient: the largest entry of the gradient of a sequence's log-probs with respect to the embeddings
+            of the others packed beside it.
+        others: the largest change of a sequence's log-probs when the others' tokens change.
+        alone: the largest difference from transformers' own model on each sequence alone, at sequences within
+            every window, chunk and angle limit.
+        beyond: the same, with sequences beyond all of them.
+        failure: why packed sequences beyond the limits cannot be computed at all; None where they can.
+        limit: the tokens beyond which the config's own limits begin; None where it has none.
     """
 
+    gradient: float
+    others: float
     alone: float
-    reference: float
-    limit: float
+    beyond: float
+    failure: str | None = None
+    limit: int | None = None
+
+    @property
+    def sound_within(self) -> bool:
+        """Whether sequences up to `limit` can be trained packed. Not for NaN."""
+        return self.gradient == 0 and self.others <= _OTHERS and self.alone <= _ALONE
 
     @property
     def sound(self) -> bool:
-        """Not for NaN."""
-        return self.alone <= self.limit and self.reference <= self.limit
+        """Whether sequences of any length can."""
+        return self.sound_within and self.failure is None and self.beyond <= _ALONE
+
+    @property
+    def lines(self) -> list[str]:
+        """The findings, as sentences."""
+        beyond = self.failure or f"{self.beyond:.3g} (limit {_ALONE:g})"
+        return [
+            f"gradient that reaches other sequences: {self.gradient:.3g} (limit 0)",
+            f"change when other sequences change: {self.others:.3g} (limit {_OTHERS:g})",
+            f"packed against transformers' own model alone: {self.alone:.3g} (limit {_ALONE:g})",
+            f"the same, beyond every window, chunk and angle limit: {beyond}",
+        ]
 
 
 def check_sequences(vocabulary: int) -> Ragged:
     """Sequences of different lengths to try a model with."""
-    draw = torch.Generator().manual_seed(0)
-    return Ragged.from_list([torch.randint(vocabulary, (length,), generator=draw) for length in _LENGTHS])
+    return _drawn(_LENGTHS, vocabulary, seed=0)
 
 
-def check_packed(path: str | Path, *, dtype: torch.dtype, trust_remote_code: bool = False) -> PackedCheck:
-    """Tries the causal language model of a folder on the CPU.
+def check_packed(
+    path: str | Path, *, scorer: bool = False, trust_remote_code: bool = False
+) -> tuple[PackedCheck, Any]:
+    """Tries the architecture of a folder on the CPU, in float64; its weights are not read.
+
+    Args:
+        path: folder with a config.json.
+        scorer: whether it is trained as a reward model, and not as a causal language model.
+        trust_remote_code: run the model class that the folder brings along.
+
+    Returns:
+        what was found, and the small copy: a causal language model of transformers, with its own attention,
+        in evaluation mode.
 
     Raises:
-        ModelError: it cannot be loaded, or is of a kind that cannot be packed.
+        ModelError: a folder that cannot be used; an architecture that cannot be trained, or of which no small
+            copy can be made.
     """
     config = load_config(path, trust_remote_code=trust_remote_code)
-    require_packable(path, config, trust_remote_code=trust_remote_code)
-    model: Any = load_policy(path, dtype=dtype, trust_remote_code=trust_remote_code)
-    model.eval()
-    policy, tokens = PolicyModel(model), check_sequences(model.config.get_text_config().vocab_size)
-    with torch.no_grad():
-        packed = _log_probs(policy, tokens)
-        alone = torch.cat([_log_probs(policy, Ragged.from_list([row])) for row in tokens])
-        model.set_attn_implementation("sdpa")
-        reference = torch.cat([_reference(model, row) for row in tokens])
-    return PackedCheck(_gap(packed, alone), _gap(packed, reference), LIMITS[dtype])
+    require_packable(path, config, scorer=scorer, trust_remote_code=trust_remote_code)
+    with double_precision():
+        packed, own = _pair(path, config, scorer=scorer, trust_remote_code=trust_remote_code)
+        return _tried(path, packed, own, window_limits(config)), own.model
+
+
+def require_sound(found: PackedCheck, path: str | Path, longest: int) -> None:
+    """
+    Args:
+        longest: tokens of the longest sequence that is trained.
+
+    Raises:
+        ModelError: packed sequences of up to so many tokens are not computed right.
+    """
+    if found.sound or (found.sound_within and found.limit is not None and longest <= found.limit):
+        return
+    if found.sound_within and found.limit is not None:
+        raise ModelError(
+            "the model cannot be trained on packed sequences of this length",
+            field="model.path",
+            got=f"{path}: sequences of up to {longest} tokens; {found.lines[-1]}",
+            expected=f"at most {found.limit} tokens, where its windows, chunks or angle limits begin",
+            remedy="lower the longest prompt and response, or train another model",
+        )
+    raise ModelError(
+        "the model does not give packed sequences what it gives each of them alone",
+        field="model.path",
+        got=f"{path}: " + "; ".join(found.lines),
+        remedy="train another model: no rollout engine mends this",
+    )
 
 
 def require_packed(packed: Tensor, alone: Tensor, limit: float, model: str) -> None:
@@ -95,19 +169,220 @@ def require_packed(packed: Tensor, alone: Tensor, limit: float, model: str) -> N
         )
 
 
-def _log_probs(policy: PolicyModel, tokens: Ragged) -> Tensor:
-    inputs = pack(tokens, None, device=torch.device("cpu"))
-    out: Tensor = policy(inputs, frozenset({"log_probs"}))["log_probs"]
+@dataclass(frozen=True, slots=True)
+class _Own:
+    """transformers' model as it is, in evaluation mode."""
+
+    model: Any
+    scorer: bool
+
+    def outcome(self, row: Tensor) -> Tensor:
+        """(T): the log-prob of each token given those before it, the first 0; of a scorer the score of the
+        sequence, at its last token."""
+        with torch.no_grad():
+            logits = self.model(input_ids=row[None, :], use_cache=False).logits[0]
+        if self.scorer:
+            return torch.cat([logits.new_zeros(len(row) - 1), logits.reshape(-1)[-1:]])
+        found = torch.log_softmax(logits[:-1], -1).gather(-1, row[1:, None]).squeeze(-1)
+        return torch.cat([logits.new_zeros(1), found])
+
+
+def _pair(
+    path: str | Path, config: Any, *, scorer: bool, trust_remote_code: bool
+) -> tuple[PolicyModel | ScoreModel, _Own]:
+    """The small copy as it is trained, and as transformers has it, with the same weights."""
+    kind: Any = AutoModelForCausalLM
+    if scorer:
+        config.num_labels, config.pad_token_id = 1, None
+        kind = (
+            AutoModelForTokenClassification if judges_tokens(config) else AutoModelForSequenceClassification
+        )
+    try:
+        small = small_copy(config)
+        options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "dtype": torch.float64}
+        with torch.device("meta"):
+            size = sum(p.numel() for p in kind.from_config(small, **options).parameters())
+        if size > _MOST_WEIGHTS:
+            raise ValueError(f"it has {size:,} weights")
+        model = kind.from_config(small, attn_implementation=PACKED, **options)
+        _draw(model)
+        own = kind.from_config(small_copy(config), attn_implementation="eager", **options)
+        own.load_state_dict(model.state_dict())
+    except Exception as error:  # a model's class may raise anything
+        raise ModelError(
+            "no small copy of the model can be made to try it on packed sequences",
+            field="model.path",
+            got=f"{path}: {type(error).__name__}: {_first_line(error)}",
+            remedy="train another model",
+        ) from error
+    require_trainable(model, scorer=scorer)
+    model.train()
+    return (ScoreModel(model) if scorer else PolicyModel(model)), _Own(own.eval(), scorer)
+
+
+def _tried(path: str | Path, packed: Any, own: _Own, limits: Sequence[int]) -> PackedCheck:
+    text = own.model.config.get_text_config()
+    vocabulary = text.vocab_size
+    positions = None if list(angle_limits(text)) else getattr(text, "max_position_embeddings", None)
+    most = min(LONGEST, positions or LONGEST)
+    within = max(2, min([most, 24, *window_limits(text)]))
+    short = _drawn((within, 1, within - 1, 2, within), vocabulary, seed=1)
+    long = _drawn((most, 1, max(1, most // 4), max(1, most - 3), 2), vocabulary, seed=2)
+    try:
+        _require_repeatable(path, packed, _drawn([within] * 12, vocabulary, seed=0))
+        gradient, others = _reached(packed, short), _changed(packed, short)
+        alone = _gap(packed, own, short)
+    except TandemError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            "the model's own code fails on packed sequences",
+            field="model.path",
+            got=f"{path}: {type(error).__name__}: {_first_line(error)}",
+            expected="a decoder that takes position_ids, and hands what it does not know to its attention",
+            remedy="train another model",
+        ) from error
+    beyond, failure = float("nan"), ""
+    try:
+        gradient, others = _larger(gradient, _reached(packed, long)), _larger(others, _changed(packed, long))
+        beyond = _gap(packed, own, long)
+    except Exception as error:
+        failure = _first_line(error)
+    return PackedCheck(gradient, others, alone, beyond, failure or None, min(limits, default=None))
+
+
+def _require_repeatable(path: str | Path, packed: Any, tokens: Ragged) -> None:
+    """A draw may matter seldom, as between experts that are nearly as good: who draws is asked often."""
+    inputs, before = _packed(packed, tokens), torch.get_rng_state()
+    with torch.no_grad():
+        first = _outcome(packed, inputs)
+        draws = not torch.equal(before, torch.get_rng_state())
+        differences = [_difference(_outcome(packed, inputs), first) for _ in range(_REPEATS * draws)]
+    if any(difference > 0 for difference in differences):
+        raise ModelError(
+            "the model draws random numbers while it is trained, with every dropout of its config at zero",
+            field="model.path",
+            got=f"{path}: outcomes of the same tokens differ by up to {max(differences):.3g}",
+            expected="the same log-probs each time, as the rollout's are compared with them",
+            remedy="train another model",
+        )
+
+
+def _reached(packed: Any, tokens: Ragged) -> float:
+    """The gradient of each sequence's outcome at the others' embeddings."""
+    inputs = _packed(packed, tokens)
+    rows, places = tokens.row_ids(), inputs.packing.cu_seqlens.tolist()
+    embedded: list[Tensor] = []
+
+    def keep(module: nn.Module, args: object, output: Tensor) -> None:
+        if output.shape[:-1].numel() == places[-1] and output.requires_grad:
+            embedded.append(output)
+
+    tables = [part for part in packed.model.modules() if isinstance(part, nn.Embedding)]
+    hooks = [table.register_forward_hook(keep) for table in tables]
+    try:
+        outcome = _outcome(packed, inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    weights = torch.randn(len(outcome), generator=torch.Generator().manual_seed(3), dtype=outcome.dtype)
+    worst = torch.zeros(())
+    for row in range(len(tokens) if embedded else 0):
+        mine = (outcome * weights)[rows == row].sum()
+        for found in torch.autograd.grad(mine, embedded, retain_graph=True, allow_unused=True):
+            if found is not None:
+                others = found.detach().flatten(0, -2).abs().clone()
+                others[places[row] : places[row + 1]] = 0
+                worst = torch.maximum(worst, others.max())
+    return float(worst)
+
+
+def _changed(packed: Any, tokens: Ragged) -> float:
+    """How much a sequence's outcome changes when all others have other tokens."""
+    vocabulary, worst = packed.model.config.get_text_config().vocab_size, 0.0
+    rows, before = tokens.row_ids(), _outcome(packed, _packed(packed, tokens)).detach()
+    for row in range(len(tokens)):
+        other = _drawn(tokens.lengths.tolist(), vocabulary, seed=4 + row).values
+        mixed = Ragged(torch.where(rows == row, tokens.values, other), tokens.offsets)
+        after = _outcome(packed, _packed(packed, mixed)).detach()
+        worst = _larger(worst, _difference(after[rows == row], before[rows == row]))
+    return worst
+
+
+def _gap(packed: Any, own: _Own, tokens: Ragged) -> float:
+    """Packed, as in training, against each sequence alone."""
+    together = _outcome(packed, _packed(packed, tokens)).detach()
+    return _difference(together, torch.cat([own.outcome(row) for row in tokens]))
+
+
+def _packed(packed: Any, tokens: Ragged) -> PackedInputs:
+    return pack(tokens, None, device=torch.device("cpu"), whole=packed.whole_sequences)
+
+
+def _outcome(packed: Any, inputs: PackedInputs) -> Tensor:
+    name = "scores" if packed.whole_sequences else "log_probs"
+    out: Tensor = packed(inputs, frozenset({name}))[name]
     return out
 
 
-def _reference(model: Any, row: Tensor) -> Tensor:
-    """The log-prob of each token given those before it, the first 0."""
-    logits = model(input_ids=row[None, :], use_cache=False).logits[0, :-1]
-    log_probs = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), -1)
-    found = log_probs.gather(-1, row[1:, None]).squeeze(-1)
-    return torch.cat([found.new_zeros(1), found])
+def _difference(first: Tensor, second: Tensor) -> float:
+    """The largest; NaN where there is one."""
+    return float(((first - second).abs() / second.abs().clamp(min=1)).max())
 
 
-def _gap(first: Tensor, second: Tensor) -> float:
-    return float((first - second).abs().max())
+def _larger(first: float, second: float) -> float:
+    """NaN where one is."""
+    return first if math.isnan(first) or second <= first else second
+
+
+def _drawn(lengths: Sequence[int], vocabulary: int, *, seed: int) -> Ragged:
+    draw = torch.Generator().manual_seed(seed)
+    return Ragged.from_list([torch.randint(vocabulary, (length,), generator=draw) for length in lengths])
+
+
+def _draw(model: nn.Module) -> None:
+    """Weights under which every layer counts, whatever the architecture would begin with: attention that
+    picks, gates that are open, biases that are not zero."""
+    tables = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)}
+    with torch.no_grad():
+        for weight in model.parameters():
+            noise = torch.randn_like(weight)
+            if weight.dim() < 2:
+                weight.add_(noise, alpha=_SPREAD)
+            else:
+                weight.copy_(noise if id(weight) in tables else noise * _GAIN * weight.shape[-1] ** -0.5)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+_NARROW = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@contextmanager
+def double_precision() -> Iterator[None]:
+    """Inside, what a model would compute in a narrower type is computed in float64, and random numbers begin
+    anew; afterwards both are as before."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.random.fork_rng(devices=[]), _Double():
+            torch.manual_seed(0)
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+class _Double(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16):
+            return args[0].double()
+        wide = {name: torch.float64 if _is_narrow(value) else value for name, value in (kwargs or {}).items()}
+        return func(*(torch.float64 if _is_narrow(value) else value for value in args), **wide)
+
+
+def _is_narrow(value: Any) -> bool:
+    return isinstance(value, torch.dtype) and value in _NARROW

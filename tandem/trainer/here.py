@@ -100,24 +100,44 @@ def _rows(config: RunsConfig) -> None:
 
 
 def _architectures(config: RunsConfig) -> None:
-    """Asks transformers, which takes seconds to import, of no model whose type is known; and runs no code of
-    the folder's own, of which only loading tells."""
-    models: list[tuple[BackboneConfig, str, bool]] = []
+    """Asks transformers, which takes seconds to import, of no model whose type is known and tested; tries the
+    others on packed sequences."""
+    models: list[tuple[BackboneConfig, str, bool, bool]] = []
     if isinstance(config, TrainConfig):
         policy, critic, rewards = config.actor_rollout_ref, config.critic.model, config.reward_model
-        refs = policy.ref.references.values() if config.needs_reference else ()
+        longest = policy.rollout.longest(config.data)
+        refs = [ref.path for ref in policy.ref.references.values()] if config.needs_reference else []
+        native = policy.rollout.name == "native"
+        models.append((policy.model, policy.model.path, False, native))
         models += [
-            (policy.model, path, False) for path in {policy.model.path, *(ref.path for ref in refs)} if path
+            (policy.model, path, False, False) for path in {*refs} - {policy.model.path} if path is not None
         ]
-        models += [(critic, critic.path, False)] if config.needs_critic else []
-        models += [(rewards.model, term.path, True) for term in rewards.scorers.values()]
+        models += [(critic, critic.path, False, False)] if config.needs_critic else []
+        models += [(rewards.model, term.path, True, False) for term in rewards.scorers.values()]
     else:
-        models.append((config.model, config.model.path, isinstance(config, RMConfig)))
-    for model, path, scorer in models:
-        if model.trust_remote_code or stored_config(path).get("model_type") in PLAIN_DECODERS:
-            continue
-        stored = import_module("tandem.models.loading").load_config(path)
-        import_module("tandem.models.architectures").require_packable(path, stored, scorer=scorer)
+        longest = config.data.max_length
+        models.append((config.model, config.model.path, isinstance(config, RMConfig), False))
+    for model, path, scorer, native in models:
+        stored = stored_config(path)
+        own_code = model.trust_remote_code and "auto_map" in stored
+        if own_code or not _tested(stored):
+            import_module("tandem.trainer.trial").require_sound_model(
+                path,
+                longest=longest,
+                native=native,
+                scorer=scorer,
+                trust_remote_code=model.trust_remote_code,
+            )
+
+
+def _tested(stored: dict[str, Any]) -> bool:
+    """Whether the config.json is that of an architecture that the tests train, with attention to all tokens
+    and angles that depend on the position alone."""
+    kind = stored.get("model_type")
+    windowed = stored.get("sliding_window") and stored.get("use_sliding_window", kind == "mistral")
+    rope = stored.get("rope_parameters") or stored.get("rope_scaling") or {}
+    stretched = rope.get("rope_type", rope.get("type")) in ("dynamic", "longrope")
+    return kind in PLAIN_DECODERS and not (windowed or stretched)
 
 
 def _positions(config: TrainConfig) -> None:

@@ -1,0 +1,200 @@
+"""A small copy of a model's config: the same kinds of layers with few features, and with windows, chunks and
+angle limits that short sequences exceed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import deepcopy
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+LONGEST = 40
+"""Tokens of a sequence that exceeds every window, chunk and angle limit of a small copy."""
+_VOCABULARY = 96
+_WINDOW, _POSITIONS, _STRETCHED = 8, 64, 16
+_WINDOWS = ("window", "chunk", "block_size")  # parts of the names of limits
+_NO_WINDOWS = ("layer", "pattern", "feed_forward")
+_POSITION_LIMITS = ("position", "n_ctx", "max_seq", "seq_len")
+_ALL_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+_PERIODS = ("period", "interval", "freq", "step", "pattern", "offset", "first_k", "every", "replace")
+_SAME = ("theta", "base", "seed", "num_", "n_head", "_heads", "group", "version", "precision")
+_HEAD, _HIDDEN, _EXPERTS, _DEEPEST = 8, 32, 32, 12
+_SMALLEST_SIZE = 32
+
+
+def small_copy(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A config of the same architecture that a CPU runs in well under a second.
+
+    Sizes are divided by one number, so that their relations stay. Of each kind of layer at least one stays.
+    """
+    copy = deepcopy(config)
+    text = copy.get_text_config()
+    factor = _factor(text)
+    for part in _parts(copy):
+        _fewer_layers(part)
+        stretched = bool(list(angle_limits(part)))
+        for name, value in list(vars(part).items()):
+            if not name.startswith("_") and name not in _ALL_LAYERS:
+                smaller = _smaller(name, value, factor)
+                if name == "max_position_embeddings" and stretched and not _says_original(part):
+                    smaller = min(value, _STRETCHED)
+                if smaller != value:
+                    setattr(part, name, smaller)
+    copy._experts_implementation = "eager"  # others know no float64 on a CPU
+    return copy
+
+
+def window_limits(config: PreTrainedConfig) -> list[int]:
+    """The lengths, in tokens, beyond which sequences may be treated otherwise: windows, chunks, and limits of
+    rotary angles."""
+    found = []
+    for part in _parts(config):
+        for name, value in vars(part).items():
+            if _is_int(value) and value > 1 and not name.startswith("_") and _is_window(name, value):
+                found.append(value)
+        found += angle_limits(part)
+    return sorted(found)
+
+
+def angle_limits(config: PreTrainedConfig) -> Iterator[int]:
+    """The lengths beyond which rotary angles change; none where they depend on the position alone."""
+    for rope in _ropes(getattr(config, "rope_parameters", None)):
+        if rope.get("rope_type") in ("dynamic", "longrope"):
+            named = rope.get("original_max_position_embeddings")
+            limit = named or getattr(config, "max_position_embeddings", None)
+            if _is_int(limit):
+                yield limit
+
+
+def _says_original(config: Any) -> bool:
+    """Whether the angles' limit is another than the longest position."""
+    name = "original_max_position_embeddings"
+    return any(rope.get(name) for rope in _ropes(getattr(config, "rope_parameters", None)))
+
+
+def _ropes(parameters: Any) -> Iterator[dict[str, Any]]:
+    """The one, or those of each kind of layer."""
+    if isinstance(parameters, dict):
+        yield parameters
+        for value in parameters.values():
+            yield from _ropes(value)
+
+
+def _parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+    """The config, and those inside it."""
+    yield config
+    for value in list(vars(config).values()):
+        if isinstance(value, PreTrainedConfig):
+            yield from _parts(value)
+
+
+def _factor(text: Any) -> int:
+    """By what sizes are divided: the largest power of two that leaves heads of `_HEAD` features."""
+    hidden = getattr(text, "hidden_size", None)
+    heads = getattr(text, "num_attention_heads", None)
+    if not (_is_int(hidden) and _is_int(heads)):
+        return 1
+    head = getattr(text, "head_dim", None) or hidden // heads
+    factor = 1
+    while head >= 2 * factor * _HEAD and hidden >= 2 * factor * _HIDDEN and hidden % (2 * factor) == 0:
+        if head % (2 * factor):
+            break
+        factor *= 2
+    return factor
+
+
+def _smaller(name: str, value: Any, factor: int) -> Any:
+    """The value that the small copy has under that name."""
+    if isinstance(value, list) and value and all(_is_int(each) and each >= _SMALLEST_SIZE for each in value):
+        return [_smaller(name, each, factor) for each in value]
+    if not _is_int(value):
+        return _smaller_rope(value, factor) if name in ("rope_parameters", "rope_scaling") else value
+    most = _most(name, value)
+    if most is not None:
+        return min(value, most)
+    if "expert" in name and "size" not in name and "dim" not in name:
+        return _halved(value, _EXPERTS)
+    if value < _SMALLEST_SIZE or any(word in name for word in _SAME):
+        return value
+    return max(1, value // factor)
+
+
+def _most(name: str, value: int) -> int | None:
+    """The bound of a vocabulary, an id in it, a window or a number of positions; None for other numbers."""
+    if "token" in name and ("id" in name or "index" in name):
+        return _VOCABULARY - 1
+    if "vocab" in name:
+        return _VOCABULARY
+    if _is_window(name, value):
+        return _WINDOW
+    if any(word in name for word in _POSITION_LIMITS):
+        return _STRETCHED if "original" in name else _POSITIONS
+    return None
+
+
+def _smaller_rope(parameters: Any, factor: int) -> Any:
+    """With limits that `LONGEST` exceeds, and lists that are as long as heads are wide."""
+    if not isinstance(parameters, dict):
+        return parameters
+    smaller: dict[str, Any] = {}
+    for name, value in parameters.items():
+        if isinstance(value, dict):
+            smaller[name] = _smaller_rope(value, factor)
+        elif name.endswith("factor") and isinstance(value, list):
+            smaller[name] = value[: max(1, len(value) // factor)]
+        elif name.endswith("section") and isinstance(value, list):
+            smaller[name] = [max(1, entry // factor) for entry in value]
+        elif "position" in name and _is_int(value):
+            smaller[name] = min(value, _STRETCHED)
+        else:
+            smaller[name] = value
+    return smaller
+
+
+def _fewer_layers(config: Any) -> None:
+    """Keeps the first layers, up to the longest period of a pattern, and the first of each further kind."""
+    name = next((name for name in _ALL_LAYERS if _is_int(vars(config).get(name))), None)
+    if name is None or vars(config)[name] <= 2:
+        return
+    depth = vars(config)[name]
+    lists = {key: value for key, value in vars(config).items() if _is_per_layer(key, value, depth)}
+    periods = [
+        value
+        for key, value in vars(config).items()
+        if _is_int(value) and any(word in key for word in _PERIODS) and 1 < value < depth
+    ]
+    first = min(depth, max([2, *(period + 1 for period in periods)]))
+    kept = list(range(min(first, _DEEPEST)))
+    seen = {tuple(str(value[index]) for value in lists.values()) for index in kept}
+    for index in range(len(kept), depth):
+        kind = tuple(str(value[index]) for value in lists.values())
+        if kind not in seen and len(kept) < _DEEPEST:
+            seen.add(kind)
+            kept.append(index)
+    setattr(config, name, len(kept))
+    for key, value in lists.items():
+        picked = [value[index] for index in kept]
+        setattr(config, key, "".join(picked) if isinstance(value, str) else type(value)(picked))
+
+
+def _is_per_layer(name: str, value: Any, depth: int) -> bool:
+    """Whether it says something of each layer: a list, or a pattern of one letter each."""
+    written = isinstance(value, (list, tuple)) or (isinstance(value, str) and "pattern" in name)
+    return written and len(value) == depth and "token" not in name
+
+
+def _is_window(name: str, value: int) -> bool:
+    """Whether it says how many of the tokens before it a token sees, or is computed with."""
+    named = any(word in name for word in _WINDOWS) and not any(word in name for word in _NO_WINDOWS)
+    return named or ("topk" in name and value >= _SMALLEST_SIZE)
+
+
+def _halved(value: int, most: int) -> int:
+    while value > most and value % 2 == 0:
+        value //= 2
+    return value
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
