@@ -28,7 +28,7 @@ def answer(solution_str: str) -> Quantity | None:
 def answer_text(solution_str: str) -> str | None:
     """The text of the number a response answers with, if any."""
     found = answer(solution_str)
-    return found and found.text()
+    return None if found is None else found.text()
 
 
 @register_reward("arithmetic*", answer=answer_text, bounded=True)

@@ -48,7 +48,7 @@ def answer(solution_str: str, method: Literal["strict", "flexible"] = "strict") 
 def answer_text(solution_str: str, method: Literal["strict", "flexible"] = "strict") -> str | None:
     """The text of the number a response answers with, if any."""
     found = answer(solution_str, method)
-    return found and found.text()
+    return None if found is None else found.text()
 
 
 @register_reward(

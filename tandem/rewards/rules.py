@@ -135,7 +135,7 @@ def numeric(
             raise ValueError(f"the right answer {gold!r:.80} is not a number")
         limits = Decimal(str(absolute)), Decimal(str(relative))
         right = right or (pred is not None and pred.near(number, *limits))
-    return _answered(right, pred and pred.text(), golds)
+    return _answered(right, None if pred is None else pred.text(), golds)
 
 
 @register_reward(bounded=True)
