@@ -145,8 +145,9 @@ class _Form:
     """The form in which a model gets what stands in a row."""
 
     def __init__(self, tokenizer: Any, config: TrainConfig) -> None:
-        self._chat, self._tokenizer = import_module("tandem.data.chat"), tokenizer
-        self._template = self._chat.ChatTemplate(tokenizer, config.data.apply_chat_template_kwargs)
+        self._tokenizer, self._tokens = tokenizer, import_module("tandem.data.tokens")
+        options = config.data.apply_chat_template_kwargs
+        self._template = import_module("tandem.data.chat").ChatTemplate(tokenizer, options)
 
     def text(self, value: Any) -> Any:
         """A text, or token ids."""
@@ -159,7 +160,7 @@ class _Form:
         """The tokens of each."""
         made = list(map(self.text, values))
         texts = [each for each in made if isinstance(each, str)]
-        ids = iter(self._chat.tokenize(self._tokenizer, texts))
+        ids = iter(self._tokens.tokenize(self._tokenizer, texts))
         return [len(next(ids)) if isinstance(each, str) else len(each) for each in made]
 
 

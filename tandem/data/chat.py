@@ -1,28 +1,24 @@
-"""Conversations to text by the tokenizer's chat template, and text to token ids."""
+"""Conversations to text by the tokenizer's chat template."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from jinja2.exceptions import TemplateError
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase
 
 from tandem.data.cache import digest, file_digest
+from tandem.data.tokens import Piece
 from tandem.errors import DataError
 
 Message = dict[str, Any]
-Piece = tuple[str | Sequence[int], bool]
-"""Text or token ids, and whether the model is to learn to write it."""
 
 TEMPLATE_KEY = "model.custom_chat_template"
 """The config key of the template in commands that have one model."""
-TOKENIZE_CHUNK = 4096
-"""Texts per call of the tokenizer: enough to keep it busy, few enough to keep its results small."""
 
 
 class ChatTemplate:
@@ -72,9 +68,9 @@ class ChatTemplate:
         assert isinstance(text, str)
         return text
 
-    def prompt_text(self, prompt: str | Sequence[Message]) -> str:
+    def prompt(self, prompt: str | Sequence[Message]) -> list[Piece]:
         """A prompt up to where the answer begins; text is taken as already formatted. Raises as `render`."""
-        return prompt if isinstance(prompt, str) else self.render(prompt, generation_prompt=True)
+        return [(prompt if isinstance(prompt, str) else self.render(prompt, generation_prompt=True), False)]
 
     def pieces(self, messages: Sequence[Message], tools: list[Any] | None = None) -> list[Piece]:
         """The rendered conversation cut where the assistant's turns begin and end.
@@ -146,27 +142,6 @@ def plain(value: Any) -> Any:
         present = ((name, inner) for name, inner in value.items() if inner is not None)
         return {name: inner if type(inner) is str else plain(inner) for name, inner in present}
     return [plain(inner) for inner in value] if isinstance(value, list | tuple) else value
-
-
-def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[np.ndarray]:
-    """(T_i) int32 token ids of each text as it stands: no special tokens are added."""
-    chunks = (list(texts[start : start + TOKENIZE_CHUNK]) for start in range(0, len(texts), TOKENIZE_CHUNK))
-    return [np.array(ids, dtype=np.int32) for chunk in chunks for ids in _token_ids(tokenizer, chunk)]
-
-
-def _token_ids(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> Iterable[Sequence[int]]:
-    kind = type(tokenizer)
-    fast = PreTrainedTokenizerFast
-    if kind.__call__ is not fast.__call__ or kind._encode_plus is not fast._encode_plus:  # code of its own
-        options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
-        ids: list[list[int]] = tokenizer(texts, **options)["input_ids"]
-        return ids
-    # What the call does, without the offsets of tokens in the text, which are a quarter of its time.
-    backend = tokenizer.backend_tokenizer
-    backend.no_truncation()
-    backend.no_padding()
-    backend.encode_special_tokens = tokenizer.split_special_tokens
-    return [found.ids for found in backend.encode_batch_fast(texts, add_special_tokens=False)]
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -14,11 +14,12 @@ from jinja2.exceptions import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
 from tandem.data.cache import digest
-from tandem.data.chat import ChatTemplate, Piece, plain, tokenize, tokenizer_digest
+from tandem.data.chat import ChatTemplate, plain, tokenizer_digest
+from tandem.data.tokens import Piece, encoded
 from tandem.data.truncation import Limit
 from tandem.errors import DataError
 
-FORMAT = 1
+FORMAT = 2
 """Of the tokens that are kept: those of another are made anew."""
 SHAPE, FAILED, TEMPLATE, EMPTY, UNLEARNT = "shape", "failed", "template", "empty", "unlearnt"
 Problems = dict[str, list[tuple[int, str]]]
@@ -49,8 +50,8 @@ class Form(Protocol):
         ...
 
     def pieces(self, row: dict[str, Any], template: ChatTemplate) -> list[Piece]:
-        """The text, or the token ids, that a row becomes. Pieces are tokenised separately, as they are when
-        the model answers.
+        """The text, or the token ids, that a row becomes. Each piece that is to be learnt begins where
+        the model's answer does; see `tandem.data.tokens.encoded`.
 
         Raises:
             TemplateError: the template refuses the row.
@@ -142,7 +143,7 @@ class Encoder:
         values: list[np.ndarray] = [np.zeros(0, np.int32)]
         masks: list[np.ndarray] = [np.zeros(0, bool)]
         for at, pieces in rows:
-            parts = [*((next(ids), written) for _, written in pieces), (end, True)]
+            parts = [*zip(next(ids), (written for _, written in pieces), strict=True), (end, True)]
             tokens = np.concatenate([part for part, _ in parts])
             lengths[at] = len(tokens)
             if not len(tokens):
@@ -158,23 +159,22 @@ class Encoder:
                     problems[UNLEARNT].append((numbers[at], f"none of its {len(mask)} tokens is learnt"))
         return Part(np.concatenate(values), np.concatenate(masks), lengths, np.zeros(0), problems)
 
-    def _tokenized(self, rows: Sequence[tuple[int, list[Piece]]], problems: Problems) -> Iterator[np.ndarray]:
-        """int32 token ids of each piece."""
-        pieces = [(row, text) for row, parts in rows for text, _ in parts]
-        texts = [text for _, text in pieces if isinstance(text, str)]
+    def _tokenized(
+        self, rows: Sequence[tuple[int, list[Piece]]], problems: Problems
+    ) -> Iterator[list[np.ndarray]]:
+        """int32 token ids of each piece of each row."""
         try:
-            ids = iter(tokenize(self.tokenizer, texts))
-        except Exception:  # of one text: which one?
-            ids = (self._alone(row, text, problems) for row, text in pieces if isinstance(text, str))
-        for _, text in pieces:
-            yield next(ids) if isinstance(text, str) else np.array(text, np.int32)
+            yield from encoded(self.tokenizer, [pieces for _, pieces in rows])
+        except Exception:  # of one row: which one?
+            for row, pieces in rows:
+                yield self._alone(row, pieces, problems)
 
-    def _alone(self, row: int, text: str, problems: Problems) -> np.ndarray:
+    def _alone(self, row: int, pieces: list[Piece], problems: Problems) -> list[np.ndarray]:
         try:
-            return tokenize(self.tokenizer, [text])[0]
+            return encoded(self.tokenizer, [pieces])[0]
         except Exception as error:
             problems[FAILED].append((row, _named(error)))
-            return np.zeros(1, np.int32)
+            return [np.zeros(1, np.int32)] * len(pieces)
 
 
 _json = json.JSONEncoder(default=str).encode

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.data.chat import ChatTemplate, Message, Piece, plain
+from tandem.data.chat import ChatTemplate, Message, plain
+from tandem.data.tokens import Piece
 from tandem.data.validate import conversation_problem, kind, prompt_problem, reward_problem
 from tandem.texts import parse_json
 
@@ -147,7 +148,7 @@ class PromptForm:
         if not messages:
             return [(row[self.prompt_key], False)]
         if not messages[0]["role"]:
-            return [(messages[0]["content"], False)]
+            return template.prompt(messages[0]["content"])
         return [(template.render(messages, generation_prompt=True, tools=self.tools(row)), False)]
 
     def source(self, row: Mapping[str, Any]) -> str:
@@ -240,7 +241,7 @@ class PairForm:
         return None if isinstance(response, str) else f"{self.response_key}: {kind(response)}, not text"
 
     def pieces(self, row: Mapping[str, Any], template: ChatTemplate) -> list[Piece]:
-        return [(template.prompt_text(row[self.prompt_key]), False), (row[self.response_key], True)]
+        return [*template.prompt(row[self.prompt_key]), (row[self.response_key], True)]
 
 
 @dataclass(frozen=True)
@@ -284,7 +285,7 @@ class PreferenceForm:
 
     def pieces(self, row: Mapping[str, Any], template: ChatTemplate) -> list[Piece]:
         if self.prompt_key is not None:
-            return [(template.prompt_text(row[self.prompt_key]), False), (row[self.side], True)]
+            return [*template.prompt(row[self.prompt_key]), (row[self.side], True)]
         return answered(template.pieces(row[self.side]))
 
 
