@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import date
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from tandem.data.cache import digest, file_digest
-from tandem.data.tokens import Piece
+from tandem.data.tokens import Piece, begin
 from tandem.errors import DataError
 
 Message = dict[str, Any]
@@ -68,9 +69,22 @@ class ChatTemplate:
         assert isinstance(text, str)
         return text
 
-    def prompt(self, prompt: str | Sequence[Message]) -> list[Piece]:
-        """A prompt up to where the answer begins; text is taken as already formatted. Raises as `render`."""
-        return [(prompt if isinstance(prompt, str) else self.render(prompt, generation_prompt=True), False)]
+    def prompt(self, prompt: str | Sequence[Message], tools: list[Any] | None = None) -> list[Piece]:
+        """Return a prompt up to where the answer begins.
+
+        A text is taken as already formatted; the begin token that the tokenizer gives texts stands before
+        it, unless the text has it. Raises as `render`.
+        """
+        if not isinstance(prompt, str):
+            return [(self.render(prompt, generation_prompt=True, tools=tools), False)]
+        ids, text = self._begin
+        return [(prompt, False)] if not ids or prompt.startswith(text) else [(ids, False), (prompt, False)]
+
+    @cached_property
+    def _begin(self) -> tuple[list[int], str]:
+        """What the tokenizer puts before a text."""
+        ids = begin(self._tokenizer)
+        return ids, "".join(self._tokenizer.convert_ids_to_tokens(ids))
 
     def pieces(self, messages: Sequence[Message], tools: list[Any] | None = None) -> list[Piece]:
         """The rendered conversation cut where the assistant's turns begin and end.

@@ -92,7 +92,8 @@ class Encoder:
         tokenizer: a Hugging Face tokenizer.
         template: its chat template.
         limit: of a row's tokens.
-        ended: the end-of-sequence token is put after each row; it is the model's to write.
+        ended: the end-of-sequence token is put after each row that does not end in it; it is the model's to
+            write.
         learnt: each row must hold tokens that the model is to write.
     """
 
@@ -137,13 +138,15 @@ class Encoder:
         self, rows: Sequence[tuple[int, list[Piece]]], numbers: Sequence[int], problems: Problems
     ) -> Part:
         """The tokens of the rows' pieces, within the limit."""
-        end = np.array([_eos(self.tokenizer)] if self.ended else [], np.int32)
+        end = _eos(self.tokenizer) if self.ended else None
         ids = self._tokenized([(numbers[at], pieces) for at, pieces in rows], problems)
         lengths = np.zeros(len(numbers), np.int64)
         values: list[np.ndarray] = [np.zeros(0, np.int32)]
         masks: list[np.ndarray] = [np.zeros(0, bool)]
         for at, pieces in rows:
-            parts = [*zip(next(ids), (written for _, written in pieces), strict=True), (end, True)]
+            parts = [*zip(next(ids), (written for _, written in pieces), strict=True)]
+            if end is not None and parts[-1][0][-1:].tolist() != [end]:
+                parts.append((np.array([end], np.int32), True))
             tokens = np.concatenate([part for part, _ in parts])
             lengths[at] = len(tokens)
             if not len(tokens):

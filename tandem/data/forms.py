@@ -149,7 +149,7 @@ class PromptForm:
             return [(row[self.prompt_key], False)]
         if not messages[0]["role"]:
             return template.prompt(messages[0]["content"])
-        return [(template.render(messages, generation_prompt=True, tools=self.tools(row)), False)]
+        return template.prompt(messages, self.tools(row))
 
     def source(self, row: Mapping[str, Any]) -> str:
         """The data source."""

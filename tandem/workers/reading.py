@@ -114,17 +114,18 @@ class Reader:
         at = self._steps(str(pieces[-1][0]), text, len(read)) if self.separator is not None else []
         if len(at) != len(steps):
             raise NotRead(f"{len(steps)} steps were written, and {len(at)} are read")
-        if not (messages and messages[0]["role"]):  # as `tandem rm` reads texts
+        alone = not (messages and messages[0]["role"])
+        if alone and parts[-1][-1:].tolist() != [self.own.eos_token_id]:  # as `tandem rm` reads texts
             read.append(int(self.own.eos_token_id))
         return read, at
 
     def _pieces(self, ids: Tensor, written: Tensor, messages: Any, text: str) -> list[Piece]:
         """The conversation as text, the response last."""
-        if not messages or not messages[0]["role"]:
-            prompt = messages[0]["content"] if messages else str(self.policys.decode(ids[~written].tolist()))
-            return [(prompt, False), (text, True)]
         assert self.own is not None
         template = ChatTemplate(self.own, None, "custom_chat_template")
+        if not messages or not messages[0]["role"]:
+            prompt = messages[0]["content"] if messages else str(self.policys.decode(ids[~written].tolist()))
+            return [*template.prompt(prompt), (text, True)]
         try:
             pieces = template.pieces([*messages, {"role": "assistant", "content": text}])
         except (TemplateError, DataError) as error:

@@ -9,10 +9,10 @@ import pytest
 
 from tandem.data.chat import ChatTemplate
 from tandem.data.encoder import Encoder, Form
-from tandem.data.forms import ConversationForm, PairForm, PreferenceForm
+from tandem.data.forms import ConversationForm, PairForm, PreferenceForm, PromptForm
 from tandem.data.tokens import encoded, tokenize
 from tandem.data.truncation import Limit
-from tests.support.tokenizers import KINDS, metaspace
+from tests.support.tokenizers import KINDS, byte_level, metaspace
 
 MARKERS = ["<|user|>", "<|assistant|>"]
 PLAIN = (
@@ -85,3 +85,44 @@ def test_pairs_and_preferences_read_alike(kind: str) -> None:
     form = PreferenceForm(("chosen", "rejected"), None, None, "chosen")
     pair = {"chosen": talk("The sum?", "The answer"), "rejected": talk("The sum?", "a")}
     assert made(form, pair, tokenizer)[0] == ids
+
+
+def test_a_text_prompt_gets_the_tokenizers_begin_token() -> None:
+    """In training and RL alike, unless it has one; a template writes its own."""
+    tokenizer = metaspace(MARKERS, PLAIN)
+    begin = tokenizer.bos_token_id
+    for form in (
+        PairForm("prompt", "response"),
+        PreferenceForm(("response", "b"), "prompt", None, "response"),
+    ):
+        for prompt in ("The sum", "<s>The sum"):
+            ids, mask = made(form, {"prompt": prompt, "response": "a", "b": "x"}, tokenizer, ended=True)
+            assert ids.count(begin) == 1 and ids[0] == begin and not mask[0]
+            assert ids[:-2] == tokenizer(prompt, add_special_tokens="<s>" not in prompt)["input_ids"]
+    for prompt in ("The sum", "<s>The sum", talk("The sum")):
+        ids = encoder_ids(PromptForm(needs=None), {"prompt": prompt}, tokenizer)
+        assert ids.count(begin) == (0 if isinstance(prompt, list) else 1)
+    text = PromptForm(needs=None, apply_chat_template=True)
+    assert begin not in encoder_ids(text, {"prompt": "The sum"}, tokenizer)
+    assert encoder_ids(PromptForm(needs=None, as_ids=True), {"prompt": [5, 6]}, tokenizer) == [5, 6]
+    assert begin not in encoder_ids(PromptForm(needs=None), {"prompt": "The sum"}, byte_level())
+
+
+def encoder_ids(form: Form, row: dict[str, Any], tokenizer: Any) -> list[int]:
+    encoder = Encoder(form, tokenizer, ChatTemplate(tokenizer, None), Limit(999, ""))
+    return encoder.part([row], [0]).ids.tolist()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_response_that_has_its_end_token_gets_no_other(kind: str) -> None:
+    tokenizer = KINDS[kind]()
+    for response in ("a", "a<|end|>", "<|end|>", ""):
+        for prompt in ("Q:", "Q:<|end|>"):
+            row = {"prompt": prompt, "response": response, "b": "x"}
+            for form in (
+                PairForm("prompt", "response"),
+                PreferenceForm(("response", "b"), "prompt", None, "response"),
+            ):
+                ids, mask = made(form, row, tokenizer, ended=True)
+                learnt = tokenizer.decode(np.array(ids)[mask])
+                assert learnt == ("a<|end|>" if "a" in response else "<|end|>")
