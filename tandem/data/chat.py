@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import date
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from tandem.data.cache import digest, file_digest
 from tandem.data.tokens import Piece, begin
@@ -18,6 +19,7 @@ from tandem.errors import DataError
 
 Message = dict[str, Any]
 
+_MARKS = re.compile(r"{%-?\s*generation\s*-?%}")
 TEMPLATE_KEY = "model.custom_chat_template"
 """The config key of the template in commands that have one model."""
 
@@ -60,7 +62,7 @@ class ChatTemplate:
                 remedy=f"set {self.key}=…",
             )
         text = self._tokenizer.apply_chat_template(
-            plain(messages),
+            self._read(messages),
             tools=tools,
             tokenize=False,
             add_generation_prompt=generation_prompt,
@@ -86,31 +88,64 @@ class ChatTemplate:
         ids = begin(self._tokenizer)
         return ids, "".join(self._tokenizer.convert_ids_to_tokens(ids))
 
-    def pieces(self, messages: Sequence[Message], tools: list[Any] | None = None) -> list[Piece]:
-        """The rendered conversation cut where the assistant's turns begin and end.
+    def marked(
+        self, messages: Sequence[Message], tools: list[Any] | None = None
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Return the conversation as text, and where in it `generation` marks of the template begin and end;
+        no text where it has no marks. Raises as `render`."""
+        template = self._tokenizer.chat_template and self._tokenizer.get_chat_template(None, tools)
+        if not template or not _MARKS.search(template):
+            return "", []
+        options = {**self._tokenizer.special_tokens_map, **self.options}
+        (text,), (marks,) = render_jinja_template(
+            [self._read(messages)],
+            tools=tools,
+            chat_template=template,
+            return_assistant_tokens_mask=True,
+            **options,
+        )
+        return text, marks
 
-        A turn begins where its generation prompt ends. It ends after its end-of-sequence token, or, if
-        the template writes none, with the turn. Joined, the pieces are the rendered conversation.
+    def _read(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages as the template reads them."""
+        given: list[Message] = plain(messages)
+        if not self._in_parts:
+            return given
+        return [{**message, "content": _parts(message.get("content"))} for message in given]
 
-        Args:
-            messages: the first is not the assistant's.
-            tools: that the template is told of, as JSON schemas.
+    @cached_property
+    def _in_parts(self) -> bool:
+        """Whether the template reads no text as content but lists of its parts, as those of images do."""
+        said = "tandem"
 
-        Raises:
-            TemplateError: the template refuses the conversation, or renders a turn differently once
-                others follow, so that it cannot be found in the whole.
-        """
-        whole = self.render(messages, tools=tools)
-        turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-        starts = [self._start(whole, messages[:place], tools) for place in turns]
-        pieces: list[Piece] = []
-        end = 0
-        for place, start, following in zip(turns, starts, [*starts[1:], len(whole)], strict=True):
-            pieces.append((whole[end:start], False))
-            end = self._end(whole, messages[: place + 1], start, following, tools)
-            pieces.append((whole[start:end], True))
-        pieces.append((whole[end:], False))
-        return [piece for piece in pieces if piece[0]]
+        def shown(content: Any) -> bool:
+            asked = [{"role": "user", "content": content}]
+            try:
+                return said in self._tokenizer.apply_chat_template(asked, tokenize=False, **self.options)
+            except Exception:  # whatever a template does with what it does not know
+                return False
+
+        return not shown(said) and shown(_parts(said))
+
+    @property
+    def eos(self) -> str:
+        """The end-of-sequence token, empty where there is none."""
+        return str(self._tokenizer.eos_token or "")
+
+    @cached_property
+    def markers(self) -> tuple[str, ...]:
+        """The tokens that were added to the vocabulary, such as those that begin and end turns."""
+        return tuple(self._tokenizer.get_added_vocab())
+
+    def unfit(self, reason: str) -> DataError:
+        """The error of a template whose assistant's turns cannot be learnt."""
+        return DataError(
+            "the tokenizer's chat template does not show what the model is to write",
+            field="tokenizer.chat_template",
+            got=reason,
+            expected="a turn of the assistant that follows the messages before it and the generation prompt",
+            remedy=f"set a template that keeps earlier messages as they are: {self.key}=…",
+        )
 
     def broken(self, reason: str) -> DataError:
         """The error of a template that is not Jinja, or fails in the same way for every row."""
@@ -122,32 +157,9 @@ class ChatTemplate:
             remedy=f"mend it in the model's folder, or set another: {self.key}=…",
         )
 
-    def _start(self, whole: str, before: Sequence[Message], tools: list[Any] | None) -> int:
-        """Finds where the turn after the messages `before` begins."""
-        prompt = self.render(before, generation_prompt=True, tools=tools)
-        if not whole.startswith(prompt):
-            raise TemplateError(f"it changes the first {len(before)} message(s) once others follow")
-        return len(prompt)
 
-    def _end(
-        self,
-        whole: str,
-        messages: Sequence[Message],
-        start: int,
-        following: int,
-        tools: list[Any] | None,
-    ) -> int:
-        """Finds where the last of `messages` ends; it begins at `start`, its next turn at `following`."""
-        eos = str(self._tokenizer.eos_token or "")
-        turn = self.render(messages, tools=tools)
-        if whole.startswith(turn):
-            last = whole.rfind(eos, start, len(turn)) if eos else -1
-            return last + len(eos) if last >= 0 else len(turn)
-        # Some templates drop the thinking of earlier turns; the end-of-sequence token still ends them.
-        first = whole.find(eos, start, following) if eos else -1
-        if first < 0:
-            raise TemplateError(f"it changes message {len(messages) - 1} once others follow")
-        return first + len(eos)
+def _parts(content: Any) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content or []
 
 
 def plain(value: Any) -> Any:

@@ -222,7 +222,7 @@ class Prompts:
         made: dict[int, list[Piece]] = {}
         for row, record in rows:
             try:
-                made[row] = form.pieces(record, self._template)
+                (made[row],) = form.pieces(record, self._template)
             except TemplateError as error:
                 report.row(row, f"the chat template refuses it: {error}")
         ids = zip(made, encoded(self._tokenizer, list(made.values())), strict=True)

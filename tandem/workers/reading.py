@@ -127,12 +127,10 @@ class Reader:
             prompt = messages[0]["content"] if messages else str(self.policys.decode(ids[~written].tolist()))
             return [*template.prompt(prompt), (text, True)]
         try:
-            pieces = template.pieces([*messages, {"role": "assistant", "content": text}])
+            pieces = answered(template, [*messages, {"role": "assistant", "content": text}])
         except (TemplateError, DataError) as error:
             raise NotRead(f"its chat template does not format the conversation: {error}") from error
-        if not any(written for _, written in pieces):
-            raise NotRead("its chat template leaves out the response")
-        return answered(pieces)
+        return pieces
 
     def _steps(self, response: str, text: str, total: int) -> list[int]:
         """The tokens in which the steps of a response end; it ends a sequence of `total` tokens."""
