@@ -39,6 +39,7 @@ class ChatTemplate:
         self.key = key
         self._tokenizer = tokenizer
         self.options = dict(options or {})
+        self._beginnings: dict[str, str] = {}
 
     def render(
         self,
@@ -136,6 +137,27 @@ class ChatTemplate:
     def markers(self) -> tuple[str, ...]:
         """The tokens that were added to the vocabulary, such as those that begin and end turns."""
         return tuple(self._tokenizer.get_added_vocab())
+
+    def beginning(self, role: str) -> str:
+        """Return the token with which a message of this role begins after the assistant's turn, with the
+        blanks before it; empty where it begins with none that was added to the vocabulary."""
+        if role not in self._beginnings:
+            self._beginnings[role] = self._begun(role)
+        return self._beginnings[role]
+
+    def _begun(self, role: str) -> str:
+        call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+        calls = {"tool_calls": [call]} if role == "tool" else {}
+        before = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", **calls}]
+        try:
+            ended = self.render(before)
+            longer = self.render([*before, {"role": role, "content": "c"}])
+        except Exception:  # whatever a template does with roles that it does not know
+            return ""
+        follows = longer[len(ended) :] if longer.startswith(ended) else ""
+        at = len(follows) - len(follows.lstrip())
+        found = [marker for marker in self.markers if follows.startswith(marker, at)]
+        return follows[:at] + max(found, key=len, default="") if found else ""
 
     def unfit(self, reason: str) -> DataError:
         """The error of a template whose assistant's turns cannot be learnt."""

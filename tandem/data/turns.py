@@ -35,7 +35,8 @@ def examples(
     whose beginning an earlier example is shares one with it, so that most templates make one example of a
     conversation; those that change earlier turns, or leave out their reasoning, make several. What a turn
     holds is what the template marks by `generation`; without marks it is all from the generation prompt to
-    the turn's end.
+    the turn's end. Where the template ends no turn (GLM-4), that is the token that begins the next one, also
+    after the last turn.
 
     Args:
         messages: the first is not the assistant's.
@@ -50,7 +51,7 @@ def examples(
         if message["role"] != "assistant":
             continue
         so_far = messages[: place + 1]
-        turn = _marked(template, so_far, tools) or _turn(template, so_far, tools)
+        turn = _marked(template, so_far, tools) or _turn(template, so_far, tools, _follower(messages, place))
         if made and turn.text.startswith(made[-1].text) and turn.spans[0][0] >= len(made[-1].text):
             turn = _Example(turn.text, (*made.pop().spans, *turn.spans))
         made.append(turn)
@@ -76,13 +77,15 @@ def _marked(template: ChatTemplate, messages: Sequence[Message], tools: list[Any
     return _Example(text[: spans[-1][1]], spans) if spans else None
 
 
-def _turn(template: ChatTemplate, messages: Sequence[Message], tools: list[Any] | None) -> _Example:
-    """The last turn, from the generation prompt to its end."""
+def _turn(
+    template: ChatTemplate, messages: Sequence[Message], tools: list[Any] | None, follower: str
+) -> _Example:
+    """The last turn, from the generation prompt to its end; a message of the role `follower` follows."""
     prompt = template.render(messages[:-1], generation_prompt=True, tools=tools)
     written = _written(template, prompt, messages, tools)
-    text = (prompt + written)[: len(prompt) + _end(template, written)]
-    if text == prompt:
+    if not written:
         raise template.unfit(f"it leaves out the response, message {len(messages) - 1}")
+    text = prompt + _ended(template, written, follower)
     return _Example(text, ((len(prompt), len(text)),))
 
 
@@ -121,10 +124,19 @@ def _thought(message: Mapping[str, Any], opening: str, closing: str) -> str:
     return named[0] if named else before.rpartition(opening)[2] if found else ""
 
 
-def _end(template: ChatTemplate, written: str) -> int:
-    """The length of a turn up to its end: the end-of-sequence token, or another that ends it."""
+def _follower(messages: Sequence[Message], place: int) -> str:
+    """The role of what follows a message: who is next, or would be."""
+    if place + 1 < len(messages):
+        return str(messages[place + 1]["role"])
+    return "tool" if messages[place].get("tool_calls") else "user"
+
+
+def _ended(template: ChatTemplate, written: str, follower: str) -> str:
+    """A turn up to its end: the end-of-sequence token, another that ends it, or what begins the next turn,
+    where the template has no other end."""
     if template.eos and template.eos in written:  # the model stops at the first
-        return written.index(template.eos) + len(template.eos)
+        return written[: written.index(template.eos) + len(template.eos)]
     turn = written.rstrip()
-    ended = any(turn.endswith(marker) and not marker.startswith("</") for marker in template.markers)
-    return len(turn) if ended else len(written)
+    if any(turn.endswith(marker) and not marker.startswith("</") for marker in template.markers):
+        return turn
+    return written + template.beginning(follower)

@@ -48,6 +48,15 @@ CLOSED = (
     + "{{ '\n' }}{% else %}{{ eos_token }}"
     + CLOSE
 )
+OPEN = (
+    LOOP + ROLE + "{{ '\n' + m.content }}{% for call in m.tool_calls or [] %}{{ '<tool_call>f</tool_call>' }}"
+    "{% endfor %}" + PROMPT + CLOSE
+)
+BETWEEN = (
+    LOOP + "{{ ('Q: ' if m.role == 'user' else 'A: ') + m.content }}"
+    "{% if not loop.last %}{{ '\n<|stop|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '\n<|stop|>A: ' }}" + CLOSE
+)
 PRESET = "{% if messages[0].role != 'system' %}{{ '<|system|>Be kind.' }}{% endif %}" + PLAIN
 MARKED = (
     LOOP + ROLE + "{% if m.role == 'assistant' %}"
@@ -60,7 +69,7 @@ PARTS = (
 )
 TEMPLATES = {
     "plain": PLAIN, "begun": BEGUN, "emptied": EMPTIED, "later": LATER, "closed": CLOSED, "preset": PRESET,
-    "marked": MARKED, "parts": PARTS,
+    "marked": MARKED, "parts": PARTS, "open": OPEN, "between": BETWEEN,
 }  # fmt: skip
 
 
@@ -125,6 +134,19 @@ def test_what_follows_the_end_only_at_the_last_turn_is_not_in_the_others() -> No
     stopping.eos_token = "<|stop|>"
     (only,) = examples(ChatTemplate(stopping, None), talk("1?", "2", "3?", "4"))
     assert [text for text, learnt in only if learnt] == ["2<|stop|>", "4<|stop|>"]
+
+
+def test_a_turn_that_nothing_ends_is_ended_by_the_token_that_begins_the_next() -> None:
+    """Also the last, by the token of who would speak then: the model stops there, and must learn it."""
+    assert shown(OPEN, talk("1?", "2", "3?", "4")) == [[f"{U}\n1?{A}", f"*\n2{U}", f"\n3?{A}", f"*\n4{U}"]]
+    called = [*talk("1?"), {"role": "assistant", "content": "", "tool_calls": CALL}]
+    answered = [*called, {"role": "tool", "content": "2"}, {"role": "assistant", "content": "3"}]
+    call = "*\n<tool_call>f</tool_call><|tool|>"
+    assert shown(OPEN, called) == [[f"{U}\n1?{A}", call]]
+    assert shown(OPEN, answered) == [[f"{U}\n1?{A}", call, f"\n2{A}", f"*\n3{U}"]]
+    assert shown(BETWEEN, talk("1?", "2", "3?", "4")) == [
+        ["Q: 1?\n<|stop|>A: ", "*2\n<|stop|>", "Q: 3?\n<|stop|>A: ", "*4\n<|stop|>"]
+    ]
 
 
 def test_marks_of_the_template_say_what_is_learnt() -> None:
