@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import date
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from jinja2.exceptions import UndefinedError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from tandem.data.cache import digest, file_digest
 from tandem.data.tokens import Piece, begin
 from tandem.errors import DataError
+from tandem.texts import parse_json
 
 Message = dict[str, Any]
 
@@ -62,12 +65,11 @@ class ChatTemplate:
                 expected="a Jinja chat template, or a prompt column that is text already formatted",
                 remedy=f"set {self.key}=…",
             )
-        text = self._tokenizer.apply_chat_template(
-            self._read(messages),
-            tools=tools,
-            tokenize=False,
-            add_generation_prompt=generation_prompt,
-            **self.options,
+        text = _either(
+            self.read(messages),
+            lambda read: self._tokenizer.apply_chat_template(
+                read, tools=tools, tokenize=False, add_generation_prompt=generation_prompt, **self.options
+            ),
         )
         assert isinstance(text, str)
         return text
@@ -98,16 +100,15 @@ class ChatTemplate:
         if not template or not _MARKS.search(template):
             return "", []
         options = {**self._tokenizer.special_tokens_map, **self.options}
-        (text,), (marks,) = render_jinja_template(
-            [self._read(messages)],
-            tools=tools,
-            chat_template=template,
-            return_assistant_tokens_mask=True,
-            **options,
+        (text,), (marks,) = _either(
+            self.read(messages),
+            lambda read: render_jinja_template(
+                [read], tools=tools, chat_template=template, return_assistant_tokens_mask=True, **options
+            ),
         )
         return text, marks
 
-    def _read(self, messages: Sequence[Message]) -> list[Message]:
+    def read(self, messages: Sequence[Message]) -> list[Message]:
         """The messages as the template reads them."""
         given: list[Message] = plain(messages)
         if not self._in_parts:
@@ -134,9 +135,11 @@ class ChatTemplate:
         return str(self._tokenizer.eos_token or "")
 
     @cached_property
-    def markers(self) -> tuple[str, ...]:
-        """The tokens that were added to the vocabulary, such as those that begin and end turns."""
-        return tuple(self._tokenizer.get_added_vocab())
+    def markers(self) -> tuple[tuple[str, bool], ...]:
+        """The tokens that were added to the vocabulary, such as those that begin and end turns, and whether
+        each is a special one."""
+        added = self._tokenizer.added_tokens_decoder.values()
+        return tuple((token.content, token.special) for token in added)
 
     def beginning(self, role: str) -> str:
         """Return the token with which a message of this role begins after the assistant's turn, with the
@@ -156,7 +159,7 @@ class ChatTemplate:
             return ""
         follows = longer[len(ended) :] if longer.startswith(ended) else ""
         at = len(follows) - len(follows.lstrip())
-        found = [marker for marker in self.markers if follows.startswith(marker, at)]
+        found = [marker for marker, _ in self.markers if follows.startswith(marker, at)]
         return follows[:at] + max(found, key=len, default="") if found else ""
 
     def unfit(self, reason: str) -> DataError:
@@ -178,6 +181,34 @@ class ChatTemplate:
             expected="a Jinja template that takes messages of role and content",
             remedy=f"mend it in the model's folder, or set another: {self.key}=…",
         )
+
+
+def _either(messages: list[Message], run: Callable[[list[Message]], Any]) -> Any:
+    """What becomes of messages; where the template wants the arguments of tool calls as JSON and they are a
+    mapping, or the other way round, of them so."""
+    try:
+        return run(messages)
+    except (TypeError, UndefinedError):
+        other = _otherwise(messages)
+        if other == messages:
+            raise
+        return run(other)
+
+
+def _otherwise(value: Any) -> Any:
+    """The value with all `arguments` in it as JSON where they are a mapping, and the other way round."""
+    if isinstance(value, list):
+        return [_otherwise(inner) for inner in value]
+    if not isinstance(value, dict):
+        return value
+    changed = {name: _otherwise(inner) for name, inner in value.items()}
+    given = value.get("arguments")
+    if isinstance(given, dict):
+        changed["arguments"] = json.dumps(given, ensure_ascii=False)
+    elif isinstance(given, str):
+        with suppress(ValueError):
+            changed["arguments"] = parse_json(given)
+    return changed
 
 
 def _parts(content: Any) -> Any:

@@ -137,6 +137,6 @@ def _ended(template: ChatTemplate, written: str, follower: str) -> str:
     if template.eos and template.eos in written:  # the model stops at the first
         return written[: written.index(template.eos) + len(template.eos)]
     turn = written.rstrip()
-    if any(turn.endswith(marker) and not marker.startswith("</") for marker in template.markers):
+    if any(turn.endswith(marker) and (special or marker[:2] != "</") for marker, special in template.markers):
         return turn
     return written + template.beginning(follower)

@@ -165,6 +165,17 @@ def test_a_template_of_parts_is_given_parts() -> None:
     assert template.prompt(talk("1?")) == [(f"{U}1?{END}{A}", False)]
 
 
+@pytest.mark.parametrize("arguments", [{"x": "é"}, '{"x": "é"}'])
+def test_arguments_of_calls_are_given_as_the_template_wants_them(arguments: Any) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [*talk("1?"), {"role": "assistant", "content": "", "tool_calls": [call]}]
+    calls = "{% for call in m.tool_calls or [] %}{% set given = call.function.arguments %}"
+    text = PLAIN.replace("{{ m.content", calls + "{{ 'f' + given }}{% endfor %}{{ m.content")
+    assert shown(text, messages)[0][1] == f'*f{{"x": "é"}}{END}'
+    pairs = "{% for name, value in given.items() %}{{ name + value }}{% endfor %}{% endfor %}{{ m.content"
+    assert shown(PLAIN.replace("{{ m.content", calls + pairs), messages)[0][1] == f"*xé{END}"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_every_turn_follows_what_the_model_meets(name: str, kind: str) -> None:
