@@ -40,9 +40,11 @@ def encoded(
 
 def begin(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the ids that the tokenizer puts before a text: those of its begin token, if it gives one."""
-    bare, whole = (list(tokenizer("a", add_special_tokens=add)["input_ids"]) for add in (False, True))
-    starts = (at for at in range(len(whole)) if whole[at : at + len(bare)] == bare)
-    return whole[: next(starts, 0)]
+    ids = list(tokenizer("")["input_ids"])
+    after = {tokenizer.eos_token_id, getattr(tokenizer, "sep_token_id", None)} - {tokenizer.bos_token_id}
+    while ids and ids[-1] in after:
+        ids.pop()
+    return ids
 
 
 _Tokenize = Callable[[list[str]], list[np.ndarray]]

@@ -6,11 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models, processors
+from transformers import PreTrainedTokenizerFast
 
 from tandem.data.chat import ChatTemplate
 from tandem.data.encoder import Encoder, Form
 from tandem.data.forms import ConversationForm, PairForm, PreferenceForm, PromptForm
-from tandem.data.tokens import encoded, tokenize
+from tandem.data.tokens import begin, encoded, tokenize
 from tandem.data.truncation import Limit
 from tests.support.tokenizers import KINDS, byte_level, metaspace
 
@@ -90,22 +92,22 @@ def test_pairs_and_preferences_read_alike(kind: str) -> None:
 def test_a_text_prompt_gets_the_tokenizers_begin_token() -> None:
     """In training and RL alike, unless it has one; a template writes its own."""
     tokenizer = metaspace(MARKERS, PLAIN)
-    begin = tokenizer.bos_token_id
+    first = tokenizer.bos_token_id
     for form in (
         PairForm("prompt", "response"),
         PreferenceForm(("response", "b"), "prompt", None, "response"),
     ):
         for prompt in ("The sum", "<s>The sum"):
             ids, mask = made(form, {"prompt": prompt, "response": "a", "b": "x"}, tokenizer, ended=True)
-            assert ids.count(begin) == 1 and ids[0] == begin and not mask[0]
+            assert ids.count(first) == 1 and ids[0] == first and not mask[0]
             assert ids[:-2] == tokenizer(prompt, add_special_tokens="<s>" not in prompt)["input_ids"]
     for prompt in ("The sum", "<s>The sum", talk("The sum")):
         ids = encoder_ids(PromptForm(needs=None), {"prompt": prompt}, tokenizer)
-        assert ids.count(begin) == (0 if isinstance(prompt, list) else 1)
+        assert ids.count(first) == (0 if isinstance(prompt, list) else 1)
     text = PromptForm(needs=None, apply_chat_template=True)
-    assert begin not in encoder_ids(text, {"prompt": "The sum"}, tokenizer)
+    assert first not in encoder_ids(text, {"prompt": "The sum"}, tokenizer)
     assert encoder_ids(PromptForm(needs=None, as_ids=True), {"prompt": [5, 6]}, tokenizer) == [5, 6]
-    assert begin not in encoder_ids(PromptForm(needs=None), {"prompt": "The sum"}, byte_level())
+    assert first not in encoder_ids(PromptForm(needs=None), {"prompt": "The sum"}, byte_level())
 
 
 def encoder_ids(form: Form, row: dict[str, Any], tokenizer: Any) -> list[int]:
@@ -126,3 +128,15 @@ def test_a_response_that_has_its_end_token_gets_no_other(kind: str) -> None:
                 ids, mask = made(form, row, tokenizer, ended=True)
                 learnt = tokenizer.decode(np.array(ids)[mask])
                 assert learnt == ("a<|end|>" if "a" in response else "<|end|>")
+
+
+@pytest.mark.parametrize("single", ["<s> $A", "<s> $A <|end|>", "<s>:0 <|user|>:0 $A:0", "$A <|end|>", "$A"])
+def test_the_begin_token_is_what_stands_before_a_text_and_no_end(single: str) -> None:
+    """Of any vocabulary, and of several tokens (GLM's)."""
+    core = Tokenizer(models.WordLevel({"1": 0}))
+    core.add_special_tokens(["<s>", "<|end|>", "<|user|>"])
+    known = [(token, core.token_to_id(token)) for token in ("<s>", "<|end|>", "<|user|>")]
+    core.post_processor = processors.TemplateProcessing(single=single, special_tokens=known)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="<|end|>")
+    ids = tokenizer("1")["input_ids"]
+    assert begin(tokenizer) == ids[: ids.index(0)]
