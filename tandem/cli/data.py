@@ -155,7 +155,8 @@ class _Form:
         if isinstance(value, list) and value and isinstance(value[0], Mapping):
             answered = value[-1].get("role") == "assistant"
             return [(self._template.render(value, generation_prompt=not answered), False)]
-        return [(value, False)] if isinstance(value, list) else []
+        is_ids = isinstance(value, list) and all(isinstance(token, int) for token in value)
+        return [(value, False)] if is_ids else []
 
     def ids(self, values: list[Any]) -> list[list[int]]:
         """The token ids of each."""
