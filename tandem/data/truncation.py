@@ -79,10 +79,13 @@ class Limit:
 
     def _refuse_long(self, lengths: np.ndarray, rows: np.ndarray, files: DataFiles) -> None:
         problems = RowProblems(files.where)
-        for at in np.flatnonzero(lengths > self.tokens).tolist():
-            problems.add(int(rows[at]), f"{lengths[at]} tokens")
+        numbers, places = np.unique(rows, return_inverse=True)
+        longest = np.zeros(len(numbers), np.int64)
+        np.maximum.at(longest, places, lengths)
+        for at in np.flatnonzero(longest > self.tokens).tolist():
+            problems.add(int(numbers[at]), f"{longest[at]} tokens")
         problems.raise_if_any(
-            f"of {len(lengths)} are over the length limit",
+            f"of {len(numbers)} are over the length limit",
             field=self.field,
             expected=f"at most {self.tokens} tokens; the longest has {lengths.max()}",
             remedy=f"raise {self.field}, or set data.filter_overlong_prompts=True (drops prompts) or "
