@@ -88,7 +88,7 @@ WRONG = {
         f"{A}.optim.lr_scheduler_type",
         "unknown value",
         "one of constant, linear, cosine, wsd",
-        None,
+        "did you mean constant?",
     ),
     "nan": ([f"{A}.optim.lr=.nan"], f"{A}.optim.lr", "out of range", "number >= 0", None),
     "negative size": (
