@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import logging
 
 from tandem.checkpoint.shards import ShardWriter
 from tandem.checkpoint.staging import staged
@@ -70,6 +71,7 @@ def export(
         )
     if generation_config is not None:
         skeleton.generation_config = generation_config
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # it would count no files
     with staged(out) as folder:
         skeleton.save_pretrained(folder, state_dict={})  # all but the weights
         tokenizer.save_pretrained(folder)

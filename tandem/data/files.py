@@ -198,6 +198,7 @@ def _shared_columns(
     for file in files:
         missing = [[name for name in wanted if name not in file.columns] for wanted in alternatives]
         if all(missing):
+            _refuse_numbers(file, [wanted[0] for wanted in alternatives], keys)
             raise DataError(
                 "missing column " + " or ".join(dict.fromkeys(" and ".join(map(repr, n)) for n in missing)),
                 field=str(file.path),
@@ -213,6 +214,24 @@ def _shared_columns(
         got="; ".join(", ".join(file.columns) for file in files),
         expected=f"{expected}, the same in every file",
     )
+
+
+def _refuse_numbers(file: File, texts: Sequence[str], keys: Sequence[str]) -> None:
+    """
+    Raises:
+        DataError: a column of texts or messages holds numbers; then it is not the one that is meant, whatever
+            else is missing.
+    """
+    for name in texts:
+        kind = file.schema.field(name).type if name in file.columns else None
+        if kind is not None and (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
+            raise DataError(
+                f"the column {name!r} holds numbers",
+                field=str(file.path),
+                got=f"{name}: {kind}; columns {', '.join(file.columns)}",
+                expected="text, or a list of {role, content}",
+                remedy="rename the columns" + (f", or name yours with {' or '.join(keys)}" if keys else ""),
+            )
 
 
 def _nearest(missing: Sequence[str], columns: Sequence[str]) -> str:

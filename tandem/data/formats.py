@@ -45,14 +45,18 @@ class Part(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class File:
     path: Path
-    columns: list[str]
+    schema: pa.Schema
     read: Callable[[list[str]], Part]
+
+    @property
+    def columns(self) -> list[str]:
+        return list(self.schema.names)
 
 
 def open_file(path: Path, cache: Cache | None) -> File:
     if is_task(str(path)):
         made = pa.Table.from_pylist(parse(str(path)).rows())
-        return File(path, made.column_names, lambda names: Part(made.select(names), None, digest(str(path))))
+        return File(path, made.schema, lambda names: Part(made.select(names), None, digest(str(path))))
     if not path.is_file():
         raise DataError(
             "is a folder" if path.is_dir() else "no such data file",
@@ -64,11 +68,10 @@ def open_file(path: Path, cache: Cache | None) -> File:
         raise _empty(path)
     try:
         if format_of(path) != PARQUET:
-            whole = Part(whole_table(path)) if cache is None else _text_part(path, cache)
-            return File(
-                path, whole.table.column_names, lambda names: whole._replace(table=whole.table.select(names))
-            )
+            return _whole(path, Part(whole_table(path)) if cache is None else _text_part(path, cache))
         parquet = pa_parquet.ParquetFile(path)
+        if parquet.metadata.num_rows == 0:
+            raise _empty(path)
 
         def read(names: list[str]) -> Part:
             if cache is None:
@@ -76,11 +79,17 @@ def open_file(path: Path, cache: Cache | None) -> File:
             batches = partial(parquet.iter_batches, BATCH_ROWS, columns=names)
             return _kept(path, cache, lambda: map(pa.Table.from_batches, zip(batches())), names)
 
-        return File(path, parquet.schema_arrow.names, read)
+        return File(path, parquet.schema_arrow, read)
     except DataError:
         raise
     except UNREADABLE as error:
         raise unreadable(path, error) from error
+
+
+def _whole(path: Path, part: Part) -> File:
+    if part.table.num_rows == 0:
+        raise _empty(path)
+    return File(path, part.table.schema, lambda names: part._replace(table=part.table.select(names)))
 
 
 def _text_part(path: Path, cache: Cache) -> Part:
@@ -204,8 +213,6 @@ def read_columns(file: File, columns: list[str]) -> Part:
             part.table.validate(full=True)  # texts that are no UTF-8 come to light here, and not row by row
     except (OSError, pa.ArrowException) as error:
         raise unreadable(file.path, error) from error
-    if part.table.num_rows == 0:
-        raise _empty(file.path)
     return part
 
 

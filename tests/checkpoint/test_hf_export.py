@@ -11,6 +11,7 @@ from transformers import (
     Qwen2Tokenizer,
     Qwen3Config,
 )
+from transformers.utils import logging
 
 from tandem.checkpoint.hf_export import export
 from tandem.errors import CheckpointError
@@ -55,12 +56,16 @@ def reused_buffer(model):
 @pytest.mark.parametrize("config_class", [Qwen2Config, Qwen3Config, LlamaConfig])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("max_shard_bytes", [10**9, 12_000])
-def test_transformers_loads_identical_logits(tmp_path, tokenizer, config_class, tied, max_shard_bytes):
+def test_transformers_loads_identical_logits(
+    tmp_path, tokenizer, config_class, tied, max_shard_bytes, capsys
+):
     model = make_model(config_class, tied)
+    logging.enable_progress_bar()
     out = export(
         reused_buffer(model), model.config, tokenizer, tmp_path / "out", torch.float32,
         max_shard_bytes=max_shard_bytes,
     )  # fmt: skip
+    assert capsys.readouterr() == ("", "")
     loaded, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert loaded.dtype == torch.float32
