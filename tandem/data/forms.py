@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -315,6 +316,8 @@ def _ending_problem(messages: Any) -> str | None:
 
 
 def _margin_problem(key: str, margin: Any) -> str | None:
+    with suppress(ValueError):
+        margin = float(margin) if isinstance(margin, str) else margin
     if isinstance(margin, bool) or not isinstance(margin, int | float):
         return f"{key}: {kind(margin)}, not a number"
     return None if math.isfinite(margin) else f"{key}: {margin}, not a finite number"
