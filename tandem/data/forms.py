@@ -14,8 +14,9 @@ from tandem.texts import parse_json
 
 UNNAMED = "data"
 """The data source of rows that name none, for metrics."""
-RESERVED = ("response", "responses", "completion", "completions", "completion_ids")
-"""Names of what the policy writes, in reward functions that read columns by name."""
+RESERVED = ("response", "responses")
+"""Names of what the policy writes, in reward functions that read columns by name. Columns of the names that
+TRL has for it are not given to the function, as in TRL."""
 PARAMETERS = "the parameters or arguments of your reward function"
 """What else names columns."""
 
