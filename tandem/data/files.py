@@ -30,6 +30,7 @@ from tandem.data.formats import (
     unreadable,
     whole_table,
 )
+from tandem.data.values import refuse_conversions
 from tandem.errors import DataError
 from tandem.tasks import is_task, parse
 
@@ -134,6 +135,7 @@ def read_files(
     parts = [read_columns(file, file.columns if names is None else names) for file in there]
     starts = [0, *accumulate(part.table.num_rows for part in parts[:-1])]
     try:
+        refuse_conversions(part.table.schema for part in parts)
         if cache is not None:
             parts = as_one(parts, cache)
         whole = pa.concat_tables([part.table for part in parts], promote_options="permissive")

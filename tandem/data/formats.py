@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import gzip
 import io
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.csv as pa_csv
@@ -19,9 +18,10 @@ import pyarrow.parquet as pa_parquet
 
 from tandem.data.cache import BATCH_ROWS, Cache, digest, file_digest, lies_in_file, mapped, write_arrow
 from tandem.data.depth import Shallow
+from tandem.data.values import leaves, table_of
 from tandem.errors import DataError
 from tandem.tasks import is_task, parse
-from tandem.texts import parse_json
+from tandem.texts import parse_exact
 
 ARROW, CSV, JSON, LINES, PARQUET = "Arrow", "CSV", "JSON", "JSON-lines", "parquet"
 FORMATS = {".arrow": ARROW, ".feather": ARROW, ".csv": CSV, ".json": JSON, ".jsonl": LINES}
@@ -30,6 +30,8 @@ UNREADABLE = (OSError, EOFError, ValueError, OverflowError, RecursionError, pa.A
 BLOCK_BYTES = 64 << 20
 """Read at a time, and the longest line of a JSON-lines file: Arrow's default, 1 MiB, is less than a long
 conversation."""
+_READING = 2
+"""Of the way in which files are read: copies that were made in another are made anew."""
 _PACKED = 5
 """About how many bytes gzip makes of one."""
 
@@ -108,7 +110,7 @@ def _kept(
         tables: gives them, each time it is called.
         names: of their columns, where they are not all.
     """
-    told = digest(file_digest(path), names)
+    told = digest(_READING, file_digest(path), names)
     place = cache.entry(f"rows-{told}.arrow", f"the rows of {path}", lambda to: write_arrow(to, tables))
     return Part(mapped(place), place, told)
 
@@ -158,23 +160,35 @@ def whole_table(path: Path) -> pa.Table:
     """All of a file that is not parquet."""
     kind = format_of(path)
     if kind == CSV:
-        return pa_csv.read_csv(path)
+        return _open_csv(path).read_all()
     if kind == ARROW:
         return mapped(path)
     with opened(path) as file:
         if kind == JSON and file.read(64).lstrip()[:1] == b"[":
             file.seek(0)
-            rows = parse_json(Shallow(file).read())
-            if not all(isinstance(row, dict) for row in rows):
-                raise ValueError("a list of other things than objects")
-            names = dict.fromkeys(name for row in rows for name in row)
-            return pa.table({name: [row.get(name) for row in rows] for name in names})
+            return table_of(parse_exact(Shallow(file).read()))
         file.seek(0)
         return _json_lines(file)
 
 
 def _json_lines(source: IO[bytes]) -> pa.Table:
-    return pa_json.read_json(Shallow(source), read_options=pa_json.ReadOptions(block_size=BLOCK_BYTES))
+    """The rows of JSON lines, from the beginning of `source`. Arrow makes times of texts that look like them,
+    and numbers with a point of whole ones that it cannot hold: where it has either, Python reads."""
+    options = pa_json.ReadOptions(block_size=BLOCK_BYTES)
+    table = pa_json.read_json(Shallow(source), read_options=options)
+    kinds = {kind for field in table.schema for _, kind in leaves(field.type)}
+    if not any(kind.startswith(("floating", "times")) for kind in kinds):
+        return table
+    source.seek(0)
+    return table_of(_parsed_lines(source))
+
+
+def _parsed_lines(source: IO[bytes]) -> Iterator[Any]:
+    for number, line in enumerate(line for line in source if line.strip()):
+        try:
+            yield parse_exact(line)
+        except ValueError as error:
+            raise ValueError(f"row {number}: {error}") from error
 
 
 def _blocks(path: Path) -> Iterator[pa.Table]:
@@ -183,7 +197,7 @@ def _blocks(path: Path) -> Iterator[pa.Table]:
     if kind == ARROW:
         yield from (pa.Table.from_batches([batch]) for batch in mapped(path).to_batches())
     if kind == CSV:
-        yield from _csv_blocks(path)
+        yield from map(pa.Table.from_batches, zip(_open_csv(path)))
     if kind in (ARROW, CSV):
         return
     with opened(path) as file:
@@ -196,14 +210,12 @@ def _blocks(path: Path) -> Iterator[pa.Table]:
         yield whole_table(path)
 
 
-def _csv_blocks(path: Path) -> Iterator[pa.Table]:
-    blocks = partial(pa_csv.open_csv, path, read_options=pa_csv.ReadOptions(block_size=BLOCK_BYTES))
-    try:
-        deque(blocks(), maxlen=0)
-    except pa.ArrowInvalid:  # the first block does not tell the types of all, or the file is broken
-        yield whole_table(path)
-    else:
-        yield from map(pa.Table.from_batches, zip(blocks()))
+def _open_csv(path: Path) -> pa_csv.CSVStreamingReader:
+    """The rows of a CSV file, a block at a time; all fields are texts, as they stand there."""
+    options = pa_csv.ReadOptions(block_size=BLOCK_BYTES)
+    names = pa_csv.open_csv(path, read_options=options).schema.names
+    texts = pa_csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=False)
+    return pa_csv.open_csv(path, read_options=options, convert_options=texts)
 
 
 def read_columns(file: File, columns: list[str]) -> Part:

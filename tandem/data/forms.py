@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +16,9 @@ from tandem.texts import parse_json
 
 UNNAMED = "data"
 """The data source of rows that name none, for metrics."""
-RESERVED = ("response", "responses", "completion", "completions", "completion_ids")
-"""Names of what the policy writes, in reward functions that read columns by name."""
+RESERVED = ("response", "responses")
+"""Names of what the policy writes, in reward functions that read columns by name. Columns of the names that
+TRL has for it are not given to the function, as in TRL."""
 PARAMETERS = "the parameters or arguments of your reward function"
 """What else names columns."""
 
@@ -319,6 +321,8 @@ def _ending_problem(messages: Any) -> str | None:
 
 
 def _margin_problem(key: str, margin: Any) -> str | None:
+    with suppress(ValueError):
+        margin = float(margin) if isinstance(margin, str) else margin
     if isinstance(margin, bool) or not isinstance(margin, int | float):
         return f"{key}: {kind(margin)}, not a number"
     return None if math.isfinite(margin) else f"{key}: {margin}, not a finite number"

@@ -252,7 +252,7 @@ FILES: dict[str, tuple[str, Broken, str]] = {
     "a number beyond 64 bits": (
         "a.json",
         lambda rows: json.dumps([{**rows[0], "extra_info": {"index": 10**30}}, *rows]).encode(),
-        "row 0: cannot be read: ",
+        "row 0: extra_info.index: 64 bits do not hold the number 1000",
     ),
     "lists in lists without end": (
         "a.jsonl",
