@@ -151,7 +151,10 @@ class ChatTemplate:
     def _begun(self, role: str) -> str:
         call = {"type": "function", "function": {"name": "f", "arguments": {}}}
         calls = {"tool_calls": [call]} if role == "tool" else {}
-        before = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", **calls}]
+        before: list[Message] = [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "b", **calls},
+        ]
         try:
             ended = self.render(before)
             longer = self.render([*before, {"role": role, "content": "c"}])
