@@ -31,14 +31,15 @@ from tandem.data.chat import ChatTemplate
 from tandem.data.files import count_rows
 from tandem.data.tokens import encoded
 from tandem.errors import ConfigError
-from tandem.models.loading import load_tokenizer
+from tandem.models.ends import stop_token_ids
+from tandem.models.vocabulary import tokenizer_of
 from tandem.observability.terminal import say
 from tandem.protocol import DataProto, Ragged
 from tandem.trainer.assembly import build_ppo
 from tandem.trainer.here import lacking, refuse
 from tandem.trainer.loop import Step
 from tandem.trainer.run import run_ppo, run_rm, run_sft
-from tandem.trainer.sampling_params import sampling, stop_token_ids
+from tandem.trainer.sampling_params import sampling
 
 Algorithm = str | Callable[..., Any]
 OnStep = Callable[[int, Mapping[str, float]], Any]
@@ -158,7 +159,7 @@ class Trainer:
         """
         self._require_open()
         model, data = self.config.actor_rollout_ref.model, self.config.data
-        tokenizer = load_tokenizer(model.tokenizer_path, custom_chat_template=model.custom_chat_template)
+        tokenizer = tokenizer_of(model, "actor_rollout_ref.model")
         template = ChatTemplate(tokenizer, data.apply_chat_template_kwargs)
         ids = [np.concatenate(parts) for parts in encoded(tokenizer, list(map(template.prompt, prompts)))]
         rows = Ragged.from_lengths(torch.from_numpy(np.concatenate(ids)).to(torch.int64), list(map(len, ids)))

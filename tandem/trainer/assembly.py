@@ -8,12 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
-from transformers import PreTrainedTokenizerBase
-
 from tandem.algorithms.entropy import AdaptiveEntropyController
 from tandem.algorithms.kl import AdaptiveKLController, FixedKLController, kl_controller
 from tandem.config.actor import ActorConfig
-from tandem.config.model import ModelConfig
 from tandem.config.root import TrainConfig
 from tandem.config.schema import keys, value_at
 from tandem.config.supervised import RMConfig, SFTConfig, SupervisedConfig
@@ -22,12 +19,9 @@ from tandem.data.loader import batches_of
 from tandem.errors import ConfigError
 from tandem.hub import fetch_weights
 from tandem.loading import load_function
-from tandem.models.loading import (
-    lacks_score_head,
-    load_config,
-    load_tokenizer,
-    position_limit,
-)
+from tandem.models.ends import stop_token_ids
+from tandem.models.loading import lacks_score_head, load_config, position_limit
+from tandem.models.vocabulary import tokenizer_of
 from tandem.observability.stacks import withdraw_stacks
 from tandem.rewards import Scorer, check_sources, own_reward
 from tandem.rewards.combination import combination_of
@@ -42,7 +36,7 @@ from tandem.trainer.placing import CONTROLLER_POOL, Cast, cast_roles, configured
 from tandem.trainer.planning import predicted, run_worst_batches, tell_plan
 from tandem.trainer.ppo import PPOTrainer
 from tandem.trainer.prompts import Prompts
-from tandem.trainer.sampling_params import sampling, stop_token_ids
+from tandem.trainer.sampling_params import sampling
 from tandem.trainer.schedule import Schedule
 from tandem.trainer.scoring import Scoring
 from tandem.trainer.session import OpenRun, RunsConfig, Session, open_run
@@ -81,7 +75,7 @@ def build_ppo(
     say_idle_offload(config.trainer, models_of(config, cast.played), say)
     reward = own_reward(config.custom_reward_function, config.reward.timeout)
     combination = combination_of(config)
-    tokenizer = _tokenizer(policy.model)
+    tokenizer = tokenizer_of(policy.model, "actor_rollout_ref.model")
     with _opened(config, say) as (run, backend):
         backend.reserve(list(pools_of(placed).values()))
         reads = {} if reward is None else {"reads": reward.reads}
@@ -164,7 +158,7 @@ def build_supervised(config: SupervisedConfig, task: Task, *, say: Say) -> Super
     """
     trainer = config.trainer
     say_idle_offload(trainer, {"": config}, say)
-    tokenizer = _tokenizer(config.model)
+    tokenizer = tokenizer_of(config.model)
     with _opened(config, say) as (run, backend):
         ((name, counts),) = trainer.pools.items()
         pool = ResourcePool(counts, name)
@@ -257,14 +251,6 @@ def _own_listener(on_step: str | None) -> Iterator[Listener]:
     if on_step is not None:
         function = load_function(on_step)
         yield lambda step: function(step.number, step.metrics)
-
-
-def _tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    return load_tokenizer(
-        model.tokenizer_path,
-        custom_chat_template=model.custom_chat_template,
-        trust_remote_code=model.trust_remote_code,
-    )
 
 
 def _data(backend: Backend, reader: WorkerFactory) -> tuple[WorkerGroup, DataFacts]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from pyarrow import parquet
 
+from tandem.config.actor import reference_name
 from tandem.config.model import PLAIN_DECODERS, BackboneConfig, stored_config
 from tandem.config.root import TrainConfig
 from tandem.config.supervised import RMConfig, SFTConfig, SupervisedConfig
@@ -24,7 +25,7 @@ RunsConfig = TrainConfig | SupervisedConfig
 def lacking(config: RunsConfig) -> list[TandemError]:
     """One error for each thing that is missing here. The user's own reward function is loaded; PyTorch, only
     where it must be asked."""
-    looks: tuple[Callable[[Any], None], ...] = (_device, _ray, _rows, _architectures)
+    looks: tuple[Callable[[Any], None], ...] = (_device, _ray, _rows, _architectures, _vocabulary)
     if isinstance(config, TrainConfig):
         looks += (_vllm, _reward, _positions)
     found: list[TandemError] = []
@@ -118,6 +119,28 @@ def _architectures(config: RunsConfig) -> None:
             continue
         stored = import_module("tandem.models.loading").load_config(path)
         import_module("tandem.models.architectures").require_packable(path, stored, scorer=scorer)
+
+
+def _vocabulary(config: RunsConfig) -> None:
+    """Holds the tokenizer's ids against the embeddings of all models that read them. Code of a folder is not
+    run here: its tokenizer is looked at when it is loaded."""
+    readers: dict[str, tuple[BackboneConfig, str | None]] = {}
+    if isinstance(config, TrainConfig):
+        policy, critic = config.actor_rollout_ref, config.critic.model
+        model, at = policy.model, "actor_rollout_ref.model"
+        readers |= {"critic.model.path": (critic, critic.path)} if config.needs_critic else {}
+        refs = policy.ref.references if config.needs_reference else {}
+        for name, ref in refs.items():
+            readers[f"actor_rollout_ref.ref.models.{reference_name(name)}.path"] = (model, ref.path)
+    else:
+        model, at = config.model, "model"
+    if model.trust_remote_code:
+        return
+    vocabulary = import_module("tandem.models.vocabulary")
+    tokenizer = vocabulary.tokenizer_of(model, at)
+    for field, (reader, path) in readers.items():
+        if path is not None and not reader.trust_remote_code:
+            vocabulary.check_reader(path, tokenizer, field=field)
 
 
 def _positions(config: TrainConfig) -> None:
