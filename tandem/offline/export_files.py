@@ -62,7 +62,8 @@ def declare_ends(out: Path, ends: Sequence[int]) -> None:
     declared = declared_ends(out)
     if not set(ends) - {*declared}:
         return
-    settings, kinds = out / GENERATION, GenerationConfig().to_dict()
+    settings = out / GENERATION
+    kinds = GenerationConfig().to_dict()  # type: ignore[no-untyped-call]
     if settings.is_file():
         stored = parse_json(settings.read_text(encoding="utf-8"))
     else:  # what transformers takes from config.json in its place

@@ -157,7 +157,7 @@ class BatchWorker(CombiningWorker):
             truncated: whether responses that were cut at the greatest length are left out.
         """
         cut_B = np.asarray(batch.non_tensor_batch["finish_reason"] == "length", dtype=bool) & truncated
-        return cut_B | self._untaught(batch).numpy()
+        return np.logical_or(cut_B, self._untaught(batch).numpy())
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def reward_baselines(self, scores: DataProto) -> DataProto:
