@@ -23,13 +23,35 @@ RunsConfig = TrainConfig | SupervisedConfig
 
 
 def lacking(config: RunsConfig) -> list[TandemError]:
-    """One error for each thing that is missing here. The user's own reward function is loaded; PyTorch, only
-    where it must be asked."""
-    looks: tuple[Callable[[Any], None], ...] = (_device, _ray, _rows, _architectures, _vocabulary)
-    if isinstance(config, TrainConfig):
-        looks += (_vllm, _reward, _positions)
+    """One error for each thing that is missing on this machine, and for each that data and model show at a
+    glance. The user's own reward function is loaded; PyTorch, only where it must be asked."""
+    return [*missing_here(config), *_found(config, (_rows, _architectures, _vocabulary), (_positions,))]
+
+
+def missing_here(config: RunsConfig) -> list[TandemError]:
+    """One error for each thing that this machine lacks, which another may have."""
+    return _found(config, (_device, _ray), (_vllm, _reward))
+
+
+def unfit(config: RunsConfig) -> list[TandemError]:
+    """One error for each thing that is wrong with the data and the model. The data are read as by the run,
+    which can take as long."""
+    examine: Callable[[RunsConfig], None] = import_module("tandem.trainer.beforehand").examine
+    found = _found(config, (_rows, _architectures, _vocabulary, examine), (_positions,))
+    return list({str(error): error for error in found}.values())
+
+
+def _found(
+    config: RunsConfig,
+    looks: tuple[Callable[[Any], None], ...],
+    of_policies: tuple[Callable[[TrainConfig], None], ...],
+) -> list[TandemError]:
+    """
+    Args:
+        of_policies: those that only a policy's run has.
+    """
     found: list[TandemError] = []
-    for look in looks:
+    for look in (*looks, *(of_policies if isinstance(config, TrainConfig) else ())):
         try:
             look(config)
         except TandemError as error:
