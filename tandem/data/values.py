@@ -13,7 +13,7 @@ _SHOWN = 40
 _KINDS = {
     str: "text",
     bool: "true or false",
-    int: "a number",
+    int: "a whole number",
     float: "a number with a point",
     dict: "an object",
     list: "a list",
