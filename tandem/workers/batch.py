@@ -156,8 +156,9 @@ class BatchWorker(CombiningWorker):
             batch: `finish_reason` and `uid`; `reward_failed`, where failed scores leave their samples out.
             truncated: whether responses that were cut at the greatest length are left out.
         """
-        cut_B = np.asarray(batch.non_tensor_batch["finish_reason"] == "length", dtype=bool) & truncated
-        return np.logical_or(cut_B, self._untaught(batch).numpy())
+        cut_B = torch.from_numpy(np.asarray(batch.non_tensor_batch["finish_reason"] == "length", dtype=bool))
+        out: np.ndarray = (self._untaught(batch) | cut_B & truncated).numpy()
+        return out
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def reward_baselines(self, scores: DataProto) -> DataProto:

@@ -142,7 +142,7 @@ FILES: dict[str, tuple[str, Broken, str]] = {
     "types mixed in lines": (
         "a.jsonl",
         edit(truth(7)),
-        "reward_model.ground_truth: a number, but text in row 0",
+        "reward_model.ground_truth: a whole number, but text in row 0",
     ),
     "types mixed in messages": (
         "a.jsonl",
