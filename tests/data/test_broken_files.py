@@ -132,7 +132,7 @@ FILES: dict[str, tuple[str, Broken, str]] = {
     "a number in a JSON list": (
         "a.json",
         lambda rows: json.dumps([*rows, 7]).encode(),
-        "row 6: a number, not",
+        "row 6: a whole number, not",
     ),
     "types mixed in a JSON list": (
         "a.json",
