@@ -21,8 +21,11 @@ def from_trl() -> str:
         **trl_table.TABLES,
         "ModelConfig": trl_table.MODEL,
         "The script's arguments": trl_table.SCRIPT,
+        "Settings of earlier versions": trl_table.OLDER,
     }.items():
         parts += [f"## {name}", _settings(table, trl_table.FIELDS.get(name, {}))]
+    names = ", ".join(f"`{old}` (`{now}`)" for old, now in trl_table.OLDER_NAMES.items())
+    parts.append(f"Names that earlier versions have for settings of 1.16 are read too: {names}.")
     return "\n\n".join(parts) + "\n"
 
 

@@ -125,15 +125,15 @@ ODD = (
         "01011",
         "Right. The equation holds and ends in the answer. After `####` GSM8K wants the number itself.",
     ),
-    Odd("x = 5", "5", "01111", "01111", "Right, as above."),
+    Odd("x = 5", "5", "11111", "01111", "Right, as above."),
     Odd(
         r"2 \text{ or more}",
         "2",
-        "11000",
+        "00000",
         "11101",
-        "Wrong. These are other numbers too. GSM8K does not read the words after a number.",
+        "Wrong. These are other numbers too.",
     ),
-    Odd("2 or more", "2", "11000", "11000", "Wrong, as above."),
+    Odd("2 or more", "2", "00000", "11000", "Wrong, as above."),
     Odd(r"24 \text{ students}", "24", "11111", "11111", "Right. What is counted may be named."),
     Odd(
         "5 m",
@@ -173,9 +173,9 @@ ODD = (
     Odd(
         r"\frac12",
         "0.5",
-        "00111",
+        "11111",
         "00101",
-        "Right. Another form of the same value; GSM8K's answers are numbers, not TeX.",
+        "Right. Another form of the same value.",
     ),
 )
 

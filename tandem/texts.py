@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from decimal import Decimal
 from typing import Any
 
 import yaml
@@ -10,6 +12,12 @@ import yaml
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _DEEPEST = 100
 _MOST = 1_000_000
+_DIGITS = 20
+"""Of a whole number of 64 bits, with its sign."""
+
+
+class TooLongNumber(str):
+    """A number as it stands in a JSON text."""
 
 
 class TooLargeError(yaml.YAMLError):  # type: ignore[misc] # its base has no types
@@ -26,6 +34,33 @@ def parse_json(text: str | bytes | bytearray) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("nested too deep") from None
+
+
+def parse_exact(text: str | bytes | bytearray) -> Any:
+    """Return the value of a JSON text, with a `TooLongNumber` for each number that 64 bits would change.
+
+    Raises:
+        ValueError: it is not JSON, or nested too deep.
+    """
+    try:
+        return json.loads(text, parse_int=_whole, parse_float=_with_point)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+
+
+def _whole(text: str) -> int | TooLongNumber:
+    if len(text) > _DIGITS or not -(2**63) <= int(text) < 2**63:
+        return TooLongNumber(text)
+    return int(text)
+
+
+def _with_point(text: str) -> float | TooLongNumber:
+    number = float(text)
+    try:
+        exact = math.isfinite(number) and Decimal(repr(number)) == Decimal(text)
+    except ArithmeticError:  # an exponent beyond all
+        exact = False
+    return number if exact else TooLongNumber(text)
 
 
 def parse_yaml(text: str | bytes) -> Any:

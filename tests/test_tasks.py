@@ -90,7 +90,7 @@ def test_a_csv_file_is_read_by_its_first_line(tmp_path: Path) -> None:
     path = tmp_path / "own.csv"
     path.write_text('prompt,answer\n"1+1=",2\n"two\nlines",3\n')
     files = read_files(str(path), ["prompt", "answer"])
-    assert files.take([1]) == [{"prompt": "two\nlines", "answer": 3}]
+    assert files.take([1]) == [{"prompt": "two\nlines", "answer": "3"}]
     assert count_rows([str(path)]) == 2
     (tmp_path / "torn.csv").write_text('a,b\n1\n"')
     with pytest.raises(DataError, match="not a readable CSV file"):

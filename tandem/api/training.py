@@ -27,17 +27,19 @@ from tandem.api.rows import Rows
 from tandem.api.runs import Run
 from tandem.config.load import Loaded, load_rm_config, load_sft_config, load_train_config
 from tandem.config.root import TrainConfig
-from tandem.data.chat import ChatTemplate, tokenize
+from tandem.data.chat import ChatTemplate
 from tandem.data.files import count_rows
+from tandem.data.tokens import encoded
 from tandem.errors import ConfigError
-from tandem.models.loading import load_tokenizer
+from tandem.models.ends import stop_token_ids
+from tandem.models.vocabulary import tokenizer_of
 from tandem.observability.terminal import say
 from tandem.protocol import DataProto, Ragged
 from tandem.trainer.assembly import build_ppo
 from tandem.trainer.here import lacking, refuse
 from tandem.trainer.loop import Step
 from tandem.trainer.run import run_ppo, run_rm, run_sft
-from tandem.trainer.sampling_params import sampling, stop_token_ids
+from tandem.trainer.sampling_params import sampling
 
 Algorithm = str | Callable[..., Any]
 OnStep = Callable[[int, Mapping[str, float]], Any]
@@ -157,9 +159,9 @@ class Trainer:
         """
         self._require_open()
         model, data = self.config.actor_rollout_ref.model, self.config.data
-        tokenizer = load_tokenizer(model.tokenizer_path, custom_chat_template=model.custom_chat_template)
+        tokenizer = tokenizer_of(model, "actor_rollout_ref.model")
         template = ChatTemplate(tokenizer, data.apply_chat_template_kwargs)
-        ids = tokenize(tokenizer, list(map(template.prompt_text, prompts)))
+        ids = [np.concatenate(parts) for parts in encoded(tokenizer, list(map(template.prompt, prompts)))]
         rows = Ragged.from_lengths(torch.from_numpy(np.concatenate(ids)).to(torch.int64), list(map(len, ids)))
         asked = DataProto({"prompts": rows}, {"uid": [f"asked-{row}" for row in range(len(ids))]})
         params = sampling(self.config, stop_token_ids(model.path, tokenizer), validation=greedy)

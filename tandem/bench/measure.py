@@ -27,6 +27,7 @@ from tandem.config.root import TrainConfig
 from tandem.memory.seconds import Rates, Shape, Work, step_work
 from tandem.observability.run import read_metrics
 from tandem.trainer.assembly import build_ppo
+from tandem.trainer.session import WARNING
 
 
 def measure(asked: Asked, say: Callable[[str], None]) -> dict[str, Any]:
@@ -81,8 +82,9 @@ def measure(asked: Asked, say: Callable[[str], None]) -> dict[str, Any]:
 
 
 def _run(config: TrainConfig, say: Callable[[str], None]) -> tuple[dict[str, Any], Rates]:
-    """Takes all steps; the device that they were taken on, and its rates, the better of before and after."""
-    trainer = build_ppo(config, say=say)
+    """Takes all steps; the device that they were taken on, and its rates, the better of before and after.
+    Warnings about a step are not said: prompts, weights and rewards are the benchmark's own."""
+    trainer = build_ppo(config, say=lambda sentence: None if sentence.startswith(WARNING) else say(sentence))
     try:
         device, first = trainer.roles.actor.device_rates()
         with closing(trainer.steps()) as steps:

@@ -1,23 +1,17 @@
-"""Export as a Hugging Face folder: safetensors shards, config, tokenizer, generation settings."""
+"""Export as a Hugging Face folder: safetensors shards, config, and what the caller puts beside them."""
 
 from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    GenerationConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from tandem.checkpoint.shards import ShardWriter
@@ -28,11 +22,10 @@ from tandem.errors import CheckpointError
 def export(
     weights: Iterable[tuple[str, Tensor]],
     config: PretrainedConfig,
-    tokenizer: PreTrainedTokenizerBase,
+    beside: Callable[[Path], object],
     out: Path,
     dtype: torch.dtype,
     *,
-    generation_config: GenerationConfig | None = None,
     max_shard_bytes: int = 5_000_000_000,
     trust_remote_code: bool = False,
     auto_class: Any = AutoModelForCausalLM,
@@ -44,10 +37,9 @@ def export(
         weights: full tensors by the names of the transformers model, in any order, on any device; a
             tied weight may come once, or under both its names.
         config: of the model; not changed.
-        tokenizer: written beside the weights.
+        beside: given the folder, which then holds config.json alone, writes what belongs beside the weights.
         out: must not exist, or be empty.
         dtype: of floating-point weights in the files; the config names it.
-        generation_config: None derives one from the config.
         max_shard_bytes: size of one weights file at most; several get an index.
         trust_remote_code: for architectures that transformers does not have itself.
         auto_class: what loads the folder: `AutoModelForCausalLM`, `AutoModelForSequenceClassification`.
@@ -68,11 +60,11 @@ def export(
             trust_remote_code=trust_remote_code,
             attn_implementation="eager",
         )
-    if generation_config is not None:
-        skeleton.generation_config = generation_config
     with staged(out) as folder:
-        skeleton.save_pretrained(folder, state_dict={})  # all but the weights
-        tokenizer.save_pretrained(folder)
+        skeleton.config.architectures = [type(skeleton).__name__]
+        skeleton.config.dtype = dtype
+        skeleton.config.to_json_file(folder / "config.json")
+        beside(folder)
         writer = ShardWriter(folder, max_shard_bytes)
         for name, tensor in _as_stored(skeleton, _checked(skeleton, weights, dtype)):
             writer.add(name, tensor)

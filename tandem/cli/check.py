@@ -16,13 +16,14 @@ from tandem.data.files import count_rows
 from tandem.errors import ConfigError, TandemError
 from tandem.observability.sinks.registry import absent_sinks
 from tandem.observability.terminal import say
-from tandem.trainer.here import lacking, refuse
+from tandem.trainer.here import missing_here, refuse, unfit
 
 USAGE = f"""usage: tandem check [CONFIG.yaml] key=value … [--sft | --rm | --run | --here]
        tandem check --from-verl SCRIPT.sh [key=value …] [-- ARGUMENTS…]
        tandem check --model DIR
 
-Says everything that is wrong with a config, and what its run would lack here.
+Says everything that is wrong with a config, with the data and the model that it names, which are read as
+its run reads them, and what the run would lack here.
   --here  exit status 1 also where this machine, this data or this model lacks what the run needs; these
           are listed either way, but the config alone decides without this option
   --sft   a config of `tandem sft`, not of `tandem train`
@@ -70,17 +71,22 @@ def check(arguments: list[str]) -> int:
 
 
 def _said(loaded: Loaded[Any], command: str, given: list[str]) -> int:
-    """Says that a config is sound, its sizes, and what it lacks here; runs its control, if asked to."""
+    """Says a config's sizes, that it is sound, and what it lacks here; runs its control, if asked to."""
     for name, value in (derived(loaded.config) if command == "--train" else {}).items():
         print(f"{name}: {value}")
-    print("the config is sound")
-    missing = [*lacking(loaded.config), *absent_sinks(loaded.config.trainer.logger).values()]
+    missing = [*missing_here(loaded.config), *absent_sinks(loaded.config.trainer.logger).values()]
+    known = set(map(str, missing))
+    wrong = [error for error in unfit(loaded.config) if str(error) not in known]
     if "--here" in given:
-        refuse(missing)
-    elif missing:
-        say(f"to run it here, `tandem {command.removeprefix('--')}` would need more:")
-        for error in missing:
-            say(str(error))
+        refuse([*missing, *wrong])
+    print("the config is sound")
+    name = command.removeprefix("--")
+    for head, errors in (
+        (f"but `tandem {name}` would refuse its data or its model:", wrong),
+        (f"to run it here, `tandem {name}` would need more:", missing),
+    ):
+        for line in [head, *map(str, errors)] if errors else ():
+            say(line)
     return _control(loaded) if "--run" in given else 0
 
 

@@ -133,10 +133,9 @@ def _show(
             say(f"{name}:\n{framed(module.plain(value), None if full else LONGEST)}", end="")
     if form is not None and key in rows.columns:
         (first,) = rows.take([0])
-        text = form.text(first[key])
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"] if isinstance(text, str) else text
+        (ids,) = form.ids([first[key]])
         say(f"── the first prompt as the model gets it, {len(ids):,} tokens")
-        say(framed(text if isinstance(text, str) else tokenizer.decode(ids), None), end="")
+        say(framed(tokenizer.decode(ids), None), end="")
         for line in module.pieces(tokenizer, ids):
             say(line)
 
@@ -145,22 +144,28 @@ class _Form:
     """The form in which a model gets what stands in a row."""
 
     def __init__(self, tokenizer: Any, config: TrainConfig) -> None:
-        self._chat, self._tokenizer = import_module("tandem.data.chat"), tokenizer
-        self._template = self._chat.ChatTemplate(tokenizer, config.data.apply_chat_template_kwargs)
+        self._tokenizer, self._encoded = tokenizer, import_module("tandem.data.tokens").encoded
+        options = config.data.apply_chat_template_kwargs
+        self._template = import_module("tandem.data.chat").ChatTemplate(tokenizer, options)
 
-    def text(self, value: Any) -> Any:
-        """A text, or token ids."""
+    def _pieces(self, value: Any) -> Any:
+        """Texts, or token ids."""
+        if isinstance(value, str):
+            return self._template.prompt(value)
         if isinstance(value, list) and value and isinstance(value[0], Mapping):
             answered = value[-1].get("role") == "assistant"
-            return self._template.render(value, generation_prompt=not answered)
-        return value if isinstance(value, str | list) else ""
+            return [(self._template.render(value, generation_prompt=not answered), False)]
+        is_ids = isinstance(value, list) and all(isinstance(token, int) for token in value)
+        return [(value, False)] if is_ids else []
+
+    def ids(self, values: list[Any]) -> list[list[int]]:
+        """The token ids of each."""
+        made = self._encoded(self._tokenizer, list(map(self._pieces, values)))
+        return [[int(token) for part in parts for token in part] for parts in made]
 
     def count(self, values: list[Any]) -> list[int]:
         """The tokens of each."""
-        made = list(map(self.text, values))
-        texts = [each for each in made if isinstance(each, str)]
-        ids = iter(self._chat.tokenize(self._tokenizer, texts))
-        return [len(next(ids)) if isinstance(each, str) else len(each) for each in made]
+        return list(map(len, self.ids(values)))
 
 
 def _split(

@@ -35,7 +35,7 @@ def from_trl(arguments: list[str]) -> int:
         return 0 if arguments else 2
     words, own = _own(arguments)
     given = read_python(words[0]) if words and words[0].endswith(".py") else read_words(words)
-    made = migrate(given.name, given.settings, devices=_devices(own))
+    made = migrate(given.name, given.settings, devices=_devices(own), implied=given.implied)
     for name, text in given.unread.items():
         if name in DATA_SETS:
             made.rows.append(Row(name, text, "renamed", f"{DATA_SETS[name]}: to be written as parquet"))

@@ -14,7 +14,7 @@ PROMPTS = 64
 RESPONSES = 8
 """Responses to a prompt, for an estimator that compares them."""
 VALIDATIONS = 10
-"""Validations of a run."""
+"""Validations of a run, where it has as many steps."""
 
 _ACTOR = "actor_rollout_ref.actor"
 _BATCHED_BY = (f"{_ACTOR}.use_dynamic_bsz", f"{_ACTOR}.ppo_micro_batch_size_per_gpu")
@@ -46,7 +46,9 @@ def fitted(config: TrainConfig, given: Collection[str], rows: int | None) -> dic
             found[budget] = (longest, "the longest sequence")
     if data.val_files and "trainer.test_freq" not in given:
         steps = trainer.steps((rows or batch) // batch)
-        found["trainer.test_freq"] = (max(1, steps // VALIDATIONS), f"{VALIDATIONS} validations")
+        freq = max(1, steps // VALIDATIONS)
+        times = -(-steps // freq)  # the end is one
+        found["trainer.test_freq"] = (freq, f"{times} validation{'s' if times > 1 else ''}")
     return found
 
 

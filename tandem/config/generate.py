@@ -38,7 +38,7 @@ def _responses(own: Any, name: str) -> Iterator[Finding]:
     n = getattr(own, name)
     if own.temperature == 0 and n > 1:
         yield f"{path(own, name)}={n}: greedy responses to one prompt are all the same; one would do."
-    yield from countable(own, name, n, max(1, root(own).data.max_samples), "prompts")
+    yield from countable(n, max(1, root(own).data.max_samples), "prompts", "data.max_samples")
 
 
 class RowsConfig(Section):

@@ -21,7 +21,7 @@ from tandem.config.fitted import fitted
 from tandem.config.generate import OTHER_NAMES, EvalConfig, GenerateConfig
 from tandem.config.root import TrainConfig
 from tandem.config.rules import RULES
-from tandem.config.schema import Key, keys, nested, sections, shown, unknown_key, value_at
+from tandem.config.schema import Key, is_no_number, keys, nested, sections, shown, unknown_key, value_at
 from tandem.config.section import Section, nearest_remedy
 from tandem.config.sources import read_sources
 from tandem.config.supervised import RMConfig, SFTConfig
@@ -358,12 +358,13 @@ def _name_of(root: type[Section], loc: tuple[int | str, ...]) -> str:
 
 
 _OUT_OF_RANGE = {"greater_than", "greater_than_equal", "less_than", "less_than_equal", "finite_number"}
+_NUMBERS = {"float_type", "int_type", "int_from_float"}
 
 
 def _refused(name: str, got: Any, expected: str, detail: ErrorDetails) -> ConfigError:
     kind = detail["type"]
     message, remedy = "wrong type", None
-    if kind in _OUT_OF_RANGE:
+    if kind in _OUT_OF_RANGE or (kind in _NUMBERS and is_no_number(detail["input"])):
         message = "out of range"
     elif kind == "too_short":
         message = "an empty list"

@@ -157,15 +157,26 @@ def divides_batch(own: Any, name: str) -> Iterator[ConfigError]:
         )
 
 
-def countable(own: Any, name: str, number: int, prompts: int, of: str) -> Iterator[ConfigError]:
-    """So many responses per prompt can be held.
+def countable(number: int, prompts: int, of: str, prompts_key: str) -> Iterator[ConfigError]:
+    """So many responses per prompt can be held. The greater of the two numbers is named.
 
     Args:
         number: the responses to each prompt.
         prompts: how many are answered at once.
-        of: what says so, in words.
+        of: these, in words.
+        prompts_key: the key that says how many.
     """
-    if number * prompts > MOST_SAMPLES:
+    if number * prompts <= MOST_SAMPLES:
+        return
+    if prompts > number:
+        yield ConfigError(
+            f"asks for {number * prompts:,} responses at once",
+            field=prompts_key,
+            got=prompts,
+            expected=f"at most {MOST_SAMPLES // number:,}: {MOST_SAMPLES:,} responses, {number:,} a prompt",
+            remedy="lower it, or the number of responses to a prompt",
+        )
+    else:
         yield ConfigError(
             f"asks for {number * prompts:,} responses at once",
             got=number,

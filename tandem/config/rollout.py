@@ -62,8 +62,13 @@ def _beyond_prompts(own: Any, name: str) -> Iterator[ConfigError]:
 
 def _possible(own: Any, name: str) -> Iterator[ConfigError]:
     """So many responses as one step asks for can be held."""
+    yield from _held(own, getattr(own, name))
+
+
+def _held(own: Any, n: int) -> Iterator[ConfigError]:
     data = root(own).data
-    yield from countable(own, name, getattr(own, name), data.prompts_at_a_time, "prompts of a step")
+    size = "data.gen_batch_size" if data.gen_batch_size else "data.train_batch_size"
+    yield from countable(n, data.prompts_at_a_time, "prompts of a step", size)
 
 
 def _of_steps(own: Any, name: str) -> Iterator[ConfigError]:
@@ -84,14 +89,15 @@ def _of_steps(own: Any, name: str) -> Iterator[ConfigError]:
                 remedy="raise it, or choose another algorithm.adv_estimator",
             )
         else:
-            yield from countable(own, name, n, root(own).data.prompts_at_a_time, "prompts of a step")
+            yield from _held(own, n)
 
 
 def _validated(own: Any, name: str) -> Iterator[Finding]:
     n = getattr(own, name)
     if not own.do_sample and n > 1:
         yield f"{path(own, name)}={n}: greedy responses to one prompt are all the same; one would do."
-    yield from countable(own, name, n, root(own).data.val_batch_size or 1, "validation prompts at a time")
+    prompts = root(own).data.val_batch_size or 1
+    yield from countable(n, prompts, "validation prompts at a time", "data.val_batch_size")
 
 
 def _not_greedy(own: Any, name: str) -> Iterator[ConfigError]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from tandem.config.other_names import meant_elsewhere
 from tandem.config.section import Need, OneOf, Section, When, declared, nearest_remedy
 from tandem.errors import ConfigError
 
@@ -126,17 +128,30 @@ def value_at(config: Section, name: str) -> Any:
 
 def unknown_key(name: str, known: Iterable[str]) -> ConfigError:
     """The error for a key that does not exist, with the nearest that does. Keys of the same last
-    name come first: it may be the section that was mistaken."""
+    name come first: it may be the section that was mistaken. Then come those for which another program has
+    this name."""
     names = list(known)
     leaf = name.rsplit(".", 1)[-1]
     same_leaf = [other for other in names if other.rsplit(".", 1)[-1] == leaf]
-    remedy = nearest_remedy(name, same_leaf, cutoff=0.0) or nearest_remedy(name, names)
+    remedy = (
+        nearest_remedy(name, same_leaf, cutoff=0.0)
+        or meant_elsewhere(name, names)
+        or nearest_remedy(name, names)
+    )
     return ConfigError("unknown key", field=name, remedy=remedy or "`tandem config show` lists all keys")
 
 
 def shown(value: Any) -> str:
     """A value as YAML would spell it, on one line."""
     return json.dumps(value, default=str, ensure_ascii=False)
+
+
+def is_no_number(given: Any) -> bool:
+    """Whether it is NaN or infinite, as a number or as a text: what YAML reads as such is .nan and .inf."""
+    try:
+        return isinstance(given, float | str) and not math.isfinite(float(given))
+    except ValueError:
+        return False
 
 
 def _walk(

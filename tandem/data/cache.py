@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from tandem.data.values import refuse_conversions
 from tandem.errors import DataError
 from tandem.observability.terminal import warn
 
@@ -127,6 +128,7 @@ def _written(place: Path, tables: Iterator[pa.Table], schema: pa.Schema | None) 
                 cast.validate(full=True)  # texts that are no UTF-8 come to light here
                 writer.write_table(cast.combine_chunks(), max_chunksize=BATCH_ROWS)
             elif not cast.schema.equals(schema):
+                refuse_conversions([widest, first.schema])
                 widest = pa.unify_schemas([widest, first.schema], promote_options=_PERMISSIVE)
             first = next((_plain(table) for table in tables), None)
     return None if widest is schema else widest

@@ -1,28 +1,30 @@
-"""Conversations to text by the tokenizer's chat template, and text to token ids."""
+"""Conversations to text by the tokenizer's chat template."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import date
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from jinja2.exceptions import TemplateError
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from jinja2.exceptions import UndefinedError
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from tandem.data.cache import digest, file_digest
+from tandem.data.tokens import Piece, begin
 from tandem.errors import DataError
+from tandem.texts import parse_json
 
 Message = dict[str, Any]
-Piece = tuple[str | Sequence[int], bool]
-"""Text or token ids, and whether the model is to learn to write it."""
 
+_MARKS = re.compile(r"{%-?\s*generation\s*-?%}")
 TEMPLATE_KEY = "model.custom_chat_template"
 """The config key of the template in commands that have one model."""
-TOKENIZE_CHUNK = 4096
-"""Texts per call of the tokenizer: enough to keep it busy, few enough to keep its results small."""
 
 
 class ChatTemplate:
@@ -40,6 +42,7 @@ class ChatTemplate:
         self.key = key
         self._tokenizer = tokenizer
         self.options = dict(options or {})
+        self._beginnings: dict[str, str] = {}
 
     def render(
         self,
@@ -62,45 +65,115 @@ class ChatTemplate:
                 expected="a Jinja chat template, or a prompt column that is text already formatted",
                 remedy=f"set {self.key}=…",
             )
-        text = self._tokenizer.apply_chat_template(
-            plain(messages),
-            tools=tools,
-            tokenize=False,
-            add_generation_prompt=generation_prompt,
-            **self.options,
+        text = _either(
+            self.read(messages),
+            lambda read: self._tokenizer.apply_chat_template(
+                read, tools=tools, tokenize=False, add_generation_prompt=generation_prompt, **self.options
+            ),
         )
         assert isinstance(text, str)
         return text
 
-    def prompt_text(self, prompt: str | Sequence[Message]) -> str:
-        """A prompt up to where the answer begins; text is taken as already formatted. Raises as `render`."""
-        return prompt if isinstance(prompt, str) else self.render(prompt, generation_prompt=True)
+    def prompt(self, prompt: str | Sequence[Message], tools: list[Any] | None = None) -> list[Piece]:
+        """Return a prompt up to where the answer begins.
 
-    def pieces(self, messages: Sequence[Message], tools: list[Any] | None = None) -> list[Piece]:
-        """The rendered conversation cut where the assistant's turns begin and end.
-
-        A turn begins where its generation prompt ends. It ends after its end-of-sequence token, or, if
-        the template writes none, with the turn. Joined, the pieces are the rendered conversation.
-
-        Args:
-            messages: the first is not the assistant's.
-            tools: that the template is told of, as JSON schemas.
-
-        Raises:
-            TemplateError: the template refuses the conversation, or renders a turn differently once
-                others follow, so that it cannot be found in the whole.
+        A text is taken as already formatted; the begin token that the tokenizer gives texts stands before
+        it, unless the text has it. Raises as `render`.
         """
-        whole = self.render(messages, tools=tools)
-        turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-        starts = [self._start(whole, messages[:place], tools) for place in turns]
-        pieces: list[Piece] = []
-        end = 0
-        for place, start, following in zip(turns, starts, [*starts[1:], len(whole)], strict=True):
-            pieces.append((whole[end:start], False))
-            end = self._end(whole, messages[: place + 1], start, following, tools)
-            pieces.append((whole[start:end], True))
-        pieces.append((whole[end:], False))
-        return [piece for piece in pieces if piece[0]]
+        if not isinstance(prompt, str):
+            return [(self.render(prompt, generation_prompt=True, tools=tools), False)]
+        ids, text = self._begin
+        return [(prompt, False)] if not ids or prompt.startswith(text) else [(ids, False), (prompt, False)]
+
+    @cached_property
+    def _begin(self) -> tuple[list[int], str]:
+        """What the tokenizer puts before a text."""
+        ids = begin(self._tokenizer)
+        return ids, "".join(self._tokenizer.convert_ids_to_tokens(ids))
+
+    def marked(
+        self, messages: Sequence[Message], tools: list[Any] | None = None
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Return the conversation as text, and where in it `generation` marks of the template begin and end;
+        no text where it has no marks. Raises as `render`."""
+        template = self._tokenizer.chat_template and self._tokenizer.get_chat_template(None, tools)
+        if not template or not _MARKS.search(template):
+            return "", []
+        options = {**self._tokenizer.special_tokens_map, **self.options}
+        (text,), (marks,) = _either(
+            self.read(messages),
+            lambda read: render_jinja_template(
+                [read], tools=tools, chat_template=template, return_assistant_tokens_mask=True, **options
+            ),
+        )
+        return text, marks
+
+    def read(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages as the template reads them."""
+        given: list[Message] = plain(messages)
+        if not self._in_parts:
+            return given
+        return [{**message, "content": _parts(message.get("content"))} for message in given]
+
+    @cached_property
+    def _in_parts(self) -> bool:
+        """Whether the template reads no text as content but lists of its parts, as those of images do."""
+        said = "tandem"
+
+        def shown(content: Any) -> bool:
+            asked = [{"role": "user", "content": content}]
+            try:
+                return said in self._tokenizer.apply_chat_template(asked, tokenize=False, **self.options)
+            except Exception:  # whatever a template does with what it does not know
+                return False
+
+        return not shown(said) and shown(_parts(said))
+
+    @property
+    def eos(self) -> str:
+        """The end-of-sequence token, empty where there is none."""
+        return str(self._tokenizer.eos_token or "")
+
+    @cached_property
+    def markers(self) -> tuple[tuple[str, bool], ...]:
+        """The tokens that were added to the vocabulary, such as those that begin and end turns, and whether
+        each is a special one."""
+        added = self._tokenizer.added_tokens_decoder.values()
+        return tuple((token.content, token.special) for token in added)
+
+    def beginning(self, role: str) -> str:
+        """Return the token with which a message of this role begins after the assistant's turn, with the
+        blanks before it; empty where it begins with none that was added to the vocabulary."""
+        if role not in self._beginnings:
+            self._beginnings[role] = self._begun(role)
+        return self._beginnings[role]
+
+    def _begun(self, role: str) -> str:
+        call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+        calls = {"tool_calls": [call]} if role == "tool" else {}
+        before: list[Message] = [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "b", **calls},
+        ]
+        try:
+            ended = self.render(before)
+            longer = self.render([*before, {"role": role, "content": "c"}])
+        except Exception:  # whatever a template does with roles that it does not know
+            return ""
+        follows = longer[len(ended) :] if longer.startswith(ended) else ""
+        at = len(follows) - len(follows.lstrip())
+        found = [marker for marker, _ in self.markers if follows.startswith(marker, at)]
+        return follows[:at] + max(found, key=len, default="") if found else ""
+
+    def unfit(self, reason: str) -> DataError:
+        """The error of a template whose assistant's turns cannot be learnt."""
+        return DataError(
+            "the tokenizer's chat template does not show what the model is to write",
+            field="tokenizer.chat_template",
+            got=reason,
+            expected="a turn of the assistant that follows the messages before it and the generation prompt",
+            remedy=f"set a template that keeps earlier messages as they are: {self.key}=…",
+        )
 
     def broken(self, reason: str) -> DataError:
         """The error of a template that is not Jinja, or fails in the same way for every row."""
@@ -112,32 +185,37 @@ class ChatTemplate:
             remedy=f"mend it in the model's folder, or set another: {self.key}=…",
         )
 
-    def _start(self, whole: str, before: Sequence[Message], tools: list[Any] | None) -> int:
-        """Finds where the turn after the messages `before` begins."""
-        prompt = self.render(before, generation_prompt=True, tools=tools)
-        if not whole.startswith(prompt):
-            raise TemplateError(f"it changes the first {len(before)} message(s) once others follow")
-        return len(prompt)
 
-    def _end(
-        self,
-        whole: str,
-        messages: Sequence[Message],
-        start: int,
-        following: int,
-        tools: list[Any] | None,
-    ) -> int:
-        """Finds where the last of `messages` ends; it begins at `start`, its next turn at `following`."""
-        eos = str(self._tokenizer.eos_token or "")
-        turn = self.render(messages, tools=tools)
-        if whole.startswith(turn):
-            last = whole.rfind(eos, start, len(turn)) if eos else -1
-            return last + len(eos) if last >= 0 else len(turn)
-        # Some templates drop the thinking of earlier turns; the end-of-sequence token still ends them.
-        first = whole.find(eos, start, following) if eos else -1
-        if first < 0:
-            raise TemplateError(f"it changes message {len(messages) - 1} once others follow")
-        return first + len(eos)
+def _either(messages: list[Message], run: Callable[[list[Message]], Any]) -> Any:
+    """What becomes of messages; where the template wants the arguments of tool calls as JSON and they are a
+    mapping, or the other way round, of them so."""
+    try:
+        return run(messages)
+    except (TypeError, UndefinedError):
+        other = _otherwise(messages)
+        if other == messages:
+            raise
+        return run(other)
+
+
+def _otherwise(value: Any) -> Any:
+    """The value with all `arguments` in it as JSON where they are a mapping, and the other way round."""
+    if isinstance(value, list):
+        return [_otherwise(inner) for inner in value]
+    if not isinstance(value, dict):
+        return value
+    changed = {name: _otherwise(inner) for name, inner in value.items()}
+    given = value.get("arguments")
+    if isinstance(given, dict):
+        changed["arguments"] = json.dumps(given, ensure_ascii=False)
+    elif isinstance(given, str):
+        with suppress(ValueError):
+            changed["arguments"] = parse_json(given)
+    return changed
+
+
+def _parts(content: Any) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content or []
 
 
 def plain(value: Any) -> Any:
@@ -146,27 +224,6 @@ def plain(value: Any) -> Any:
         present = ((name, inner) for name, inner in value.items() if inner is not None)
         return {name: inner if type(inner) is str else plain(inner) for name, inner in present}
     return [plain(inner) for inner in value] if isinstance(value, list | tuple) else value
-
-
-def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[np.ndarray]:
-    """(T_i) int32 token ids of each text as it stands: no special tokens are added."""
-    chunks = (list(texts[start : start + TOKENIZE_CHUNK]) for start in range(0, len(texts), TOKENIZE_CHUNK))
-    return [np.array(ids, dtype=np.int32) for chunk in chunks for ids in _token_ids(tokenizer, chunk)]
-
-
-def _token_ids(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> Iterable[Sequence[int]]:
-    kind = type(tokenizer)
-    fast = PreTrainedTokenizerFast
-    if kind.__call__ is not fast.__call__ or kind._encode_plus is not fast._encode_plus:  # code of its own
-        options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
-        ids: list[list[int]] = tokenizer(texts, **options)["input_ids"]
-        return ids
-    # What the call does, without the offsets of tokens in the text, which are a quarter of its time.
-    backend = tokenizer.backend_tokenizer
-    backend.no_truncation()
-    backend.no_padding()
-    backend.encode_special_tokens = tokenizer.split_special_tokens
-    return [found.ids for found in backend.encode_batch_fast(texts, add_special_tokens=False)]
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -14,11 +14,12 @@ from jinja2.exceptions import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
 from tandem.data.cache import digest
-from tandem.data.chat import ChatTemplate, Piece, plain, tokenize, tokenizer_digest
+from tandem.data.chat import ChatTemplate, plain, tokenizer_digest
+from tandem.data.tokens import Piece, encoded
 from tandem.data.truncation import Limit
 from tandem.errors import DataError
 
-FORMAT = 1
+FORMAT = 2
 """Of the tokens that are kept: those of another are made anew."""
 SHAPE, FAILED, TEMPLATE, EMPTY, UNLEARNT = "shape", "failed", "template", "empty", "unlearnt"
 Problems = dict[str, list[tuple[int, str]]]
@@ -48,9 +49,9 @@ class Form(Protocol):
         """What is wrong with a row, None if nothing is."""
         ...
 
-    def pieces(self, row: dict[str, Any], template: ChatTemplate) -> list[Piece]:
-        """The text, or the token ids, that a row becomes. Pieces are tokenised separately, as they are when
-        the model answers.
+    def pieces(self, row: dict[str, Any], template: ChatTemplate) -> list[list[Piece]]:
+        """The texts, or the token ids, of the sequences that a row becomes. Each piece that is to be learnt
+        begins where the model's answer does; see `tandem.data.tokens.encoded`.
 
         Raises:
             TemplateError: the template refuses the row.
@@ -66,8 +67,9 @@ class Part:
         ids: int32, of the rows that the limit keeps, below each other and cut to it.
         masks: bool, which of them the model is to write; false for each first token, which nothing precedes.
             Empty where nothing is learnt of rows.
-        lengths: (B) tokens of each row before that.
-        digests: (B) uint64, of the columns that tell a row from others.
+        lengths: (S) tokens of each sequence before that.
+        rows: (S) int64, the number of its row, ascending; a row that has a problem has one without tokens.
+        digests: (S) uint64, of the columns that tell its row from others.
         problems: by kind, with the numbers of the rows.
         formed: how many rows the template formatted.
         error: of the template or the tokenizer as such.
@@ -76,6 +78,7 @@ class Part:
     ids: np.ndarray
     masks: np.ndarray
     lengths: np.ndarray
+    rows: np.ndarray
     digests: np.ndarray
     problems: Problems
     formed: int = 0
@@ -91,7 +94,8 @@ class Encoder:
         tokenizer: a Hugging Face tokenizer.
         template: its chat template.
         limit: of a row's tokens.
-        ended: the end-of-sequence token is put after each row; it is the model's to write.
+        ended: the end-of-sequence token is put after each row that does not end in it; it is the model's to
+            write.
         learnt: each row must hold tokens that the model is to write.
     """
 
@@ -112,7 +116,8 @@ class Encoder:
         """What rows become; they have these numbers."""
         problems: Problems = defaultdict(list)
         digests = np.zeros(len(records), np.uint64)
-        rows: list[tuple[int, list[Piece]]] = []
+        rows: list[list[list[Piece]]] = [[[]] for _ in records]
+        formed = 0
         error = None
         for at, record in enumerate(records):
             digests[at] = _digest(record[name] for name in self.form.told_by)
@@ -120,7 +125,8 @@ class Encoder:
                 if problem := self.form.problem(record):
                     problems[SHAPE].append((numbers[at], problem))
                 elif error is None:
-                    rows.append((at, self.form.pieces(record, self.template)))
+                    rows[at] = self.form.pieces(record, self.template)
+                    formed += 1
             except TemplateSyntaxError as broken:
                 error = self.template.broken(str(broken))
             except TemplateError as refused:
@@ -129,24 +135,28 @@ class Encoder:
                 error = unfit
             except Exception as raised:
                 problems[FAILED].append((numbers[at], _named(raised)))
-        made = self._joined(rows, numbers, problems)
-        return replace(made, digests=digests, formed=len(rows), error=error)
+        counts = list(map(len, rows))
+        owners = np.repeat(np.array(numbers, np.int64), counts)
+        made = self._joined([pieces for row in rows for pieces in row], owners, problems)
+        return replace(made, digests=np.repeat(digests, counts), formed=formed, error=error)
 
-    def _joined(
-        self, rows: Sequence[tuple[int, list[Piece]]], numbers: Sequence[int], problems: Problems
-    ) -> Part:
-        """The tokens of the rows' pieces, within the limit."""
-        end = np.array([_eos(self.tokenizer)] if self.ended else [], np.int32)
-        ids = self._tokenized([(numbers[at], pieces) for at, pieces in rows], problems)
-        lengths = np.zeros(len(numbers), np.int64)
+    def _joined(self, rows: Sequence[list[Piece]], owners: np.ndarray, problems: Problems) -> Part:
+        """The tokens of sequences, of their pieces, within the limit."""
+        end = _eos(self.tokenizer) if self.ended else None
+        lengths = np.zeros(len(rows), np.int64)
         values: list[np.ndarray] = [np.zeros(0, np.int32)]
         masks: list[np.ndarray] = [np.zeros(0, bool)]
-        for at, pieces in rows:
-            parts = [*((next(ids), written) for _, written in pieces), (end, True)]
+        for at, (pieces, ids) in enumerate(zip(rows, self._tokenized(rows, owners, problems), strict=True)):
+            number = int(owners[at])
+            if not pieces:  # of a row with a problem
+                continue
+            parts = [*zip(ids, (written for _, written in pieces), strict=True)]
+            if end is not None and parts[-1][0][-1:].tolist() != [end]:
+                parts.append((np.array([end], np.int32), True))
             tokens = np.concatenate([part for part, _ in parts])
             lengths[at] = len(tokens)
             if not len(tokens):
-                problems[EMPTY].append((numbers[at], "no tokens"))
+                problems[EMPTY].append((number, "no tokens"))
             if not self.limit.holds(len(tokens)):
                 continue
             values.append(self.limit.cut(tokens))
@@ -155,26 +165,25 @@ class Encoder:
                 mask[:1] = False
                 masks.append(mask)
                 if not mask.any():
-                    problems[UNLEARNT].append((numbers[at], f"none of its {len(mask)} tokens is learnt"))
-        return Part(np.concatenate(values), np.concatenate(masks), lengths, np.zeros(0), problems)
+                    problems[UNLEARNT].append((number, f"none of its {len(mask)} tokens is learnt"))
+        return Part(np.concatenate(values), np.concatenate(masks), lengths, owners, np.zeros(0), problems)
 
-    def _tokenized(self, rows: Sequence[tuple[int, list[Piece]]], problems: Problems) -> Iterator[np.ndarray]:
-        """int32 token ids of each piece."""
-        pieces = [(row, text) for row, parts in rows for text, _ in parts]
-        texts = [text for _, text in pieces if isinstance(text, str)]
+    def _tokenized(
+        self, rows: Sequence[list[Piece]], owners: np.ndarray, problems: Problems
+    ) -> Iterator[list[np.ndarray]]:
+        """int32 token ids of each piece of each sequence."""
         try:
-            ids = iter(tokenize(self.tokenizer, texts))
-        except Exception:  # of one text: which one?
-            ids = (self._alone(row, text, problems) for row, text in pieces if isinstance(text, str))
-        for _, text in pieces:
-            yield next(ids) if isinstance(text, str) else np.array(text, np.int32)
+            yield from encoded(self.tokenizer, rows)
+        except Exception:  # of one row: which one?
+            for row, pieces in zip(owners.tolist(), rows, strict=True):
+                yield self._alone(row, pieces, problems)
 
-    def _alone(self, row: int, text: str, problems: Problems) -> np.ndarray:
+    def _alone(self, row: int, pieces: list[Piece], problems: Problems) -> list[np.ndarray]:
         try:
-            return tokenize(self.tokenizer, [text])[0]
+            return encoded(self.tokenizer, [pieces])[0]
         except Exception as error:
             problems[FAILED].append((row, _named(error)))
-            return np.zeros(1, np.int32)
+            return [np.zeros(1, np.int32)] * len(pieces)
 
 
 _json = json.JSONEncoder(default=str).encode

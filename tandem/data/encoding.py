@@ -34,18 +34,20 @@ PART_ROWS = 8 * CHUNK_ROWS
 PART_SECONDS = 600
 """After so long with them it hangs."""
 _ALLOCATIONS = 1_000_000
+_TOLD = ("lengths", "rows", "digests")
+"""What is kept of each sequence beside its tokens."""
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """The token ids of all rows that the limit keeps.
+    """The token ids of all sequences that the limit keeps.
 
     Attributes:
         ids: int32, below each other.
         masks: bool, beside them, which ones the model is to write; empty where it writes none.
-        lengths: (K) int64, of each row.
-        kept: (K) int64, the numbers of the rows.
-        digests: (K) uint64, of what they were made of.
+        lengths: (K) int64, of each sequence.
+        kept: (K) int64, the numbers of their rows.
+        digests: (K) uint64, of what these were made of.
     """
 
     ids: np.ndarray
@@ -73,9 +75,7 @@ def encode(files: DataFiles, encoder: Encoder, *, workers: int | None, cache_dir
     make = partial(_keep, files, encoder, workers or _processes(len(files)))
     folder = Cache(Path(cache_dir).expanduser()).entry(name, f"the tokens of {files.names}", make)
     ids, masks = _map(folder / "ids", np.int32), _map(folder / "masks", bool)
-    return _encoded(
-        files, encoder, ids, masks, np.load(folder / "lengths.npy"), np.load(folder / "digests.npy")
-    )
+    return _encoded(files, encoder, ids, masks, *(np.load(folder / f"{each}.npy") for each in _TOLD))
 
 
 def gather_rows(files: DataFiles, encoder: Encoder, parts: Iterable[Part]) -> Encoded:
@@ -85,9 +85,9 @@ def gather_rows(files: DataFiles, encoder: Encoder, parts: Iterable[Part]) -> En
         DataError: see `encode`.
     """
     ids, masks = io.BytesIO(), io.BytesIO()
-    lengths, digests = _gather(files, encoder, parts, ids, masks)
+    told = _gather(files, encoder, parts, ids, masks)
     flat_ids, flat_masks = np.frombuffer(ids.getbuffer(), np.int32), np.frombuffer(masks.getbuffer(), bool)
-    return _encoded(files, encoder, flat_ids, flat_masks, lengths, digests)
+    return _encoded(files, encoder, flat_ids, flat_masks, *told)
 
 
 def _encoded(
@@ -96,10 +96,11 @@ def _encoded(
     ids: np.ndarray,
     masks: np.ndarray,
     lengths: np.ndarray,
+    rows: np.ndarray,
     digests: np.ndarray,
 ) -> Encoded:
-    kept = encoder.limit.kept(lengths, files)
-    return Encoded(ids, masks, np.minimum(lengths[kept], encoder.limit.tokens), kept, digests[kept])
+    kept = encoder.limit.kept(lengths, rows, files)
+    return Encoded(ids, masks, np.minimum(lengths[kept], encoder.limit.tokens), rows[kept], digests[kept])
 
 
 def _map(path: Path, kind: Any) -> np.ndarray:
@@ -114,38 +115,39 @@ def _keep(files: DataFiles, encoder: Encoder, workers: int, folder: Path) -> Non
         Progress("tokenize", len(files)) as progress,
     ):
         parts = _counted(_parts(files, encoder, workers), progress)
-        lengths, digests = _gather(files, encoder, parts, ids, masks)
-    np.save(folder / "lengths.npy", lengths)
-    np.save(folder / "digests.npy", digests)
+        told = _gather(files, encoder, parts, ids, masks)
+    for name, values in zip(_TOLD, told, strict=True):
+        np.save(folder / f"{name}.npy", values)
 
 
 def _counted(parts: Iterator[Part], progress: Progress) -> Iterator[Part]:
     for part in parts:
-        progress.advance(len(part.lengths), int(part.lengths.sum()))
+        progress.advance(len(np.unique(part.rows)), int(part.lengths.sum()))
         yield part
 
 
 def _gather(
     files: DataFiles, encoder: Encoder, parts: Iterable[Part], ids: IO[bytes], masks: IO[bytes]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Writes ids and masks; returns the lengths and digests of all rows.
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Writes ids and masks; returns the lengths, rows and digests of all sequences.
 
     Raises:
         DataError: see `encode`; of the problems the kind that comes first.
     """
     problems = {kind: RowProblems(files.where) for kind in (SHAPE, FAILED, TEMPLATE, EMPTY, UNLEARNT)}
-    lengths, digests, reasons, formed, error = [], [], set(), 0, None
+    lengths, rows, digests, reasons, formed, error = [], [], [], set(), 0, None
     for part in parts:
         ids.write(part.ids.data)
         masks.write(part.masks.data)
         lengths.append(part.lengths)
+        rows.append(part.rows)
         digests.append(part.digests)
         for kind, found in part.problems.items():
             for row, problem in found:
                 problems[kind].add(row, problem)
         reasons |= {reason for _, reason in part.problems[TEMPLATE]}
         formed, error = formed + part.formed, error or part.error
-    whole = np.concatenate(lengths)
+    whole, owners = np.concatenate(lengths), np.concatenate(rows)
     _refuse(problems[SHAPE], SHAPE, files, encoder)
     if error is not None:
         raise error
@@ -153,9 +155,9 @@ def _gather(
         raise encoder.template.broken(f"{reasons.pop()}, for each of {len(whole)} rows")
     for kind in (FAILED, TEMPLATE, EMPTY):
         _refuse(problems[kind], kind, files, encoder)
-    encoder.limit.kept(whole, files)
+    encoder.limit.kept(whole, owners, files)
     _refuse(problems[UNLEARNT], UNLEARNT, files, encoder)
-    return whole, np.concatenate(digests)
+    return whole, owners, np.concatenate(digests)
 
 
 def _refuse(found: RowProblems, kind: str, files: DataFiles, encoder: Encoder) -> None:

@@ -30,6 +30,7 @@ from tandem.data.formats import (
     unreadable,
     whole_table,
 )
+from tandem.data.values import refuse_conversions
 from tandem.errors import DataError
 from tandem.tasks import is_task, parse
 
@@ -134,6 +135,7 @@ def read_files(
     parts = [read_columns(file, file.columns if names is None else names) for file in there]
     starts = [0, *accumulate(part.table.num_rows for part in parts[:-1])]
     try:
+        refuse_conversions(part.table.schema for part in parts)
         if cache is not None:
             parts = as_one(parts, cache)
         whole = pa.concat_tables([part.table for part in parts], promote_options="permissive")
@@ -198,6 +200,7 @@ def _shared_columns(
     for file in files:
         missing = [[name for name in wanted if name not in file.columns] for wanted in alternatives]
         if all(missing):
+            _refuse_numbers(file, [wanted[0] for wanted in alternatives], keys)
             raise DataError(
                 "missing column " + " or ".join(dict.fromkeys(" and ".join(map(repr, n)) for n in missing)),
                 field=str(file.path),
@@ -213,6 +216,24 @@ def _shared_columns(
         got="; ".join(", ".join(file.columns) for file in files),
         expected=f"{expected}, the same in every file",
     )
+
+
+def _refuse_numbers(file: File, texts: Sequence[str], keys: Sequence[str]) -> None:
+    """
+    Raises:
+        DataError: a column of texts or messages holds numbers; then it is not the one that is meant, whatever
+            else is missing.
+    """
+    for name in texts:
+        kind = file.schema.field(name).type if name in file.columns else None
+        if kind is not None and (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
+            raise DataError(
+                f"the column {name!r} holds numbers",
+                field=str(file.path),
+                got=f"{name}: {kind}; columns {', '.join(file.columns)}",
+                expected="text, or a list of {role, content}",
+                remedy="rename the columns" + (f", or name yours with {' or '.join(keys)}" if keys else ""),
+            )
 
 
 def _nearest(missing: Sequence[str], columns: Sequence[str]) -> str:

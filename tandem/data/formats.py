@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import gzip
 import io
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.csv as pa_csv
@@ -19,9 +18,10 @@ import pyarrow.parquet as pa_parquet
 
 from tandem.data.cache import BATCH_ROWS, Cache, digest, file_digest, lies_in_file, mapped, write_arrow
 from tandem.data.depth import Shallow
+from tandem.data.values import leaves, table_of
 from tandem.errors import DataError
 from tandem.tasks import is_task, parse
-from tandem.texts import parse_json
+from tandem.texts import parse_exact
 
 ARROW, CSV, JSON, LINES, PARQUET = "Arrow", "CSV", "JSON", "JSON-lines", "parquet"
 FORMATS = {".arrow": ARROW, ".feather": ARROW, ".csv": CSV, ".json": JSON, ".jsonl": LINES}
@@ -30,6 +30,8 @@ UNREADABLE = (OSError, EOFError, ValueError, OverflowError, RecursionError, pa.A
 BLOCK_BYTES = 64 << 20
 """Read at a time, and the longest line of a JSON-lines file: Arrow's default, 1 MiB, is less than a long
 conversation."""
+_READING = 2
+"""Of the way in which files are read: copies that were made in another are made anew."""
 _PACKED = 5
 """About how many bytes gzip makes of one."""
 
@@ -45,14 +47,18 @@ class Part(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class File:
     path: Path
-    columns: list[str]
+    schema: pa.Schema
     read: Callable[[list[str]], Part]
+
+    @property
+    def columns(self) -> list[str]:
+        return list(self.schema.names)
 
 
 def open_file(path: Path, cache: Cache | None) -> File:
     if is_task(str(path)):
         made = pa.Table.from_pylist(parse(str(path)).rows())
-        return File(path, made.column_names, lambda names: Part(made.select(names), None, digest(str(path))))
+        return File(path, made.schema, lambda names: Part(made.select(names), None, digest(str(path))))
     if not path.is_file():
         raise DataError(
             "is a folder" if path.is_dir() else "no such data file",
@@ -64,11 +70,10 @@ def open_file(path: Path, cache: Cache | None) -> File:
         raise _empty(path)
     try:
         if format_of(path) != PARQUET:
-            whole = Part(whole_table(path)) if cache is None else _text_part(path, cache)
-            return File(
-                path, whole.table.column_names, lambda names: whole._replace(table=whole.table.select(names))
-            )
+            return _whole(path, Part(whole_table(path)) if cache is None else _text_part(path, cache))
         parquet = pa_parquet.ParquetFile(path)
+        if parquet.metadata.num_rows == 0:
+            raise _empty(path)
 
         def read(names: list[str]) -> Part:
             if cache is None:
@@ -76,11 +81,17 @@ def open_file(path: Path, cache: Cache | None) -> File:
             batches = partial(parquet.iter_batches, BATCH_ROWS, columns=names)
             return _kept(path, cache, lambda: map(pa.Table.from_batches, zip(batches())), names)
 
-        return File(path, parquet.schema_arrow.names, read)
+        return File(path, parquet.schema_arrow, read)
     except DataError:
         raise
     except UNREADABLE as error:
         raise unreadable(path, error) from error
+
+
+def _whole(path: Path, part: Part) -> File:
+    if part.table.num_rows == 0:
+        raise _empty(path)
+    return File(path, part.table.schema, lambda names: part._replace(table=part.table.select(names)))
 
 
 def _text_part(path: Path, cache: Cache) -> Part:
@@ -99,7 +110,7 @@ def _kept(
         tables: gives them, each time it is called.
         names: of their columns, where they are not all.
     """
-    told = digest(file_digest(path), names)
+    told = digest(_READING, file_digest(path), names)
     place = cache.entry(f"rows-{told}.arrow", f"the rows of {path}", lambda to: write_arrow(to, tables))
     return Part(mapped(place), place, told)
 
@@ -149,23 +160,35 @@ def whole_table(path: Path) -> pa.Table:
     """All of a file that is not parquet."""
     kind = format_of(path)
     if kind == CSV:
-        return pa_csv.read_csv(path)
+        return _open_csv(path).read_all()
     if kind == ARROW:
         return mapped(path)
     with opened(path) as file:
         if kind == JSON and file.read(64).lstrip()[:1] == b"[":
             file.seek(0)
-            rows = parse_json(Shallow(file).read())
-            if not all(isinstance(row, dict) for row in rows):
-                raise ValueError("a list of other things than objects")
-            names = dict.fromkeys(name for row in rows for name in row)
-            return pa.table({name: [row.get(name) for row in rows] for name in names})
+            return table_of(parse_exact(Shallow(file).read()))
         file.seek(0)
         return _json_lines(file)
 
 
 def _json_lines(source: IO[bytes]) -> pa.Table:
-    return pa_json.read_json(Shallow(source), read_options=pa_json.ReadOptions(block_size=BLOCK_BYTES))
+    """The rows of JSON lines, from the beginning of `source`. Arrow makes times of texts that look like them,
+    and numbers with a point of whole ones that it cannot hold: where it has either, Python reads."""
+    options = pa_json.ReadOptions(block_size=BLOCK_BYTES)
+    table = pa_json.read_json(Shallow(source), read_options=options)
+    kinds = {kind for field in table.schema for _, kind in leaves(field.type)}
+    if not any(kind.startswith(("floating", "times")) for kind in kinds):
+        return table
+    source.seek(0)
+    return table_of(_parsed_lines(source))
+
+
+def _parsed_lines(source: IO[bytes]) -> Iterator[Any]:
+    for number, line in enumerate(line for line in source if line.strip()):
+        try:
+            yield parse_exact(line)
+        except ValueError as error:
+            raise ValueError(f"row {number}: {error}") from error
 
 
 def _blocks(path: Path) -> Iterator[pa.Table]:
@@ -174,7 +197,7 @@ def _blocks(path: Path) -> Iterator[pa.Table]:
     if kind == ARROW:
         yield from (pa.Table.from_batches([batch]) for batch in mapped(path).to_batches())
     if kind == CSV:
-        yield from _csv_blocks(path)
+        yield from map(pa.Table.from_batches, zip(_open_csv(path)))
     if kind in (ARROW, CSV):
         return
     with opened(path) as file:
@@ -187,14 +210,12 @@ def _blocks(path: Path) -> Iterator[pa.Table]:
         yield whole_table(path)
 
 
-def _csv_blocks(path: Path) -> Iterator[pa.Table]:
-    blocks = partial(pa_csv.open_csv, path, read_options=pa_csv.ReadOptions(block_size=BLOCK_BYTES))
-    try:
-        deque(blocks(), maxlen=0)
-    except pa.ArrowInvalid:  # the first block does not tell the types of all, or the file is broken
-        yield whole_table(path)
-    else:
-        yield from map(pa.Table.from_batches, zip(blocks()))
+def _open_csv(path: Path) -> pa_csv.CSVStreamingReader:
+    """The rows of a CSV file, a block at a time; all fields are texts, as they stand there."""
+    options = pa_csv.ReadOptions(block_size=BLOCK_BYTES)
+    names = pa_csv.open_csv(path, read_options=options).schema.names
+    texts = pa_csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=False)
+    return pa_csv.open_csv(path, read_options=options, convert_options=texts)
 
 
 def read_columns(file: File, columns: list[str]) -> Part:
@@ -204,8 +225,6 @@ def read_columns(file: File, columns: list[str]) -> Part:
             part.table.validate(full=True)  # texts that are no UTF-8 come to light here, and not row by row
     except (OSError, pa.ArrowException) as error:
         raise unreadable(file.path, error) from error
-    if part.table.num_rows == 0:
-        raise _empty(file.path)
     return part
 
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.data.chat import ChatTemplate, Message, Piece, plain
+from tandem.data.chat import ChatTemplate, Message, plain
+from tandem.data.tokens import Piece
+from tandem.data.turns import examples
 from tandem.data.validate import conversation_problem, kind, prompt_problem, reward_problem
 from tandem.texts import parse_json
 
 UNNAMED = "data"
 """The data source of rows that name none, for metrics."""
-RESERVED = ("response", "responses", "completion", "completions", "completion_ids")
-"""Names of what the policy writes, in reward functions that read columns by name."""
+RESERVED = ("response", "responses")
+"""Names of what the policy writes, in reward functions that read columns by name. Columns of the names that
+TRL has for it are not given to the function, as in TRL."""
 PARAMETERS = "the parameters or arguments of your reward function"
 """What else names columns."""
 
@@ -141,14 +145,14 @@ class PromptForm:
             messages = plain(prompt) if isinstance(prompt[0], Mapping) else []
         return [{"role": "system", "content": system}, *messages] if system else messages
 
-    def pieces(self, row: Mapping[str, Any], template: ChatTemplate) -> list[Piece]:
+    def pieces(self, row: Mapping[str, Any], template: ChatTemplate) -> list[list[Piece]]:
         """See `tandem.data.encoder.Form`."""
         messages = self.messages(row)
         if not messages:
-            return [(row[self.prompt_key], False)]
+            return [[(row[self.prompt_key], False)]]
         if not messages[0]["role"]:
-            return [(messages[0]["content"], False)]
-        return [(template.render(messages, generation_prompt=True, tools=self.tools(row)), False)]
+            return [template.prompt(messages[0]["content"])]
+        return [template.prompt(messages, self.tools(row))]
 
     def source(self, row: Mapping[str, Any]) -> str:
         """The data source."""
@@ -212,8 +216,8 @@ class ConversationForm:
             return f"{self.tools_key}: {error}"
         return None
 
-    def pieces(self, row: Mapping[str, Any], template: ChatTemplate) -> list[Piece]:
-        return template.pieces(row[self.key], tools_of(row.get(self.tools_key or "")))
+    def pieces(self, row: Mapping[str, Any], template: ChatTemplate) -> list[list[Piece]]:
+        return examples(template, row[self.key], tools_of(row.get(self.tools_key or "")))
 
 
 @dataclass(frozen=True)
@@ -239,8 +243,8 @@ class PairForm:
         response = row[self.response_key]
         return None if isinstance(response, str) else f"{self.response_key}: {kind(response)}, not text"
 
-    def pieces(self, row: Mapping[str, Any], template: ChatTemplate) -> list[Piece]:
-        return [(template.prompt_text(row[self.prompt_key]), False), (row[self.response_key], True)]
+    def pieces(self, row: Mapping[str, Any], template: ChatTemplate) -> list[list[Piece]]:
+        return [[*template.prompt(row[self.prompt_key]), (row[self.response_key], True)]]
 
 
 @dataclass(frozen=True)
@@ -282,14 +286,16 @@ class PreferenceForm:
                 return f"{key}: {wrong}"
         return None if self.margin_key is None else _margin_problem(self.margin_key, row[self.margin_key])
 
-    def pieces(self, row: Mapping[str, Any], template: ChatTemplate) -> list[Piece]:
+    def pieces(self, row: Mapping[str, Any], template: ChatTemplate) -> list[list[Piece]]:
         if self.prompt_key is not None:
-            return [(template.prompt_text(row[self.prompt_key]), False), (row[self.side], True)]
-        return answered(template.pieces(row[self.side]))
+            return [[*template.prompt(row[self.prompt_key]), (row[self.side], True)]]
+        return [answered(template, row[self.side])]
 
 
-def answered(pieces: list[Piece]) -> list[Piece]:
-    """Up to the end of the assistant's last turn."""
+def answered(template: ChatTemplate, messages: Sequence[Message]) -> list[Piece]:
+    """A conversation up to the end of the assistant's last turn, as the model meets that. Raises as
+    `tandem.data.turns.examples`."""
+    pieces = examples(template, messages)[-1]
     last = max(place for place, (_, written) in enumerate(pieces) if written)
     return pieces[: last + 1]
 
@@ -315,6 +321,8 @@ def _ending_problem(messages: Any) -> str | None:
 
 
 def _margin_problem(key: str, margin: Any) -> str | None:
+    with suppress(ValueError):
+        margin = float(margin) if isinstance(margin, str) else margin
     if isinstance(margin, bool) or not isinstance(margin, int | float):
         return f"{key}: {kind(margin)}, not a number"
     return None if math.isfinite(margin) else f"{key}: {margin}, not a finite number"

@@ -13,19 +13,12 @@ import pyarrow as pa
 
 from tandem.data.depth import Shallow
 from tandem.data.formats import CSV, JSON, LINES, format_of, opened
+from tandem.data.values import Seen, kind_of, other_kinds
 from tandem.tasks import is_task
-from tandem.texts import parse_json
+from tandem.texts import parse_exact
 
 Scanned = Iterator[tuple[int, dict[str, Any] | None, str | None]]
 """Row numbers from 0, each with its row or with what is wrong with it."""
-_KINDS = {
-    str: "text",
-    bool: "true or false",
-    int: "a number",
-    float: "a number",
-    dict: "an object",
-    list: "a list",
-}
 
 
 def line_numbers(path: Path) -> Sequence[int]:
@@ -47,7 +40,7 @@ def scan(path: Path) -> Scanned:
             if kind == CSV:
                 yield from _scan_csv(file)
             elif kind == JSON and _is_list(path):
-                rows = parse_json(Shallow(file).read())
+                rows = parse_exact(Shallow(file).read())
                 yield from _typed((number, row, None) for number, row in enumerate(rows))
             elif kind in (JSON, LINES):
                 texts = (text for text in file if text.strip())
@@ -81,7 +74,7 @@ def _scan_csv(file: IO[bytes]) -> Scanned:
 
 def _parsed(text: bytes) -> tuple[Any, str | None]:
     try:
-        return parse_json(Shallow(io.BytesIO(text)).read().decode("utf-8-sig")), None
+        return parse_exact(Shallow(io.BytesIO(text)).read().decode("utf-8-sig")), None
     except UnicodeDecodeError as error:
         return None, f"not UTF-8: {error.reason} at byte {error.start} of the line"
     except ValueError as error:
@@ -90,12 +83,12 @@ def _parsed(text: bytes) -> tuple[Any, str | None]:
 
 def _typed(rows: Iterable[tuple[int, Any, str | None]]) -> Scanned:
     """The rows, of which those are wrong that are no objects or hold another type than an earlier one."""
-    seen: dict[str, tuple[str, int]] = {}
+    seen: Seen = {}
     for number, row, problem in rows:
         if problem is None and not isinstance(row, dict):
-            problem = f"{_KINDS.get(type(row), 'null')}, not an object"
+            problem = f"{kind_of(row)}, not an object"
         if problem is None:
-            problem = next(_others("", row, number, seen), None) or _unheld(row)
+            problem = next(other_kinds(row, number, seen), None) or _unheld(row)
         yield number, row if problem is None else None, problem
 
 
@@ -106,18 +99,3 @@ def _unheld(row: dict[str, Any]) -> str | None:
     except (pa.ArrowException, OverflowError, ValueError) as error:
         return f"cannot be read: {error}"
     return None
-
-
-def _others(at: str, value: Any, number: int, seen: dict[str, tuple[str, int]]) -> Iterator[str]:
-    if value is None:
-        return
-    kind = _KINDS[type(value)]
-    usual, row = seen.setdefault(at, (kind, number))
-    if kind != usual:
-        yield f"{at.removeprefix('.')}: {kind}, but {usual} in row {row}"
-    elif isinstance(value, dict):
-        for name, inner in value.items():
-            yield from _others(f"{at}.{name}", inner, number, seen)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _others(f"{at}[]", inner, number, seen)

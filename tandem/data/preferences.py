@@ -130,4 +130,4 @@ def are_text(files: DataFiles, answers: Sequence[str]) -> bool:
 def _margins(files: DataFiles, key: str | None) -> Tensor:
     if key is None:
         return torch.zeros(len(files), dtype=torch.float64)
-    return torch.tensor([record[key] for _, record in files.records([key])], dtype=torch.float64)
+    return torch.tensor([float(record[key]) for _, record in files.records([key])], dtype=torch.float64)

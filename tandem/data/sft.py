@@ -26,7 +26,8 @@ class SFTDataset:
 
     A row has either messages, a list of {role, content} of which the assistant's turns are learnt, or a
     prompt (messages, or text taken as already formatted) and a response, which is learnt together
-    with the end-of-sequence token put after it.
+    with the end-of-sequence token put after it. Messages become several sequences where the template shows
+    earlier turns otherwise once others follow; see `tandem.data.turns.examples`.
 
     Args:
         files: parquet or .jsonl paths.
@@ -44,7 +45,7 @@ class SFTDataset:
     Attributes:
         tokens: Ragged int32, one row per sequence.
         response_mask: Ragged bool, aligned with `tokens`; false for each first token, which nothing precedes.
-        digests: (N) uint64, of each row.
+        digests: (N) uint64, of the row of each sequence.
 
     Raises:
         DataError: anything wrong with the files or their rows; says which file, which rows, and what.
@@ -82,19 +83,19 @@ class SFTDataset:
             learnt=True,
         )
         made = encode(table, encoder, workers=workers, cache_dir=cache_dir)
-        self.digests = made.digests
+        self.digests, self._rows = made.digests, made.kept
         self.tokens, self.response_mask = written(made)
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def batch(self, rows: Sequence[int], *, uid_prefix: Prefix) -> DataProto:
-        """A table of the named rows: batch tokens (Ragged int64), response_mask (Ragged bool);
-        non-tensor uid ("{uid_prefix}-{row}") and index (the row's number in the files together)."""
+        """A table of the named sequences: batch tokens (Ragged int64), response_mask (Ragged bool);
+        non-tensor uid ("{uid_prefix}-{sequence}") and index (its row's number in the files together)."""
         rows = list(rows)
         return DataProto(
             {"tokens": self.tokens[rows].to(torch.int64), "response_mask": self.response_mask[rows]},
-            {"uid": uids(uid_prefix, rows), "index": rows},
+            {"uid": uids(uid_prefix, rows), "index": self._rows[rows].tolist()},
         )
 
 

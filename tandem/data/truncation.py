@@ -46,15 +46,15 @@ class Limit:
         """Whether a sequence of this length is within it, or cut to it."""
         return length <= self.tokens or (self.truncation != "error" and not self.drops)
 
-    def kept(self, lengths: np.ndarray, files: DataFiles) -> np.ndarray:
-        """(K) int64: the numbers of the rows that stay, of rows of (B) `lengths`.
+    def kept(self, lengths: np.ndarray, rows: np.ndarray, files: DataFiles) -> np.ndarray:
+        """(K) int64: which sequences stay, of (S) `lengths`, made of (S) `rows`.
 
         Raises:
             DataError: rows over the limit that are to be neither cut nor left out, by name; or no row stays.
         """
         if not self.drops:
             if self.truncation == "error":
-                self._refuse_long(lengths, files)
+                self._refuse_long(lengths, rows, files)
             return np.arange(len(lengths))
         kept = np.flatnonzero(lengths <= self.tokens)
         if not len(kept):
@@ -77,12 +77,15 @@ class Limit:
         start = {"left": 0, "right": self.tokens, "middle": self.tokens // 2}[self.truncation]
         return np.concatenate([values[:start], values[start + excess :]])
 
-    def _refuse_long(self, lengths: np.ndarray, files: DataFiles) -> None:
+    def _refuse_long(self, lengths: np.ndarray, rows: np.ndarray, files: DataFiles) -> None:
         problems = RowProblems(files.where)
-        for row in np.flatnonzero(lengths > self.tokens).tolist():
-            problems.add(row, f"{lengths[row]} tokens")
+        numbers, places = np.unique(rows, return_inverse=True)
+        longest = np.zeros(len(numbers), np.int64)
+        np.maximum.at(longest, places, lengths)
+        for at in np.flatnonzero(longest > self.tokens).tolist():
+            problems.add(int(numbers[at]), f"{longest[at]} tokens")
         problems.raise_if_any(
-            f"of {len(lengths)} are over the length limit",
+            f"of {len(numbers)} are over the length limit",
             field=self.field,
             expected=f"at most {self.tokens} tokens; the longest has {lengths.max()}",
             remedy=f"raise {self.field}, or set data.filter_overlong_prompts=True (drops prompts) or "

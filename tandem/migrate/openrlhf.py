@@ -50,7 +50,7 @@ def migrate_openrlhf(words: Sequence[str]) -> Migrated:
     _rollout(peer)
     _scores(peer, notes)
     _data(peer, notes)
-    return Migrated("train", peer.config, peer.rows, notes)
+    return Migrated("train", peer.config, peer.rows, [*notes, *peer.notes])
 
 
 def _sizes(peer: Peer, critic: bool) -> str:

@@ -79,6 +79,7 @@ class Peer:
         given: what was given.
         config: Tandem's keys and values so far.
         rows: what became of the given settings so far.
+        notes: what is not taken over of the defaults, one sentence each.
     """
 
     root: type[Section]
@@ -87,6 +88,7 @@ class Peer:
     given: Mapping[str, Any]
     config: dict[str, Any] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def __getitem__(self, name: str) -> Any:
         return self.given.get(name, self.defaults.get(name))
@@ -98,6 +100,12 @@ class Peer:
             self.config[key] = value
 
     def refuse(self, name: str, why: str) -> None:
+        """Says that a setting is not taken over, in place of what was said of it before; of one that nobody
+        gave, in a note."""
+        if name not in self.given:
+            self.notes.append(f"{name}={self[name]}, the default there, is not taken over: {why}.")
+            return
+        self.rows = [row for row in self.rows if row.name != name]
         self.rows.append(Row(name, self[name], "refused", why))
 
     def take(self, place: Callable[[str], str] = str) -> None:
@@ -128,6 +136,8 @@ class Peer:
         except TypeError:  # a list has no other name
             new = value
         if new is None:
+            if name in self.given:
+                self.rows.append(Row(name, value, "ignored", "asks for nothing here"))
             return
         if new is REFUSED:
             self.refuse(name, verdict.why or "this value is not offered")

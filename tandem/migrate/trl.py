@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tandem.config.root import TrainConfig
@@ -12,7 +12,7 @@ from tandem.config.supervised import RMConfig, SFTConfig
 from tandem.errors import ConfigError
 from tandem.migrate.peer import Peer
 from tandem.migrate.table import Row
-from tandem.migrate.trl_table import FIELDS, MODEL, SCRIPT, TABLES
+from tandem.migrate.trl_table import FIELDS, MODEL, OLDER, OLDER_NAMES, SCRIPT, TABLES
 
 COMMANDS: dict[str, tuple[str, type[Section]]] = {
     "GRPOConfig": ("train", TrainConfig),
@@ -52,21 +52,27 @@ class Migrated:
     notes: list[str] = field(default_factory=list)
 
 
-def migrate(name: str, given: Mapping[str, Any], *, devices: int) -> Migrated:
+def migrate(
+    name: str, given: Mapping[str, Any], *, devices: int, implied: Mapping[str, Any] | None = None
+) -> Migrated:
     """The config for TRL's settings.
 
     Args:
         name: TRL's class: GRPOConfig, RLOOConfig, SFTConfig or RewardConfig.
         given: its fields, and those of ModelConfig and of the script's arguments.
         devices: how many processes TRL runs on.
+        implied: fields that nobody wrote, and that follow from what was written.
 
     Raises:
         ConfigError: sizes that leave groups of completions in parts.
     """
     command, root = COMMANDS[name]
-    table = {**SCRIPT, **MODEL, **TABLES[name]}
-    defaults = {**FIELDS["ScriptArguments"], **FIELDS["ModelConfig"], **FIELDS[name]}
-    peer = Peer(root, table, defaults, given)
+    table = {**SCRIPT, **MODEL, **TABLES[name], **(OLDER if command == "train" else {})}
+    defaults = {**FIELDS["ScriptArguments"], **FIELDS["ModelConfig"], **FIELDS[name], **(implied or {})}
+    both = {old: now for old, now in OLDER_NAMES.items() if old in given and now in table}
+    older = {now: old for old, now in both.items() if not given.get(now)}
+    renamed = {now: given[old] for now, old in older.items()}
+    peer = Peer(root, table, defaults, {n: value for n, value in given.items() if n not in both} | renamed)
     peer.take(str if command == "train" else _offline)
     notes = _sizes(peer, devices) if command == "train" else _offline_sizes(peer, devices)
     _run(peer)
@@ -79,7 +85,13 @@ def migrate(name: str, given: Mapping[str, Any], *, devices: int) -> Migrated:
         _correction(peer, name)
         _reward(peer, notes)
     _data(peer, notes)
-    return Migrated(command, peer.config, peer.rows, notes)
+    rows = [replace(row, name=older.get(row.name, row.name)) for row in peer.rows]
+    rows += [
+        Row(old, given[old], "ignored", f"{now} stands for it")
+        for old, now in both.items()
+        if now not in older
+    ]
+    return Migrated(command, peer.config, rows, [*notes, *peer.notes])
 
 
 def _offline(key: str) -> str:
@@ -118,16 +130,23 @@ def _sizes(peer: Peer, devices: int) -> list[str]:
     peer.put(f"{_ACTOR}.ppo_micro_batch_size_per_gpu", rows, always=True)
     peer.put("trainer.n_gpus_per_node", devices)
     _steps(peer, updates)
-    return [
+    limit = peer["max_prompt_length"]
+    if limit is not None:
+        peer.put("data.truncation", "left")
+    notes = [
         f"data.train_batch_size: {generated} completions a generation / {n} a prompt = "
         f"{generated // n} prompts.",
         f"ppo_mini_batch_size: {rows} a device x {accumulated} accumulated x {devices} devices = {updated} "
         f"completions / {n} = {updated // n} prompts.",
         f"A training step holds {updates} of TRL's optimizer steps; save_steps, eval_steps, max_steps and "
         "warmup_steps are divided by that.",
-        "data.max_prompt_length: TRL has no limit; rows beyond it are refused unless data.truncation or "
-        "data.filter_overlong_prompts is set.",
     ]
+    if limit is None:
+        notes.append(
+            "data.max_prompt_length: TRL has no limit; rows beyond it are refused unless data.truncation or "
+            "data.filter_overlong_prompts is set."
+        )
+    return notes
 
 
 def _offline_sizes(peer: Peer, devices: int) -> list[str]:
@@ -194,7 +213,6 @@ def _model(peer: Peer, at: str) -> None:
     if peer["lora_target_modules"]:
         peer.put(f"{at}.target_modules", peer["lora_target_modules"])
     if peer["lora_dropout"]:
-        peer.rows = [row for row in peer.rows if row.name != "lora_dropout"]
         peer.refuse("lora_dropout", "adapters are trained without dropout")
 
 
@@ -303,7 +321,7 @@ def _correction(peer: Peer, name: str) -> None:
     smallest = low or 1e-9
     peer.put(
         f"{_CORRECTION}.rollout_is_threshold",
-        f"{smallest:.9f}_{float(high)}" if how == "mask" else str(float(high)),
+        f"{float(smallest)}_{float(high)}" if how == "mask" else str(float(high)),
     )
 
 

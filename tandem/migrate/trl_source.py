@@ -28,11 +28,13 @@ class Given:
     Attributes:
         name: the class that has most of them.
         settings: values by field.
+        implied: values by field that follow from what was written.
         unread: texts by field, of what is no literal.
     """
 
     name: str
     settings: dict[str, Any] = field(default_factory=dict)
+    implied: dict[str, Any] = field(default_factory=dict)
     unread: dict[str, str] = field(default_factory=dict)
 
 
@@ -59,7 +61,7 @@ def read_python(path: str) -> Given:
         if name == given.name or name in ("ModelConfig", "ScriptArguments"):
             _take(given, call, names, {})
         elif name == "LoraConfig":
-            given.settings |= {"use_peft": True, "lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0}  # peft's
+            given.implied |= {"use_peft": True, "lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0}  # peft's
             _take(given, call, names, _LORA)
         elif _TRAINERS.get(name) == given.name:
             _take_trainer(given, call, names)

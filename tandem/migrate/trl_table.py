@@ -13,7 +13,12 @@ FIELDS: dict[str, dict[str, Any]] = parse_json(
 )
 """By class, the fields and their defaults."""
 
-_PARTS = {name: verdicts(rows) for name, rows in read_tables("trl.yaml").items()}
+_ROWS = read_tables("trl.yaml")
+OLDER_NAMES: dict[str, str] = _ROWS.pop("names")
+"""By the name that an earlier version of TRL has for a setting: that of 1.16."""
+_PARTS = {name: verdicts(rows) for name, rows in _ROWS.items()}
+OLDER = _PARTS["older"]
+"""Settings of earlier versions, of what trains on prompts."""
 MODEL, SCRIPT = _PARTS["model"], _PARTS["script"]
 TABLES: dict[str, dict[str, Verdict]] = {
     f"{own}Config": {**_PARTS["training"], **_PARTS[common], **_PARTS[own]}

@@ -7,8 +7,10 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from tandem.config.generate import EvalModelConfig, SampledModelConfig
+from tandem.config.model import ModelConfig
 from tandem.errors import ModelError
-from tandem.models.loading import TOKENIZER_FILES, load_tokenizer
+from tandem.models.loading import TOKENIZER_FILES, load_config, load_tokenizer
 
 
 def check_vocabulary(
@@ -46,14 +48,47 @@ def check_vocabulary(
 
 def check_size(path: str | Path, vocabulary: int, tokenizer: PreTrainedTokenizerBase, *, field: str) -> None:
     """Refuses a model that knows fewer token ids than the tokenizer gives; see `check_vocabulary`."""
-    if vocabulary < len(tokenizer):
+    asked = 1 + max(tokenizer.get_vocab().values(), default=-1)
+    if vocabulary < asked:
         raise ModelError(
             "the model's vocabulary is smaller than that of the tokenizer whose ids it reads",
             field=field,
             got=f"{path}: {vocabulary} tokens",
-            expected=f">= {len(tokenizer)}",
-            remedy="use a model over this tokenizer, or put a reward model's own tokenizer in its folder",
+            expected=f">= {asked}",
+            remedy="use a model over this tokenizer, put the model's own tokenizer in its folder, or enlarge "
+            f"its embedding with resize_token_embeddings({asked}) of transformers",
         )
+
+
+def check_reader(
+    path: str | Path, tokenizer: PreTrainedTokenizerBase, *, field: str, trust_remote_code: bool = False
+) -> None:
+    """Refuse the model of a folder that knows fewer token ids than the tokenizer gives; see `check_size`."""
+    text = load_config(path, trust_remote_code=trust_remote_code).get_text_config()
+    check_size(path, text.vocab_size, tokenizer, field=field)
+
+
+def tokenizer_of(
+    model: ModelConfig | SampledModelConfig | EvalModelConfig, at: str = "model"
+) -> PreTrainedTokenizerBase:
+    """Return the tokenizer that a config names, whose ids the model can read.
+
+    Args:
+        at: the section's key, for messages.
+
+    Raises:
+        ModelError: see `load_tokenizer` and `check_size`.
+    """
+    assert model.path is not None and model.tokenizer_path is not None
+    tokenizer = load_tokenizer(
+        model.tokenizer_path,
+        custom_chat_template=model.custom_chat_template,
+        trust_remote_code=model.trust_remote_code,
+    )
+    check_reader(
+        model.path, tokenizer, field=f"{at}.tokenizer_path", trust_remote_code=model.trust_remote_code
+    )
+    return tokenizer
 
 
 def tokenizer_of_scorer(

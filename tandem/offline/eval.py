@@ -23,6 +23,7 @@ from tandem.data.forms import PARAMETERS, UNNAMED
 from tandem.data.rows import check_new_columns, json_line, write_rows
 from tandem.data.validate import RowProblems, kind, reward_problem
 from tandem.errors import ConfigError
+from tandem.models.vocabulary import tokenizer_of
 from tandem.observability.files import replace_file
 from tandem.observability.journal import Journal
 from tandem.observability.progress import Progress
@@ -32,7 +33,6 @@ from tandem.offline.generate import (
     alone,
     beside,
     check_new_outputs,
-    offline_tokenizer,
     read_rows,
     response_columns,
     response_text,
@@ -96,7 +96,7 @@ class Generated:
         needs: Sequence[str],
     ) -> None:
         self._say, self._n, self._samples = say, config.rollout.n, list[Sample]()
-        self._tokenizer = offline_tokenizer(config.model)
+        self._tokenizer = tokenizer_of(config.model)
         rows = read_rows(config.data, self._tokenizer, say, needs=needs)
         check_new_columns(rows.table, COLUMNS)
         self._offline = Offline(

@@ -20,10 +20,13 @@ from tandem.config.model import ModelConfig
 from tandem.config.own_code import require_own
 from tandem.config.written import at_key, resolved
 from tandem.errors import CheckpointError
-from tandem.models.loading import load_config, load_tokenizer
+from tandem.models.ends import stop_token_ids
+from tandem.models.loading import load_config
+from tandem.models.vocabulary import tokenizer_of
 from tandem.observability import terminal
 from tandem.observability.config_file import read_config
 from tandem.observability.inside import require_inside
+from tandem.offline.export_files import copy_files, declare_ends
 from tandem.offline.export_lora import export_adapter, merged_weights
 from tandem.offline.generate import alone
 
@@ -72,22 +75,24 @@ def _export(
     model = _model_config(run / "config.yaml")
     require_own(run / "config.yaml", model.model_dump())
     scores = (found.path / "reward_model").is_dir()
-    tokenizer = load_tokenizer(
-        model.tokenizer_path,
-        custom_chat_template=model.custom_chat_template,
-        trust_remote_code=model.trust_remote_code,
-    )
+    tokenizer = tokenizer_of(model)
     saved = found.path / ("reward_model" if scores else "actor")
     if adapter:
-        return export_adapter(saved, model, tokenizer, out, dtype, scores=scores)
+        return export_adapter(saved, model, out, dtype, scores=scores)
     config = load_config(model.path, trust_remote_code=model.trust_remote_code)
     if scores:
         config.num_labels = 1
         config.pad_token_id = _padding(tokenizer)
+
+    def beside(folder: Path) -> None:
+        copy_files(model, folder, scores=scores)
+        if not scores:
+            declare_ends(folder, stop_token_ids(model.path, tokenizer))
+
     return export(
         merged_weights(saved, model, scores=scores) if model.lora_rank else read_weights(saved),
         config,
-        tokenizer,
+        beside,
         out,
         dtype,
         max_shard_bytes=max_shard_bytes,

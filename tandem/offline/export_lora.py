@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from tandem.checkpoint.staging import staged
 from tandem.checkpoint.weights import read_weights
@@ -20,6 +20,7 @@ from tandem.models.loading import load_policy, load_scorer
 from tandem.models.lora import is_adapter, lora_config, merged, require_peft
 from tandem.models.lora_files import PREFIX, WEIGHTS
 from tandem.models.weight_files import WeightFiles
+from tandem.offline.export_files import copy_tokenizer
 
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 
@@ -60,7 +61,6 @@ def merged_weights(path: Path, model: ModelConfig, *, scores: bool) -> Iterator[
 def export_adapter(
     path: Path,
     model: ModelConfig,
-    tokenizer: PreTrainedTokenizerBase,
     out: Path,
     dtype: torch.dtype,
     *,
@@ -96,7 +96,7 @@ def export_adapter(
     )
     with staged(out) as folder:
         config.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        copy_tokenizer(model, folder)
         named = {PREFIX + name: value.contiguous() for name, value in tensors.items()}
         save_file(named, folder / WEIGHTS, metadata={"format": "pt"})
     return out

@@ -35,12 +35,14 @@ from tandem.engines.rollout.registry import make_rollout_engine, stall_timeout_s
 from tandem.engines.weight_sync import Sent, check_arrival, digest
 from tandem.errors import DataError
 from tandem.hub import fetch_weights
-from tandem.models.loading import load_policy, load_tokenizer
+from tandem.models.ends import stop_token_ids
+from tandem.models.loading import load_policy
+from tandem.models.vocabulary import tokenizer_of
 from tandem.observability.journal import Journal
 from tandem.observability.lock import ProcessLock
 from tandem.observability.progress import Progress
 from tandem.protocol import Request, Sample
-from tandem.trainer.sampling_params import sampling_params, stop_token_ids
+from tandem.trainer.sampling_params import sampling_params
 
 COLUMNS = ("responses", "response_ids", "response_log_probs", "finish_reasons")
 """The columns added to each row: lists, whose place i is the prompt's sample i."""
@@ -73,7 +75,7 @@ def generate_file(config: GenerateConfig, *, overwrite: bool, say: Callable[[str
 def _generate(config: GenerateConfig, output: Path, overwrite: bool, say: Callable[[str], None]) -> Path:
     work = beside(output, "work")
     check_new_outputs([output], [work], overwrite)
-    tokenizer = offline_tokenizer(config.model)
+    tokenizer = tokenizer_of(config.model)
     rows = read_rows(config.data, tokenizer, say)
     check_new_columns(rows.table, COLUMNS)
     if output.suffix == ".jsonl":
@@ -120,20 +122,6 @@ def check_new_outputs(outputs: Sequence[Path], journals: Sequence[Path], overwri
 def beside(output: Path, what: str) -> Path:
     """The path of a journal."""
     return output.with_name(f"{output.name}.{what}.jsonl")
-
-
-def offline_tokenizer(model: SampledModelConfig | EvalModelConfig) -> PreTrainedTokenizerBase:
-    """The model's tokenizer.
-
-    Raises:
-        ModelError: there is none.
-    """
-    assert model.tokenizer_path is not None
-    return load_tokenizer(
-        model.tokenizer_path,
-        custom_chat_template=model.custom_chat_template,
-        trust_remote_code=model.trust_remote_code,
-    )
 
 
 def read_rows(

@@ -24,13 +24,14 @@ from transformers import PreTrainedTokenizerBase
 from tandem.config.data import DataConfig
 from tandem.config.root import TrainConfig
 from tandem.config.supervised import RMConfig, SFTConfig, SupervisedDataConfig
-from tandem.data.chat import ChatTemplate, tokenize
+from tandem.data.chat import ChatTemplate
 from tandem.data.encoder import Form
 from tandem.data.files import CHUNK_ROWS, DataFiles, read_files
 from tandem.data.forms import ConversationForm, PairForm, PreferenceForm
 from tandem.data.lines import line_numbers, scan
 from tandem.data.preferences import are_text
 from tandem.data.reader import holds_ids
+from tandem.data.tokens import Piece, encoded
 from tandem.errors import DataError
 from tandem.offline.faults import ROLE, Found, odd_roles, unscored
 from tandem.rewards import own_reward
@@ -218,16 +219,15 @@ class Prompts:
         Raises:
             DataError: the tokenizer has no template.
         """
-        ids: dict[int, Any] = {}
+        made: dict[int, list[Piece]] = {}
         for row, record in rows:
             try:
-                ((ids[row], _),) = form.pieces(record, self._template)
+                (made[row],) = form.pieces(record, self._template)
             except TemplateError as error:
                 report.row(row, f"the chat template refuses it: {error}")
-        texts = {row: text for row, text in ids.items() if isinstance(text, str)}
-        ids.update(zip(texts, tokenize(self._tokenizer, list(texts.values())), strict=True))
+        ids = zip(made, encoded(self._tokenizer, list(made.values())), strict=True)
         limit, refuses = self._data.max_prompt_length, self._data.truncation == "error"
-        for row, tokens in ((row, len(found)) for row, found in ids.items()):
+        for row, tokens in ((row, sum(map(len, parts))) for row, parts in ids):
             self._longer += tokens > limit
             self._kept += tokens <= limit
             if not tokens:

@@ -1,30 +1,37 @@
 """Arithmetic problems: right if the answer is exactly the number.
 
-The answer is the first number after the last "####"; without that the first number after the last "=";
-without that the last number of the response. A marker without a number after it is a wrong answer.
-Numbers may have a sign, thousands' commas and decimals; they are compared by value, exactly.
+The answer is the number after the last "####"; without that the number after the last "="; without that the
+last number of the response. A marker without a number after it is a wrong answer. Numbers are read as
+tandem.rewards.numbers does, and compared by value, exactly.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from decimal import Decimal
 from typing import Any
 
 from tandem.rewards.base import register_reward
-from tandem.rewards.numbers import last_number, number_text, numbers_in, to_number
+from tandem.rewards.numbers import ANYWHERE, Quantity, last_quantity, quantity, readable, to_number
 
 
-def answer(solution_str: str) -> Decimal | None:
+def answer(solution_str: str) -> Quantity | None:
     """The number a response answers with, if any."""
+    text = readable(solution_str)
     for marker in ("####", "="):
-        _, found, after = solution_str.rpartition(marker)
+        before, found, _ = text.rpartition(marker)
         if found:
-            return next(numbers_in(after), None)
-    return last_number(solution_str)
+            number = ANYWHERE.search(text, len(before) + len(marker))
+            return number and quantity(number)
+    return last_quantity(text)
 
 
-@register_reward("arithmetic*", answer=lambda text: number_text(answer(text)), bounded=True)
+def answer_text(solution_str: str) -> str | None:
+    """The text of the number a response answers with, if any."""
+    found = answer(solution_str)
+    return None if found is None else found.text()
+
+
+@register_reward("arithmetic*", answer=answer_text, bounded=True)
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None
 ) -> float:
@@ -33,4 +40,5 @@ def compute_score(
     Raises:
         ValueError: the ground truth is no number.
     """
-    return float(answer(solution_str) == to_number(ground_truth))
+    truth, found = Quantity(to_number(ground_truth)), answer(solution_str)
+    return float(found is not None and found.near(truth))

@@ -19,6 +19,7 @@ from tandem.rewards.calling import exits_raised, limited, load_seconds, told
 from tandem.rewards.items import Item
 from tandem.rewards.signatures import (
     GIVEN,
+    RESERVED,
     Reads,
     Style,
     logging_like_trl,
@@ -74,11 +75,11 @@ class ColumnReward(CustomReward):
         return Reads(self.needs, ()) + reads_of(self.function, self.style, self.kwargs)
 
     def arguments(self, item: Item) -> dict[str, Any]:
-        return self._taken({**item.columns, "response": item.solution_str})
+        return self._taken({**_beside(item), "prompt": item.columns["prompt"], "response": item.solution_str})
 
     def batch_arguments(self, items: Sequence[Item]) -> dict[str, Any]:
         texts, prompts = [item.solution_str for item in items], [item.columns["prompt"] for item in items]
-        names = dict.fromkeys(name for item in items for name in item.columns if name != "prompt")
+        names = dict.fromkeys(name for item in items for name in _beside(item))
         given: dict[str, Any] = {name: [item.columns.get(name) for item in items] for name in names}
         if self.style == "trl":
             given |= {"prompts": prompts, "completion_ids": [item.token_ids for item in items]}
@@ -91,6 +92,11 @@ class ColumnReward(CustomReward):
 
     def _taken(self, given: dict[str, Any]) -> dict[str, Any]:
         return given if self.takes is None else {name: v for name, v in given.items() if name in self.takes}
+
+
+def _beside(item: Item) -> dict[str, Any]:
+    """The columns of a row that are given by their names."""
+    return {name: value for name, value in item.columns.items() if name not in RESERVED}
 
 
 def _completion(prompt: Any, text: str) -> Any:

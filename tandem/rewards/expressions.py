@@ -1,6 +1,7 @@
 r"""Whether two mathematical answers are the same, however they are written.
 
-The library math-verify decides on values, in a process of its own (judge.py). It drops words and units, adds
+The library math-verify reads expressions, whose values are compared exactly, in a process of its own
+(comparer_program.py). It drops words and units, adds
 up numbers that blanks part, reads letters without their case, and takes an equation's right side whatever the
 left side is; so numbers are first written in one way, what stands beside the value is compared apart
 (measures.py), and a few answers are never values.
@@ -13,7 +14,7 @@ import re
 from collections.abc import Sequence
 
 from tandem.rewards.comparer import Comparer
-from tandem.rewards.measures import COMMAND, WORD, Measured, measured
+from tandem.rewards.measures import COMMAND, TEXT, WORD, Measured, measured
 
 _COMPARER = Comparer()
 atexit.register(_COMPARER.close)
@@ -28,10 +29,29 @@ SPACED_ARGUMENTS = re.compile(r"\\[A-Za-z]+\s*_?\d\s+\d")
 """TeX's arguments without braces, as in \\frac 1 2 and \\log_2 8."""
 SENTENCE = re.compile(r"\\text\{[^{}]*\b(?:is|are)[\s:]*\}")
 """The beginning of a sentence that the value ends."""
+WHOLE = re.compile(rf"{TEXT}\{{([^{{}}]*)\}}")
+"""An answer that is nothing but text."""
 PAIR = re.compile(r"(?:\\left\s*)?[(\[].*,.*(?:\\right\s*)?[)\]]", re.DOTALL)
 BRACES = re.compile(r"(?:\\left\s*)?\\\{.*\\\}", re.DOTALL)
-SET = re.compile(r"[,<>]|\\(?:le|ge|lt|gt|in|cup|cap|infty|text|emptyset|mathbb|pm)")
+SET = re.compile(r"[,<>]|\\(?:le|ge|lt|gt|ne|in|cup|cap|infty|text|emptyset|mathbb|pm)")
 """What shows that an answer is more than one number."""
+SPELLINGS = (
+    (re.compile("−"), "-"),
+    (re.compile("…"), r"\\ldots "),
+    (re.compile("∞"), r"\\infty "),
+    (re.compile(r"∅|\\varnothing"), r"\\emptyset"),
+    (re.compile(r"≤|⩽|\\leqslant"), r"\\le "),
+    (re.compile(r"≥|⩾|\\geqslant"), r"\\ge "),
+    (re.compile(r"°|\\degree(?![A-Za-z])"), r"^\\circ"),
+)
+"""One way of writing for each sign."""
+REPEATING = re.compile(r"(?<![\d.])(\d*)\.(\d*)\\(?:overline|bar|dot)\s*(?:\{(\d+)\}|(\d))")
+"""A decimal whose last digits come again and again."""
+DEGREES_OF = re.compile(
+    r"(\\(?:sin|cos|tan|cot|sec|csc))\s*(?:\\left)?([({]?)\s*(-?[\d.]+)\s*\^\s*\{?\s*\\circ\s*\}?\s*(?:\\right)?[)}]?"
+)
+"""A function of an angle in degrees."""
+DOTS = re.compile(r"\\[lc]?dots")
 MAX_EQUATION_SIDES = 5
 LEFT, RIGHT = " \t\n*_`$", " \t\n*_`$.,:;?"
 
@@ -48,7 +68,7 @@ def same(gold: str, answer: str) -> bool:
         RewardError: the process that compares values cannot be started.
     """
     one, two = plain(gold), plain(answer)
-    if one == two:
+    if one == two or (len(one) > 2 and one.isalpha() and one.lower() == two.lower()):
         return bool(two)
     truth, given = measured(one), measured(two)
     return truth.agrees(given) and _same_value(truth, given)
@@ -56,14 +76,25 @@ def same(gold: str, answer: str) -> bool:
 
 def plain(text: str) -> str:
     """An answer without the marks of a page around it, its numbers written in one way."""
-    text = BLANKS.sub(" ", text.replace("−", "-").replace("°", r"^\circ").replace(r"\degree", r"^\circ"))
+    text = BLANKS.sub(" ", text)
+    for written, meant in SPELLINGS:
+        text = written.sub(meant, text)
+    text = DEGREES_OF.sub(r"\1(\\frac{\3\\pi}{180})", REPEATING.sub(_fraction, text))
     text = text.removeprefix(r"\(").removesuffix(r"\)").lstrip(LEFT)
     text = SENTENCE.sub("", text, count=1) if SENTENCE.match(text) else text
     stripped = text.rstrip(RIGHT)
     text = stripped + text[len(stripped)] if stripped.endswith("\\") and stripped != text else stripped
+    text = WHOLE.sub(r"\1", text).strip() if WHOLE.fullmatch(text) else text
     text = THOUSANDS.sub(lambda match: re.sub(r"\D", "", match.group()), text)
     text = MIXED.sub(r"\1\\frac{\2}{\3}", text)
     return SCIENTIFIC.sub(r"\1 \\times 10^{\2}", text)
+
+
+def _fraction(repeating: re.Match[str]) -> str:
+    """A repeating decimal as a fraction, as 1/3 for 0.333…"""
+    whole, start, again = repeating.group(1), repeating.group(2), repeating.group(3) or repeating.group(4)
+    nines = (10 ** len(again) - 1) * 10 ** len(start)
+    return rf"\frac{{{int(whole + start + again) - int((whole + start) or 0)}}}{{{nines}}}"
 
 
 def _same_value(truth: Measured, given: Measured) -> bool:
@@ -72,8 +103,12 @@ def _same_value(truth: Measured, given: Measured) -> bool:
         return False
     if PAIR.fullmatch(answer) and not SET.search(gold):
         return False  # an interval from 5 to 5 is not the number 5
+    if bool(DOTS.search(gold)) != bool(DOTS.search(answer)):
+        return False  # the library passes dots over
     if any(BRACES.fullmatch(one) and PAIR.fullmatch(two) for one, two in ((gold, answer), (answer, gold))):
         return False  # a set is no pair
+    if PAIR.fullmatch(gold) and PAIR.fullmatch(answer) and ("\\{" in gold) != ("\\{" in answer):
+        return False  # nor is a set in a pair a number
     return gold == answer or (_holds(answer) and _COMPARER.equal(gold, answer))
 
 

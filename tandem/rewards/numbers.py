@@ -1,53 +1,180 @@
-"""Decimal numbers in text, exactly and whatever their length."""
+"""Numbers in text, exactly and whatever their length.
+
+A number is read as a whole or not at all. What stands after it may belong to it (1.5 million, 3 1/2, 50%,
+3 x 10^8); what makes it a part of something else is in tandem.rewards.contexts.
+"""
 
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections import deque
-from collections.abc import Iterator
+from dataclasses import dataclass
 from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
-# A minus right after a digit, letter or bracket is an operator, not a sign; ‘.5’ stands after no digit.
-NUMBER = re.compile(
-    r"(?:(?<![\w)\]}])[-+])?"
+from tandem.rewards.contexts import (
+    AFTER_SPACED_SIGN,
+    BEFORE,
+    BEFORE_OPERATOR,
+    CALLED,
+    GOES_ON,
+    LEADS_IN,
+    NO_END,
+)
+from tandem.rewards.measures import SCALES
+
+LINE_CHARACTERS = 100
+"""How much of a line before a number is looked at."""
+PLAIN = (
     r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9.])\.[0-9]+)"
     r"(?:[eE][-+]?[0-9]{1,3}(?![\w.]))?"
 )
+TRUTH = re.compile(rf"[-+]?{PLAIN}")
+BLANK = "(?:[ \u00a0\u2009\u202f]|\\\\[,;: ]|\\{,\\}|,\\\\!)"
+"""What sets groups of three digits apart, besides a comma."""
+GROUPED = rf"[0-9]{{1,3}}(?:{BLANK}[0-9]{{3}})+(?![0-9/])(?:\.[0-9]+)?"
+POWERS = {**SCALES, "k": 3, "m": 6, "bn": 9}
+SIGN = r"(?:(?P<sign>[-+]|(?i:minus|negative)\b)(?P<gap>(?:[ \t$£€¥₹({]|\\\$){0,8}+))?"
+VALUE = (
+    rf"(?P<number>(?>{GROUPED}|{PLAIN}))"
+    r"(?:/(?P<divisor>[0-9]+)(?![0-9.])|(?:[ \u00a0]+|\\ )(?P<top>[0-9]+)/(?P<bottom>[0-9]+)(?![0-9.]))?"
+    r"(?:[ ]*(?:[x×·*]|\\times|\\cdot)[ ]*10[ ]*(?:\^|\*\*)[ ]*"
+    r"(?:\{(?P<braced>[-+]?[0-9]{1,3})\}|(?P<power>[-+]?[0-9]{1,3})(?!\w)))?"
+    r"(?:[ ]*(?P<letter>[kKM]|bn)(?![A-Za-z0-9])"
+    r"|(?:[ ]|\\text\{)*+(?i:(?P<scale>hundred|thousand|[mb]illion|trillion|dozen)s?\b))?"
+    r"(?P<percent>[ ]*\\?%|[ ]+per[ ]?cent\b)?"
+)
+ANYWHERE = re.compile(
+    rf"{SIGN}(?<![A-Za-z0-9])(?<![A-Za-z0-9]_)(?<![\^])(?<!\^\{{)(?<!_\{{)(?<![0-9][.,]){VALUE}"
+)
+UNICODE_FRACTION = re.compile("[¼-¾⅐-⅞]")
+RAISED = re.compile("[⁰¹²³⁴-⁹⁻]+")
+TEX_FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}|(\d)\s*(\d))")
+AND_A_PART = re.compile(
+    r"(?<=[0-9])\s+and\s+(?:a|one)[ -](half|quarter)\b|(?<=[0-9])\s+and\s+(?=[0-9]+/[0-9])"
+)
 
 
-def numbers_in(text: str) -> Iterator[Decimal]:
-    """All numbers of a text, in order: "-1,234.5 and 7" has -1234.5 and 7."""
-    for match in NUMBER.finditer(text.replace("−", "-")):
-        yield Decimal(match.group().replace(",", ""))
+@dataclass(frozen=True)
+class Quantity:
+    """A number of a text.
+
+    Attributes:
+        value: as written, of 50% 50.
+        percent: whether it is written as a percentage.
+    """
+
+    value: Fraction
+    percent: bool = False
+
+    def near(self, truth: Quantity, absolute: Decimal = Decimal(), relative: Decimal = Decimal()) -> bool:
+        """Whether it is the right number, or as near to it as `absolute`, or `relative` times that one, says.
+        A sign for percent may be left out, as 50 for 50%, or the number be a share, as 0.5 for 50%."""
+        pairs = [(self.value, truth.value)]
+        if self.percent != truth.percent:
+            bare = truth.value if self.percent else self.value
+            pairs = pairs if abs(bare) >= 1 else []
+            pairs.append((self._share(), truth._share()))
+        return any(
+            abs(one - two) <= max(Fraction(absolute), Fraction(relative) * abs(two)) for one, two in pairs
+        )
+
+    def _share(self) -> Fraction:
+        return self.value / 100 if self.percent else self.value
+
+    def text(self) -> str:
+        """Its text, the same for equal numbers written with or without a percent sign."""
+        return number_text(self.value) + ("%" if self.percent else "")
 
 
-def last_number(text: str) -> Decimal | None:
-    """The last number of a text, if it has one."""
-    last = last_match(NUMBER, text.replace("−", "-"))
-    return None if last is None else Decimal(last.group().replace(",", ""))
+def readable(text: str) -> str:
+    r"""A text whose signs and fractions are written in one way: ½ and \frac{1}{2} as 1/2, 10⁸ as 10^{8}."""
+    text = text.translate(str.maketrans("−﹣－–", "----"))
+    text = UNICODE_FRACTION.sub(
+        lambda found: " " + unicodedata.normalize("NFKC", found.group()).replace("\u2044", "/"), text
+    )
+    text = RAISED.sub(
+        lambda found: "^{" + unicodedata.normalize("NFKC", found.group()).replace("−", "-") + "}", text
+    )
+    text = TEX_FRACTION.sub(_fraction, text)
+    return AND_A_PART.sub(
+        lambda found: {"half": " 1/2", "quarter": " 1/4"}.get(found.group(1) or "", " "), text
+    )
 
 
-def last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
-    """The last place where a pattern matches, left to right, if there is one."""
-    return next(iter(deque(pattern.finditer(text), maxlen=1)), None)
+def _fraction(found: re.Match[str]) -> str:
+    top, bottom = (found.group(1), found.group(2)) if found.group(1) else (found.group(3), found.group(4))
+    apart = " " if found.start() and found.string[found.start() - 1].isdigit() else ""
+    return f"{apart}{top}/{bottom} "
 
 
-def number_text(number: Decimal | None) -> str | None:
-    """A number's text, the same for equal numbers; None for None."""
-    if number is None:
+def last_quantity(text: str) -> Quantity | None:
+    """The last number of a text made `readable`; None where it has none, or the last is none by itself."""
+    last = next(iter(deque(ANYWHERE.finditer(text), maxlen=1)), None)
+    return None if last is None else quantity(last)
+
+
+def quantity(found: re.Match[str]) -> Quantity | None:
+    """The number of a match of `SIGN` and `VALUE`, where it is one by itself."""
+    text, start, end = found.string, found.start("sign" if found["sign"] else "number"), found.end()
+    line = text[max(text.rfind("\n", 0, start) + 1, start - LINE_CHARACTERS) : start]
+    before = BEFORE.sub("", line)
+    if GOES_ON.match(text, end) or ("." in found["number"] and NO_END.match(text, end)):
         return None
-    text = f"{number:f}"
-    return (text.rstrip("0").rstrip(".") if "." in text else text) if number else "0"
+    if LEADS_IN.search(before) or CALLED.search(line) or not _signed(found, line, before):
+        return None
+    return _quantity(found)
 
 
-def to_number(ground_truth: Any) -> Decimal:
+def _signed(found: re.Match[str], line: str, before: str) -> bool:
+    """Whether what looks like a sign is one."""
+    if found["sign"] not in ("+", "-"):
+        return True
+    spaced = bool(re.search(r"\s", found["gap"])) and not AFTER_SPACED_SIGN.search(before.rstrip())
+    return not spaced and not re.search(r"[\w)\]}]$", line) and not BEFORE_OPERATOR.search(before)
+
+
+def _quantity(found: re.Match[str]) -> Quantity | None:
+    value = Fraction(Decimal(re.sub(r"[^0-9.eE+-]", "", found["number"])))
+    divisors = [int(Decimal(found[name])) for name in ("divisor", "bottom") if found[name]]
+    if 0 in divisors or (found["top"] and value.denominator != 1):
+        return None
+    if found["divisor"]:
+        value /= divisors[0]
+    if found["top"]:
+        value += Fraction(int(Decimal(found["top"])), divisors[0])
+    value *= Fraction(10) ** int(found["braced"] or found["power"] or 0)
+    word = (found["scale"] or found["letter"] or "").lower()
+    value *= 12 if word == "dozen" else 10 ** POWERS.get(word, 0)
+    negative = found["sign"] is not None and found["sign"].lower() in ("-", "minus", "negative")
+    return Quantity(-value if negative else value, bool(found["percent"]))
+
+
+def number_text(number: Fraction | Decimal) -> str:
+    """A number's text, the same for equal numbers: a decimal where it has an end, else a fraction."""
+    number = Fraction(number)
+    rest, places = number.denominator, 0
+    for prime in (2, 5):
+        count = 0
+        while rest % prime == 0:
+            rest, count = rest // prime, count + 1
+        places = max(places, count)
+    if rest != 1:
+        return f"{Decimal(number.numerator):f}/{Decimal(number.denominator):f}"
+    digits = f"{Decimal(abs(int(number * 10**places))):f}".rjust(places + 1, "0")
+    whole, decimals = digits[: len(digits) - places], digits[len(digits) - places :]
+    return f"{'-' if number < 0 else ''}{whole}{'.' if decimals else ''}{decimals}"
+
+
+def to_number(ground_truth: Any) -> Fraction:
     """A ground truth that is a number, or text of exactly one.
 
     Raises:
         ValueError: it is neither.
     """
     text = str(ground_truth).strip().replace("−", "-")
-    if not NUMBER.fullmatch(text):
+    if not TRUTH.fullmatch(text):
         raise ValueError(f"the ground truth {ground_truth!r:.80} is not a number")
-    return Decimal(text.replace(",", ""))
+    return Fraction(Decimal(text.replace(",", "")))

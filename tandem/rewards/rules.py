@@ -10,6 +10,7 @@ the `ground_truth` of `reward_model`. The answer of a response stands between th
 from __future__ import annotations
 
 import ast
+import json
 import operator
 import re
 from collections import Counter
@@ -26,7 +27,6 @@ from tandem.rewards import gsm8k
 from tandem.rewards.base import register_reward
 from tandem.rewards.boxes import last_boxed
 from tandem.rewards.instructions import instructions as instructions
-from tandem.rewards.numbers import number_text
 from tandem.rewards.truths import truths
 from tandem.texts import parse_json
 
@@ -35,16 +35,39 @@ MAX_EXPRESSION = 200
 MARKS = r"(?:[\s*_($\[{:]|\\(?:text|textbf|mathrm|mathbf|boxed)\b)*+"
 CHOSEN = re.compile(rf"{MARKS}([A-Z])[\s*_$]*+(?:[)\]}}.:]|\Z)")
 """A letter that stands for itself, at the beginning of a line or a box."""
+LETTER = r"([A-Z](?![\w'’])|[a-z](?=[)\].*_\s]*(?:\n|\Z)))"
+NAMED = rf"(?:(?i:option|choice|letter|answer)\s+)?{MARKS}{LETTER}"
 ANNOUNCED = re.compile(
-    rf"(?i:\banswer[\s*_]*+(?:is|would\s+be|[:=]){MARKS}(?:(?:option|choice|letter)\s+)?{MARKS})"
-    r"([A-Z](?![\w'])|[a-z](?=[)\].*_\s]*(?:\n|\Z)))"
+    r"(?i:(?<!wrong )(?<!incorrect )(?<!false )(?:\bans(?:wer)?(?:[\s*_]+(?:choice|option|letter))?"
+    r"(?:[\s*_]*[:=]|[\s*_]+(?:is|(?:must|should|would|will|has\s+to)"
+    r"\s+be)\b[\s*_]*:?)|\b(?:option|choice|letter)[\s*_]+is\b:?)|\bcorrect(?:\s+one)?\s+is\b:?"
+    r"|\bI(?:\s+would|['’]d|\s+will|['’]ll)?\s+(?:choose|chose|pick|select|go\s+with))"
+    rf"{MARKS}(?:the\s+)?{NAMED}"
+)
+CALLED_RIGHT = re.compile(
+    r"(?:^|[\n.!?;:,]|\b(?i:so|thus|hence|therefore))[\s*_(\[$]{0,9}+(?i:(?:the\s+)?(?:option|choice|answer)\s+)?"
+    r"[*_(\[$]*([A-Z])[)\].*_$]*\s+is\s+(?:the\s+)?(?:only\s+)?(?:correct|right|best|true|my\s+(?:answer|choice))\b"
+    r"(?:\s+(?:answer|option|choice|one)\b)?(?!\s*(?:\?|(?:,|and\b|or\b)[\s*_(]*[A-Z](?![\w'’])))"
 )
 OPTION = re.compile(r"(?i:\b(?:option|choice))[\s*_(\[]+([A-Z])(?![\w'])")
-ANOTHER = re.compile(r"[\s*_)\]}.$]*+(?:,|/|&|or\b|and\b)[\s*_(\[{$]*+[A-Z](?![\w'])(?!\s+(?:is|was)\b)")
-FENCED = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.DOTALL)
+ANOTHER = re.compile(
+    r"[\s*_)\]}.$]*+(?:,|/|&|or\b|and\b|(?:is|was)\s+(?:not|wrong|incorrect|false)\b)"
+    r"(?:[\s*_(\[{$]*+[A-Z](?![\w'])(?!\s+(?:is|was)\b)|(?<=not)|(?<=wrong)|(?<=incorrect)|(?<=false))"
+)
+FENCED = re.compile(r"(?:```|~~~)[ \t]*(?i:jsonc?5?)?\s*(.*?)(?:```|~~~|\Z)", re.DOTALL)
 TEMPLATE = re.compile(r"…|<[^<>]*>|[^<…]+|<")
 WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|\w+")
 """A word; of Chinese and Japanese text, a character."""
+SIGNS = str.maketrans("×·⋅÷−–[]", "***/--()")
+TEX_OPERATIONS = (
+    (r"(?i)\A(?:(?:the\s+)?(?:final\s+)?(?:answer|expression)(?:\s+is|\s*:))", ""),
+    (r"(?<=[\d)])\s*[xX]\s*(?=[\d(])", "*"),
+    (r"\.\s*\Z", ""),
+    (r"\\(?:times|cdot|ast)(?![A-Za-z])", "*"),
+    (r"\\div(?![A-Za-z])", "/"),
+    (r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r"((\1)/(\2))"),
+    (r"\\(?:left|right)(?![A-Za-z])|\\[()\[\],;! ]", " "),
+)
 OPERATIONS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -110,9 +133,9 @@ def numeric(
         number = gsm8k.answer(gold, "flexible")
         if number is None:
             raise ValueError(f"the right answer {gold!r:.80} is not a number")
-        allowed = max(Decimal(str(absolute)), Decimal(str(relative)) * abs(number))
-        right = right or (pred is not None and abs(pred - number) <= allowed)
-    return _answered(right, number_text(pred), golds)
+        limits = Decimal(str(absolute)), Decimal(str(relative))
+        right = right or (pred is not None and pred.near(number, *limits))
+    return _answered(right, None if pred is None else pred.text(), golds)
 
 
 @register_reward(bounded=True)
@@ -142,14 +165,15 @@ def choice(
 def _letter(text: str) -> str | None:
     """The letter that a text chooses: boxed, alone, announced last, or the only one that it names."""
     boxed = last_boxed(text)
-    alone = (boxed or text).strip(" \n()[].*_$")
+    alone = (boxed or text).strip(" \n()[].!*_$`")
     if len(alone) == 1 and alone.isalpha():
         return alone.upper()
     if boxed is not None:
         found = CHOSEN.match(boxed)
         return found and found.group(1)
-    if announced := list(ANNOUNCED.finditer(text)):
-        last = announced[-1]
+    announced = [*ANNOUNCED.finditer(text), *CALLED_RIGHT.finditer(text)]
+    if announced:
+        last = max(announced, key=lambda found: found.start(1))
         return None if ANOTHER.match(text, last.end()) else last.group(1).upper()
     named = {
         *OPTION.findall(text),
@@ -176,7 +200,7 @@ def matches(
 
 @register_reward()
 def json_schema(response: str, schema: Any, tag: str = "answer") -> dict[str, Any]:
-    """1 for JSON, in the last fence of backticks where there is one, that a JSON schema admits, else 0. Needs
+    """1 for JSON that a schema admits, in the last fence (``` or ~~~) where there is one, else 0. Needs
     the package jsonschema.
 
     Args:
@@ -188,7 +212,8 @@ def json_schema(response: str, schema: Any, tag: str = "answer") -> dict[str, An
         raise RewardError("jsonschema is not installed", remedy="pip install 'tandem[schema]'") from error
     part = final(response, tag)
     try:
-        value = parse_json((FENCED.findall(part) or [part])[-1])
+        value = parse_json((FENCED.findall(part) or [part])[-1].strip("\ufeff` \t\r\n"))
+        json.dumps(value, allow_nan=False)  # NaN is no JSON
     except (ValueError, RecursionError) as error:
         return _verdict(False, f"no JSON: {error}")
     schema = parse_json(schema) if isinstance(schema, str) else schema
@@ -216,8 +241,7 @@ def countdown(
     truth = (reward_model or {}).get("ground_truth") or {}
     numbers = truth["numbers"] if numbers is None else numbers
     target = truth["target"] if target is None else target
-    part = final(response, tag)
-    text = (last_boxed(part) or part).partition("=")[0].strip().translate(str.maketrans("×·÷−", "**/-"))
+    text = _expression(final(response, tag))
     used: list[int] = []
     try:
         if len(text) > MAX_EXPRESSION:
@@ -230,6 +254,19 @@ def countdown(
     right = value == Fraction(str(target))
     found = _verdict(right, f"{text} is {value}, expected {target}", pred=text)
     return found if right else {**found, "score": form}
+
+
+def _expression(part: str) -> str:
+    """The expression of an answer, as Python writes it: without the marks of a page, and without the value
+    before or after it."""
+    text = (last_boxed(part) or part).strip(" \n\t*_`$").translate(SIGNS)
+    for written, meant in TEX_OPERATIONS:
+        text = re.sub(written, meant, text)
+    sides = [
+        side.strip(" \n\t*_`$.\\()" if side.strip(" ()").isdigit() else " \n\t*_`$")
+        for side in text.split("=")
+    ]
+    return next((side for side in sides if not side.isdigit()), sides[0])
 
 
 def _value(node: ast.expr, used: list[int]) -> Fraction:

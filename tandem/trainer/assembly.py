@@ -8,31 +8,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
-from transformers import PreTrainedTokenizerBase
-
 from tandem.algorithms.entropy import AdaptiveEntropyController
 from tandem.algorithms.kl import AdaptiveKLController, FixedKLController, kl_controller
 from tandem.config.actor import ActorConfig
-from tandem.config.model import ModelConfig
 from tandem.config.root import TrainConfig
 from tandem.config.schema import keys, value_at
 from tandem.config.supervised import RMConfig, SFTConfig, SupervisedConfig
 from tandem.config.trainer import TrainerConfig
-from tandem.data.loader import batches_of
-from tandem.errors import ConfigError
 from tandem.hub import fetch_weights
 from tandem.loading import load_function
-from tandem.models.loading import (
-    lacks_score_head,
-    load_config,
-    load_tokenizer,
-    position_limit,
-)
+from tandem.models.ends import stop_token_ids
+from tandem.models.loading import lacks_score_head, load_config
+from tandem.models.vocabulary import tokenizer_of
 from tandem.observability.stacks import withdraw_stacks
-from tandem.rewards import Scorer, check_sources, own_reward
+from tandem.rewards import Scorer, own_reward
 from tandem.rewards.combination import combination_of
 from tandem.runtime import Backend, ResourcePool, Worker, WorkerGroup
 from tandem.runtime.worker import WorkerFactory
+from tandem.trainer.beforehand import plan_of, task_of
 from tandem.trainer.checks import check_algorithms, models_of, say_idle_offload
 from tandem.trainer.gathering import Evaluator, Gathered, Gatherer
 from tandem.trainer.integrity import Facts
@@ -42,12 +35,12 @@ from tandem.trainer.placing import CONTROLLER_POOL, Cast, cast_roles, configured
 from tandem.trainer.planning import predicted, run_worst_batches, tell_plan
 from tandem.trainer.ppo import PPOTrainer
 from tandem.trainer.prompts import Prompts
-from tandem.trainer.sampling_params import sampling, stop_token_ids
+from tandem.trainer.sampling_params import sampling
 from tandem.trainer.schedule import Schedule
 from tandem.trainer.scoring import Scoring
 from tandem.trainer.session import OpenRun, RunsConfig, Session, open_run
-from tandem.trainer.steps import Plan, plan_run
-from tandem.trainer.supervised import SupervisedTrainer, Task, rm_task, sft_task
+from tandem.trainer.steps import Plan
+from tandem.trainer.supervised import SupervisedTrainer
 from tandem.workers.data import DataFacts, ExamplesWorker
 from tandem.workers.supervised import SupervisedWorker
 
@@ -81,16 +74,13 @@ def build_ppo(
     say_idle_offload(config.trainer, models_of(config, cast.played), say)
     reward = own_reward(config.custom_reward_function, config.reward.timeout)
     combination = combination_of(config)
-    tokenizer = _tokenizer(policy.model)
+    tokenizer = tokenizer_of(policy.model, "actor_rollout_ref.model")
     with _opened(config, say) as (run, backend):
         backend.reserve(list(pools_of(placed).values()))
         reads = {} if reward is None else {"reads": reward.reads}
         reader = partial(placed["data"].worker, config.data, tokenizer, run.folder, **reads)
         data, facts = _data(backend, reader)
-        _require_positions(config, facts.longest_prompt)
-        if "reward" in cast.played:
-            check_sources(facts.sources, reward, config.reward.sandbox, say)
-        plan = plan_run(config, spec, batches_of(facts.rows, config.data.train_batch_size))
+        plan = plan_of(config, spec, facts, reward, scores="reward" in cast.played, say=say)
         memory = _say_beginning(config, run, facts.rows, plan, say, backend.gpus)
         stops = stop_token_ids(policy.model.path, tokenizer)
         made_with = recipes(config, plan, tokenizer, reward, run.folder, stops)
@@ -142,7 +132,7 @@ def _launcher(
 
 def build_sft(config: SFTConfig, *, say: Say) -> SupervisedTrainer:
     """The trainer of a supervised fine-tuning; see `build_supervised`."""
-    return build_supervised(config, sft_task(config), say=say)
+    return build_supervised(config, say=say)
 
 
 def build_rm(config: RMConfig, *, say: Say) -> SupervisedTrainer:
@@ -152,19 +142,19 @@ def build_rm(config: RMConfig, *, say: Say) -> SupervisedTrainer:
     stored = load_config(model.path, trust_remote_code=model.trust_remote_code)
     if lacks_score_head(stored):
         say(f"{model.path} is a language model: its score head is new, drawn by trainer.seed.")
-    return build_supervised(config, rm_task(config), say=say)
+    return build_supervised(config, say=say)
 
 
-def build_supervised(config: SupervisedConfig, task: Task, *, say: Say) -> SupervisedTrainer:
+def build_supervised(config: SupervisedConfig, *, say: Say) -> SupervisedTrainer:
     """The trainer of a resolved config. Its workers run until its `shutdown`; where this raises, they
     have been ended.
 
     Raises:
         TandemError: the config asks for what is not there: a device, files, a logger.
     """
-    trainer = config.trainer
+    trainer, task = config.trainer, task_of(config)
     say_idle_offload(trainer, {"": config}, say)
-    tokenizer = _tokenizer(config.model)
+    tokenizer = tokenizer_of(config.model)
     with _opened(config, say) as (run, backend):
         ((name, counts),) = trainer.pools.items()
         pool = ResourcePool(counts, name)
@@ -193,28 +183,6 @@ def build_supervised(config: SupervisedConfig, task: Task, *, say: Say) -> Super
             data=data,
             model=model,
             val_batches=facts.val_batches,
-        )
-
-
-def _require_positions(config: TrainConfig, prompt: int) -> None:
-    """
-    Args:
-        prompt: tokens of the longest.
-
-    Raises:
-        ConfigError: it and the longest response go beyond the model's positions. Of a model whose rotary
-            angles are stretched, its rollout engine judges.
-    """
-    model, response = config.actor_rollout_ref.model, config.data.max_response_length
-    most = position_limit(load_config(model.path, trust_remote_code=model.trust_remote_code))
-    if most is not None and prompt + response > most:
-        raise ConfigError(
-            "the longest prompt and response go beyond the model's positions",
-            field="data.max_prompt_length + data.max_response_length",
-            got=f"{prompt} (of at most {config.data.max_prompt_length}) + {response} = {prompt + response}",
-            expected=f"at most max_position_embeddings = {most}",
-            remedy="lower data.max_response_length, or leave out long prompts: lower data.max_prompt_length "
-            "and set data.filter_overlong_prompts=true",
         )
 
 
@@ -257,14 +225,6 @@ def _own_listener(on_step: str | None) -> Iterator[Listener]:
     if on_step is not None:
         function = load_function(on_step)
         yield lambda step: function(step.number, step.metrics)
-
-
-def _tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    return load_tokenizer(
-        model.tokenizer_path,
-        custom_chat_template=model.custom_chat_template,
-        trust_remote_code=model.trust_remote_code,
-    )
 
 
 def _data(backend: Backend, reader: WorkerFactory) -> tuple[WorkerGroup, DataFacts]:

@@ -155,8 +155,9 @@ class Gatherer:
         filling = _Filling(self._size, [])
         for number in range(1, self.limit + 1):
             samples, scores = self._answer(roles, prompts, n)
+            failed = ["reward_failed"] if self._leaves_out_failed else []
             asked: Future[Spread] = roles.batch.group_spread(
-                scores.select("scores", "reward_extra"), n, self._metric
+                scores.select("scores", "reward_extra", *failed), n, self._metric
             )
             surplus = filling.add(prompts, samples, scores, asked.get(), n)
             if filling.full:

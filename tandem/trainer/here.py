@@ -11,6 +11,7 @@ from typing import Any
 
 from pyarrow import parquet
 
+from tandem.config.actor import reference_name
 from tandem.config.model import PLAIN_DECODERS, BackboneConfig, stored_config
 from tandem.config.root import TrainConfig
 from tandem.config.supervised import RMConfig, SFTConfig, SupervisedConfig
@@ -22,13 +23,35 @@ RunsConfig = TrainConfig | SupervisedConfig
 
 
 def lacking(config: RunsConfig) -> list[TandemError]:
-    """One error for each thing that is missing here. The user's own reward function is loaded; PyTorch, only
-    where it must be asked."""
-    looks: tuple[Callable[[Any], None], ...] = (_device, _ray, _rows, _architectures)
-    if isinstance(config, TrainConfig):
-        looks += (_vllm, _reward, _positions)
+    """One error for each thing that is missing on this machine, and for each that data and model show at a
+    glance. The user's own reward function is loaded; PyTorch, only where it must be asked."""
+    return [*missing_here(config), *_found(config, (_rows, _architectures, _vocabulary), (_positions,))]
+
+
+def missing_here(config: RunsConfig) -> list[TandemError]:
+    """One error for each thing that this machine lacks, which another may have."""
+    return _found(config, (_device, _ray), (_vllm, _reward))
+
+
+def unfit(config: RunsConfig) -> list[TandemError]:
+    """One error for each thing that is wrong with the data and the model. The data are read as by the run,
+    which can take as long."""
+    examine: Callable[[RunsConfig], None] = import_module("tandem.trainer.beforehand").examine
+    found = _found(config, (_rows, _architectures, _vocabulary, examine), (_positions,))
+    return list({str(error): error for error in found}.values())
+
+
+def _found(
+    config: RunsConfig,
+    looks: tuple[Callable[[Any], None], ...],
+    of_policies: tuple[Callable[[TrainConfig], None], ...],
+) -> list[TandemError]:
+    """
+    Args:
+        of_policies: those that only a policy's run has.
+    """
     found: list[TandemError] = []
-    for look in looks:
+    for look in (*looks, *(of_policies if isinstance(config, TrainConfig) else ())):
         try:
             look(config)
         except TandemError as error:
@@ -138,6 +161,28 @@ def _tested(stored: dict[str, Any]) -> bool:
     rope = stored.get("rope_parameters") or stored.get("rope_scaling") or {}
     stretched = rope.get("rope_type", rope.get("type")) in ("dynamic", "longrope")
     return kind in PLAIN_DECODERS and not (windowed or stretched)
+
+
+def _vocabulary(config: RunsConfig) -> None:
+    """Holds the tokenizer's ids against the embeddings of all models that read them. Code of a folder is not
+    run here: its tokenizer is looked at when it is loaded."""
+    readers: dict[str, tuple[BackboneConfig, str | None]] = {}
+    if isinstance(config, TrainConfig):
+        policy, critic = config.actor_rollout_ref, config.critic.model
+        model, at = policy.model, "actor_rollout_ref.model"
+        readers |= {"critic.model.path": (critic, critic.path)} if config.needs_critic else {}
+        refs = policy.ref.references if config.needs_reference else {}
+        for name, ref in refs.items():
+            readers[f"actor_rollout_ref.ref.models.{reference_name(name)}.path"] = (model, ref.path)
+    else:
+        model, at = config.model, "model"
+    if model.trust_remote_code:
+        return
+    vocabulary = import_module("tandem.models.vocabulary")
+    tokenizer = vocabulary.tokenizer_of(model, at)
+    for field, (reader, path) in readers.items():
+        if path is not None and not reader.trust_remote_code:
+            vocabulary.check_reader(path, tokenizer, field=field)
 
 
 def _positions(config: TrainConfig) -> None:

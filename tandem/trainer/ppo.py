@@ -142,7 +142,7 @@ class PPOTrainer(Loop[Gathered]):
 
     def _left_out(self, samples: BatchFuture, scores: BatchFuture) -> Future[np.ndarray] | None:
         """The samples that are in no update; None: all are."""
-        batch = samples.select("finish_reason")
+        batch = samples.select("finish_reason", "uid")
         if self.plan.leaves_out_failed:
             batch = batch.union(scores.select("reward_failed"))
         elif not self.plan.masks_truncated:

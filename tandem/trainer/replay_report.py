@@ -197,8 +197,12 @@ def _changed_text(changed: dict[str, Any]) -> list[str]:
     rows = [[m["name"], f"{m['before']:.6g}", f"{m['after']:.6g}"] for m in changed["metrics"]]
     lines = _table(["metric that differs", "as it was", "changed"], rows)
     gradient = changed["gradient"]
+    if math.isnan(gradient["cosine"]):
+        turned = "zero, so that nothing is learnt" if not gradient["after"] else "no more zero"
+    else:
+        turned = f"cosine {gradient['cosine']:.6f} to the one it was"
     lines += [
-        f"gradient: cosine {gradient['cosine']:.6f} to the one it was, norm {gradient['before']:.4g} → "
+        f"gradient: {turned}, norm {gradient['before']:.4g} → "
         f"{gradient['after']:.4g} (sum over the step's updates, before clipping)",
         "",
     ]

@@ -1,10 +1,6 @@
-"""Sampling parameters from a config, and the tokens that end a response."""
+"""Sampling parameters from a config."""
 
 from __future__ import annotations
-
-from pathlib import Path
-
-from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from tandem.config.rollout import EngineConfig, SamplingSection
 from tandem.config.root import TrainConfig
@@ -15,7 +11,7 @@ def sampling(config: TrainConfig, stops: tuple[int, ...], *, validation: bool = 
     """The sampling parameters of training, or of validation.
 
     Args:
-        stops: see `stop_token_ids`.
+        stops: see `tandem.models.ends.stop_token_ids`.
     """
     rollout = config.actor_rollout_ref.rollout
     settings = rollout.val_kwargs if validation else rollout
@@ -44,7 +40,7 @@ def sampling_params(
     Args:
         settings: what shapes the distribution.
         rollout: what ends a response.
-        stops: end-of-sequence tokens, see `stop_token_ids`.
+        stops: end-of-sequence tokens, see `tandem.models.ends.stop_token_ids`.
     """
     return SamplingParams(
         temperature=temperature,
@@ -60,12 +56,3 @@ def sampling_params(
         stop=tuple(rollout.stop),
         seed=seed,
     )
-
-
-def stop_token_ids(model_path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The tokenizer's end of sequence and those of the model's generation config."""
-    ids = {tokenizer.eos_token_id}
-    if (Path(model_path) / "generation_config.json").is_file():
-        declared = GenerationConfig.from_pretrained(model_path).eos_token_id
-        ids |= set(declared) if isinstance(declared, list) else {declared}
-    return tuple(sorted(token for token in ids if token is not None))

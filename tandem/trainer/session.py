@@ -34,6 +34,8 @@ from tandem.trainer.telling import beginning
 
 PRIVATE = 0o700
 """Of a folder that is for its user alone."""
+WARNING = "Warning after step"
+"""Begins the sentences that say what is wrong after a step."""
 RunsConfig = TrainConfig | SupervisedConfig
 """A config with a run."""
 
@@ -357,7 +359,7 @@ class Session:
     def warn(self, name: str, sentence: str, step: int) -> None:
         """Tells the user what is wrong after a step, and writes it into the run folder's events."""
         self.folder.event("warning", name=name, step=step, text=sentence)
-        self.say(f"Warning after step {step}: {sentence}.")
+        self.say(f"{WARNING} {step}: {sentence}.")
 
     def show_generations(self, step: int, count: int) -> None:
         """Sends the loggers so many responses of the validation after a step."""

@@ -92,32 +92,51 @@ class BatchWorker(CombiningWorker):
         rewards_T = scores.values.to(widest_float(batch))
         if kl_coef != 0:
             rewards_T = self._kl_penalised(batch, kl_coef).token_level_rewards.to(rewards_T.dtype)
+        batch = batch.union(DataProto({"token_level_rewards": mask.with_values(rewards_T)}))
+        found: dict[str, Ragged | Tensor] = {**corrected, "token_level_rewards": mask.with_values(rewards_T)}
+        taught_B = ~self._untaught(batch)
+        if bool(taught_B.all()):
+            return DataProto(found | self._estimated(batch))
+        taught_T = taught_B[mask.row_ids()]
+        for name, column in self._estimated(batch[taught_B]).items():  # as if the others were not there
+            values_T = torch.zeros(len(mask.values), dtype=column.dtype)
+            values_T[taught_T] = column.values
+            found[name] = mask.with_values(values_T)
+        return DataProto(found)
+
+    def _untaught(self, batch: DataProto) -> Tensor:
+        """(B) bool: samples that teach nothing, as their score failed, or as the estimator compares the
+        samples of a prompt and those of all others failed."""
+        if "reward_failed" not in batch:
+            return torch.zeros(len(batch), dtype=torch.bool)
+        failed_B = batch.dense("reward_failed")
+        if "group" not in self.spec.columns:
+            return failed_B
+        group_B = group_ids(batch.non_tensor_batch["uid"])
+        left_B = group_B.bincount(weights=(~failed_B).double())[group_B]
+        return failed_B | ((left_B == 1) & (group_B.bincount()[group_B] > 1))
+
+    def _estimated(self, batch: DataProto) -> dict[str, Ragged]:
+        """`advantages`, `returns`, and `selected_tokens` where the loss has them."""
+        mask, rewards_T = batch.ragged("response_mask"), batch.ragged("token_level_rewards").values
+        if not len(batch):
+            nothing = mask.with_values(rewards_T)
+            chosen = {} if self._loss.selection is None else {"selected_tokens": mask}
+            return {"advantages": nothing, "returns": nothing, **chosen}
         columns: dict[str, Any] = {
             **{name: c.values if isinstance(c, Ragged) else c for name, c in batch.batch.items()},
             **self._components(batch, rewards_T.dtype),
-            "token_level_rewards": rewards_T,
             "offsets": mask.offsets,
             "group": group_ids(batch.non_tensor_batch["uid"]),
         }
-        if "reward_failed" in batch:  # the others are compared as if these were not there
-            failed_B = batch.dense("reward_failed")
-            columns["response_mask"] = mask.values & ~failed_B[mask.row_ids()]
-            own_B = len(failed_B) + torch.arange(len(failed_B))
-            columns["group"] = torch.where(failed_B, own_B, columns["group"])
         columns.setdefault(WEIGHTS, torch.ones_like(rewards_T))
         out = self.spec(columns, **self.options)
-        found = {
-            **corrected,
-            "token_level_rewards": mask.with_values(rewards_T),
-            "advantages": mask.with_values(out.advantages),
-            "returns": mask.with_values(out.returns),
-        }
+        found = {"advantages": mask.with_values(out.advantages), "returns": mask.with_values(out.returns)}
         if self._loss.selection is not None:
-            kept_T = corrected.get(KEPT, mask).values
+            kept_T = batch.ragged(KEPT).values if KEPT in batch else mask.values
             known = columns | {"advantages": out.advantages, "response_mask": kept_T}
-            chosen_T = self._loss.selection(known, self._loss_options)
-            found["selected_tokens"] = mask.with_values(chosen_T)
-        return DataProto(found)
+            found["selected_tokens"] = mask.with_values(self._loss.selection(known, self._loss_options))
+        return found
 
     def _components(self, batch: DataProto, dtype: torch.dtype) -> dict[str, Tensor]:
         """The column of the rewards by component, if the estimator reads it."""
@@ -128,6 +147,18 @@ class BatchWorker(CombiningWorker):
             scores = batch.dense("scores").tolist()
             extras = [{**extra, "score": score} for extra, score in zip(extras, scores, strict=True)]
         return {"reward_components": reward_components(extras, keys).to(dtype)}
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
+    def left_out(self, batch: DataProto, truncated: bool) -> np.ndarray:
+        """The samples that are in no update, (B) bool.
+
+        Args:
+            batch: `finish_reason` and `uid`; `reward_failed`, where failed scores leave their samples out.
+            truncated: whether responses that were cut at the greatest length are left out.
+        """
+        cut_B = torch.from_numpy(np.asarray(batch.non_tensor_batch["finish_reason"] == "length", dtype=bool))
+        out: np.ndarray = (self._untaught(batch) | cut_B & truncated).numpy()
+        return out
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def reward_baselines(self, scores: DataProto) -> DataProto:

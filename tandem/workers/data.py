@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -52,37 +52,89 @@ class Batches(Protocol):
     def batch(self, number: int) -> DataProto: ...
 
 
+@dataclass(frozen=True)
+class Read:
+    """Data files that were read, checked and tokenised.
+
+    Attributes:
+        train: the rows to train on.
+        batches: made of them.
+        validation: batches of rows to validate on, if any.
+        sources: the data sources of both.
+        longest_prompt: of both, tokens.
+        drawn: the batches, where a sampler draws them.
+    """
+
+    train: Dataset
+    batches: Batches
+    validation: EveryRow | None
+    sources: frozenset[str] = frozenset()
+    longest_prompt: int = 0
+    drawn: DrawnBatches | None = None
+
+    @property
+    def facts(self) -> DataFacts:
+        rows, held_out = len(self.train), len(self.validation or ())
+        return DataFacts(rows, held_out, self.digest(rows), tuple(sorted(self.sources)), self.longest_prompt)
+
+    def digest(self, rows: int) -> str:
+        """A text that tells the first so many training rows from others."""
+        return hashlib.blake2b(self.train.digests[:rows].tobytes(), digest_size=16).hexdigest()
+
+
+def read_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase, reads: Reads = VERLS) -> Read:
+    """Read the prompts of a run of reinforcement.
+
+    Args:
+        config: the resolved data section.
+        tokenizer: formats and tokenises the prompts.
+        reads: the columns that the reward reads.
+
+    Raises:
+        DataError: anything wrong with the files or their rows, or too few of them for a batch.
+    """
+    train = prompt_dataset(config, tokenizer, config.train_files, config.train_max_samples, reads)
+    sources, held_out, longest = set(train.data_sources), None, train.longest
+    if config.val_files:
+        validation = prompt_dataset(config, tokenizer, config.val_files, config.val_max_samples, reads)
+        sources |= set(validation.data_sources)
+        longest = max(longest, validation.longest)
+        held_out = EveryRow(validation, config.val_batch_size)
+    drawn = _drawn(config, train)
+    field = "data.gen_batch_size" if config.gen_batch_size else "data.train_batch_size"
+    made = drawn or BatchLoader(train, config.prompts_at_a_time, _order(config, train), field=field)
+    return Read(train, made, held_out, frozenset(sources), longest, drawn)
+
+
+def read_examples(config: SupervisedDataConfig, read: Callable[[tuple[str, ...]], Dataset]) -> Read:
+    """Read the examples of a supervised run.
+
+    Args:
+        config: the resolved data section.
+        read: makes a dataset of files.
+
+    Raises:
+        DataError: anything wrong with the files or their rows, or too few of them for a batch.
+    """
+    train = read(config.train_files)
+    held_out = EveryRow(read(config.val_files), config.train_batch_size) if config.val_files else None
+    order = EpochOrder(shuffle=config.shuffle, seed=config.seed)
+    return Read(train, BatchLoader(train, config.train_batch_size, order), held_out)
+
+
 class DatasetWorker(TimedWorker):
     """Rows to train on and to validate on. A batch is a function of its number, so that one can be
     asked for before it is needed, and again after a resume.
 
     Args:
-        train: the rows to train on.
-        batches: made of them.
-        validation: batches of rows to validate on, if any.
+        read: the rows.
         run: the run folder.
-        sources: the data sources of both.
-        longest_prompt: of both, tokens.
     """
 
-    def __init__(
-        self,
-        train: Dataset,
-        batches: Batches,
-        validation: EveryRow | None,
-        run: RunFolder,
-        *,
-        sources: Iterable[str] = (),
-        longest_prompt: int = 0,
-    ) -> None:
-        self._rows, self.train, self.validation = train, batches, validation
-        self.facts = DataFacts(
-            len(train),
-            len(validation or ()),
-            self.digest(len(train)),
-            tuple(sorted(sources)),
-            longest_prompt,
-        )
+    def __init__(self, read: Read, run: RunFolder) -> None:
+        self._read = read
+        self.train, self.validation = read.batches, read.validation
+        self.facts = read.facts
         super().__init__(run, "data")  # last: data that are refused leave no trace in the run folder
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
@@ -92,7 +144,7 @@ class DatasetWorker(TimedWorker):
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def digest(self, rows: int) -> str:
         """Tells the first so many training rows from others."""
-        return hashlib.blake2b(self._rows.digests[:rows].tobytes(), digest_size=16).hexdigest()
+        return self._read.digest(rows)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def grow(self, stretches: tuple[Stretch, ...]) -> None:
@@ -130,42 +182,33 @@ class DataWorker(DatasetWorker):
     def __init__(
         self, config: DataConfig, tokenizer: PreTrainedTokenizerBase, run: RunFolder, reads: Reads = VERLS
     ) -> None:
-        train = prompt_dataset(config, tokenizer, config.train_files, config.train_max_samples, reads)
-        sources, batches, longest = set(train.data_sources), None, train.longest
-        if config.val_files:
-            validation = prompt_dataset(config, tokenizer, config.val_files, config.val_max_samples, reads)
-            sources |= set(validation.data_sources)
-            longest = max(longest, validation.longest)
-            batches = EveryRow(validation, config.val_batch_size)
-        self._prompts = train
-        self._drawn = _drawn(config, train)
-        field = "data.gen_batch_size" if config.gen_batch_size else "data.train_batch_size"
-        made = self._drawn or BatchLoader(train, config.prompts_at_a_time, _order(config, train), field=field)
-        super().__init__(train, made, batches, run, sources=sources, longest_prompt=longest)
+        super().__init__(read_prompts(config, tokenizer, reads), run)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def recall(self, uids: tuple[str, ...]) -> DataProto:
         """Prompts that were in earlier training batches; see `PromptDataset.recall`."""
+        assert isinstance(self._read.train, PromptDataset)
         with self.timeline.phase("data"):
-            return self._prompts.recall(uids)
+            return self._read.train.recall(uids)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def observe(self, batch: DataProto) -> None:
         """Tells the sampler how some prompts were answered; see `DrawnBatches.observe`."""
-        assert self._drawn is not None, "there is no sampler"
-        self._drawn.observe(batch)
+        self._drawn().observe(batch)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def sampler_state(self) -> dict[str, Any]:
         """What `load_sampler_state` needs to go on."""
-        assert self._drawn is not None, "there is no sampler"
-        return self._drawn.state_dict()
+        return self._drawn().state_dict()
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def load_sampler_state(self, state: dict[str, Any]) -> None:
         """Goes on where `state` was taken."""
-        assert self._drawn is not None, "there is no sampler"
-        self._drawn.load_state_dict(state)
+        self._drawn().load_state_dict(state)
+
+    def _drawn(self) -> DrawnBatches:
+        assert self._read.drawn is not None, "there is no sampler"
+        return self._read.drawn
 
 
 class ExamplesWorker(DatasetWorker):
@@ -183,10 +226,7 @@ class ExamplesWorker(DatasetWorker):
     def __init__(
         self, config: SupervisedDataConfig, read: Callable[[tuple[str, ...]], Dataset], run: RunFolder
     ) -> None:
-        train = read(config.train_files)
-        held_out = EveryRow(read(config.val_files), config.train_batch_size) if config.val_files else None
-        order = EpochOrder(shuffle=config.shuffle, seed=config.seed)
-        super().__init__(train, BatchLoader(train, config.train_batch_size, order), held_out, run)
+        super().__init__(read_examples(config, read), run)
 
 
 def _order(config: DataConfig, prompts: PromptDataset) -> Order:

@@ -3,17 +3,18 @@ another, the conversation anew from text; and where in it the model judges."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from jinja2.exceptions import TemplateError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from tandem.data.chat import ChatTemplate, Piece
+from tandem.data.chat import ChatTemplate
 from tandem.data.forms import answered
+from tandem.data.tokens import Piece, encoded
 from tandem.errors import DataError
 from tandem.protocol import DataProto, Ragged
 from tandem.rewards.steps import ending_tokens, step_ends, steps_of_ids
@@ -108,46 +109,41 @@ class Reader:
         if self.own is None:
             return ids.tolist(), steps
         pieces = self._pieces(ids, written, messages, text)
-        read: list[int] = []
-        for piece, _ in pieces[:-1]:
-            read += self.own(piece, add_special_tokens=False, verbose=False)["input_ids"]
-        response = pieces[-1][0]
-        assert isinstance(response, str), "a response is read as text"
-        offsets = self.separator is not None
-        last = self.own(response, add_special_tokens=False, return_offsets_mapping=offsets, verbose=False)
-        at = [len(read) + place for place in self._steps(response, text, last)] if offsets else []
+        (parts,) = encoded(self.own, [pieces])
+        read: list[int] = np.concatenate(parts).tolist()
+        at = self._steps(str(pieces[-1][0]), text, len(read)) if self.separator is not None else []
         if len(at) != len(steps):
             raise NotRead(f"{len(steps)} steps were written, and {len(at)} are read")
-        read += last["input_ids"]
-        if not (messages and messages[0]["role"]):  # as `tandem rm` reads texts
+        alone = not (messages and messages[0]["role"])
+        if alone and parts[-1][-1:].tolist() != [self.own.eos_token_id]:  # as `tandem rm` reads texts
             read.append(int(self.own.eos_token_id))
         return read, at
 
     def _pieces(self, ids: Tensor, written: Tensor, messages: Any, text: str) -> list[Piece]:
         """The conversation as text, the response last."""
-        if not messages or not messages[0]["role"]:
-            prompt = messages[0]["content"] if messages else str(self.policys.decode(ids[~written].tolist()))
-            return [(prompt, False), (text, True)]
         assert self.own is not None
         template = ChatTemplate(self.own, None, "custom_chat_template")
+        if not messages or not messages[0]["role"]:
+            prompt = messages[0]["content"] if messages else str(self.policys.decode(ids[~written].tolist()))
+            return [*template.prompt(prompt), (text, True)]
         try:
-            pieces = template.pieces([*messages, {"role": "assistant", "content": text}])
+            pieces = answered(template, [*messages, {"role": "assistant", "content": text}])
         except (TemplateError, DataError) as error:
             raise NotRead(f"its chat template does not format the conversation: {error}") from error
-        if not any(written for _, written in pieces):
-            raise NotRead("its chat template leaves out the response")
-        return answered(pieces)
+        return pieces
 
-    def _steps(self, response: str, text: str, encoded: Mapping[str, Any]) -> list[int]:
-        """The tokens of the encoded response in which its steps end."""
+    def _steps(self, response: str, text: str, total: int) -> list[int]:
+        """The tokens in which the steps of a response end; it ends a sequence of `total` tokens."""
         start, inner = response.rfind(text), text
         if start < 0:
             start, inner = response.rfind(text.strip()), text.strip()
         if start < 0:
             raise NotRead("its chat template changes the response, whose steps are not found in it")
-        assert self.separator is not None
+        assert self.separator is not None and self.own is not None
         ends = [start + end for end in step_ends(inner, self.separator)]
-        return ending_tokens(ends, [end for _, end in encoded["offset_mapping"]])
+        alone = self.own(response, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        offsets = [end for _, end in alone["offset_mapping"]]
+        return [max(total - len(offsets) + place, 0) for place in ending_tokens(ends, offsets)]
 
 
 def _each_its_token(steps: list[int], at: list[int]) -> tuple[list[int], list[int]]:

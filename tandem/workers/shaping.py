@@ -98,14 +98,20 @@ class ShapingWorker(TimedWorker):
         """Tells which prompts' responses differ.
 
         Args:
-            batch: `scores` and `reward_extra`, prompt by prompt, n rows each.
+            batch: `scores` and `reward_extra`, prompt by prompt, n rows each; `reward_failed`, where samples
+                whose score failed are left out: the others are compared as if these were not there.
             metric: see `algorithm.filter_groups.metric`.
 
         Raises:
             RewardError: the reward function does not return that number, or it is not finite.
         """
-        scores_B, values_B = batch.dense("scores"), metric_values(batch, metric)
-        bad_B = ~torch.isfinite(values_B)
+        scores_B = batch.dense("scores")
+        counts_B = torch.ones(len(batch), dtype=torch.bool)
+        if "reward_failed" in batch:
+            counts_B = ~batch.dense("reward_failed")
+        values_B = torch.full((len(batch),), -torch.inf, dtype=torch.float64)
+        values_B[counts_B] = metric_values(batch[counts_B], metric)
+        bad_B = counts_B & ~torch.isfinite(values_B)
         if bool(bad_B.any()):
             raise RewardError(
                 "rewards are not finite",
@@ -113,18 +119,9 @@ class ShapingWorker(TimedWorker):
                 got=f"{int(bad_B.sum())} samples, the first is number {int(bad_B.nonzero()[0])}",
                 remedy="let the reward return a finite number",
             )
+        greatest_B = values_B.view(-1, n).amax(1).repeat_interleave(n)
+        values_B = torch.where(counts_B, values_B, greatest_B)
         return Spread(groups_with_spread(values_B, n).numpy(), float(scores_B.double().mean()))
-
-    @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
-    def left_out(self, batch: DataProto, truncated: bool) -> np.ndarray:
-        """The samples that are in no update, (B) bool.
-
-        Args:
-            batch: `finish_reason`; `reward_failed`, where failed scores leave their samples out.
-            truncated: whether responses that were cut at the greatest length are left out.
-        """
-        cut = np.asarray(batch.non_tensor_batch["finish_reason"] == "length", dtype=bool) & truncated
-        return cut | batch.dense("reward_failed").numpy() if "reward_failed" in batch else cut
 
 
 def metric_values(batch: DataProto, metric: str) -> torch.Tensor:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from transformers import AutoConfig
 
+from tandem.bench import measure
 from tandem.bench.asked import load
 from tandem.bench.documents import DOCUMENTS, published
 from tandem.bench.report import compared, leaves, markdown, throughput
 from tandem.cli.main import main
+from tandem.config.root import TrainConfig
 from tandem.memory import shapes
 from tandem.memory.device_file import read_devices
 from tandem.memory.shapes import model_shape, shape_of
@@ -62,6 +65,22 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     assert main(["bench", *map(str, words)]) == 0
     return place
+
+
+def test_dummy_data_are_not_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Built(Exception):
+        """Stands for the run."""
+
+    def build(config: Any, *, say: Callable[[str], None]) -> None:
+        say("Warning after step 1: every response was scored 0.")
+        say("trains")
+        raise Built
+
+    said: list[str] = []
+    monkeypatch.setattr(measure, "build_ppo", build)
+    with pytest.raises(Built):
+        measure._run(cast(TrainConfig, None), said.append)
+    assert said == ["trains"]
 
 
 def report(made: Path) -> dict[str, Any]:

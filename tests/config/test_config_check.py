@@ -86,6 +86,16 @@ def test_what_was_found_before_a_wrong_value_was_read_is_said(errors):
         ((f"{R}.n=9766",), f"{R}.n", "9,765"),
         (("data.train_batch_size=8", f"{A}.ppo_mini_batch_size=8", f"{R}.n=2000000"), f"{R}.n", "1,250,000"),
         ((f"{R}.n_schedule={{1: 4, 9: 1000000}}",), f"{R}.n_schedule", "9,765"),
+        (("data.train_batch_size=1000000000",), "data.train_batch_size", "10,000,000"),
+        (("data.train_batch_size=5000000", f"{R}.n=8"), "data.train_batch_size", "1,250,000"),
+        (
+            ("algorithm.filter_groups.enable=true", "data.gen_batch_size=90000000", f"{R}.n=2"),
+            "data.gen_batch_size", "5,000,000",
+        ),
+        (
+            ("data.val_batch_size=90000000", "data.val_files=${data.train_files}"),
+            "data.val_batch_size", "10,000,000",
+        ),
         (
             (f"{R}.val_kwargs.n=99999999", f"{R}.val_kwargs.do_sample=true", f"{R}.val_kwargs.temperature=1",
              "data.val_files=${data.train_files}"),

@@ -73,6 +73,23 @@ WRONG = {
         "text",
         "to give it as text quote it twice: trainer.experiment_name='\"12\"'",
     ),
+    "nan as a text": ([f"{A}.optim.lr=nan"], f"{A}.optim.lr", "out of range", "number >= 0", None),
+    "infinity as a text": ([f"{A}.optim.eps=-inf"], f"{A}.optim.eps", "out of range", "number > 0", None),
+    "nan for an integer": (["trainer.seed=NaN"], "trainer.seed", "out of range", "integer >= 0", None),
+    "nan in a list": (
+        [f"{A}.optim.betas=[0.9, nan]"],
+        f"{A}.optim.betas",
+        "out of range",
+        "number >= 0 and < 1, 2 of them in a list",
+        None,
+    ),
+    "nan among names": (
+        [f"{A}.optim.lr_scheduler_type=nan"],
+        f"{A}.optim.lr_scheduler_type",
+        "unknown value",
+        "one of constant, linear, cosine, wsd",
+        "did you mean constant?",
+    ),
     "nan": ([f"{A}.optim.lr=.nan"], f"{A}.optim.lr", "out of range", "number >= 0", None),
     "negative size": (
         ["data.max_prompt_length=-1"],

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tandem.config.load import load_train_config
+from tandem.config.load import Loaded, load_train_config
+from tandem.config.root import TrainConfig
+from tandem.trainer.loop import Rhythm
 from tests.support.tiny import make_model, write_problems
 
 N, BATCH, TEST = "actor_rollout_ref.rollout.n", "data.train_batch_size", "trainer.test_freq"
@@ -22,10 +24,11 @@ class Chosen:
         self._words = [f"actor_rollout_ref.model.path={folder / 'model'}", f"data.train_files={train}"]
 
     def __call__(self, *words: str, rows: int = 1000) -> dict[str, object]:
-        loaded = load_train_config(
-            None, [*self._words, "algorithm.adv_estimator=grpo", *words], count_rows=lambda *files: rows
-        )
-        return {name: value for name, (value, _) in loaded.chosen.items()}
+        return {name: value for name, (value, _) in self.load(*words, rows=rows).chosen.items()}
+
+    def load(self, *words: str, rows: int = 1000) -> Loaded[TrainConfig]:
+        words = (*self._words, "algorithm.adv_estimator=grpo", *words)
+        return load_train_config(None, words, count_rows=lambda *files: rows)
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +57,24 @@ def test_a_run_validates_ten_times(chosen: Chosen) -> None:
     assert chosen(*words, rows=5)[TEST] == 20
     assert chosen(f"data.val_files={chosen.val}", "trainer.total_epochs=4")[TEST] == 6  # of 60 steps
     assert TEST not in chosen(*words, f"{TEST}=7")
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [
+        (1, "1 validation"),
+        (2, "2 validations"),
+        (10, "10 validations"),
+        (25, "13 validations"),
+        (200, "10 validations"),
+    ],
+)
+def test_as_many_validations_are_said_as_there_will_be(chosen: Chosen, steps: int, said: str) -> None:
+    loaded = chosen.load(f"data.val_files={chosen.val}", f"trainer.total_training_steps={steps}")
+    freq, why = loaded.chosen[TEST]
+    assert why == said
+    rhythm = Rhythm(steps, freq, 0)
+    assert int(why.split()[0]) == sum(rhythm.validates(step) for step in range(1, steps + 1))
 
 
 def test_the_longest_sequence_fits_the_token_budget(chosen: Chosen) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 CHATML = (
@@ -21,17 +21,12 @@ CHATML = (
 
 @pytest.fixture(scope="session")
 def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One token per byte, the merges "ab" and newline + "h", and special tokens, of which <|bos|> is put
-    before every text unless the caller asks for none."""
+    """One token per byte, the merges "ab" and newline + "h", and special tokens; none stands before texts."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [("a", "b"), ("Ċ", "h")]
     vocab = {token: i for i, token in enumerate([*alphabet, *("".join(pair) for pair in merges)])}
     core = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    core.add_special_tokens(["<|bos|>"])
-    core.post_processor = processors.TemplateProcessing(
-        single="<|bos|> $A", special_tokens=[("<|bos|>", core.token_to_id("<|bos|>"))]
-    )
     core.decoder = decoders.ByteLevel()
     folder = tmp_path_factory.mktemp("tokenizer")
     PreTrainedTokenizerFast(

@@ -132,7 +132,7 @@ FILES: dict[str, tuple[str, Broken, str]] = {
     "a number in a JSON list": (
         "a.json",
         lambda rows: json.dumps([*rows, 7]).encode(),
-        "row 6: a number, not",
+        "row 6: a whole number, not",
     ),
     "types mixed in a JSON list": (
         "a.json",
@@ -142,7 +142,7 @@ FILES: dict[str, tuple[str, Broken, str]] = {
     "types mixed in lines": (
         "a.jsonl",
         edit(truth(7)),
-        "reward_model.ground_truth: a number, but text in row 0",
+        "reward_model.ground_truth: a whole number, but text in row 0",
     ),
     "types mixed in messages": (
         "a.jsonl",
@@ -252,7 +252,7 @@ FILES: dict[str, tuple[str, Broken, str]] = {
     "a number beyond 64 bits": (
         "a.json",
         lambda rows: json.dumps([{**rows[0], "extra_info": {"index": 10**30}}, *rows]).encode(),
-        "row 0: cannot be read: ",
+        "row 0: extra_info.index: 64 bits do not hold the number 1000",
     ),
     "lists in lists without end": (
         "a.jsonl",

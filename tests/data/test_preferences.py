@@ -57,7 +57,8 @@ def test_conversations_end_with_the_answer_as_the_model_writes_it(files: Any, to
 
 def test_a_batch_has_a_pair_in_each_row(files: Any, tokenizer: Any) -> None:
     rows = [
-        {"q": "x" * (1 + n), "good": "1" * n, "bad": "2" * (5 - n), "by": n / 4 if n else 3} for n in range(5)
+        {"q": "x" * (1 + n), "good": "1" * n, "bad": "2" * (5 - n), "by": n / 4 if n else 3.0}
+        for n in range(5)
     ]
     path = files.text("\n".join(map(json.dumps, rows)), "pairs.jsonl")
     data = PreferenceDataset(

@@ -15,9 +15,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from tandem.data.chat import tokenize
 from tandem.data.forms import PromptForm
 from tandem.data.prompts import PromptDataset
+from tandem.data.tokens import tokenize
 from tandem.errors import DataError
 from tandem.rewards.signatures import VERLS, Reads
 

@@ -84,13 +84,19 @@ def test_template_that_drops_earlier_thinking(files: Any, tokenizer: Any) -> Non
         "{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
     )
     dataset = SFTDataset(files.parquet([{"messages": turns("1", "2", "3", "4")}]), tokenizer)
+    assert len(dataset) == len(dataset.digests) == 2
     assert learnt(dataset, tokenizer) == [
         ("[user]1<|im_end|>\n[assistant]", False),
-        ("2<|im_end|>", True),
-        ("\n[user]3<|im_end|>\n[assistant]", False),
+        ("<think></think>2<|im_end|>", True),
+    ]
+    assert learnt(dataset, tokenizer, 1) == [
+        ("[user]1<|im_end|>\n[assistant]2<|im_end|>\n[user]3<|im_end|>\n[assistant]", False),
         ("<think></think>4<|im_end|>", True),
         ("\n", False),
     ]
+    batch = dataset.batch([1, 0], uid_prefix="0")
+    assert list(batch.non_tensor_batch["index"]) == [0, 0]
+    assert list(batch.non_tensor_batch["uid"]) == ["0-1", "0-0"]
 
 
 def test_template_whose_turns_cannot_be_found(files: Any, tokenizer: Any) -> None:
@@ -99,7 +105,8 @@ def test_template_whose_turns_cannot_be_found(files: Any, tokenizer: Any) -> Non
         "{% if add_generation_prompt %}A:{% endif %}"
     )
     text = raised(files.parquet([{"messages": turns("1", "2")}]), tokenizer)
-    assert "row 0: it changes the first 1 message(s) once others follow" in text
+    assert text.startswith("tokenizer.chat_template: the tokenizer's chat template does not show what")
+    assert "it changes the first 1 message(s) once others follow" in text and "row" not in text
     assert "model.custom_chat_template=" in text
 
 

@@ -194,10 +194,10 @@ def test_trls_defaults_that_are_others_here_are_written(load) -> None:
         ({"fp16": True}, "fp16"),
         ({"loss_type": "vespo"}, "loss_type"),
         ({"scale_rewards": "batch"}, "scale_rewards"),
-        ({"beta": 0.1}, "use_bias_correction_kl"),
+        ({"beta": 0.1, "use_bias_correction_kl": True}, "use_bias_correction_kl"),
         ({"lr_scheduler_type": "polynomial"}, "lr_scheduler_type"),
         ({"optim": "sgd"}, "optim"),
-        ({"use_peft": True}, "lora_dropout"),
+        ({"use_peft": True, "lora_dropout": 0.05}, "lora_dropout"),
         ({"load_in_4bit": True}, "load_in_4bit"),
         ({"push_to_hub": True}, "push_to_hub"),
         ({"no_such_field": 1}, "no_such_field"),
@@ -207,8 +207,65 @@ def test_trls_defaults_that_are_others_here_are_written(load) -> None:
 )
 def test_what_has_no_counterpart_is_named(given: dict[str, Any], refused: str) -> None:
     made = migrate("GRPOConfig", given, devices=1)
-    assert refused in [row.name for row in made.rows if row.verdict == "refused"]
+    assert [row.verdict for row in made.rows if row.name == refused] == ["refused"]
     assert all(row.sentence for row in made.rows)
+
+
+@pytest.mark.parametrize("name", list(TABLES))
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"beta": 0.1},
+        {"use_peft": True},
+        {"use_liger_kernel": False, "seed": 1},
+        {"save_strategy": "epoch", "eval_strategy": "epoch"},
+        {"use_vllm": True, "vllm_importance_sampling_mode": "token_mask", "scale_rewards": "batch"},
+        {"warmup_ratio": 0.1, "max_prompt_length": 256},
+    ],
+)
+def test_the_table_lists_each_given_setting_once_and_no_other(name: str, given: dict[str, Any]) -> None:
+    rows = migrate(name, given, devices=1).rows
+    assert sorted(row.name for row in rows) == sorted(given)
+
+
+def test_a_default_that_is_not_taken_over_is_a_note() -> None:
+    made = migrate("GRPOConfig", {"use_peft": True}, devices=1)
+    assert any(note.startswith("lora_dropout=0.05, the default there") for note in made.notes)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "expected"),
+    [
+        ("GRPOConfig", {"warmup_ratio": 0.1}, {f"{A}.optim.lr_warmup_steps_ratio": 0.1}),
+        ("SFTConfig", {"warmup_ratio": 0.03}, {"optim.lr_warmup_steps_ratio": 0.03}),
+        ("GRPOConfig", {"warmup_ratio": 0.1, "warmup_steps": 7}, {f"{A}.optim.lr_warmup_steps": 7}),
+        (
+            "GRPOConfig",
+            {"max_prompt_length": 256},
+            {"data.max_prompt_length": 256, "data.truncation": "left"},
+        ),
+        ("SFTConfig", {"max_seq_length": 99}, {"data.max_length": 99}),
+        ("GRPOConfig", {"evaluation_strategy": "steps", "eval_steps": 5}, {"trainer.test_freq": 5}),
+        ("RLOOConfig", {"rloo_k": 4, "kl_coef": 0.5}, {"algorithm.kl_ctrl.kl_coef": 0.5}),
+        ("SFTConfig", {"torch_dtype": "bfloat16"}, {"fsdp_config.model_dtype": "bf16"}),
+    ],
+)
+def test_names_of_earlier_versions_are_read(
+    name: str, given: dict[str, Any], expected: dict[str, Any], load
+) -> None:
+    made = migrate(name, given, devices=1)
+    assert {key: made.config.get(key) for key in expected} == expected
+    assert {row.name for row in made.rows} == set(given)
+    load(made)
+
+
+def test_bounds_are_written_as_people_write_them(load) -> None:
+    given = {"use_vllm": True, "vllm_importance_sampling_mode": "sequence_mask"}
+    made = migrate("GRPOConfig", given, devices=1)
+    assert made.config["algorithm.rollout_correction.rollout_is_threshold"] == "1e-09_3.0"
+    bounds = load(made).algorithm.rollout_correction.weight_bounds
+    assert (bounds.lower, bounds.upper) == (1e-9, 3.0)
 
 
 FILE = """
@@ -233,12 +290,11 @@ def test_a_python_file_is_read_and_never_run(tmp_path: Path) -> None:
         "learning_rate": 5e-6,
         "model_name_or_path": "org/name",
         "reward_funcs": ["mine", "org/rm"],
-        "use_peft": True,
         "lora_r": 4,
-        "lora_alpha": 8,
         "lora_target_modules": ["q_proj"],
         "lora_dropout": 0.0,
     }
+    assert given.implied == {"use_peft": True, "lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0}
     assert given.unread == {"seed": "f()", "**": "more", "train_dataset": "rows", "bias": "why"}
     path.write_text("x = 1")
     with pytest.raises(ConfigError, match="none of TRL's configs"):

@@ -96,7 +96,7 @@ def test_merged_experts_are_stored_one_by_one(tmp_path: Path, max_shard_bytes: i
     model.save_pretrained(tmp_path / "wanted")
     tokenizer = make_tokenizer(tmp_path / "tokenizer")
     export(
-        model.named_parameters(), config, tokenizer, tmp_path / "out", torch.float32,
+        model.named_parameters(), config, tokenizer.save_pretrained, tmp_path / "out", torch.float32,
         max_shard_bytes=max_shard_bytes,
     )  # fmt: skip
     with safe_open(tmp_path / "wanted" / "model.safetensors", framework="pt") as wanted:

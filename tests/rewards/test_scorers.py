@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from decimal import Decimal
 from typing import Any
 
 import pytest
@@ -13,26 +12,7 @@ from tandem.errors import RewardError
 from tandem.rewards import Item, arithmetic, gsm8k, math, score
 from tandem.rewards.boxes import last_boxed
 from tandem.rewards.comparer import Comparer
-from tandem.rewards.numbers import numbers_in, to_number
-
-
-@pytest.mark.parametrize(
-    ("text", "numbers"),
-    [
-        ("-1,234.50 and 7", ["-1234.50", "7"]),
-        ("7-3", ["7", "3"]),
-        ("7 - 3", ["7", "3"]),
-        ("7 -3", ["7", "-3"]),
-        ("(2)-5 x-6 =-7 +8", ["2", "5", "6", "-7", "8"]),
-        ("1,23 1,234,567 1,2345", ["1", "23", "1234567", "1", "2345"]),
-        ("−4 and 5−4", ["-4", "5", "4"]),
-        ("no numbers, ٣", []),
-        (".5 -.25 1.5", ["0.5", "-0.25", "1.5"]),
-        ("1e3 2.5E-1 3em 4e1x", ["1000", "0.25", "3", "4", "1"]),
-    ],
-)
-def test_numbers_in(text: str, numbers: list[str]) -> None:
-    assert list(numbers_in(text)) == [Decimal(number) for number in numbers]
+from tandem.rewards.numbers import to_number
 
 
 @pytest.mark.parametrize("truth", ["x", "", "1 2", "1/2", None, "nan"])
@@ -53,10 +33,10 @@ def test_a_ground_truth_that_is_no_number(truth: Any) -> None:
         ("3+4=7", "7", 1),
         ("3 + 4 = 7, and 1 more is 8", "7", 1),
         ("=3 no, =4", "4", 1),
-        ("#### 5 = 6", "5", 1),
+        ("#### 5 = 6", "5", 0),
         ("6 #### ", "6", 0),
         ("6 =", "6", 0),
-        ("it is 6 or 7", "7", 1),
+        ("it is 6 or 7", "7", 0),
         ("it is 6 or 7", "6", 0),
         ("77", "7", 0),
         ("7.5", "7", 0),

@@ -3,6 +3,7 @@ gradient. The run's folder stays as it is."""
 
 import hashlib
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from tandem.errors import ConfigError, DataError
 from tandem.observability.reading import Run
 from tandem.observability.run import read_batch
 from tandem.trainer.replay import replay
-from tandem.trainer.replay_report import replay_found
+from tandem.trainer.replay_report import replay_found, text
 from tandem.trainer.takes import Changes, kept_rows
 from tests.support.runs import Finished, Lab
 
@@ -208,6 +209,21 @@ def test_the_command(grpo: Finished, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["replay", str(grpo.folder), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["step"], told["equal"], list(told)) == (5, True, ["step", "checkpoint", "equal", "metrics"])
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        (2.0, 0.0, "gradient: zero, so that nothing is learnt, norm 2 → 0"),
+        (0.0, 0.0, "gradient: zero, so that nothing is learnt, norm 0 → 0"),
+        (0.0, 3.0, "gradient: no more zero, norm 0 → 3"),
+    ],
+)
+def test_a_gradient_without_a_direction_has_no_cosine(before: float, after: float, said: str) -> None:
+    gradient = {"cosine": math.nan, "before": before, "after": after}
+    changed = {"metrics": [], "gradient": gradient, "samples": []}
+    shown = text({"metrics": [], "step": 1, "checkpoint": 0, "changed": changed}, str)
+    assert said in shown and "nan" not in shown
 
 
 def test_a_file_that_is_not_the_one_it_was_is_noticed(

@@ -123,3 +123,70 @@ def test_advantages_without_failed_scores_are_those_of_the_other_samples_alone(w
     advantages = worker.compute_advantages(whole, 0.0).ragged("advantages")
     alone = worker.compute_advantages(batch_of([0, 2], [False, False]), 0.0).ragged("advantages")
     torch.testing.assert_close(advantages[[0, 2]].values, alone.values)
+
+
+UIDS = ["a", "a", "a", "b", "b", "b", "c", "d", "d"]
+FAILED = [False, True, False, True, False, True, False, True, True]
+"""Two are left of the first prompt, one of the second, none of the last; the third had one from the start."""
+BY_GROUP = ("grpo", "dr_grpo", "rloo", "opo", "gpg", "maxrl", "gdpo", "grpo_passk")
+BY_GROUP += ("reinforce_plus_plus_baseline", "optimal_token_baseline", "tir_optimal_token_baseline")
+
+
+@pytest.mark.parametrize("name", [*BY_GROUP, "reinforce_plus_plus", "remax"])
+def test_a_sample_that_failures_left_alone_teaches_nothing_where_samples_are_compared(
+    tmp_path: Path, name: str
+) -> None:
+    generator = np.random.default_rng(3)
+    worker = BatchWorker(AlgorithmConfig(adv_estimator=name), RunFolder(tmp_path / "run"))
+    mask = Ragged.from_list([[False] + [True] * int(n) for n in generator.integers(2, 6, len(UIDS))])
+    scores = torch.from_numpy(generator.uniform(0.1, 1.0, len(UIDS))).float()
+
+    def tokens(low: float, high: float) -> Ragged:
+        return mask.with_values(torch.from_numpy(generator.uniform(low, high, len(mask.values))).float())
+
+    batch = DataProto(
+        {
+            "response_mask": mask,
+            "scores": scores,
+            "token_level_scores": at_last_token(scores, mask),
+            "reward_failed": torch.tensor(FAILED),
+            "reward_baselines": torch.full((len(UIDS),), 0.5),
+            "old_log_probs": tokens(-2.0, -0.1),
+            "sum_pi_squared": tokens(0.1, 0.5),
+        },
+        {
+            "uid": UIDS,
+            "finish_reason": ["stop"] * len(UIDS),
+            "reward_extra": [{} if failed else {"right": float(at)} for at, failed in enumerate(FAILED)],
+        },
+    )
+    batch = DataProto({**batch.batch, **worker.stand_in(batch).batch}, batch.non_tensor_batch)
+    found = worker.compute_advantages(batch, 0.0).ragged("advantages")
+    compares = name in BY_GROUP
+    assert compares == ("group" in worker.spec.columns)
+    taught = [0, 2, 6] if compares else [0, 2, 4, 6]
+    out = worker.left_out(batch, False)
+    assert np.flatnonzero(~out).tolist() == taught
+    assert not found[np.flatnonzero(out)].values.any()
+    alone = worker.compute_advantages(batch[taught], 0.0).ragged("advantages")
+    assert torch.equal(found[taught].values, alone.values) and alone.values.any()
+
+
+def test_a_batch_of_failures_alone_teaches_nothing(worker: BatchWorker) -> None:
+    mask = Ragged.from_list([[False, True], [False, True, True]])
+    zeros = mask.with_values(torch.zeros(5))
+    batch = DataProto(
+        {"response_mask": mask, "token_level_scores": zeros, "reward_failed": torch.tensor([True, True])},
+        {"uid": ["a", "a"]},
+    )
+    assert worker.compute_advantages(batch, 0.0).ragged("advantages").equal(zeros)
+
+
+def test_failed_samples_do_not_make_a_prompt_differ(worker: BatchWorker) -> None:
+    """The metric is a number of the reward, which failed samples lack."""
+    extras = [{"right": 1.0}, {}, {"right": 1.0}, {"right": 0.0}, {}, {"right": 1.0}, {}, {}, {"right": 1.0}]
+    batch = scored([0.0] * 9, extras)
+    batch.batch["reward_failed"] = torch.tensor(["right" not in extra for extra in extras])
+    assert worker.group_spread(batch, 3, "right").differs.tolist() == [False, True, False]
+    batch.batch["reward_failed"] = torch.ones(9, dtype=torch.bool)
+    assert worker.group_spread(batch, 3, "right").differs.tolist() == [False] * 3

@@ -73,16 +73,18 @@ export function useAnswer(name, params, stamp = "") {
   return { ...state, stale: state.asked !== question };
 }
 
-// What keys do while nothing is typed.
+// What keys do while nothing is typed. A key acts on what is drawn, even before the effects of that drawing have run.
 export function useKeys(act) {
+  const drawn = useRef(act);
+  drawn.current = act;
   useEffect(() => {
     const press = (event) => {
       const typed = event.target.closest?.("input, select, textarea") || event.ctrlKey || event.metaKey || event.altKey;
-      if (!typed) act(event.key, event);
+      if (!typed) drawn.current(event.key, event);
     };
     window.addEventListener("keydown", press);
     return () => window.removeEventListener("keydown", press);
-  });
+  }, []);
 }
 
 // ---- numbers

@@ -351,21 +351,3 @@ def test_adapters_of_peft_are_where_training_starts(folder, job):
         assert found.keys() == wanted.keys()
         assert all(torch.allclose(found[name].float(), p, rtol=0, atol=1e-6) for name, p in wanted.items())
     lora_models.train(engine, lora_models.batch(), "policy", steps=1)
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"r": 4}, "r=4"),
-        ({"lora_alpha": 5}, "lora_alpha=5"),
-        ({"use_rslora": True}, "use_rslora=True"),
-        ({"target_modules": ["q_proj"]}, "down_proj.lora_A.weight is missing"),
-        (None, "the folder holds no adapter"),
-    ],
-)
-def test_other_adapters_are_no_start(folder, tmp_path, changes, said):
-    if changes is not None:
-        lora_models.peft_folder(folder, tmp_path, **changes)
-    with pytest.raises(ConfigError, match=r"model\.lora_adapter_path") as caught:
-        lora_models.engine_of(folder, *ONE, {"lora_adapter_path": str(tmp_path)})
-    assert said in str(caught.value)

@@ -1,0 +1,108 @@
+"""The tokens that end a response, wherever a model's folder names them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from tandem.errors import ModelError
+from tandem.texts import parse_json
+
+CONFIG, GENERATION = "config.json", "generation_config.json"
+_ANSWER = "tandem"
+_TURNS = [{"role": "user", "content": "1"}, {"role": "assistant", "content": _ANSWER}]
+_MORE = [*_TURNS, {"role": "user", "content": "2"}]
+
+
+def stop_token_ids(model_path: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return the tokens at which responses end, sorted: those at which transformers stops with the folder
+    (where there are none, those that config.json names for text), the tokenizer's end of sequence, and, if
+    none of these ends the assistant's turn in the chat template, the token that does.
+
+    Args:
+        model_path: the model's folder.
+        tokenizer: the model's, with the chat template that is used.
+
+    Raises:
+        ModelError: an end token that is no token id, or a file that cannot be read.
+    """
+    ids = {tokenizer.eos_token_id, *(declared_ends(model_path) or _of_config(model_path))}
+    turn = _after_an_answer(tokenizer)
+    if not ids & {*turn}:
+        ids |= {*turn[:1]}
+    return tuple(sorted(token for token in ids if token is not None))
+
+
+def declared_ends(folder: str | Path) -> tuple[int, ...]:
+    """Return the end tokens by which `generate` of transformers stops: those of generation_config.json, or,
+    without this file, those of config.json.
+
+    Raises:
+        ModelError: see `stop_token_ids`.
+    """
+    name = GENERATION if (Path(folder) / GENERATION).is_file() else CONFIG
+    return _ends_of(_read(Path(folder) / name), folder)
+
+
+def _of_config(folder: str | Path) -> tuple[int, ...]:
+    """Those that config.json names, or its part for text."""
+    config = _read(Path(folder) / CONFIG)
+    return _ends_of(config, folder) or _ends_of(config.get("text_config") or {}, folder)
+
+
+def _ends_of(stored: dict[str, Any], folder: str | Path) -> tuple[int, ...]:
+    declared = stored.get("eos_token_id")
+    ids = declared if isinstance(declared, list) else [] if declared is None else [declared]
+    if not all(type(token) is int and token >= 0 for token in ids):
+        raise ModelError(
+            "an end token is no token id",
+            field="eos_token_id",
+            got=f"{declared!r} in {folder}",
+            expected="a whole number, or a list of them",
+            remedy=f"mend it in {GENERATION} or {CONFIG}",
+        )
+    return tuple(ids)
+
+
+def _after_an_answer(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The tokens right after the assistant's last answer, or, where the template writes nothing there, those
+    with which the next turn begins."""
+    names = {str(token): index for index, token in tokenizer.added_tokens_decoder.items()}
+    tokens = sorted(names.keys() - {tokenizer.unk_token, tokenizer.pad_token, ""}, key=len, reverse=True)
+    after = next(filter(None, (_rendered(tokenizer, turns) for turns in (_TURNS, _MORE))), "")
+    found: list[int] = []
+    while token := next((token for token in tokens if after.startswith(token)), ""):
+        found.append(names[token])
+        after = after.removeprefix(token)
+    return found
+
+
+def _rendered(tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, str]]) -> str:
+    """What the chat template writes after the answer."""
+    if tokenizer.chat_template is None:
+        return ""
+    try:
+        text = str(tokenizer.apply_chat_template(turns, tokenize=False))
+    except Exception:  # a template may raise anything; where one is needed, its data tell what is wrong
+        return ""
+    return text.rpartition(_ANSWER)[2].lstrip()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        stored = parse_json(path.read_text(encoding="utf-8"))
+        if isinstance(stored, dict):
+            return stored
+        problem = f"{type(stored).__name__} in place of an object"
+    except (OSError, ValueError) as error:
+        problem = str(error)
+    raise ModelError(
+        "a file of the model's folder cannot be read",
+        field=str(path),
+        got=problem,
+        remedy="copy or download it again",
+    )

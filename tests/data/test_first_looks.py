@@ -1,0 +1,46 @@
+"""What is wrong with a file as a whole: it is said before what it also lacks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tandem.data.files import read_files
+from tandem.errors import DataError
+
+NEEDED = ("prompt", "data_source", "reward_model")
+
+
+def written(folder: Path, table: pa.Table) -> str:
+    path = folder / "rows.parquet"
+    pq.write_table(table, path)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    "table", [pa.table({}), pa.table({"prompt": pa.array([], pa.string())}), pa.table({"q": pa.array([])})]
+)
+def test_a_file_without_rows_is_empty_whatever_columns_it_has(tmp_path: Path, table: pa.Table) -> None:
+    with pytest.raises(DataError, match="the data file is empty"):
+        read_files(written(tmp_path, table), NEEDED)
+
+
+@pytest.mark.parametrize(("name", "text"), [("a.jsonl", "\n\n"), ("a.json", "[]"), ("a.csv", "q,a\n")])
+def test_so_is_a_file_of_text(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(DataError, match="the data file is empty"):
+        read_files(str(tmp_path / name), NEEDED)
+
+
+@pytest.mark.parametrize("values", [[1, 2], [0.5, 1.5]])
+@pytest.mark.parametrize("alternatives", [(NEEDED,), (("messages",), ("prompt", "response"))])
+def test_numbers_where_texts_are_needed_are_named(
+    tmp_path: Path, values: list[float], alternatives: tuple[tuple[str, ...], ...]
+) -> None:
+    file = written(tmp_path, pa.table({"prompt": values}))
+    with pytest.raises(DataError, match="the column 'prompt' holds numbers") as caught:
+        read_files(file, *alternatives, keys=("data.prompt_key",))
+    assert "data.prompt_key" in str(caught.value.remedy)
