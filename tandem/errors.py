@@ -140,6 +140,10 @@ class ModelError(TandemError, ValueError):
     """A model or tokenizer folder cannot be used."""
 
 
+class IncompleteModelError(ModelError):
+    """Files of a model folder are missing or cut off; another machine may have them."""
+
+
 class RewardError(TandemError, ValueError):
     """A reward function raised, or returned something that is not a finite score."""
 

@@ -13,7 +13,7 @@ from tandem.config.root import TrainConfig
 from tandem.config.sizes import derived
 from tandem.config.sources import split_arguments
 from tandem.data.files import count_rows
-from tandem.errors import ConfigError, TandemError
+from tandem.errors import ConfigError, IncompleteModelError, TandemError
 from tandem.observability.sinks.registry import absent_sinks
 from tandem.observability.terminal import say
 from tandem.trainer.here import missing_here, refuse, unfit
@@ -24,8 +24,8 @@ USAGE = f"""usage: tandem check [CONFIG.yaml] key=value … [--sft | --rm | --ru
 
 Says everything that is wrong with a config, with the data and the model that it names, which are read as
 its run reads them, and what the run would lack here.
-  --here  exit status 1 also where this machine, this data or this model lacks what the run needs; these
-          are listed either way, but the config alone decides without this option
+  --here  exit status 1 also where this machine lacks what the run needs, such as a GPU or Ray. What it
+          lacks is listed either way.
   --sft   a config of `tandem sft`, not of `tandem train`
   --rm    a config of `tandem rm`
   --run   then builds the run and takes two steps with learning rate 0, in a temporary folder: rollout and
@@ -71,21 +71,25 @@ def check(arguments: list[str]) -> int:
 
 
 def _said(loaded: Loaded[Any], command: str, given: list[str]) -> int:
-    """Says a config's sizes, that it is sound, and what it lacks here; runs its control, if asked to."""
+    """Say a config's sizes, that it is sound, and what it lacks here; run its control, if asked to.
+
+    Raises:
+        TandemError: the run would refuse its data or its model; with --here, also what this machine lacks.
+    """
     for name, value in (derived(loaded.config) if command == "--train" else {}).items():
         print(f"{name}: {value}")
     missing = [*missing_here(loaded.config), *absent_sinks(loaded.config.trainer.logger).values()]
     known = set(map(str, missing))
-    wrong = [error for error in unfit(loaded.config) if str(error) not in known]
-    if "--here" in given:
-        refuse([*missing, *wrong])
+    found = [error for error in unfit(loaded.config) if str(error) not in known]
+    missing += [error for error in found if isinstance(error, IncompleteModelError)]
+    wrong = [error for error in found if error not in missing]
+    refuse([*missing, *wrong] if "--here" in given else wrong)
     print("the config is sound")
-    name = command.removeprefix("--")
-    for head, errors in (
-        (f"but `tandem {name}` would refuse its data or its model:", wrong),
-        (f"to run it here, `tandem {name}` would need more:", missing),
-    ):
-        for line in [head, *map(str, errors)] if errors else ():
+    for line in [
+        f"to run it here, `tandem {command.removeprefix('--')}` would need more:",
+        *map(str, missing),
+    ]:
+        if missing:
             say(line)
     return _control(loaded) if "--run" in given else 0
 

@@ -24,7 +24,7 @@ class SupervisedDataConfig(Section):
     )
     max_length: int = key(1024, "longest sequence, tokens", ge=1)
     truncation: Truncation = key("error", "what to do with a sequence above max_length; error: stop")
-    prompt_key: str = key("prompt", "column of the prompt of answers that are texts")
+    prompt_key: str = key("prompt", "column of prompts, where answers do not hold the whole conversation")
     shuffle: bool = key(True, "a new order of the rows in each epoch")
     seed: int = key(
         0, "seed of that order", inherits="trainer.seed", when=beside("shuffle", True, notice=True), ge=0
@@ -78,10 +78,15 @@ class SupervisedConfig(Section):
 class SFTDataConfig(SupervisedDataConfig):
     """Demonstrations for supervised fine-tuning."""
 
-    response_key: str = key("response", "column of the response to the prompt")
+    response_key: str = key(
+        "response", "column of the response to the prompt, text or messages; without it, `completion`"
+    )
     messages_key: str = key("messages", "column of whole conversations; assistant turns are learned")
+    text_key: str = key("text", "column of texts that are learned whole, where nothing else is there")
     tools_key: str | None = key(
-        None, "column of tools for their chat template: a list of JSON schemas, or that as JSON; null: none"
+        "tools",
+        "column of tools for the chat template, if there is one: a list of JSON schemas, or that as JSON; "
+        "null: none",
     )
 
 

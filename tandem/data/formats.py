@@ -18,7 +18,7 @@ import pyarrow.parquet as pa_parquet
 
 from tandem.data.cache import BATCH_ROWS, Cache, digest, file_digest, lies_in_file, mapped, write_arrow
 from tandem.data.depth import Shallow
-from tandem.data.values import leaves, table_of
+from tandem.data.values import RowError, leaves, table_of
 from tandem.errors import DataError
 from tandem.tasks import is_task, parse
 from tandem.texts import parse_exact
@@ -188,7 +188,7 @@ def _parsed_lines(source: IO[bytes]) -> Iterator[Any]:
         try:
             yield parse_exact(line)
         except ValueError as error:
-            raise ValueError(f"row {number}: {error}") from error
+            raise RowError(f"row {number}: {error}") from error
 
 
 def _blocks(path: Path) -> Iterator[pa.Table]:
@@ -238,5 +238,7 @@ def unreadable(path: Path, error: Exception) -> DataError:
         field=str(path),
         got=str(error).splitlines()[0],
         expected="a parquet, Arrow, JSON or CSV file",
-        remedy="write the file anew; it may be cut off or of another format",
+        remedy="correct the row; a column whose values differ in kind can be written as text"
+        if isinstance(error, RowError)
+        else "write the file anew; it may be cut off or of another format",
     )

@@ -16,26 +16,28 @@ from tandem.data.encoding import encode
 from tandem.data.files import DataFiles, read_files
 from tandem.data.forms import PreferenceForm
 from tandem.data.loader import Prefix, uids
-from tandem.data.sft import written
+from tandem.data.sft import are_text, written
 from tandem.data.truncation import Limit
 from tandem.protocol import DataProto, Ragged
 
+_PROMPT = "prompt"
 _KEYS = ("data.prompt_key", "data.chosen_key", "data.rejected_key", "data.margin_key")
 
 
 class PreferenceDataset:
     """The pairs of one or several data files.
 
-    The chosen and the rejected answer are each either a conversation, a list of {role, content} that the
-    assistant ends, or a text, which answers the prompt beside it (messages, or text taken as already
-    formatted) and gets the end-of-sequence token. What follows the assistant's last end-of-sequence token
-    is left out, so that a sequence ends where the model's answer does.
+    The chosen and the rejected answer are each either a list of {role, content} that the assistant ends, or a
+    text, which gets the end-of-sequence token. Messages that begin with the assistant's follow the prompt
+    beside them (messages); others are a whole conversation. A text follows the prompt (messages, or text
+    taken as already formatted); without a column of prompts it is the whole. What follows the assistant's
+    last end-of-sequence token is left out, so that a sequence ends where the model's answer does.
 
     Args:
         files: parquet or .jsonl paths.
         tokenizer: a Hugging Face tokenizer.
         chosen_key, rejected_key: the columns of the better and the worse answer.
-        prompt_key: the column of prompts; only read where answers are texts.
+        prompt_key: the column of prompts. "prompt" may be missing, another only where answers are messages.
         margin_key: the column of margins, by how much the chosen answer is to be better; None: by 0.
         max_length: tokens at most, of either answer with its prompt.
         truncation: what happens to longer ones: "error", or the part to cut: "left", "right", "middle".
@@ -59,7 +61,7 @@ class PreferenceDataset:
         *,
         chosen_key: str = "chosen",
         rejected_key: str = "rejected",
-        prompt_key: str = "prompt",
+        prompt_key: str = _PROMPT,
         margin_key: str | None = None,
         max_length: int = 1024,
         truncation: str = "error",
@@ -70,16 +72,15 @@ class PreferenceDataset:
         answers = (chosen_key, rejected_key)
         needs = (*answers, *([] if margin_key is None else [margin_key]))
         table = read_files(files, (prompt_key, *needs), needs, keys=_KEYS, cache_dir=cache_dir)
-        as_text = are_text(table, answers)
-        if as_text and prompt_key not in table.columns:
-            read_files(files, (prompt_key, *needs), keys=_KEYS)  # no prompt for these answers
-        form = PreferenceForm(answers, prompt_key if as_text else None, margin_key)
+        texts = are_text(table, answers)
+        prompt = prompt_of(table, prompt_key, needs)
+        form = PreferenceForm(answers, prompt, margin_key, texts)
         template = ChatTemplate(tokenizer, chat_template_kwargs)
         limit = Limit(max_length, "data.max_length", truncation)
         sides = [
             encode(
                 table,
-                Encoder(replace(form, side=key), tokenizer, template, limit, ended=as_text, learnt=True),
+                Encoder(replace(form, side=key), tokenizer, template, limit, ended=texts, learnt=True),
                 workers=workers,
                 cache_dir=cache_dir,
             )
@@ -121,10 +122,17 @@ def _side_by_side(first: Ragged, second: Ragged) -> Ragged:
     return Ragged(both[turns].values, first.offsets + second.offsets)
 
 
-def are_text(files: DataFiles, answers: Sequence[str]) -> bool:
-    """Tells whether the answers are texts, by what the first row holds."""
-    (first,) = files.take([0])
-    return all(isinstance(first[key], str) for key in answers)
+def prompt_of(table: DataFiles, prompt_key: str, needs: Sequence[str]) -> str | None:
+    """Return the column of prompts, None where there is none.
+
+    Raises:
+        DataError: the answers are texts, and a column of prompts that was named is missing.
+    """
+    if prompt_key in table.columns:
+        return prompt_key
+    if prompt_key != _PROMPT and are_text(table, needs[:2]):
+        read_files([str(path) for path in table.paths], (prompt_key, *needs), keys=_KEYS)
+    return None
 
 
 def _margins(files: DataFiles, key: str | None) -> Tensor:

@@ -27,7 +27,7 @@ class _Example:
 
 
 def examples(
-    template: ChatTemplate, messages: Sequence[Message], tools: list[Any] | None = None
+    template: ChatTemplate, messages: Sequence[Message], tools: list[Any] | None = None, *, prompt: int = 0
 ) -> list[list[Piece]]:
     """Return the examples of a conversation, each in pieces that end where what is learnt begins or ends.
 
@@ -41,6 +41,7 @@ def examples(
     Args:
         messages: the first is not the assistant's.
         tools: that the template is told of, as JSON schemas.
+        prompt: how many messages at the beginning are the prompt, of which no turn is learnt.
 
     Raises:
         TemplateError: the template refuses the conversation.
@@ -48,7 +49,7 @@ def examples(
     """
     made: list[_Example] = []
     for place, message in enumerate(messages):
-        if message["role"] != "assistant":
+        if message["role"] != "assistant" or place < prompt:
             continue
         so_far = messages[: place + 1]
         turn = _marked(template, so_far, tools) or _turn(template, so_far, tools, _follower(messages, place))

@@ -22,6 +22,10 @@ Seen = dict[str, tuple[str, int]]
 """By place in a row: the kind of the values there, and the row of the first."""
 
 
+class RowError(ValueError):
+    """A row holds what no table keeps as it stands; the text names the row and the value."""
+
+
 def kind_of(value: Any) -> str:
     """Return the kind of a value of JSON, in words."""
     return _KINDS.get(type(value), "null")
@@ -56,15 +60,15 @@ def table_of(rows: Iterable[Any]) -> pa.Table:
     """Return rows of JSON as a table.
 
     Raises:
-        ValueError: one is no object, or holds another kind of value than an earlier one.
+        RowError: one is no object, or holds another kind of value than an earlier one.
     """
     seen: Seen = {}
     held: list[dict[str, Any]] = []
     for number, row in enumerate(rows):
         if not isinstance(row, dict):
-            raise ValueError(f"row {number}: {kind_of(row)}, not an object")
+            raise RowError(f"row {number}: {kind_of(row)}, not an object")
         if problem := next(other_kinds(row, number, seen), None):
-            raise ValueError(f"row {number}: {problem}")
+            raise RowError(f"row {number}: {problem}")
         held.append(row)
     names = dict.fromkeys(name for row in held for name in row)
     return pa.table({name: [row.get(name) for row in held] for name in names})

@@ -23,7 +23,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from tandem.errors import ModelError
+from tandem.errors import IncompleteModelError, ModelError
 from tandem.models.architectures import judges_tokens, require_known, require_task
 from tandem.models.attention import PACKED
 from tandem.models.linear import speed_up_linears
@@ -289,7 +289,7 @@ def load_tokenizer(
     folder = Path(path).expanduser()
     if not trust_remote_code and not any((folder / name).is_file() for name in TOKENIZER_FILES):
         # Asked for one that is not there, transformers may make up an empty tokenizer.
-        raise ModelError(
+        raise IncompleteModelError(
             "the folder holds no tokenizer",
             field="model.path",
             got=folder,
@@ -317,7 +317,7 @@ def load_tokenizer(
 
 
 def _unusable(problem: str, folder: Path, error: Exception) -> ModelError:
-    return ModelError(problem, field="model.path", got=f"{folder}: {error}", remedy=_COPY_AGAIN)
+    return IncompleteModelError(problem, field="model.path", got=f"{folder}: {error}", remedy=_COPY_AGAIN)
 
 
 def _shape(sizes: Iterable[int]) -> str:
@@ -329,7 +329,7 @@ def _folder(path: str | Path) -> Path:
     if not folder.is_dir():
         raise ModelError("no such model folder", field="model.path", got=path, remedy="check the path")
     if not (folder / "config.json").is_file():
-        raise ModelError(
+        raise IncompleteModelError(
             "the folder is no Hugging Face model",
             field="model.path",
             got=folder,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from copy import deepcopy
-from typing import Any
+from typing import Any, TypeGuard
 
 from transformers import PreTrainedConfig
 
@@ -196,5 +196,5 @@ def _halved(value: int, most: int) -> int:
     return value
 
 
-def _is_int(value: Any) -> bool:
+def _is_int(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)

@@ -27,7 +27,7 @@ _SPEAKERS = {
 }
 _HUMAN = re.compile(r"\n\n(Human|Assistant):")
 _BOXED = "Put the final answer in \\boxed{}."
-_CONVERSATIONS = PreferenceForm(("chosen", "rejected"), None, None).problem
+_CONVERSATIONS = PreferenceForm(("chosen", "rejected"), None, None, texts=False).problem
 
 
 class Unfit(ValueError):

@@ -27,10 +27,11 @@ from tandem.config.supervised import RMConfig, SFTConfig, SupervisedDataConfig
 from tandem.data.chat import ChatTemplate
 from tandem.data.encoder import Form
 from tandem.data.files import CHUNK_ROWS, DataFiles, read_files
-from tandem.data.forms import ConversationForm, PairForm, PreferenceForm
+from tandem.data.forms import PreferenceForm
 from tandem.data.lines import line_numbers, scan
-from tandem.data.preferences import are_text
+from tandem.data.preferences import prompt_of
 from tandem.data.reader import holds_ids
+from tandem.data.sft import Columns, are_text
 from tandem.data.tokens import Piece, encoded
 from tandem.errors import DataError
 from tandem.offline.faults import ROLE, Found, odd_roles, unscored
@@ -55,7 +56,7 @@ class Shape:
         further: what a row has beside, that only shows later.
     """
 
-    columns: tuple[tuple[str, ...], ...]
+    columns: Sequence[tuple[str, ...]]
     optional: tuple[str, ...] | None
     form: Callable[[DataFiles], Form]
     further: Callable[[Mapping[str, Any]], Found] = lambda row: iter(())
@@ -88,18 +89,14 @@ def prompts_shape(config: TrainConfig, sources: set[str]) -> Shape:
 def sft_shape(config: SFTConfig) -> Shape:
     """What `tandem sft` reads."""
     data = config.data
-    pair = (data.prompt_key, data.response_key)
-
-    def form(files: DataFiles) -> Form:
-        whole = data.messages_key in files.columns
-        return ConversationForm(data.messages_key, data.tools_key) if whole else PairForm(*pair)
+    columns = Columns(data.messages_key, data.prompt_key, data.response_key, data.text_key, data.tools_key)
 
     def further(row: Mapping[str, Any]) -> Found:
-        key = data.messages_key if data.messages_key in row else data.prompt_key
-        return odd_roles(key, row[key], ended=True)
+        for key in (data.messages_key, data.prompt_key, *columns.responses):
+            if key in row:
+                yield from odd_roles(key, row[key], ended=True)
 
-    optional = () if data.tools_key is None else (data.tools_key,)
-    return Shape(((data.messages_key,), pair), optional, form, further)
+    return Shape(columns.alternatives, columns.optional, columns.form, further)
 
 
 def rm_shape(config: RMConfig) -> Shape:
@@ -109,10 +106,8 @@ def rm_shape(config: RMConfig) -> Shape:
     needs = (*answers, *([] if data.margin_key is None else [data.margin_key]))
 
     def form(files: DataFiles) -> Form:
-        prompt = data.prompt_key if are_text(files, answers) else None
-        if prompt is not None and prompt not in files.columns:
-            read_files([str(path) for path in files.paths], (prompt, *needs))  # which is refused
-        return PreferenceForm(answers, prompt, data.margin_key)
+        prompt = prompt_of(files, data.prompt_key, needs)
+        return PreferenceForm(answers, prompt, data.margin_key, are_text(files, answers))
 
     def further(row: Mapping[str, Any]) -> Found:
         for key in answers:
@@ -331,7 +326,8 @@ def _rescued(
             broken = True
             report.row(row, problem)
         elif record is not None:
-            record = dict.fromkeys(shape.columns[0]) | record
+            there = (names for names in shape.columns if set(names) <= record.keys())
+            record = dict.fromkeys(next(there, shape.columns[0])) | record
             if form is None:
                 form = shape.form(DataFiles(pa.Table.from_pylist([record]), (path,), (0,)))
             yield row, record, form

@@ -49,6 +49,11 @@ CALLED_RIGHT = re.compile(
     r"[*_(\[$]*([A-Z])[)\].*_$]*\s+is\s+(?:the\s+)?(?:only\s+)?(?:correct|right|best|true|my\s+(?:answer|choice))\b"
     r"(?:\s+(?:answer|option|choice|one)\b)?(?!\s*(?:\?|(?:,|and\b|or\b)[\s*_(]*[A-Z](?![\w'’])))"
 )
+CONCLUDED = re.compile(
+    r"(?:\A|[\n.!?;:])[\s*_]*+(?i:(?:so|thus|hence|therefore)\b,?\s+(?:it(?:['’]s|\s+(?:is|must\s+be))\s+)?"
+    rf"|it(?:['’]s|\s+(?:is|must\s+be))\s+){MARKS}([A-Z])[\s)\].*_$]*\Z"
+)
+"""A last sentence of no more than a letter."""
 OPTION = re.compile(r"(?i:\b(?:option|choice))[\s*_(\[]+([A-Z])(?![\w'])")
 ANOTHER = re.compile(
     r"[\s*_)\]}.$]*+(?:,|/|&|or\b|and\b|(?:is|was)\s+(?:not|wrong|incorrect|false)\b)"
@@ -171,7 +176,7 @@ def _letter(text: str) -> str | None:
     if boxed is not None:
         found = CHOSEN.match(boxed)
         return found and found.group(1)
-    announced = [*ANNOUNCED.finditer(text), *CALLED_RIGHT.finditer(text)]
+    announced = [found for said in (ANNOUNCED, CALLED_RIGHT, CONCLUDED) for found in said.finditer(text)]
     if announced:
         last = max(announced, key=lambda found: found.start(1))
         return None if ANOTHER.match(text, last.end()) else last.group(1).upper()

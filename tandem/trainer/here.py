@@ -68,7 +68,7 @@ def refuse(missing: list[TandemError]) -> None:
     if len(missing) == 1:
         raise missing[0]
     if missing:
-        raise TandemError("\n".join([f"{len(missing)} things are missing here", *map(str, missing)]))
+        raise TandemError("\n".join([f"{len(missing)} things are wrong or missing", *map(str, missing)]))
 
 
 def _device(config: RunsConfig) -> None:
@@ -115,7 +115,7 @@ def _rows(config: RunsConfig) -> None:
     if not rows or rows >= size:  # an empty file is named by what reads it
         return
     data = config.data  # a missing column is named by what reads it
-    columns = {RMConfig: ("chosen_key",), SFTConfig: ("messages_key", "prompt_key")}
+    columns = {RMConfig: ("chosen_key",), SFTConfig: ("messages_key", "prompt_key", "text_key")}
     keys = columns.get(type(config), ("prompt_key",))
     wanted = {getattr(data, key) for key in keys}
     if all(wanted & set(parquet.read_schema(file).names) for file in data.train_files):

@@ -50,6 +50,7 @@ def sft_task(config: SFTConfig) -> Task:
         messages_key=data.messages_key,
         prompt_key=data.prompt_key,
         response_key=data.response_key,
+        text_key=data.text_key,
         max_length=data.max_length,
         truncation=data.truncation,
         chat_template_kwargs=data.apply_chat_template_kwargs,

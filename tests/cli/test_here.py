@@ -18,8 +18,6 @@ OWN = "def compute_score(data_source, solution_str, ground_truth, extra_info=Non
 @pytest.mark.parametrize(
     ("words", "telling"),
     [
-        (["data.train_batch_size=4000"], "do not fill one batch"),
-        (["data.max_response_length=100000000"], "max_position_embeddings"),
         (
             ["trainer.backend=ray", "ray_kwargs.ray_init.runtime_env.py_executable=no-such-uv run"],
             "runtime_env.py_executable",
@@ -68,7 +66,7 @@ def test_several_things_are_said_at_once(
     words = ["data.train_batch_size=4000", "data.max_response_length=1000"]
     assert main(["train", *lab.overrides(tmp_path / "run"), *words]) == 1
     error = capsys.readouterr().err
-    assert "2 things are missing here" in error
+    assert "2 things are wrong or missing" in error
     assert "data.train_batch_size" in error
     assert "max_position_embeddings" in error
 
@@ -83,7 +81,8 @@ def test_a_run_on_examples_has_the_same_two_verdicts(
     lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     file = tmp_path / "rows.jsonl"
-    file.write_text("{}\n")
+    row = '{"prompt": "1+1=", "response": "2", "chosen": "2", "rejected": "3"}\n'
+    file.write_text(row * 256, encoding="utf-8")
     given = [f"data.train_files={file}", f"model.path={lab.model}", "trainer.device=cuda"]
     given += ["trainer.logger=clearml"]  # without which the run would go on
     given += [f"trainer.default_local_dir={tmp_path / 'run'}"]

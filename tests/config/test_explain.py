@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tandem.cli.check import check
@@ -11,6 +13,7 @@ from tandem.config.root import TrainConfig
 from tandem.config.schema import keys
 from tandem.config.supervised import RMConfig, SFTConfig
 from tandem.errors import ConfigError
+from tests.support.tiny import problem, write_rows
 
 COMMANDS = {TrainConfig: "tandem train", SFTConfig: "tandem sft", RMConfig: "tandem rm"}
 
@@ -86,6 +89,7 @@ def test_command_used_wrongly():
 
 
 def test_check_command(capsys, required, train_file, model):
+    write_rows(Path(train_file), [{**problem(1, 1), "response": "2"}] * 256)
     assert check(required) == 0
     out = capsys.readouterr().out
     assert "samples per step: 64\n" in out

@@ -124,7 +124,7 @@ def test_wrong_conversations_of_a_pair(files: Any, tokenizer: Any, chosen: Any, 
 
 def test_missing_columns_of_a_pair(files: Any, tokenizer: Any) -> None:
     path = files.parquet([{"chosen": "2", "rejected": "3"}])
-    assert "missing column 'prompt'\n" in raised(path, tokenizer)
+    assert "missing column 'asked'\n" in raised(path, tokenizer, prompt_key="asked")
     assert "or 'margin'\n" in raised(path, tokenizer, margin_key="margin")
     lone = files.parquet([{"prompt": "1", "chosen": "2"}], "lone.parquet")
     assert "missing column 'rejected'" in raised(lone, tokenizer)
@@ -133,3 +133,33 @@ def test_missing_columns_of_a_pair(files: Any, tokenizer: Any) -> None:
 def test_one_missing_column_is_named_once(files: Any, tokenizer: Any) -> None:
     text = raised(files.parquet([{"prompt": "a", "other": "b"}]), tokenizer)
     assert text.count("'chosen' and 'rejected'") == 1
+
+
+def test_answers_of_messages_follow_a_prompt_of_messages(files: Any, tokenizer: Any) -> None:
+    apart = [{"prompt": talk("a", "b", "c"), "chosen": talk("", "good")[1:], "rejected": talk("", "bad")[1:]}]
+    whole = [{"chosen": talk("a", "b", "c", "good"), "rejected": talk("a", "b", "c", "bad")}]
+    data = PreferenceDataset(files.parquet(apart), tokenizer)
+    joined = PreferenceDataset(files.parquet(whole, "whole.parquet"), tokenizer)
+    assert data.chosen.row(0).equal(joined.chosen.row(0))
+    assert data.rejected.row(0).equal(joined.rejected.row(0))
+    prompt, answer = shown(data.chosen, data.chosen_mask, tokenizer)
+    assert answer == "good<|im_end|>" and prompt.endswith("c<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_texts_without_a_prompt_are_the_whole(files: Any, tokenizer: Any) -> None:
+    data = PreferenceDataset(files.parquet([{"chosen": "The sky is blue.", "rejected": "no"}]), tokenizer)
+    assert tokenizer.decode(data.chosen.row(0)) == "The sky is blue.<|im_end|>"
+    assert data.chosen_mask.row(0).tolist() == [False] + [True] * 16
+    assert tokenizer.decode(data.rejected.row(0)) == "no<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"prompt": "a text"}, "chosen: messages, but the prompt is not"),
+        ({"rejected": talk("", "b", "c")[1:]}, "rejected: the assistant does not have the last word"),
+    ],
+)
+def test_answers_that_follow_no_prompt(files: Any, tokenizer: Any, row: dict[str, Any], problem: str) -> None:
+    good = {"prompt": talk("a"), "chosen": talk("", "b")[1:], "rejected": talk("", "c")[1:]}
+    assert f"row 0: {problem}\n" in raised(files.parquet([good | row]), tokenizer)

@@ -212,8 +212,8 @@ def test_wrong_pairs(files: Any, tokenizer: Any, row: dict[str, Any], problem: s
 
 def test_missing_columns_name_both_forms(files: Any, tokenizer: Any) -> None:
     text = raised(files.parquet([{"prompt": "1", "answer": "2"}]), tokenizer)
-    assert "missing column 'messages' or 'response'\n" in text
-    assert "got:      columns prompt, answer\n  expected: messages or prompt, response\n" in text
+    assert "missing column 'messages' or 'response' or 'completion' or 'text'\n" in text
+    assert "got:      columns prompt, answer\n  expected: messages or prompt, response or prompt, " in text
 
 
 def test_files_of_different_forms(files: Any, tokenizer: Any) -> None:
@@ -224,3 +224,42 @@ def test_files_of_different_forms(files: Any, tokenizer: Any) -> None:
     assert "the files have different columns\n  got:      messages; prompt, response\n" in raised(
         paths, tokenizer
     )
+
+
+def test_a_completion_of_messages_follows_its_prompt(files: Any, tokenizer: Any) -> None:
+    prompt, completion = turns("1+1?", "2", "sure?"), turns("", "yes", "thanks", "bye")[1:]
+    dataset = SFTDataset(files.parquet([{"prompt": prompt, "completion": completion}]), tokenizer)
+    whole = SFTDataset(files.parquet([{"messages": prompt + completion}], "whole.parquet"), tokenizer)
+    assert dataset.tokens.row(0).equal(whole.tokens.row(0))
+    written = [text for text, mask in learnt(dataset, tokenizer) if mask]
+    assert written == ["yes<|im_end|>", "bye<|im_end|>"]
+
+
+def test_a_text_is_learnt_whole(files: Any, tokenizer: Any) -> None:
+    dataset = SFTDataset(files.parquet([{"text": "1+1=2"}]), tokenizer)
+    assert learnt(dataset, tokenizer) == [("1", False), ("+1=2<|im_end|>", True)]
+
+
+def test_tools_are_shown_to_the_template_of_prompts_and_completions(files: Any, tokenizer: Any) -> None:
+    tokenizer.chat_template = (
+        "{% if tools %}tools {{ tools | length }}\n{% endif %}"
+        "{% for m in messages %}{{ m.role + ':' + m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    row = {"prompt": turns("a"), "completion": turns("", "b")[1:], "tools": '[{"name": "f"}, {"name": "g"}]'}
+    dataset = SFTDataset(files.parquet([row]), tokenizer)
+    assert tokenizer.decode(dataset.tokens.row(0)) == "tools 2\nuser:a<|im_end|>assistant:b<|im_end|>"
+    assert "missing column 'mine'" in raised(files.parquet([row]), tokenizer, tools_key="mine")
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"prompt": "a text"}, "completion: messages, but the prompt is not"),
+        ({"completion": turns("only the user")}, "completion: no turn of the assistant"),
+        ({"tools": "7"}, "tools: not a list of JSON schemas but"),
+    ],
+)
+def test_wrong_completions(files: Any, tokenizer: Any, row: dict[str, Any], problem: str) -> None:
+    good = {"prompt": turns("a"), "completion": turns("", "b")[1:]}
+    assert f"row 0: {problem}" in raised(files.parquet([good | row]), tokenizer)

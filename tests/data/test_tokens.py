@@ -84,7 +84,7 @@ def test_pairs_and_preferences_read_alike(kind: str) -> None:
     ids, mask = made(PairForm("prompt", "response"), row, tokenizer, ended=True)
     whole = tokenizer.apply_chat_template([*talk("The sum?", "The answer")], return_dict=False)
     assert ids == whole[: len(ids)] and tokenizer.decode(np.array(ids)[mask]) == "The answer<|end|>"
-    form = PreferenceForm(("chosen", "rejected"), None, None, "chosen")
+    form = PreferenceForm(("chosen", "rejected"), None, None, texts=False, side="chosen")
     pair = {"chosen": talk("The sum?", "The answer"), "rejected": talk("The sum?", "a")}
     assert made(form, pair, tokenizer)[0] == ids
 
@@ -95,7 +95,7 @@ def test_a_text_prompt_gets_the_tokenizers_begin_token() -> None:
     first = tokenizer.bos_token_id
     for form in (
         PairForm("prompt", "response"),
-        PreferenceForm(("response", "b"), "prompt", None, "response"),
+        PreferenceForm(("response", "b"), "prompt", None, side="response"),
     ):
         for prompt in ("The sum", "<s>The sum"):
             ids, mask = made(form, {"prompt": prompt, "response": "a", "b": "x"}, tokenizer, ended=True)
@@ -123,7 +123,7 @@ def test_a_response_that_has_its_end_token_gets_no_other(kind: str) -> None:
             row = {"prompt": prompt, "response": response, "b": "x"}
             for form in (
                 PairForm("prompt", "response"),
-                PreferenceForm(("response", "b"), "prompt", None, "response"),
+                PreferenceForm(("response", "b"), "prompt", None, side="response"),
             ):
                 ids, mask = made(form, row, tokenizer, ended=True)
                 learnt = tokenizer.decode(np.array(ids)[mask])

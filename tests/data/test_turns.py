@@ -197,7 +197,7 @@ def follows_prompts(tokenizer: Any, messages: list[dict[str, Any]]) -> None:
         met = tokenizer(prompt[0][0], add_special_tokens=False)["input_ids"]
         there = [mask[len(met) - 1 : len(met) + 1] for ids, mask in sequences if ids[: len(met)] == met]
         assert [False, True] in there
-    pair = PreferenceForm(("m", "m"), None, None, "m")
+    pair = PreferenceForm(("m", "m"), None, None, texts=False, side="m")
     last = Encoder(pair, tokenizer, template, Limit(9999, ""), learnt=True).part([{"m": messages}], [0])
     ids, mask = sequences[-1]
     assert last.ids.tolist() == ids[: len(last.ids)] and last.masks[-1] and not any(mask[len(last.ids) :])

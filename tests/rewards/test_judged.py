@@ -28,6 +28,9 @@ SCORERS: dict[str, Callable[[str, Any], float]] = {
     "math_dapo": lambda response, truth: score([Item("math_dapo", response, truth)])[0].extra["acc"],
 }
 
+MISSED: dict[str, list[str]] = {"json_schema": ['```json\n{"a":"```"}\n```']}
+"""Right answers in forms that a scorer does not read."""
+
 
 @pytest.mark.parametrize("scorer", sorted({row["scorer"] for row in ROWS}))
 def test_the_scorer_agrees_with_the_judge(scorer: str) -> None:
@@ -37,7 +40,7 @@ def test_the_scorer_agrees_with_the_judge(scorer: str) -> None:
     missed = [row for row, given in told if given < row["score"]]
     print(f"{scorer}: {len(wrong)} false positives and {len(missed)} misses in {len(rows)} answers")
     assert wrong == [], "a wrong answer passes"
-    assert len(missed) <= 0.1 * len(rows), missed
+    assert [row["response"] for row in missed] == MISSED.get(scorer, [])
 
 
 def test_no_pair_is_judged_twice() -> None:
