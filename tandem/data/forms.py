@@ -1,17 +1,14 @@
-"""Forms of rows: what must stand in them, and which text the model reads; see `tandem.data.encoder.Form`."""
+"""The form of prompts: what must stand in their rows, and which text the model reads."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from tandem.data.chat import ChatTemplate, Message, plain
 from tandem.data.tokens import Piece
-from tandem.data.turns import examples
-from tandem.data.validate import conversation_problem, kind, prompt_problem, reward_problem
+from tandem.data.validate import kind, prompt_problem, reward_problem
 from tandem.texts import parse_json
 
 UNNAMED = "data"
@@ -109,7 +106,7 @@ class PromptForm:
         prompt = row[self.prompt_key]
         if system and not isinstance(prompt, str) and prompt[0]["role"] == "system":
             return f"{self.system_key}: not empty, and the prompt has a system message already"
-        return _tools_problem(row, self.tools_key)
+        return tools_problem(row, self.tools_key)
 
     def _reward_problem(self, row: Mapping[str, Any]) -> str | None:
         if self.answer_key is not None and row[self.answer_key] is None:
@@ -181,228 +178,9 @@ def _ids_problem(value: Any) -> str | None:
     return None if min(value) >= 0 else f"a negative token id, {min(value)}"
 
 
-@dataclass(frozen=True)
-class ConversationForm:
-    """Conversations whose assistant's turns are learnt.
-
-    Attributes:
-        key: the column.
-        tools_key: the column of the tools that the template is given, if any.
-    """
-
-    key: str
-    tools_key: str | None = None
-    texts: ClassVar[bool] = False
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return (self.key,) if self.tools_key is None else (self.key, self.tools_key)
-
-    told_by = columns
-
-    @property
-    def expected(self) -> str:
-        return f"{self.key}: [{{role, content}}, …] with a turn of the assistant that is not the first"
-
-    def problem(self, row: Mapping[str, Any]) -> str | None:
-        if problem := turns_problem(row[self.key]):
-            return f"{self.key}: {problem}"
-        return _tools_problem(row, self.tools_key)
-
-    def pieces(self, row: Mapping[str, Any], template: ChatTemplate) -> list[list[Piece]]:
-        return examples(template, row[self.key], tools_of(row.get(self.tools_key or "")))
-
-
-@dataclass(frozen=True)
-class PairForm:
-    """Prompts with the responses to learn: text, or messages that follow a prompt of messages.
-
-    Attributes:
-        prompt_key, response_key: the columns.
-        texts: whether the responses are texts.
-        tools_key: the column of the tools that the template of messages is given, if any.
-    """
-
-    prompt_key: str
-    response_key: str
-    texts: bool = True
-    tools_key: str | None = None
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        tools = () if self.tools_key is None else (self.tools_key,)
-        return self.prompt_key, self.response_key, *tools
-
-    told_by = columns
-
-    @property
-    def expected(self) -> str:
-        if self.texts:
-            return f"{self.prompt_key}: [{{role, content}}, …] or text; {self.response_key}: text"
-        turn = "with a turn of the assistant"
-        return (
-            f"{self.prompt_key}: [{{role, content}}, …]; {self.response_key}: [{{role, content}}, …] {turn}"
-        )
-
-    def problem(self, row: Mapping[str, Any]) -> str | None:
-        prompt, response = row[self.prompt_key], row[self.response_key]
-        if wrong := prompt_problem(prompt):
-            return f"{self.prompt_key}: {wrong}"
-        wrong = _text_problem(response) if self.texts else _following_problem(prompt, response)
-        return f"{self.response_key}: {wrong}" if wrong else _tools_problem(row, self.tools_key)
-
-    def pieces(self, row: Mapping[str, Any], template: ChatTemplate) -> list[list[Piece]]:
-        prompt, response = row[self.prompt_key], row[self.response_key]
-        tools = tools_of(row.get(self.tools_key or ""))
-        if self.texts:
-            return [[*template.prompt(prompt, tools), (response, True)]]
-        return examples(template, [*prompt, *response], tools, prompt=len(prompt))
-
-
-@dataclass(frozen=True)
-class TextForm:
-    """Texts of which everything is learnt, as in pretraining."""
-
-    key: str
-    texts: ClassVar[bool] = True
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return (self.key,)
-
-    told_by = columns
-
-    @property
-    def expected(self) -> str:
-        return f"{self.key}: text"
-
-    def problem(self, row: Mapping[str, Any]) -> str | None:
-        wrong = _text_problem(row[self.key])
-        return f"{self.key}: {wrong}" if wrong else None
-
-    def pieces(self, row: Mapping[str, Any], template: ChatTemplate) -> list[list[Piece]]:
-        return [_all_learnt(template, row[self.key])]
-
-
-@dataclass(frozen=True)
-class PreferenceForm:
-    """Pairs of answers, of which one is turned into tokens.
-
-    Answers are texts, after a prompt or (without one) from the beginning; or messages, which are a whole
-    conversation, or begin with the assistant's turn that follows a prompt of messages.
-
-    Attributes:
-        answers: the columns of both.
-        prompt_key: the column of prompts; None: there is none.
-        margin_key: the column of margins, if any.
-        texts: whether the answers are texts.
-        side: the column of the answer that becomes tokens.
-    """
-
-    answers: tuple[str, str]
-    prompt_key: str | None
-    margin_key: str | None
-    texts: bool = True
-    side: str = ""
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        named = (self.prompt_key, *self.answers, self.margin_key)
-        return tuple(name for name in named if name is not None)
-
-    told_by = columns
-
-    @property
-    def expected(self) -> str:
-        wanted = "text" if self.texts else "[{role, content}, …] that the assistant ends"
-        prompt = "" if self.prompt_key is None else f"{self.prompt_key}: [{{role, content}}, …] or text; "
-        margin = "" if self.margin_key is None else f"; {self.margin_key}: a number"
-        return f"{prompt}{' and '.join(self.answers)}: {wanted}{margin}"
-
-    def problem(self, row: Mapping[str, Any]) -> str | None:
-        if self.texts and self.prompt_key is not None and (wrong := prompt_problem(row[self.prompt_key])):
-            return f"{self.prompt_key}: {wrong}"
-        for key in self.answers:
-            if wrong := _text_problem(row[key]) if self.texts else self._messages_problem(row, row[key]):
-                return f"{key}: {wrong}"
-        return None if self.margin_key is None else _margin_problem(self.margin_key, row[self.margin_key])
-
-    def _messages_problem(self, row: Mapping[str, Any], answer: Any) -> str | None:
-        if not self._follows(answer):
-            wrong = turns_problem(answer)
-        else:
-            wrong = _following_problem(row[self.prompt_key or ""], answer)
-        if wrong:
-            return wrong
-        return None if answer[-1]["role"] == "assistant" else "the assistant does not have the last word"
-
-    def _follows(self, answer: Any) -> bool:
-        """Whether an answer of messages follows the prompt, and is no conversation of its own."""
-        if self.prompt_key is None or conversation_problem(answer):
-            return False
-        return bool(answer[0]["role"] == "assistant")
-
-    def pieces(self, row: Mapping[str, Any], template: ChatTemplate) -> list[list[Piece]]:
-        answer = row[self.side]
-        prompt = None if self.prompt_key is None else row[self.prompt_key]
-        if self.texts:
-            after = None if prompt is None else [*template.prompt(prompt), (answer, True)]
-            return [after or _all_learnt(template, answer)]
-        if prompt is None or not self._follows(answer):
-            return [answered(template, answer)]
-        return [answered(template, [*prompt, *answer], prompt=len(prompt))]
-
-
-def answered(template: ChatTemplate, messages: Sequence[Message], *, prompt: int = 0) -> list[Piece]:
-    """A conversation up to the end of the assistant's last turn, as the model meets that. Raises as
-    `tandem.data.turns.examples`.
-
-    Args:
-        prompt: how many messages at the beginning are the prompt.
-    """
-    pieces = examples(template, messages, prompt=prompt)[-1]
-    last = max(place for place, (_, written) in enumerate(pieces) if written)
-    return pieces[: last + 1]
-
-
-def _all_learnt(template: ChatTemplate, text: str) -> list[Piece]:
-    return [(piece, isinstance(piece, str)) for piece, _ in template.prompt(text)]
-
-
-def turns_problem(messages: Any) -> str | None:
-    """Names what keeps `messages` from being a conversation in which the assistant answers."""
-    if problem := conversation_problem(messages):
-        return problem
-    roles = [message["role"] for message in messages]
-    if roles[0] == "assistant":
-        return "the assistant speaks first"
-    return None if "assistant" in roles else "no turn of the assistant"
-
-
-def _text_problem(answer: Any) -> str | None:
-    return None if isinstance(answer, str) else f"{kind(answer)}, not text"
-
-
-def _following_problem(prompt: Any, answer: Any) -> str | None:
-    """Names what keeps the messages of an answer from following a prompt."""
-    if problem := conversation_problem(answer):
-        return problem
-    if isinstance(prompt, str) or prompt_problem(prompt):
-        return "messages, but the prompt is not"
-    return None if any(turn["role"] == "assistant" for turn in answer) else "no turn of the assistant"
-
-
-def _tools_problem(row: Mapping[str, Any], key: str | None) -> str | None:
+def tools_problem(row: Mapping[str, Any], key: str | None) -> str | None:
     try:
         tools_of(row.get(key or ""))
     except ValueError as error:
         return f"{key}: {error}"
     return None
-
-
-def _margin_problem(key: str, margin: Any) -> str | None:
-    with suppress(ValueError):
-        margin = float(margin) if isinstance(margin, str) else margin
-    if isinstance(margin, bool) or not isinstance(margin, int | float):
-        return f"{key}: {kind(margin)}, not a number"
-    return None if math.isfinite(margin) else f"{key}: {margin}, not a finite number"

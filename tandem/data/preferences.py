@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerBase
 from tandem.data.chat import ChatTemplate
 from tandem.data.encoder import Encoder
 from tandem.data.encoding import encode
+from tandem.data.examples import PreferenceForm
 from tandem.data.files import DataFiles, read_files
-from tandem.data.forms import PreferenceForm
 from tandem.data.loader import Prefix, uids
 from tandem.data.sft import are_text, written
 from tandem.data.truncation import Limit

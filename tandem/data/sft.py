@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerBase
 from tandem.data.chat import ChatTemplate
 from tandem.data.encoder import Encoder
 from tandem.data.encoding import Encoded, encode
+from tandem.data.examples import ConversationForm, PairForm, TextForm
 from tandem.data.files import DataFiles, read_files
-from tandem.data.forms import ConversationForm, PairForm, TextForm
 from tandem.data.loader import Prefix, uids
 from tandem.data.truncation import Limit
 from tandem.protocol import DataProto, Ragged

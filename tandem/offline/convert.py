@@ -10,8 +10,9 @@ from typing import Any
 
 import pyarrow as pa
 
+from tandem.data.examples import PreferenceForm, turns_problem
 from tandem.data.files import CHUNK_ROWS, DataFiles, read_files
-from tandem.data.forms import PreferenceForm, PromptForm, turns_problem
+from tandem.data.forms import PromptForm
 from tandem.data.validate import RowProblems, conversation_problem, kind
 from tandem.errors import ConfigError, DataError
 from tandem.offline.faults import UNREWARDED, odd_roles, unscored

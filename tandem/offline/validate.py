@@ -26,8 +26,8 @@ from tandem.config.root import TrainConfig
 from tandem.config.supervised import RMConfig, SFTConfig, SupervisedDataConfig
 from tandem.data.chat import ChatTemplate
 from tandem.data.encoder import Form
+from tandem.data.examples import PreferenceForm
 from tandem.data.files import CHUNK_ROWS, DataFiles, read_files
-from tandem.data.forms import PreferenceForm
 from tandem.data.lines import line_numbers, scan
 from tandem.data.preferences import prompt_of
 from tandem.data.reader import holds_ids

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tandem.data.chat import ChatTemplate
-from tandem.data.forms import answered
+from tandem.data.examples import answered
 from tandem.data.tokens import Piece, encoded
 from tandem.errors import DataError
 from tandem.protocol import DataProto, Ragged

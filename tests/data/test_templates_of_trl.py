@@ -15,7 +15,7 @@ import pytest
 
 from tandem.data.chat import ChatTemplate
 from tandem.data.encoder import SHAPE, Encoder
-from tandem.data.forms import ConversationForm
+from tandem.data.examples import ConversationForm
 from tandem.data.truncation import Limit
 from tests.support.tokenizers import KINDS
 

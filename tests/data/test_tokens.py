@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerFast
 
 from tandem.data.chat import ChatTemplate
 from tandem.data.encoder import Encoder, Form
-from tandem.data.forms import ConversationForm, PairForm, PreferenceForm, PromptForm
+from tandem.data.examples import ConversationForm, PairForm, PreferenceForm
+from tandem.data.forms import PromptForm
 from tandem.data.tokens import begin, encoded, tokenize
 from tandem.data.truncation import Limit
 from tests.support.tokenizers import KINDS, byte_level, metaspace

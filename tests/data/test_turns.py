@@ -9,7 +9,7 @@ import pytest
 
 from tandem.data.chat import ChatTemplate
 from tandem.data.encoder import TEMPLATE, Encoder
-from tandem.data.forms import ConversationForm, PreferenceForm
+from tandem.data.examples import ConversationForm, PreferenceForm
 from tandem.data.truncation import Limit
 from tandem.data.turns import examples
 from tandem.errors import DataError
