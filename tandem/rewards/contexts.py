@@ -35,7 +35,7 @@ GOES_ON = re.compile(
     rf"""
     \.[0-9] | \.?\\(?:overline|bar|dot)\b | \.?\([0-9A-Za-z] | [+^] | \*\*[0-9(] | _\{{?[0-9]
     | {B}\*(?!\*){B}[0-9(\\] | :[0-9] | [ ]+:[ ]+[0-9] | (?:st|nd|rd|th)\b
-    | {B}[²³ⁿ√π∞±万亿千百億萬\u0391-\u03c9] | [’'′"″]{B}[0-9] | ({B}[·*×]|\\cdot|\\times){B}[A-Za-z]\b
+    | {B}[²³ⁿ√π∞±‰万亿千百億萬\u0391-\u03c9] | [’'′"″]{B}[0-9] | ({B}[·*×]|\\cdot|\\times){B}[A-Za-z]\b
     | (?!(?i:{ATTACHED})s?(?![A-Za-z]))[A-Za-z]{{1,2}}(?![A-Za-z]) | [A-Za-z]++(?:[0-9](?<!m[0-9])|\()
     | {CLOSING}(?:
         [0-9] | [+^] | [*/=×÷·<>≤≥≠≈~&]{B}(?:{NEXT}|[(\\]) | [<>≤≥]{B}[A-Za-z](?![A-Za-z])
@@ -69,6 +69,10 @@ LEADS_IN = re.compile(
     | [0-9][%*_`$)}}\]]*{B}(?:(?:{COUNTED})(?:e?s)?{B})?(?:to|through|thru|(?:out{B})?of|over|x
         |remainder|rem\.?|[rR])
     | [0-9][%*_`$)}}\]]*{B}-?(?:{COUNTED})(?:e?s)?[.,]?
+    | [0-9][’'′"″√∛] | [√∛] | (?<![A-Za-z])-?(?:{_one_of(*FUNCTIONS)}|sqrt)
+    | [0-9][%*_`$)}}\]]*{B}(?i:times|plus|(?:divided|multiplied){B}by)
+    | \b(?i:twice|thrice|doubled?|triple|(?:{PARTS}|root|square|cube|log(?:arithm)?|factorial|reciprocal
+        |inverse|opposite|multiple|percent|power|negative){B}of)
     | [0-9][%*_`$)}}\]]*{B}(?:[A-Za-z]++{B}|\\text\{{{B})?,?{B}(?:and|or|versus|vs\.?|by)
     | \b(?i:at{B}(?:least|most)|(?:more|less|fewer|greater|larger|smaller|higher|lower){B}than
         (?:{B}or{B}equal{B}to)?|over|above|below|under|up{B}to|except|exceeds?|between|versus)

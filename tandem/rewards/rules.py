@@ -37,16 +37,21 @@ CHOSEN = re.compile(rf"{MARKS}([A-Z])[\s*_$]*+(?:[)\]}}.:]|\Z)")
 """A letter that stands for itself, at the beginning of a line or a box."""
 LETTER = r"([A-Z](?![\w'’])|[a-z](?=[)\].*_\s]*(?:\n|\Z)))"
 NAMED = rf"(?:(?i:option|choice|letter|answer)\s+)?{MARKS}{LETTER}"
+WILL_BE = (
+    r"(?:is|(?:must|should|would|will|has\s+to)\s+be)\b"
+    r"(?:\s+(?:most\s+)?(?:probably|likely|clearly|definitely))?"
+)
 ANNOUNCED = re.compile(
     r"(?i:(?<!wrong )(?<!incorrect )(?<!false )(?:\bans(?:wer)?(?:[\s*_]+(?:choice|option|letter))?"
-    r"(?:[\s*_]*[:=]|[\s*_]+(?:is|(?:must|should|would|will|has\s+to)"
-    r"\s+be)\b[\s*_]*:?)|\b(?:option|choice|letter)[\s*_]+is\b:?)|\bcorrect(?:\s+one)?\s+is\b:?"
-    r"|\bI(?:\s+would|['’]d|\s+will|['’]ll)?\s+(?:choose|chose|pick|select|go\s+with))"
+    rf"(?:[\s*_]*[:=]|[\s*_]+[-–—]\s|[\s*_]+{WILL_BE}[\s*_]*:?)"
+    rf"|\b(?:option|choice|letter)(?:[\s*_]+{WILL_BE}:?|[\s*_]*:))"
+    rf"|(?<!not )\b(?:correct|right)(?:\s+(?:one|option|choice|answer|letter))?\s+{WILL_BE}:?"
+    r"|\bI(?:\s+would|['’]d|\s+will|['’]ll)?\s+(?:choose|chose|pick|select|say|go\s+with|opt\s+for)|答案\s*(?:是|为|[:：])|选[择项]?(?:是|为|[:：])?)"
     rf"{MARKS}(?:the\s+)?{NAMED}"
 )
 CALLED_RIGHT = re.compile(
     r"(?:^|[\n.!?;:,]|\b(?i:so|thus|hence|therefore))[\s*_(\[$]{0,9}+(?i:(?:the\s+)?(?:option|choice|answer)\s+)?"
-    r"[*_(\[$]*([A-Z])[)\].*_$]*\s+is\s+(?:the\s+)?(?:only\s+)?(?:correct|right|best|true|my\s+(?:answer|choice))\b"
+    r"[*_(\[$]*([A-Z])[)\].*_$]*\s+is\s+(?:the\s+)?(?:only\s+)?(?:correct|right|best|true|(?:my|the)\s+(?:answer|choice|one))\b"
     r"(?:\s+(?:answer|option|choice|one)\b)?(?!\s*(?:\?|(?:,|and\b|or\b)[\s*_(]*[A-Z](?![\w'’])))"
 )
 CONCLUDED = re.compile(
@@ -180,10 +185,11 @@ def _letter(text: str) -> str | None:
     if announced:
         last = max(announced, key=lambda found: found.start(1))
         return None if ANOTHER.match(text, last.end()) else last.group(1).upper()
-    named = {
-        *OPTION.findall(text),
-        *(found.group(1) for found in map(CHOSEN.match, text.split("\n")) if found),
-    }
+    begun = (CHOSEN.match(line) for line in text.split("\n"))
+    found = [*OPTION.finditer(text), *(line for line in begun if line)]
+    if any(ANOTHER.match(each.string, each.end()) for each in found):
+        return None
+    named = {each.group(1) for each in found}
     return named.pop() if len(named) == 1 else None
 
 
