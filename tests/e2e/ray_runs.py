@@ -119,7 +119,7 @@ class RayRun:
         found = content.get("processes", ())
         return {process["name"]: (process["node"], process["pid"]) for process in found}
 
-    def await_phase(self, phase: str, *, after_step: int, limit_s: float = 180) -> None:
+    def await_phase(self, phase: str, *, after_step: int, limit_s: float = 400) -> None:
         """Until this run is in, or was just in, that phase of a step later than `after_step`.
 
         Raises:
