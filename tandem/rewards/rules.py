@@ -211,8 +211,8 @@ def matches(
 
 @register_reward()
 def json_schema(response: str, schema: Any, tag: str = "answer") -> dict[str, Any]:
-    """1 for JSON that a schema admits, in the last fence (``` or ~~~) where there is one, else 0. Needs
-    the package jsonschema.
+    """1 for JSON that a schema admits, in the last fence where there is one, else 0. A fence is three
+    backticks or tildes. Needs the package jsonschema.
 
     Args:
         schema: a mapping, or JSON text; nothing that it refers to is fetched.

@@ -82,15 +82,14 @@ def test_plain_decoders_can_be_packed(tmp_path: Path, kind: str) -> None:
     ("stored", "telling"),
     [(UNKNOWN, "NoSuchForCausalLM"), (T5Config(architectures=["T5Model"]).to_dict(), "T5Model")],
 )
-def test_check_lists_it_and_train_refuses_before_a_run_begins(
+def test_check_and_train_refuse_it_before_a_run_begins(
     lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str], stored: dict[str, object], telling: str
 ) -> None:
     folder, at = folder_of(tmp_path / "model", stored), "actor_rollout_ref.model"
     words = lab.overrides(tmp_path / "run")
     own = next(word for word in words if word.startswith(f"{at}.path=")).partition("=")[2]
     words += [f"{at}.path={folder}", f"{at}.tokenizer_path={own}"]
-    assert main(["check", *words]) == 0
-    assert telling in capsys.readouterr().out
-    assert main(["train", *words]) == 1
-    assert telling in capsys.readouterr().err
+    for command in ("check", "train"):
+        assert main([command, *words]) == 1
+        assert telling in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
