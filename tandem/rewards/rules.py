@@ -186,10 +186,10 @@ def _letter(text: str) -> str | None:
         last = max(announced, key=lambda found: found.start(1))
         return None if ANOTHER.match(text, last.end()) else last.group(1).upper()
     begun = (CHOSEN.match(line) for line in text.split("\n"))
-    found = [*OPTION.finditer(text), *(line for line in begun if line)]
-    if any(ANOTHER.match(each.string, each.end()) for each in found):
+    options = [*OPTION.finditer(text), *(line for line in begun if line)]
+    if any(ANOTHER.match(each.string, each.end()) for each in options):
         return None
-    named = {each.group(1) for each in found}
+    named = {each.group(1) for each in options}
     return named.pop() if len(named) == 1 else None
 
 

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Mapping
 from multiprocessing.connection import wait
 
+from tandem.lifetime import last_words
 from tandem.observability.sinks.base import RunInfo
 from tandem.observability.sinks.console import ConsoleSink
 from tandem.observability.terminal import plain_console
@@ -58,6 +59,7 @@ class LiveSink(ConsoleSink):
         os.close(into)
         self._restored = threading.Event()
         threading.Thread(target=self._restore, name="display", daemon=True).start()
+        last_words.append(self._give_back)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         if self._process.poll() is not None:
@@ -66,6 +68,11 @@ class LiveSink(ConsoleSink):
 
     def close(self) -> None:
         super().close()
+        last_words.remove(self._give_back)
+        self._give_back()
+
+    def _give_back(self) -> None:
+        """End the display and take its picture away."""
         sys.stderr.flush()
         self._process.terminate()
         if not self._restored.wait(_LIMIT_S):  # a terminal that was stopped
