@@ -269,7 +269,7 @@ def _require_repeatable(path: str | Path, packed: Any, tokens: Ragged) -> None:
 
 
 def _reached(packed: Any, tokens: Ragged) -> float:
-    """The gradient of each sequence's outcome at the others' embeddings."""
+    """The gradient of each sequence's outcome at the others' embeddings; NaN where none could be seen."""
     inputs = _packed(packed, tokens)
     rows, places = tokens.row_ids(), inputs.packing.cu_seqlens.tolist()
     embedded: list[Tensor] = []
@@ -278,7 +278,8 @@ def _reached(packed: Any, tokens: Ragged) -> float:
         if output.shape[:-1].numel() == places[-1] and output.requires_grad:
             embedded.append(output)
 
-    tables = [part for part in packed.model.modules() if isinstance(part, nn.Embedding)]
+    tables = {part for part in packed.model.modules() if isinstance(part, nn.Embedding)}
+    tables.add(packed.model.get_input_embeddings())
     hooks = [table.register_forward_hook(keep) for table in tables]
     try:
         outcome = _outcome(packed, inputs)
@@ -286,7 +287,7 @@ def _reached(packed: Any, tokens: Ragged) -> float:
         for hook in hooks:
             hook.remove()
     weights = torch.randn(len(outcome), generator=torch.Generator().manual_seed(3), dtype=outcome.dtype)
-    worst = torch.zeros(())
+    worst = torch.zeros(()) if embedded else torch.tensor(math.nan)
     for row in range(len(tokens) if embedded else 0):
         mine = (outcome * weights)[rows == row].sum()
         for found in torch.autograd.grad(mine, embedded, retain_graph=True, allow_unused=True):

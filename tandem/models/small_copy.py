@@ -159,6 +159,7 @@ def _fewer_layers(config: Any) -> None:
         return
     depth = vars(config)[name]
     lists = {key: value for key, value in vars(config).items() if _is_per_layer(key, value, depth)}
+    named = {key: value for key, value in vars(config).items() if _names_layers(key, value, depth)}
     periods = [
         value
         for key, value in vars(config).items()
@@ -166,13 +167,19 @@ def _fewer_layers(config: Any) -> None:
     ]
     first = min(depth, max([2, *(period + 1 for period in periods)]))
     kept = list(range(min(first, _DEEPEST)))
-    seen = {tuple(str(value[index]) for value in lists.values()) for index in kept}
+
+    def kind(index: int) -> tuple[object, ...]:
+        told = (str(value[index]) for value in lists.values())
+        return (*told, *(index in value for value in named.values()))
+
+    seen = set(map(kind, kept))
     for index in range(len(kept), depth):
-        kind = tuple(str(value[index]) for value in lists.values())
-        if kind not in seen and len(kept) < _DEEPEST:
-            seen.add(kind)
+        if kind(index) not in seen and len(kept) < _DEEPEST:
+            seen.add(kind(index))
             kept.append(index)
     setattr(config, name, len(kept))
+    for key, value in named.items():
+        setattr(config, key, [place for place, index in enumerate(kept) if index in value])
     for key, value in lists.items():
         picked = [value[index] for index in kept]
         setattr(config, key, "".join(picked) if isinstance(value, str) else type(value)(picked))
@@ -182,6 +189,12 @@ def _is_per_layer(name: str, value: Any, depth: int) -> bool:
     """Whether it says something of each layer: a list, or a pattern of one letter each."""
     written = isinstance(value, (list, tuple)) or (isinstance(value, str) and "pattern" in name)
     return written and len(value) == depth and "token" not in name
+
+
+def _names_layers(name: str, value: Any, depth: int) -> bool:
+    """Whether it lists the numbers of some layers."""
+    told = any(word in name for word in ("layer", "idx", "indices")) and isinstance(value, (list, tuple))
+    return told and len(value) < depth and all(_is_int(each) and 0 <= each < depth for each in value)
 
 
 def _is_window(name: str, value: int) -> bool:

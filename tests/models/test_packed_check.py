@@ -3,6 +3,7 @@ is found, whatever the scale of its weights and however long its windows are."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +221,20 @@ def test_a_small_copy_keeps_every_kind_of_layer() -> None:
     assert small.hidden_size == 256 and small.num_attention_heads == 32 and small.num_key_value_heads == 8
     assert small.vocab_size < 100 and max(window_limits(small)) < LONGEST
     assert window_limits(config) == [4096]
+
+
+def test_a_small_copy_keeps_layers_that_are_listed_by_number() -> None:
+    config = CONFIG_MAPPING["qwen3_moe"](
+        **(SIZES | EXPERTS | {"num_hidden_layers": 20, "mlp_only_layers": [17]})
+    )
+    small: Any = small_copy(config)
+    assert small.num_hidden_layers == 3 and small.mlp_only_layers == [2]
+
+
+def test_embeddings_that_cannot_be_seen_are_no_proof(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "requires_grad", property(lambda tensor: False))
+    found, _ = check_packed(llama)
+    assert math.isnan(found.gradient) and not found.sound_within
 
 
 def test_positions_that_count_through(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
