@@ -85,12 +85,10 @@ def _said(loaded: Loaded[Any], command: str, given: list[str]) -> int:
     wrong = [error for error in found if error not in missing]
     refuse([*missing, *wrong] if "--here" in given else wrong)
     print("the config is sound")
-    for line in [
-        f"to run it here, `tandem {command.removeprefix('--')}` would need more:",
-        *map(str, missing),
-    ]:
-        if missing:
-            say(line)
+    if missing:
+        say(f"to run it here, `tandem {command.removeprefix('--')}` would need more:")
+    for error in missing:
+        say(str(error))
     return _control(loaded) if "--run" in given else 0
 
 
