@@ -123,12 +123,12 @@ def _written(place: Path, tables: Iterator[pa.Table], schema: pa.Schema | None) 
     schema = widest = schema or first.schema
     with pa.OSFile(str(place), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
         while first is not None:
+            refuse_conversions([widest, first.schema])
             cast = pa.concat_tables([schema.empty_table(), first], promote_options=_PERMISSIVE)
             if cast.schema.equals(schema) and widest is schema:
                 cast.validate(full=True)  # texts that are no UTF-8 come to light here
                 writer.write_table(cast.combine_chunks(), max_chunksize=BATCH_ROWS)
             elif not cast.schema.equals(schema):
-                refuse_conversions([widest, first.schema])
                 widest = pa.unify_schemas([widest, first.schema], promote_options=_PERMISSIVE)
             first = next((_plain(table) for table in tables), None)
     return None if widest is schema else widest

@@ -106,3 +106,15 @@ def test_kinds_are_not_mixed(tmp_path: Path, cache: str | None, values: tuple[st
         pq.write_table(table, tmp_path / f"{name}.parquet")
     with pytest.raises(DataError, match="different types in one column"):
         read_files([str(tmp_path / "a.parquet"), str(tmp_path / "b.parquet")], ("answer",), cache_dir=cache)
+
+
+@pytest.mark.parametrize("values", [(1.5, 1), (1, 1.5)])
+def test_whole_numbers_in_a_later_block_stay_apart_from_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: tuple[float, float]
+) -> None:
+    blocks = ["".join(json.dumps({"a": value + n}) + "\n" for n in range(50)) for value in values]
+    (tmp_path / "a.jsonl").write_text("".join(blocks), encoding="utf-8")
+    monkeypatch.setattr("tandem.data.formats.BLOCK_BYTES", len(blocks[0]) - 3)
+    monkeypatch.setattr("tandem.data.files.IN_MEMORY_BYTES", 1)
+    with pytest.raises(DataError, match="a: "):
+        read_files(str(tmp_path / "a.jsonl"), ("a",), cache_dir=str(tmp_path / "cache"))
