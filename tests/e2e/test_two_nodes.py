@@ -18,9 +18,9 @@ from tests.e2e.ray_runs import RayRun, command
 from tests.e2e.shop import SOURCES, Shop
 from tests.support.netns import Node, cluster_network
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
-LIMIT_S = 60
+LIMIT_S = 150
 
 
 def node(machine: Node, rank: int, head_file: Path, *words: str) -> subprocess.Popen[str]:
@@ -79,7 +79,7 @@ def test_a_node_goes_and_the_run_goes_on_on_the_other(shop: Shop) -> None:
         assert 2 <= done < steps
 
         alone = node(first, 0, head_file, "--", *train, *command(shop, "nodes", steps, *over(1)))
-        printed, _ = alone.communicate(timeout=120)
+        printed, _ = alone.communicate(timeout=240)
         assert alone.returncode == 0, printed
         assert "resumed from" in printed
     rows = read_metrics(folder / "metrics.jsonl")
