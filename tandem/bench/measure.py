@@ -49,6 +49,7 @@ def measure(asked: Asked, say: Callable[[str], None]) -> dict[str, Any]:
     before = os.getloadavg()[0]
     device, rates = _run(config, say)
     rows = read_metrics(Path(config.trainer.default_local_dir) / "metrics.jsonl")
+    measured = [_numbers(row) for row in rows if row["step"] > asked.warm_up]
     work = step_work(config, shape, drawn.prompts, drawn.responses.ravel(), item=device["bytes of a number"])
     versions = {name: version(name) for name in ("tandem", "torch", "transformers")}
     return {
@@ -77,7 +78,8 @@ def measure(asked: Asked, say: Callable[[str], None]) -> dict[str, Any]:
         },
         "rates": asdict(rates),
         "work": {phase: asdict(each) for phase, each in work.items()},
-        "rows": _rows([row for row in rows if row["step"] > asked.warm_up], work, rates),
+        "rows": _rows(measured, work, rates),
+        "parts": step_parts(measured),
     }
 
 
@@ -111,21 +113,48 @@ def _write_prompts(asked: Asked, drawn: Lengths, vocabulary: int) -> None:
     pq.write_table(pa.table(columns), asked.folder / "prompts.parquet")
 
 
-def _rows(steps: Sequence[Mapping[str, Any]], work: Mapping[str, Work], rates: Rates) -> dict[str, Any]:
+def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
+    """Return a step's seconds by phase, and its `response_length`."""
+    timed = {name: value for name, value in row.items() if name.startswith("timing/")}
+    timed["response_length"] = row["response_length/mean"]
+    return {name.removeprefix("timing/").removesuffix("/mean"): value for name, value in timed.items()}
+
+
+def _rows(steps: Sequence[Mapping[str, float]], work: Mapping[str, Work], rates: Rates) -> dict[str, Any]:
     """Of each phase the median second, the least, the greatest, the floor, and what share of it was
     reached."""
     floors = {phase: each.floor(rates) for phase, each in work.items() if each.operations or each.bytes}
     floors |= {"step": sum(floors.values()), "reshard": floors["weights"]}
     floors["gen"] = floors["generate_sequences"] + floors["weights"]
     out = {}
-    for name in (
-        *dict.fromkeys(n for row in steps for n in row if n.startswith("timing/")),
-        "response_length/mean",
-    ):
-        values = [row[name] for row in steps if name in row]
-        phase = name.removeprefix("timing/").removesuffix("/mean")
+    for phase in dict.fromkeys(name for row in steps for name in row):
+        values = [row[phase] for row in steps if phase in row]
         middle = statistics.median(values)
         out[phase] = {"median": middle, "least": min(values), "most": max(values)}
         if phase in floors and middle > 0:
             out[phase] |= {"floor": floors[phase], "share": floors[phase] / middle}
     return out
+
+
+def step_parts(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the seconds of each phase of `step_work` in the median step.
+
+    The medians of the phases do not add up to the median of the steps where steps differ. They are scaled so
+    that they do.
+
+    Args:
+        steps: seconds by phase of a run's timeline, for each step.
+    """
+    each = [_apart(seconds) for seconds in steps]
+    middle = {phase: statistics.median(parts[phase] for parts in each) for phase in each[0]}
+    scale = statistics.median(seconds["step"] for seconds in steps) / sum(middle.values())
+    return {phase: seconds * scale for phase, seconds in middle.items()}
+
+
+def _apart(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Return a step's seconds cut into the phases of `step_work`: none is within another."""
+    apart = ("reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
+    found = {phase: seconds[phase] for phase in ("generate_sequences", *apart) if phase in seconds}
+    found["weights"] = seconds["gen"] - seconds["generate_sequences"]
+    found["rest"] = seconds["step"] - sum(found.values())
+    return found

@@ -106,22 +106,12 @@ def _differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[
 def learn(report: Mapping[str, Any], path: Path) -> Device:
     """Tells the file of devices what a report found, and returns the device as it is known now."""
     work = {phase: Work(**each) for phase, each in report["work"].items()}
-    seconds = {phase: row["median"] for phase, row in report["rows"].items()}
-    parts = leaves(seconds)
+    parts = report["parts"]
     name = report["machine"]["device"]
     run = f"{report['config']} {report['lengths']} {report['model']}"
     observed = {phase: (work[phase], parts[phase]) for phase in work if parts.get(phase, 0) > 0}
     item = report["machine"]["bytes of a number"]
     return add_observation(path, name, Rates(**report["rates"]), item, run, observed)
-
-
-def leaves(seconds: Mapping[str, float]) -> dict[str, float]:
-    """The seconds of the phases of `step_work`, of those of a run's timeline."""
-    apart = ("reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
-    found = {phase: seconds[phase] for phase in ("generate_sequences", *apart) if phase in seconds}
-    found["weights"] = seconds["gen"] - seconds["generate_sequences"]
-    found["rest"] = seconds["step"] - sum(found.values())
-    return found
 
 
 def _row(cells: list[str]) -> list[str]:

@@ -14,7 +14,7 @@ from transformers import AutoConfig
 from tandem.bench import measure
 from tandem.bench.asked import load
 from tandem.bench.documents import DOCUMENTS, published
-from tandem.bench.report import compared, leaves, markdown, throughput
+from tandem.bench.report import compared, markdown, throughput
 from tandem.cli.main import main
 from tandem.config.root import TrainConfig
 from tandem.memory import shapes
@@ -116,8 +116,21 @@ def test_all_phases_are_there_with_median_and_floor(made: Path) -> None:
         assert row["floor"] > 0 and row["share"] == pytest.approx(row["floor"] / row["median"])
         assert row["least"] <= row["median"] <= row["most"]
     assert {"reward", "adv", "update_critic", "save_checkpoint"} <= set(rows)
-    parts = leaves({phase: row["median"] for phase, row in rows.items()})
+    parts = report(made)["parts"]
     assert sum(parts.values()) == pytest.approx(rows["step"]["median"]) and min(parts.values()) > 0
+
+
+def test_parts_of_steps_that_differ_add_up_to_the_median_step() -> None:
+    """The medians of the phases are 12.5 together, and that of the step is 11.5."""
+    gens, rewards, updates, steps = (4, 1, 6), (4, 6, 1), (1, 4, 6), (9.5, 11.5, 14)
+    measured = [
+        {"gen": g, "generate_sequences": g - 0.5, "reward": r, "update_actor": u, "step": s}
+        for g, r, u, s in zip(gens, rewards, updates, steps, strict=True)
+    ]
+    found = measure.step_parts(measured)
+    whole = 3.5 + 0.5 + 4 + 4 + 0.5
+    expected = {"generate_sequences": 3.5, "weights": 0.5, "reward": 4, "update_actor": 4, "rest": 0.5}
+    assert found == pytest.approx({phase: part * 11.5 / whole for phase, part in expected.items()})
 
 
 def test_throughput_is_tokens_over_seconds(made: Path) -> None:
