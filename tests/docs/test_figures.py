@@ -57,11 +57,6 @@ def grpo_step_vs_trl(file: Any) -> Shown:
     yield MEASURED, f"lengths from 4 to 64, {spread} and {spread_bf16} times"
 
 
-def grpo_step_vs_trl_bf16_equal(file: Any) -> Shown:
-    (row,) = file["rows"]
-    yield MEASURED, f"with a third micro-batch size tried for Tandem, {row['ratio']:.2f}"
-
-
 def dispatch(file: Any) -> Shown:
     rows = {row["what"]: row for row in file["rows"]}
 
@@ -299,7 +294,6 @@ SHOWN = {
     for each in (
         rollout_vs_vllm,
         grpo_step_vs_trl,
-        grpo_step_vs_trl_bf16_equal,
         dispatch,
         controller_traffic,
         log_prob_head,
