@@ -6,11 +6,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from tandem.errors import DataError
 from tandem.texts import parse_json
 
+NEEDED = ("scores", "response_text", "response_mask")
+"""Columns that every file of samples has."""
 _AS_THEY_ARE = ("uid", "sample", "data_source", "ground_truth", "finish_reason")
 _RENAMED = ("response_text", "scores", "reward_extra", "reward_why")
 _MASK = "response_mask"
@@ -21,14 +25,25 @@ def read(path: Path, *, tokens: bool) -> Iterator[dict[str, Any]]:
 
     Args:
         tokens: add the other columns as they are.
+
+    Raises:
+        DataError: it is no parquet file, or lacks a column of `NEEDED`.
     """
-    file = pq.ParquetFile(path)
-    there = file.schema_arrow.names
-    table = file.read(
-        columns=there
-        if tokens
-        else [name for name in there if name in (*_AS_THEY_ARE, *_RENAMED, "messages", _MASK)]
-    )
+    wanted = (*_AS_THEY_ARE, *_RENAMED, "messages", _MASK)
+    try:
+        names = pq.read_schema(path).names
+        missing = [name for name in NEEDED if name not in names]
+        if missing:
+            raise pa.ArrowInvalid(f"it has no {', '.join(missing)}")
+        table = pq.ParquetFile(path).read(columns=[name for name in names if tokens or name in wanted])
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(
+            "no readable file of samples",
+            field=str(path),
+            got=str(error).splitlines()[0],
+            expected="a parquet file that a run of Tandem wrote",
+            remedy="move it out of the run's folder",
+        ) from error
     mask = table[_MASK].combine_chunks()
     lengths = pc.list_value_length(mask).to_pylist()
     written = pc.value_counts(pc.list_parent_indices(mask).filter(mask.flatten()))

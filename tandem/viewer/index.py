@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from tandem.observability.inside import inside
-from tandem.observability.sample_files import conversation
+from tandem.observability.sample_files import NEEDED, conversation
 
 TEXT_BYTES = 1 << 30
 """Of responses kept in memory. Those of later files are read again for each search."""
@@ -24,8 +24,7 @@ UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, Recur
 BINS = 40
 """Of a histogram."""
 FILE = re.compile(r"step_(\d{1,9})(_val\d*)?\.parquet")
-_NEEDED = ("scores", "response_text", "response_mask")
-_READ = (*_NEEDED, "messages", "uid", "data_source", "finish_reason")
+_READ = (*NEEDED, "messages", "uid", "data_source", "finish_reason")
 Columns = Mapping[str, np.ndarray]
 
 
@@ -122,7 +121,7 @@ class SampleIndex:
     def _part(self, path: Path, stamp: tuple[int, int], *, keep: bool) -> Part:
         with pq.ParquetFile(inside(path, self._run)) as file:
             there = file.schema_arrow.names
-            missing = [name for name in _NEEDED if name not in there]
+            missing = [name for name in NEEDED if name not in there]
             if missing:
                 raise ValueError(f"no samples of this version: the file has no {', '.join(missing)}")
             table = file.read(columns=[name for name in _READ if name in there]).combine_chunks()

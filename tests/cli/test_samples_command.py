@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from tandem.cli.main import main
@@ -86,6 +87,21 @@ def test_a_run_that_wrote_none(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main(["samples", str(run)]) == 1
     err = capsys.readouterr().err
     assert "trainer.samples_freq=-1" in err and "with trainer.samples_freq=1 a run writes them" in err
+
+
+@pytest.mark.parametrize("lacks", ["scores", "response_text", "response_mask", None])
+def test_a_file_that_is_no_file_of_samples(
+    run: str, lacks: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = Path(run) / "samples" / "step_000002.parquet"
+    if lacks is None:
+        path.write_bytes(path.read_bytes()[:-20])
+    else:
+        pq.write_table(pq.read_table(path).drop_columns([lacks]), path)
+    assert main(["samples", run]) == 1
+    err = capsys.readouterr().err
+    assert str(path) in err and "no readable file of samples" in err
+    assert lacks is None or f"it has no {lacks}" in err
 
 
 def test_who_reads_the_output_may_have_enough(run: str) -> None:
