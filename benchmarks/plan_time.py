@@ -30,7 +30,6 @@ from tiny import arguments
 
 from tandem.bench.asked import Asked, draw, load
 from tandem.bench.measure import measure
-from tandem.bench.report import leaves
 from tandem.config.model import stored_config
 from tandem.memory.seconds import Rates, Shape, Work, fit, predict, step_work
 from tandem.observability.timers import Timeline
@@ -120,11 +119,10 @@ def observe(folder: Path, run: tuple[Any, ...]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(dir=folder) as own:
         asked = Asked(words(folder, run), True, run[6], run[7], 3, 1, False, Path(own))
         found = measure(asked, lambda _: None)
-    measured = {phase: row["median"] for phase, row in found["rows"].items()}
     step = found["rows"]["step"]
     return {
         "run": list(run),
-        "measured": leaves(measured) | {"step": measured["step"]},
+        "measured": found["parts"] | {"step": step["median"]},
         "least_to_most": [step["least"], step["most"]],
         "rates": found["rates"],
         "load": [round(load, 2), round(os.getloadavg()[0], 2)],
