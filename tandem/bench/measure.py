@@ -143,10 +143,11 @@ def step_parts(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
     that they do.
 
     Args:
-        steps: seconds by phase of a run's timeline, for each step.
+        steps: seconds by phase of a run's timeline, for each step. A phase that a step lacks took no time.
     """
     each = [_apart(seconds) for seconds in steps]
-    middle = {phase: statistics.median(parts[phase] for parts in each) for phase in each[0]}
+    phases = dict.fromkeys(phase for parts in each for phase in parts)
+    middle = {phase: statistics.median(parts.get(phase, 0.0) for parts in each) for phase in phases}
     scale = statistics.median(seconds["step"] for seconds in steps) / sum(middle.values())
     return {phase: seconds * scale for phase, seconds in middle.items()}
 

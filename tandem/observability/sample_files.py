@@ -31,11 +31,12 @@ def read(path: Path, *, tokens: bool) -> Iterator[dict[str, Any]]:
     """
     wanted = (*_AS_THEY_ARE, *_RENAMED, "messages", _MASK)
     try:
-        names = pq.read_schema(path).names
+        file = pq.ParquetFile(path)
+        names = file.schema_arrow.names
         missing = [name for name in NEEDED if name not in names]
         if missing:
             raise pa.ArrowInvalid(f"it has no {', '.join(missing)}")
-        table = pq.ParquetFile(path).read(columns=[name for name in names if tokens or name in wanted])
+        table = file.read(columns=[name for name in names if tokens or name in wanted])
     except (OSError, pa.ArrowException) as error:
         raise DataError(
             "no readable file of samples",

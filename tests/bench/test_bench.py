@@ -133,6 +133,15 @@ def test_parts_of_steps_that_differ_add_up_to_the_median_step() -> None:
     assert found == pytest.approx({phase: part * 11.5 / whole for phase, part in expected.items()})
 
 
+def test_a_step_may_lack_a_phase() -> None:
+    """As the actor's update is left out while the critic warms up."""
+    warming = {"gen": 1.0, "generate_sequences": 1.0, "update_critic": 1.0, "step": 2.0}
+    full = warming | {"update_actor": 2.0, "step": 4.0}
+    for steps in ([warming, full, full], [full, warming, full]):
+        found = measure.step_parts(steps)
+        assert found["update_actor"] == pytest.approx(2.0) and sum(found.values()) == pytest.approx(4.0)
+
+
 def test_throughput_is_tokens_over_seconds(made: Path) -> None:
     found = report(made)
     found["machine"] |= {"devices": 4, "actor devices": 4, "rollout devices": 2}
