@@ -67,7 +67,8 @@ def choose_kernels(model: PreTrainedModel, asked: bool | None, device: torch.dev
         return "compiled"
     if asked is False or device.type != "cuda":
         return "transformers"
-    if find_spec("liger_kernel") and knows(model) and not fsdp.full_determinism:
+    single = fsdp.dtype != "fp64"  # Liger's backward pass knows no double precision
+    if find_spec("liger_kernel") and knows(model) and single and not fsdp.full_determinism:
         patch(model)
         return "liger"
     if find_spec("triton"):

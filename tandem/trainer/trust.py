@@ -52,8 +52,8 @@ _REMEDIES = {
     "emptied, packed copies of weights, captured graphs, adapters merged with another scale; "
     "rollout.name=native has none of these. If it grows slowly it may be rounding: use the same precision "
     "in both engines",
-    Cause.NUMERICS: "use rollout.name=native, or the same precision and kernels in both engines; or correct "
-    "for it by importance weights (algorithm.rollout_correction)",
+    Cause.NUMERICS: "use the same precision and kernels in both engines, and rollout.name=native where it is "
+    "another; what then remains is rounding, which importance weights correct (algorithm.rollout_correction)",
 }
 _ONE_SIDED = 0.95
 _BY_EXPERIMENT = {

@@ -63,6 +63,10 @@ WRONG = {
         f"critic.{REPEATS}", "true with critic.model.use_liger=true",
         f"set critic.model.use_liger=false, or critic.{REPEATS}=false",
     ),
+    ("critic.fsdp_config.dtype=fp64", "critic.model.use_liger=true"): (
+        "critic.fsdp_config.dtype", "fp64 with critic.model.use_liger=true",
+        "set critic.model.use_liger=false, or critic.fsdp_config.dtype=fp32",
+    ),
 }  # fmt: skip
 
 

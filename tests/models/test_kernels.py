@@ -42,6 +42,7 @@ def install(monkeypatch, *packages):
         (("triton", "liger_kernel"), "known", {}, "liger", ["patch"]),
         (("triton", "liger_kernel"), "other", {}, "triton", ["fuse"]),
         (("triton", "liger_kernel"), "known", {"full_determinism": True}, "triton", ["fuse"]),
+        (("triton", "liger_kernel"), "known", {"model_dtype": "fp64", "dtype": "fp64"}, "triton", ["fuse"]),
         (("triton", "liger_kernel"), "known", {"use_torch_compile": True}, "compiled", []),
     ],
 )

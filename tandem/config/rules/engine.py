@@ -60,14 +60,24 @@ def conflicts(
             got=f"true with {liger}=true",
             remedy="set one of the two to false",
         )
-    if fsdp.full_determinism and (model.use_liger or model.head == "liger"):
+    if model.use_liger or model.head == "liger":
         at = liger if model.use_liger else f"{model_at}.fused_kernel_options.impl_backend"
-        yield ConfigError(
-            "Liger's kernels do not promise the same bits in every run",
-            field=repeats,
-            got=f"true with {at}={'true' if model.use_liger else 'liger'}",
-            remedy=f"set {at}={'false' if model.use_liger else 'auto'}, or {repeats}=false",
-        )
+        asked, other = ("true", "false") if model.use_liger else ("liger", "auto")
+        if fsdp.full_determinism:
+            yield ConfigError(
+                "Liger's kernels do not promise the same bits in every run",
+                field=repeats,
+                got=f"true with {at}={asked}",
+                remedy=f"set {at}={other}, or {repeats}=false",
+            )
+        if fsdp.dtype == "fp64":
+            yield ConfigError(
+                "Liger's kernels do not compute in double precision",
+                field=f"{fsdp_at}.dtype",
+                got=f"fp64 with {at}={asked}",
+                expected="auto, bf16 or fp32",
+                remedy=f"set {at}={other}, or {fsdp_at}.dtype=fp32",
+            )
     if trains and fsdp.pipeline_parallel_size > 1:
         yield from _stages(model, f"{fsdp_at}.pipeline_parallel_size={fsdp.pipeline_parallel_size}", model_at)
 

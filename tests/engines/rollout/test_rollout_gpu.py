@@ -156,7 +156,7 @@ def test_graphs_are_captured_once_for_all_versions(model, tiny, make_requests, m
 
 def test_prompts_apart_from_rows_that_decode_change_nothing(tiny, make_requests):
     """More requests than rows, so that prompts come in while others decode."""
-    requests = make_requests(60, 1, temperature=0.0)
+    requests = make_requests(30, 2, temperature=0.0)
     module = tiny().to(CUDA)
     runs = []
     for apart in (True, False):
@@ -180,6 +180,39 @@ def test_bfloat16_decoding_at_real_sizes(group, dim, lengths):
     out = make_attention(cache, "triton").attend(0, step, query_TND)
     expected = make_attention(cache, "torch").attend(0, step, query_TND)
     assert (out.float() - expected.float()).norm() < 1e-2 * expected.float().norm()
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("group", "dim"), [(1, 16), (1, 32), (7, 32), (7, 64), (4, 80), (7, 128), (2, 256)])
+def test_prompts_at_every_head_size(group, dim, kind):
+    """Chunks of prompts of many lengths, some after a beginning that is in the cache already."""
+    generator = torch.Generator().manual_seed(dim + group)
+    counts = torch.tensor([1, 300, 17, 64, 6, 6, 129, 2])
+    lengths = counts + torch.tensor([0, 0, 250, 16, 0, 3, 1, 700])
+    width = -(-int(lengths.max()) // BLOCK)
+    cache = PagedCache([LayerShape(2, dim, dim)], len(counts) * width, BLOCK, kind, CUDA)
+    for part in (cache.keys[0], cache.values[0]):
+        part.normal_()
+    tables_SB = torch.randperm(len(counts) * width, generator=generator).view(len(counts), width)
+    ends = counts.cumsum(0)
+    step = StepInput(
+        ids_T=torch.zeros(int(ends[-1]), dtype=torch.int64, device=CUDA),
+        positions_T=torch.cat(
+            [torch.arange(int(n - c), int(n)) for c, n in zip(counts, lengths, strict=True)]
+        ).to(CUDA),
+        slots_T=torch.full((int(ends[-1]),), -1, device=CUDA),
+        starts_S1=torch.cat((torch.zeros(1, dtype=torch.int64), ends)).int().to(CUDA),
+        lengths_S=lengths.int().to(CUDA),
+        tables_SB=tables_SB.int().to(CUDA),
+        logits_L=(ends - 1).to(CUDA),
+        max_query=int(counts.max()),
+        max_length=int(lengths.max()),
+    )
+    query_TND = torch.randn(int(ends[-1]), 2 * group, dim, device=CUDA, dtype=kind) * dim**-0.5
+    out = make_attention(cache, "triton").attend(0, step, query_TND)
+    expected = make_attention(cache, "torch").attend(0, step, query_TND)
+    limit = 1e-2 if kind == torch.bfloat16 else 1e-5
+    assert (out.float() - expected.float()).norm() < limit * expected.float().norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -64,6 +64,8 @@ def check(kernel, kinds, constants, warps=4, stages=3, spills=64):
     print(f"{kernel.fn.__name__:16}{warps:6}{registers:10}{spilled:8}{made.metadata.shared:8}  {constants}")
     assert spilled <= spills, (kernel.fn.__name__, constants, usage)  # bytes per thread
     assert made.metadata.shared <= SHARED, (kernel.fn.__name__, constants, made.metadata.shared)
+    widths = [int(width) for width in re.findall(r"wgmma\\.mma_async\\S*?n(\\d+)k", made.asm["ptx"])]
+    assert min(widths, default=64) >= 64, (kernel.fn.__name__, constants, widths)  # see `Tiles.of`
 
 
 print(f"{'kernel':16}{'warps':>6}{'registers':>10}{'spilled':>8}{'shared':>8}  sizes")
@@ -95,6 +97,9 @@ for decode in (True, False):
     attend(80, 4, torch.float16, "fp16", decode)
     attend(128, 4, torch.float32, "fp32", decode)
     attend(256, 2, torch.bfloat16, "bf16", decode, softcap=50.0)
+    attend(256, 16, torch.float16, "fp16", decode)
+    attend(32, 1, torch.bfloat16, "bf16", decode)
+    attend(16, 4, torch.bfloat16, "bf16", decode)
 check(
     triton_kernels.combine_kernel,
     {**pointers("bf16", "out"), **pointers("fp32", "parts", "totals", "peaks")},

@@ -146,18 +146,20 @@ class Tiles:
 
     @classmethod
     def of(cls, shape: LayerShape, group: int, dtype: torch.dtype, decode: bool) -> Tiles:
-        """Sizes at which registers and shared memory suffice: for 16-bit types the 99 KB that consumer
-        devices have too. Tensor cores want at least 16 rows."""
-        large = max(shape.key_dim, shape.value_dim) > 128
+        """Return sizes at which registers and shared memory suffice: for 16-bit types the 99 KB that consumer
+        devices have too. Tensor cores want at least 16 rows. Triton 3.6 and 3.7 use Hopper's products of warp
+        groups from 64 rows on, and these read beyond a tile of 32 numbers' width
+        (https://github.com/triton-lang/triton/issues/11366): where a tile has one, 32 rows keep them out."""
+        widest = max(shape.key_dim, shape.value_dim)
+        large, small = widest > 128, widest <= 32
         single = dtype == torch.float32
         least = max(16, next_power_of_2(group))
         if decode:
             return cls(least, 32 if large or single else 64, warps=4, stages=2 if large or single else 3)
-        rows = 32 if single else 64 if large else 128
         columns = 64 >> (large + single)
-        return cls(
-            max(rows, least), columns, 8 if large or not single else 4, stages=2 if large or single else 3
-        )
+        if large or small or single:
+            return cls(max(32, least), columns, 8 if large and single else 4, stages=2)
+        return cls(max(128, least), columns, warps=8, stages=3)
 
 
 def split_count(programs: int, columns: int, processors: int) -> int:
