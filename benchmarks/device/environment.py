@@ -33,6 +33,7 @@ PACKAGES = (
     "scipy",
 )
 TEST_LIMIT_S = 240.0
+PROCESSES = 4  # of the tests: most of their time is the host's, and an error of the device ends one of them
 QUERY = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.limit,temperature.gpu,persistence_mode"
 
 
@@ -118,6 +119,7 @@ def gpu_tests(setting: Setting) -> dict[str, Any]:
             "no:cacheprovider",
             f"--junitxml={results}",
             "--timeout=120",
+            *(("-n", str(PROCESSES)) if setting.device.type == "cuda" else ()),
             *files,
         ]
         with tempfile.TemporaryFile("w+", errors="replace") as said:
@@ -158,5 +160,8 @@ def cases_of(results: Path) -> list[dict[str, str]]:
 def cases_told(output: str) -> list[dict[str, str]]:
     """The same from what pytest printed, test by test, before it was ended."""
     outcomes = {"PASSED": "passed", "SKIPPED": "skipped", "FAILED": "failed", "ERROR": "failed"}
-    told = re.findall(rf"^(\S+::.*?) ({'|'.join(outcomes)})\b", output, re.MULTILINE)
+    words = "|".join(outcomes)
+    told = re.findall(rf"^(\S+::.*?) ({words})\b", output, re.MULTILINE)
+    reported = re.findall(rf"^\[gw\d+\].*? ({words}) (\S+::.*)$", output, re.MULTILINE)  # by pytest-xdist
+    told += [(name, word) for word, name in reported]
     return [{"name": name, "outcome": outcomes[outcome], "text": ""} for name, outcome in told]

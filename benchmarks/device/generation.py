@@ -181,7 +181,7 @@ def running(engine: NativeEngine, requests: Sequence[Request], steps: int) -> No
 def busy(bench: Bench, setting: Setting) -> dict[str, Any]:
     """The device's time over the clock's, of steps of a full batch, by PyTorch's profiler."""
     engine, load = bench.engine(setting), bench.load
-    params = SamplingParams(max_tokens=400, temperature=1.0)
+    params = SamplingParams(max_tokens=min(400, load.longest), temperature=1.0)
     prompt = load.make()[0].prompt_ids
     requests = [Request("busy", index, prompt, params) for index in range(load.running)]
     running(engine, requests, 40)

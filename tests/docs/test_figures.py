@@ -57,6 +57,40 @@ def grpo_step_vs_trl(file: Any) -> Shown:
     yield MEASURED, f"lengths from 4 to 64, {spread} and {spread_bf16} times"
 
 
+def gpu_decode(file: Any) -> Shown:
+    def row(name: str) -> tuple[str, str]:
+        found = one(file["rows"], name=name)
+        return f"{found['value']:,.0f}", f"{found['share']:.0%}"
+
+    short, share = row("1.5B, batch 256, context 1024")
+    yield MEASURED, f"takes 5.7 ms with 1.5 billion parameters: {short} tokens/s, {share} of"
+    yield (
+        MEASURED,
+        "At a context of 7,680 it is {} tokens/s and {}".format(*row("1.5B, batch 256, context 7680")),
+    )
+    yield MEASURED, "at 1,024 it is {} and {} (".format(*row("7B, batch 256, context 1024"))
+
+
+def gpu_step(file: Any) -> Shown:
+    name = "64 samples of 3564 tokens"
+    phases = ("generation", "previous log-probs", "training")
+    rows = [one(file["rows"], name=f"{phase}, {name}") for phase in phases]
+    rates, shares = [f"{row['value']:,.0f}" for row in rows], [f"{row['share']:.0%}" for row in rows]
+    metrics = one(file["rows"], name=f"whole step, {name}")["metrics"]
+    seconds = f"takes {metrics['timing/step']:.0f} s: {rates[0]} tokens/s of generation"
+    yield MEASURED, f"{seconds}, {rates[1]} of log-probs and {rates[2]} of training"
+    yield MEASURED, f"which are {shares[0]}, {shares[1]} and {shares[2]} of their bounds"
+    yield (
+        MEASURED,
+        "{:.1f}, {:.1f} and {:.1f} times what the users' table".format(*(r["times_verl"] for r in rows)),
+    )
+    update, log_probs = (
+        metrics[f"perf/memory_predicted_bytes/{phase}"] / metrics[f"perf/memory_peak_bytes/{phase}"] - 1
+        for phase in ("update_actor", "old_log_prob")
+    )
+    yield MEASURED, f"is {update:.0%} more than what was used, that of its log-probs {-log_probs:.1%} less"
+
+
 def dispatch(file: Any) -> Shown:
     rows = {row["what"]: row for row in file["rows"]}
 
@@ -294,6 +328,8 @@ SHOWN = {
     for each in (
         rollout_vs_vllm,
         grpo_step_vs_trl,
+        gpu_decode,
+        gpu_step,
         dispatch,
         controller_traffic,
         log_prob_head,
