@@ -10,12 +10,11 @@ from tandem.rewards.base import (
     register_reward,
     reward_for,
 )
-from tandem.rewards.custom import load_custom
+from tandem.rewards.custom import load_custom, own_reward
 from tandem.rewards.items import Item, Scored
 from tandem.rewards.pool import Pool, score
 from tandem.rewards.programs import check_sources
 from tandem.rewards.signatures import Reads
-from tandem.rewards.weighted import own_reward
 
 __all__ = [
     "Item",

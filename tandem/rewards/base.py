@@ -18,15 +18,18 @@ import asyncio
 import inspect
 import math
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from functools import reduce
+from operator import add
+from typing import Any, TypeVar
 
 from tandem.errors import RewardError
 from tandem.observability.terminal import printable
 from tandem.rewards.calling import AGAIN, awaited, end_copy, exits_raised, of_network, told
-from tandem.rewards.items import ANSWER_CHARACTERS, Item, Scored, as_number, shown
-from tandem.rewards.signatures import VERLS, Reads
+from tandem.rewards.items import ANSWER_CHARACTERS, Item, Scored, as_number, reason, shown
+from tandem.rewards.signatures import VERLS, Reads, Style, arguments, loggers, with_logged
 
 HEAD_CHARACTERS = 200
 """How much of a response a message shows."""
@@ -50,6 +53,9 @@ class Reward:
         bounded: whether it ends soon whatever the response is, and needs no limit.
         check: takes the further arguments before any call, refuses those with which all would fail, and
             returns the columns that it needs then.
+        style: how it is called.
+        reads: the columns of the data that it reads.
+        takes: the arguments that a call may give it; None: all.
     """
 
     name: str
@@ -58,77 +64,40 @@ class Reward:
     answer: Callable[..., str | None] | None = None
     bounded: bool = False
     check: Callable[..., Sequence[str]] | None = None
+    style: Style = "verl"
+    reads: Reads = VERLS
+    takes: frozenset[str] | None = None
 
     @property
     def batched(self) -> bool:
-        return bool(getattr(self.function, "batched", False))
-
-    @property
-    def grouped(self) -> bool:
-        """Whether a call takes the responses to one prompt."""
-        return False
+        """Whether a call takes several responses."""
+        if self.style == "verl":
+            return bool(getattr(self.function, "batched", False))
+        return self.style != "one"
 
     @property
     def parts(self) -> tuple[Reward, ...]:
-        """See `Scorer`."""
+        """See `WeightedSum`."""
         return (self,)
 
     @property
     def asynchronous(self) -> bool:
         return inspect.iscoroutinefunction(self.function)
 
-    @property
-    def reads(self) -> Reads:
-        """The columns of the data that it reads."""
-        return VERLS
-
-    def arguments(self, item: Item) -> dict[str, Any]:
-        """The arguments of a call for one response."""
-        return {
-            "data_source": item.data_source,
-            "solution_str": item.solution_str,
-            "ground_truth": item.ground_truth,
-            "extra_info": dict(item.extra_info),
-        }
-
-    def batch_arguments(self, items: Sequence[Item]) -> dict[str, Any]:
-        """The arguments of a call for several."""
-        return {
-            "data_sources": [item.data_source for item in items],
-            "solution_strs": [item.solution_str for item in items],
-            "ground_truths": [item.ground_truth for item in items],
-            "extra_infos": [dict(item.extra_info) for item in items],
-        }
-
-    def __call__(self, items: Mapping[int, Item]) -> list[Any]:
-        """What the function returns for each item, unchecked.
-
-        Args:
-            items: by their place in the batch, which messages name.
-
-        Raises:
-            RewardError: it raised, or, if batched, returned something that is no list as long as `items`.
-        """
-        if self.batched:
-            return self._call_batched(items)
-        if self.asynchronous:
-            found: list[Any] = awaited(self._call_all(items))
-            return found
-        return [self._call_one(place, item) for place, item in items.items()]
+    def arguments(self, items: Sequence[Item], **more: Any) -> dict[str, Any]:
+        """Return the arguments of a call for some items, beside the fixed ones: what it takes of theirs and
+        of `more`."""
+        given = arguments(self.style, items, several=self.batched) | more
+        return given if self.takes is None else {name: v for name, v in given.items() if name in self.takes}
 
     def scores(self, items: Mapping[int, Item]) -> dict[int, Scored | None]:
-        """The scores of items, by their place in the batch; None where the function returned None.
+        """Return the scores of items, by their place in the batch, which messages name; None where the
+        function returned None.
 
         Raises:
             RewardError: it raised, or returned anything else but a finite number or a dict of one.
         """
-        return self._checked(items, self(items))
-
-    def _checked(self, items: Mapping[int, Item], values: Sequence[Any]) -> dict[int, Scored | None]:
-        return {
-            place: None if value is None else self._check(value, place, items[place])
-            for place, value in zip(items, values, strict=True)
-        }
+        return scores_of([self], items)[0]
 
     def _check(self, value: Any, place: int, item: Item) -> Scored:
         try:
@@ -141,18 +110,19 @@ class Reward:
             ) from error
 
     def joined(self, place: int, item: Item, parts: Sequence[Scored | None]) -> Scored:
-        """See `Scorer`."""
+        """See `WeightedSum`."""
         (scored,) = parts
         return checked(self, None, place, item) if scored is None else scored
 
-    def _call_one(self, place: int, item: Item) -> Any:
-        try:
-            with exits_raised():
-                return self.function(**self.arguments(item), **self.kwargs)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            raise self._raised(error, place, item) from error
+    def _call(self, items: Mapping[int, Item]) -> list[Any]:
+        """Return what the function says of each item, unchecked."""
+        if self.batched:
+            return self._call_batched(items)
+        found = []
+        for place, item in items.items():
+            with self._blamed(place, item):
+                found.append(self.function(**self.arguments([item]), **self.kwargs))
+        return found
 
     async def _call_all(self, items: Mapping[int, Item]) -> list[Any]:
         """The calls of an asynchronous function, which wait side by side."""
@@ -161,7 +131,7 @@ class Reward:
 
         async def call(place: int, item: Item) -> Any:
             try:
-                return await self.function(**self.arguments(item), **self.kwargs)
+                return await self.function(**self.arguments([item]), **self.kwargs)
             except BaseException as error:  # the keys of a terminal reach the main thread alone, not this one
                 raise self._raised(error, place, item) from error
             finally:
@@ -171,22 +141,31 @@ class Reward:
 
     def _call_batched(self, items: Mapping[int, Item]) -> list[Any]:
         first = next(iter(items.items()))
-        try:
-            with exits_raised():
-                values = self.function(**self.batch_arguments(list(items.values())), **self.kwargs)
-                values = awaited(values) if inspect.iscoroutine(values) else values
-                plain = isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__")
-                listed = [] if plain or len(values) != len(items) else list(values)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            raise self._raised(error, *first, also=" (it is batched: shown is the first sample)") from error
+        logged: dict[str, list[Any]] = {}
+        more = loggers(logged, len(items)) if self.style == "trl" else {}
+        with self._blamed(*first, also=" (it is batched: shown is the first sample)"):
+            values = self.function(**self.arguments(list(items.values()), **more), **self.kwargs)
+            values = awaited(values) if inspect.iscoroutine(values) else values
+            values = with_logged(values, logged) if self.style == "trl" else values
+            plain = isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__")
+            listed = [] if plain or len(values) != len(items) else list(values)
         if plain:
             raise self.error("is batched and returned no list", *first, got=shown(values))
         if len(listed) != len(items):
             got = f"{len(values)} scores for {len(items)} responses"
             raise self.error("returned a list of the wrong length", *first, got=got)
         return listed
+
+    @contextmanager
+    def _blamed(self, place: int, item: Item, also: str = "") -> Iterator[None]:
+        """Let what the function raises be its error for a sample."""
+        try:
+            with exits_raised():
+                yield
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            raise self._raised(error, place, item, also) from error
 
     def _raised(self, raised: BaseException, place: int, item: Item, also: str = "") -> RewardError:
         """The error for what the function raised."""
@@ -209,16 +188,23 @@ class Reward:
 
 
 def scores_of(rewards: Sequence[Reward], items: Mapping[int, Item]) -> list[dict[int, Scored | None]]:
-    """The scores of items by each of several rewards, as `Reward.scores` gives those of one; asynchronous
-    functions for one response wait side by side.
+    """Return the scores of items by each reward, as `Reward.scores` does; several are asynchronous, and wait
+    side by side.
 
     Raises:
         RewardError: as there.
     """
-    if len(rewards) == 1:
-        return [rewards[0].scores(items)]
-    values = awaited(_side_by_side([reward._call_all(items) for reward in rewards]))
-    return [reward._checked(items, found) for reward, found in zip(rewards, values, strict=True)]
+    if rewards[0].asynchronous and not rewards[0].batched:
+        said = awaited(_side_by_side([reward._call_all(items) for reward in rewards]))
+    else:
+        said = [reward._call(items) for reward in rewards]
+    return [
+        {
+            place: None if value is None else reward._check(value, place, items[place])
+            for place, value in zip(items, values, strict=True)
+        }
+        for reward, values in zip(rewards, said, strict=True)
+    ]
 
 
 async def _side_by_side(calls: Sequence[Awaitable[Any]]) -> list[Any]:
@@ -229,31 +215,68 @@ async def _side_by_side(calls: Sequence[Awaitable[Any]]) -> list[Any]:
     return found
 
 
-class Scorer(Protocol):
-    """A user's own reward: one function, or several together.
+@dataclass(frozen=True, slots=True, eq=False)
+class WeightedSum:
+    """The weighted sum of several functions' scores; each function's own becomes a metric of its name. Where
+    one returns None, it has nothing to say of that response, and the others count.
 
     Attributes:
-        parts: its functions.
-        batched: whether one of them takes several responses at once.
-        reads: the columns of the data that they read.
+        terms: (name, reward, weight) of each.
+
+    Raises:
+        RewardError: no term, or two of one name.
     """
 
-    @property
-    def parts(self) -> tuple[Reward, ...]: ...
+    terms: tuple[tuple[str, Reward, float], ...]
+
+    def __post_init__(self) -> None:
+        names = [name for name, _, _ in self.terms]
+        if len(set(names)) < len(names) or not names:
+            raise RewardError(
+                "each needs a name of its own" if names else "names no function",
+                field="custom_reward_function.terms",
+                got=names,
+                remedy="give one of them a label, which is the name of its metric",
+            )
 
     @property
-    def batched(self) -> bool: ...
+    def parts(self) -> tuple[Reward, ...]:
+        """The functions."""
+        return tuple(reward for _, reward, _ in self.terms)
 
     @property
-    def reads(self) -> Reads: ...
+    def batched(self) -> bool:
+        """Whether one of them takes several responses at once."""
+        return any(reward.batched for reward in self.parts)
+
+    @property
+    def reads(self) -> Reads:
+        """The columns of the data that they read."""
+        return reduce(add, (reward.reads for reward in self.parts))
 
     def joined(self, place: int, item: Item, parts: Sequence[Scored | None]) -> Scored:
-        """The score of a response, of what each function says; None: it has nothing to say.
+        """Return the score of a response, of what each function says; None: it has nothing to say.
 
         Raises:
             RewardError: none of them has.
         """
-        ...
+        said = [
+            (name, weight, part) for (name, _, weight), part in zip(self.terms, parts, strict=True) if part
+        ]
+        if not said:
+            raise self.parts[0].error("and all others returned None", place, item, got="None")
+        extra: dict[str, float] = {}
+        for name, _, part in said:
+            extra |= {(f"{name}/{key}" if key in extra else key): value for key, value in part.extra.items()}
+        extra |= {name: part.score for name, _, part in said}
+        answered = next((part for _, _, part in said if part.reads_answers), said[0][2])
+        total = sum(weight * part.score for _, weight, part in said)
+        why = reason("; ".join(f"{name}: {part.why}" for name, _, part in said if part.why))
+        return Scored(total, extra, answered.answer, answered.reads_answers, why=why)
+
+
+Scorer = Reward | WeightedSum
+"""A user's own reward: one function, or several together."""
 
 
 def checked(reward: Reward, value: Any, place: int, item: Item) -> Scored:
@@ -286,7 +309,7 @@ def checked(reward: Reward, value: Any, place: int, item: Item) -> Scored:
     if not isinstance(why, str):
         why = _compared(answer, item.ground_truth) if reads else ""
     said = None if answer is None else str(answer)[:ANSWER_CHARACTERS]
-    return Scored(main, extra, said, reads, why=why)
+    return Scored(main, extra, said, reads, why=reason(why))
 
 
 def _compared(answer: Any, truth: Any) -> str:

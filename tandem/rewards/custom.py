@@ -6,31 +6,26 @@ import difflib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, get_args, get_origin
 
+from tandem.config.rewards import CustomRewardConfig
 from tandem.errors import ConfigError, RewardError
 from tandem.loading import CODE_FILES, execute_file, import_named
-from tandem.rewards.base import Reward, shipped
+from tandem.rewards.base import Reward, Scorer, WeightedSum, shipped
 from tandem.rewards.calling import exits_raised, limited, load_seconds, told
-from tandem.rewards.items import Item
 from tandem.rewards.signatures import (
     GIVEN,
-    RESERVED,
+    VERL_GIVES,
     Reads,
-    Style,
-    logging_like_trl,
     named_parameters,
     reads_of,
     style_of,
     takes_all,
 )
-
-PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
-BATCHED_PARAMETERS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,59 +43,24 @@ class CustomReward(Reward):
         return load_custom, self.source
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ColumnReward(CustomReward):
-    """A user's own reward function that reads columns of the data by name.
+def own_reward(config: CustomRewardConfig, timeout: float = math.inf) -> Scorer | None:
+    """Return the user's own reward; None where the data sources' own ones score.
 
-    Attributes:
-        style: how it is called; not verl's way.
-        takes: the parameters that it names; None: it takes all.
-        needs: columns without which its arguments do not do.
+    Args:
+        timeout: see `load_custom`.
+
+    Raises:
+        RewardError: see `load_custom` and `WeightedSum`.
     """
-
-    style: Style = "one"
-    takes: frozenset[str] | None = None
-    needs: tuple[str, ...] = ()
-
-    @property
-    def batched(self) -> bool:
-        return self.style != "one"
-
-    @property
-    def grouped(self) -> bool:
-        return self.style == "group"
-
-    @property
-    def reads(self) -> Reads:
-        return Reads(self.needs, ()) + reads_of(self.function, self.style, self.kwargs)
-
-    def arguments(self, item: Item) -> dict[str, Any]:
-        return self._taken({**_beside(item), "prompt": item.columns["prompt"], "response": item.solution_str})
-
-    def batch_arguments(self, items: Sequence[Item]) -> dict[str, Any]:
-        texts, prompts = [item.solution_str for item in items], [item.columns["prompt"] for item in items]
-        names = dict.fromkeys(name for item in items for name in _beside(item))
-        given: dict[str, Any] = {name: [item.columns.get(name) for item in items] for name in names}
-        if self.style == "trl":
-            given |= {"prompts": prompts, "completion_ids": [item.token_ids for item in items]}
-            given["completions"] = list(map(_completion, prompts, texts))
-        elif self.style == "group":
-            given |= {"prompt": prompts[0], "responses": texts}
-        else:
-            given |= {"prompts": prompts, "responses": texts}
-        return self._taken(given)
-
-    def _taken(self, given: dict[str, Any]) -> dict[str, Any]:
-        return given if self.takes is None else {name: v for name, v in given.items() if name in self.takes}
-
-
-def _beside(item: Item) -> dict[str, Any]:
-    """The columns of a row that are given by their names."""
-    return {name: value for name, value in item.columns.items() if name not in RESERVED}
-
-
-def _completion(prompt: Any, text: str) -> Any:
-    return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+    if not config.terms:
+        if config.path is None:
+            return None
+        return load_custom(config.path, config.name, config.reward_kwargs, timeout)
+    terms = []
+    for term in config.terms:
+        reward = load_custom(str(term.path or config.path), term.name, term.reward_kwargs, timeout)
+        terms.append((term.label or term.name, reward, term.weight))
+    return WeightedSum(tuple(terms))
 
 
 def load_custom(
@@ -138,18 +98,24 @@ def load_custom(
     fixed, given = source[2], function
     if isinstance(given, functools.partial) and not given.args and not vars(given):
         function, fixed = given.func, {**given.keywords, **fixed}
-    known = shipped(function)
-    style, shown = style_of(function, f"custom_reward_function {name}"), f"{name} ({path})"
-    own: dict[str, Any] = {"answer": known.answer, "bounded": known.bounded, "source": source}
-    if style == "verl":
-        reward = CustomReward(shown, function, fixed, **own)
-        _check_signature(reward)
-    else:
+    known, style = shipped(function), style_of(function, f"custom_reward_function {name}")
+    needs: tuple[str, ...] = ()
+    if style != "verl":
         _check_names(function, fixed)
-        takes = None if takes_all(function) else frozenset(named_parameters(function)) - fixed.keys()
-        called = logging_like_trl(function) if style == "trl" else function
         needs = tuple(known.check(**fixed)) if known.check else ()
-        reward = ColumnReward(shown, called, fixed, style=style, takes=takes, needs=needs, **own)
+    reward = CustomReward(
+        f"{name} ({path})",
+        function,
+        fixed,
+        answer=known.answer,
+        bounded=known.bounded,
+        style=style,
+        reads=Reads(needs) + reads_of(function, style, fixed),
+        takes=None if takes_all(function) else frozenset(named_parameters(function)) - fixed.keys(),
+        source=source,
+    )
+    if style == "verl":
+        _check_signature(reward)
     _check_choices(reward)
     return reward
 
@@ -179,7 +145,7 @@ def _module(path: str, timeout: float) -> ModuleType:
 
 
 def _check_signature(reward: Reward) -> None:
-    names = BATCHED_PARAMETERS if reward.batched else PARAMETERS
+    names = [f"{name}s" for name in VERL_GIVES] if reward.batched else VERL_GIVES
     signature = inspect.signature(reward.function)
     try:
         signature.bind(**dict.fromkeys(names), **reward.kwargs)

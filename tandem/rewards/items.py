@@ -54,7 +54,7 @@ class Scored:
         answer: the answer that the response gives, as text; None if it gives none, or the reward reads none.
         reads_answers: whether the reward looks for one.
         failed: whether the reward failed, and the score stands for none.
-        why: what the score is for, at most `WHY_CHARACTERS` of it; "" where the reward does not say.
+        why: what the score is for, as `reason` keeps it; "" where the reward does not say.
     """
 
     score: float
@@ -64,14 +64,15 @@ class Scored:
     failed: bool = False
     why: str = ""
 
-    def __post_init__(self) -> None:
-        kept = self.why[:WHY_CHARACTERS].encode(errors="replace").decode()  # no half of a surrogate pair
-        object.__setattr__(self, "why", kept)
-
     @property
     def right(self) -> bool:
         """Whether the reward says so (`acc`), else whether the score is at least 1."""
         return self.extra.get("acc", self.score) >= 1
+
+
+def reason(said: str) -> str:
+    """Return what is kept of a reward's reason: its beginning, without halves of surrogate pairs."""
+    return said[:WHY_CHARACTERS].encode(errors="replace").decode()
 
 
 def as_number(value: Any) -> float | None:

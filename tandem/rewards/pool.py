@@ -240,7 +240,7 @@ class Pool:
                 child.calls.extend(zip(self._numbers, calls, strict=False))
                 child.deadline = time.monotonic() + self.config.timeout
                 with suppress(OSError):  # it died or was stopped just now, and is heard of next
-                    asked = [(n, c.own, c.parts, pickle.dumps(scoring.of(c))) for n, c in child.calls]
+                    asked = [(n, c.parts, pickle.dumps(scoring.of(c))) for n, c in child.calls]
                     send(child.line, asked, SEND_SECONDS)
 
     def _listen(self, scoring: Scoring) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from tandem.config.rewards import RewardConfig
 from tandem.errors import RewardError
 from tandem.rewards.base import Reward, Scorer, reward_for
-from tandem.rewards.items import Item, Scored
+from tandem.rewards.items import Item, Scored, reason
 
 ASIDE = 64
 """Asynchronous calls of one process that wait side by side."""
@@ -21,14 +21,12 @@ class Call:
 
     Attributes:
         reward: the function, the first of them if they are several.
-        own: whether it is the user's own, or the data source's.
         parts: which of the scorer's functions; several are asynchronous, for one response.
         places: of the samples that it scores.
         tries: calls before it that failed.
     """
 
     reward: Reward
-    own: bool
     parts: tuple[int, ...]
     places: tuple[int, ...]
     tries: int = 0
@@ -54,7 +52,7 @@ def calls_of(items: Sequence[Item], own: Scorer | None) -> Iterator[Call]:
         for part, reward in enumerate(scorer.parts):
             if part in aside[1:]:
                 continue
-            if reward.grouped:
+            if reward.style == "group":
                 groups: dict[str, list[int]] = {}
                 for place in places:
                     groups.setdefault(items[place].uid, []).append(place)
@@ -63,7 +61,7 @@ def calls_of(items: Sequence[Item], own: Scorer | None) -> Iterator[Call]:
                 size = len(places) if reward.batched else ASIDE if reward.asynchronous else 1
                 divided = [places[at : at + size] for at in range(0, len(places), size)]
             parts = aside if part in aside else (part,)
-            yield from (Call(reward, own is not None, parts, tuple(some)) for some in divided)
+            yield from (Call(reward, parts, tuple(some)) for some in divided)
 
 
 class Scoring:
@@ -115,7 +113,7 @@ class Scoring:
         if self._config.on_error == "raise":
             raise error
         self.failures |= dict.fromkeys(places, error)
-        return Scored(0.0, why=f"failed: {str(error).splitlines()[0]}")
+        return Scored(0.0, why=reason(f"failed: {str(error).splitlines()[0]}"))
 
     def scores(self) -> list[Scored]:
         """All scores, in the order of the items.

@@ -233,9 +233,9 @@ def serve(line: socket.socket, calls: mmap.mmap) -> None:
     own.say(Answer(0, own.pid, keeper=keeper))
     with suppress(EOFError):
         while True:
-            for number, by_user, parts, packed in _received(line):
+            for number, parts, packed in _received(line):
                 items = pickle.loads(packed)  # each call has its own: a function may change them
-                scorer = reward if by_user and reward else reward_for(next(iter(items.values())).data_source)
+                scorer = reward or reward_for(next(iter(items.values())).data_source)
                 calls[:] = _LENGTH.pack(number)
                 own.call(number, [scorer.parts[part] for part in parts], items)
 

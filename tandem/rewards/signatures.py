@@ -15,13 +15,13 @@ prompt is given as the data hold it: a text, or messages; TRL's completion of me
 from __future__ import annotations
 
 import difflib
-import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from tandem.errors import RewardError
+from tandem.rewards.items import Item
 
 Style = Literal["verl", "one", "batch", "group", "trl"]
 RESERVED = ("prompt", "prompts", "response", "responses", "completion", "completions", "completion_ids")
@@ -30,6 +30,26 @@ _TRLS = ("completions", "completion_ids", "log_extra", "log_metric")
 GIVEN = frozenset((*RESERVED, *_TRLS))
 """Parameters that each call gives."""
 _NOT_OFFERED = ("trainer_state", "environments")
+_MARKS: Mapping[Style, Sequence[str]] = {
+    "verl": ("solution_str", "solution_strs"),
+    "one": ("response",),
+    "batch": ("responses",),
+    "trl": _TRLS,
+}
+"""Parameters of which each tells the style."""
+_FACTS: Mapping[str, Callable[[Item], Any]] = {
+    "data_source": lambda item: item.data_source,
+    "solution_str": lambda item: item.solution_str,
+    "ground_truth": lambda item: item.ground_truth,
+    "extra_info": lambda item: dict(item.extra_info),
+    "prompt": lambda item: item.columns["prompt"],
+    "response": lambda item: item.solution_str,
+    "completion": lambda item: _completion(item.columns["prompt"], item.solution_str),
+    "completion_id": lambda item: item.token_ids,
+}
+"""What each call is given of a response; a call for several has lists, under the plural of the name."""
+VERL_GIVES = ("data_source", "solution_str", "ground_truth", "extra_info")
+TRL_GIVES = ("prompt", "completion", "completion_id")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,17 +89,9 @@ def style_of(function: Callable[..., Any], field: str) -> Style:
             field=field,
             remedy=f"leave it out; {', '.join(_TRLS)} and the columns of the data are given",
         )
-    found: list[Style] = []
-    if names & {"solution_str", "solution_strs"}:
-        found.append("verl")
-    if "response" in names:
-        found.append("one")
-    if "responses" in names:
-        found.append("group" if "prompt" in names else "batch")
-    if names & set(_TRLS):
-        found.append("trl")
+    found = [style for style, marks in _MARKS.items() if not names.isdisjoint(marks)]
     if not found and takes_all(function) and not names:
-        found.append("verl")
+        found = ["verl"]
     if len(found) != 1 or ("one" in found and "prompts" in names):
         raise RewardError(
             "does not say which responses it wants"
@@ -92,7 +104,7 @@ def style_of(function: Callable[..., Any], field: str) -> Style:
             "calls it, or verl's (data_source, solution_str, ground_truth, extra_info)",
             remedy=_meant(names) + "rename its parameters; any other is a column of the data",
         )
-    return found[0]
+    return "group" if found == ["batch"] and "prompt" in names else found[0]
 
 
 def _meant(names: Set[str]) -> str:
@@ -116,6 +128,33 @@ def takes_all(function: Callable[..., Any]) -> bool:
     return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in found)
 
 
+def arguments(style: Style, items: Sequence[Item], *, several: bool) -> dict[str, Any]:
+    """Return the arguments of a call for some items.
+
+    Args:
+        several: whether the function takes lists, and not what one item has.
+    """
+    gives = {"verl": VERL_GIVES, "trl": TRL_GIVES}.get(style, ("prompt", "response"))
+    rows = [{name: _FACTS[name](item) for name in gives} for item in items]
+    columns = [{} if style == "verl" else _columns(item) for item in items]
+    if not several:
+        return columns[0] | rows[0]
+    names = dict.fromkeys(name for row in columns for name in row)
+    given: dict[str, Any] = {name: [row.get(name) for row in columns] for name in names}
+    given |= {f"{name}s": [row[name] for row in rows] for name in gives}
+    if style == "group":
+        given["prompt"] = given.pop("prompts")[0]
+    return given
+
+
+def _columns(item: Item) -> dict[str, Any]:
+    return {name: value for name, value in item.columns.items() if name not in RESERVED}
+
+
+def _completion(prompt: Any, text: str) -> Any:
+    return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+
+
 def reads_of(function: Callable[..., Any], style: Style, fixed: Mapping[str, Any]) -> Reads:
     """The columns that a function of this style reads; `fixed` are arguments that are none."""
     if style == "verl":
@@ -127,46 +166,26 @@ def reads_of(function: Callable[..., Any], style: Style, fixed: Mapping[str, Any
     return Reads(("prompt", *needs), None if takes_all(function) else others)
 
 
-def logging_like_trl(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with what it wants of `log_extra` and `log_metric`: what it logs comes with its scores."""
-    wants = [
-        name
-        for name in ("log_extra", "log_metric")
-        if name in named_parameters(function) or takes_all(function)
-    ]
+def loggers(logged: dict[str, list[Any]], count: int) -> dict[str, Callable[..., None]]:
+    """Return TRL's functions that log: what they are told of `count` responses goes into `logged`."""
 
-    def begin(given: dict[str, Any]) -> dict[str, list[Any]]:
-        logged: dict[str, list[Any]] = {}
-        count = len(next(iter(given.values())))
+    def log_extra(column: str, values: Sequence[Any]) -> None:
+        logged[column] = list(values)
 
-        def log_extra(column: str, values: Sequence[Any]) -> None:
-            logged[column] = list(values)
+    def log_metric(name: str, value: float) -> None:
+        logged[name] = [value] * count
 
-        def log_metric(name: str, value: float) -> None:
-            logged[name] = [value] * count
+    return {"log_extra": log_extra, "log_metric": log_metric}
 
-        given |= {name: {"log_extra": log_extra, "log_metric": log_metric}[name] for name in wants}
-        return logged
 
-    def beside(scores: Sequence[Any], logged: Mapping[str, list[Any]]) -> list[Any]:
-        rows = zip(*logged.values(), strict=True) if logged else iter(() for _ in scores)
-        found = []
-        for score, row in zip(scores, rows, strict=True):
-            named = dict(zip(logged, row, strict=True))
-            texts = [f"{name}: {value}" for name, value in named.items() if isinstance(value, str)]
-            named |= {"why": "; ".join(texts)} if texts else {}
-            given = score if isinstance(score, Mapping) else {"score": score}
-            found.append(score if score is None else {**named, **given})
-        return found
-
-    @functools.wraps(function)
-    def call(**given: Any) -> list[Any]:
-        logged = begin(given)
-        return beside(function(**given), logged)
-
-    @functools.wraps(function)
-    async def call_async(**given: Any) -> list[Any]:
-        logged = begin(given)
-        return beside(await function(**given), logged)
-
-    return call_async if inspect.iscoroutinefunction(function) else call
+def with_logged(scores: Sequence[Any], logged: Mapping[str, list[Any]]) -> list[Any]:
+    """Return scores with what was logged beside them: numbers under their names, texts as the reason."""
+    rows = zip(*logged.values(), strict=True) if logged else iter(() for _ in scores)
+    found = []
+    for score, row in zip(scores, rows, strict=True):
+        named = dict(zip(logged, row, strict=True))
+        texts = [f"{name}: {value}" for name, value in named.items() if isinstance(value, str)]
+        named |= {"why": "; ".join(texts)} if texts else {}
+        given = score if isinstance(score, Mapping) else {"score": score}
+        found.append(score if score is None else {**named, **given})
+    return found

@@ -19,9 +19,9 @@ import pytest
 from tandem.config.rewards import RewardConfig
 from tandem.errors import RewardError
 from tandem.rewards import Item, Scorer
+from tandem.rewards.base import WeightedSum
 from tandem.rewards.custom import load_custom
 from tandem.rewards.pool import Pool
-from tandem.rewards.weighted import WeightedSum
 
 SOURCE = """
 import asyncio, ctypes, os, signal, tempfile, time

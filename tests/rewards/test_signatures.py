@@ -9,9 +9,9 @@ import pytest
 
 from tandem.errors import RewardError
 from tandem.rewards import Item, score
+from tandem.rewards.base import WeightedSum
 from tandem.rewards.custom import load_custom
 from tandem.rewards.signatures import Reads
-from tandem.rewards.weighted import WeightedSum
 
 
 def load(folder: Path, code: str, name: str = "f", **kwargs: Any) -> Any:

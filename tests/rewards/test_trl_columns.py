@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tandem.data.forms import PromptForm
-from tandem.rewards.custom import ColumnReward, load_custom
+from tandem.rewards import Reward, load_custom
 from tandem.rewards.items import Item
 
 ROW = {"prompt": "1+1=", "completion": "3", "completions": ["3"], "completion_ids": [7], "answer": "2"}
@@ -18,11 +18,9 @@ FUNCTIONS = {
 }
 
 
-def loaded(folder: Path, source: str) -> ColumnReward:
+def loaded(folder: Path, source: str) -> Reward:
     (folder / "own.py").write_text(source)
-    reward = load_custom(str(folder / "own.py"))
-    assert isinstance(reward, ColumnReward)
-    return reward
+    return load_custom(str(folder / "own.py"))
 
 
 def item() -> Item:
@@ -40,11 +38,11 @@ def test_a_completion_column_is_no_problem() -> None:
 
 @pytest.mark.parametrize("source", FUNCTIONS)
 def test_functions_are_given_what_the_policy_wrote(tmp_path: Path, source: str) -> None:
-    given: dict[str, Any] = loaded(tmp_path, source).batch_arguments([item()])
+    given: dict[str, Any] = loaded(tmp_path, source).arguments([item()])
     completions = {"completions": ["2"]} if "completions" in source else {}
     assert given == {"answer": ["2"], **completions, **FUNCTIONS[source]}
 
 
 def test_a_function_for_one_response_too(tmp_path: Path) -> None:
     reward = loaded(tmp_path, "def compute_score(prompt, response, **columns): ...")
-    assert reward.arguments(item()) == {"prompt": "1+1=", "response": "2", "answer": "2"}
+    assert reward.arguments([item()]) == {"prompt": "1+1=", "response": "2", "answer": "2"}

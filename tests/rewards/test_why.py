@@ -8,7 +8,7 @@ import pytest
 
 from tandem.config.rewards import RewardConfig
 from tandem.rewards import Item, Pool, Reward, load_custom, score
-from tandem.rewards.weighted import WeightedSum
+from tandem.rewards.base import WeightedSum
 
 SCORERS = {
     "openai/gsm8k": ("#### 1,072", "1072", "answer 1072, expected 1072"),
