@@ -25,13 +25,7 @@ def answer(solution_str: str) -> Quantity | None:
     return last_quantity(text)
 
 
-def answer_text(solution_str: str) -> str | None:
-    """The text of the number a response answers with, if any."""
-    found = answer(solution_str)
-    return None if found is None else found.text()
-
-
-@register_reward("arithmetic*", answer=answer_text, bounded=True)
+@register_reward("arithmetic*", answer=answer, bounded=True)
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None
 ) -> float:

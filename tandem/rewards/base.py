@@ -61,7 +61,7 @@ class Reward:
     name: str
     function: Callable[..., Any]
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    answer: Callable[..., str | None] | None = None
+    answer: Callable[..., object] | None = None
     bounded: bool = False
     check: Callable[..., Sequence[str]] | None = None
     style: Style = "verl"
@@ -325,7 +325,7 @@ _SHIPPED: list[Reward] = []
 
 def register_reward(
     *data_sources: str,
-    answer: Callable[..., str | None] | None = None,
+    answer: Callable[..., object] | None = None,
     bounded: bool = False,
     check: Callable[..., Sequence[str]] | None = None,
 ) -> Callable[[Function], Function]:

@@ -32,7 +32,9 @@ _NETWORK = (ConnectionError, TimeoutError, ssl.SSLError, urllib.error.URLError, 
 _CLIENTS = {"httpx", "httpx2", "httpcore", "requests", "urllib3", "aiohttp", "openai", "anthropic", "grpc"}
 _CLIENTS |= {"websockets", "botocore", "litellm", "socket"}
 _OURS = str(Path(__file__).parents[1])
-_LIBRARIES = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")} | {_OURS}
+_PATHS = ("stdlib", "platstdlib", "purelib", "platlib")
+_NOT_OWN = ("<", f"{_OURS}/", *(f"{sysconfig.get_path(name)}/" for name in _PATHS))
+"""How the names of files begin that are not the user's."""
 
 
 def load_seconds(timeout: float) -> float:
@@ -121,13 +123,9 @@ def _place(error: BaseException) -> str:
     frames = [
         frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_OURS)
     ]
-    own = [frame for frame in frames if not _of_library(frame.filename)]
+    own = [frame for frame in frames if not frame.filename.startswith(_NOT_OWN)]
     own = own or [frame for frame in frames if frame.filename == frames[0].filename]
     return f" ({printable(Path(own[-1].filename).name)}, line {own[-1].lineno})" if own else ""
-
-
-def _of_library(file: str) -> bool:
-    return file.startswith("<") or any(Path(file).is_relative_to(str(folder)) for folder in _LIBRARIES)
 
 
 def of_network(error: BaseException | None) -> bool:

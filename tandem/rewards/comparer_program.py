@@ -52,7 +52,8 @@ def _same(gold: Any, answer: Any) -> bool:
     if gold == sympy.nan or gold == sympy.zoo:
         return False
     if isinstance(gold, MatrixBase) or isinstance(answer, MatrixBase):
-        return _same_matrix(gold, answer)
+        alike = isinstance(gold, MatrixBase) and isinstance(answer, MatrixBase) and gold.shape == answer.shape
+        return alike and all(map(_same, gold.flat(), answer.flat()))
     if _is_relation(gold) and _is_relation(answer):
         return _same_relation(gold, answer)
     if _is_relation(gold) or _is_relation(answer):
@@ -99,22 +100,14 @@ def _as_set(value: Any) -> Any:
     return value
 
 
-def _same_matrix(gold: Any, answer: Any) -> bool:
-    if not isinstance(gold, MatrixBase) or not isinstance(answer, MatrixBase) or gold.shape != answer.shape:
-        return False
-    return all(map(_same, gold.flat(), answer.flat()))
-
-
 def _same_relation(gold: Any, answer: Any) -> bool:
     if isinstance(gold, And) or isinstance(answer, And):
         if isinstance(gold, And) and isinstance(answer, And) and _matched(gold.args, answer.args):
             return True
-        return (
-            gold.free_symbols == answer.free_symbols
-            and len(gold.free_symbols) == 1
-            and _same_solutions(gold, answer)
-        )
-    if isinstance(gold, Eq) and isinstance(answer, Eq) and any(map(_is_set, (gold.rhs, answer.rhs))):
+        one_name = gold.free_symbols == answer.free_symbols and len(gold.free_symbols) == 1
+        return one_name and bool(gold.as_set() == answer.as_set())
+    sides = gold.rhs, answer.rhs
+    if isinstance(gold, Eq) and isinstance(answer, Eq) and any(isinstance(s, sympy.Set) for s in sides):
         return gold.lhs == answer.lhs and _same(gold.rhs, answer.rhs)
     one, two = gold.lhs - gold.rhs, answer.lhs - answer.rhs
     if type(gold) is type(answer) and _same_number(one, two):
@@ -128,14 +121,6 @@ def _same_relation(gold: Any, answer: Any) -> bool:
     return type(gold) is meant and ratio.is_extended_real is True
 
 
-def _same_solutions(gold: Any, answer: Any) -> bool:
-    return bool(gold.as_set() == answer.as_set())
-
-
-def _is_set(value: Any) -> bool:
-    return isinstance(value, sympy.Set)
-
-
 def _same_set(gold: Any, answer: Any) -> bool:
     if gold == answer:
         return True
@@ -146,14 +131,8 @@ def _same_set(gold: Any, answer: Any) -> bool:
         return len(gold) == len(answer) and all(map(_same, gold, answer))
     if isinstance(gold, Union) and isinstance(answer, Union) and _matched(gold.args, answer.args):
         return True
-    sets = [FiniteSet(part) if isinstance(part, sympy.Expr) else part for part in (gold, answer)]
-    if all(isinstance(part, FiniteSet) for part in sets):
-        return _matched(sets[0].args, sets[1].args)
-    return (
-        all(map(_is_set, sets))
-        and not any(isinstance(part, FiniteSet) for part in sets)
-        and sets[0] == sets[1]
-    )
+    one, two = (FiniteSet(part) if isinstance(part, sympy.Expr) else part for part in (gold, answer))
+    return isinstance(one, FiniteSet) and isinstance(two, FiniteSet) and _matched(one.args, two.args)
 
 
 def _matched(golds: Sequence[Any], answers: Sequence[Any]) -> bool:

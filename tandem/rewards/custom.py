@@ -181,12 +181,11 @@ def _check_choices(reward: Reward) -> None:
     except NameError:  # an annotation that only a type checker can read
         return
     for name, value in reward.kwargs.items():
-        choices = get_args(parameters[name].annotation) if name in parameters else ()
-        literal = bool(choices) and get_origin(parameters[name].annotation) is Literal
-        if literal and value not in choices:
+        annotation = parameters[name].annotation if name in parameters else None
+        if get_origin(annotation) is Literal and value not in get_args(annotation):
             raise RewardError(
                 "no such choice",
                 field=f"custom_reward_function.reward_kwargs.{name}",
                 got=value,
-                expected=f"one of {', '.join(map(str, choices))}",
+                expected=f"one of {', '.join(map(str, get_args(annotation)))}",
             )

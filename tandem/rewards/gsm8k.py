@@ -48,15 +48,10 @@ def answer(solution_str: str, method: Literal["strict", "flexible"] = "strict") 
 def answer_text(solution_str: str, method: Literal["strict", "flexible"] = "strict") -> str | None:
     """The text of the number a response answers with, if any."""
     found = answer(solution_str, method)
-    return None if found is None else found.text()
+    return None if found is None else str(found)
 
 
-@register_reward(
-    "openai/gsm8k*",
-    "gsm8k*",
-    answer=answer_text,
-    bounded=True,
-)
+@register_reward("openai/gsm8k*", "gsm8k*", answer=answer, bounded=True)
 def compute_score(
     data_source: str,
     solution_str: str,

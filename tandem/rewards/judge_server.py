@@ -18,10 +18,12 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, fields
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Annotated, Any
 from weakref import WeakKeyDictionary
 
 import httpx2
+from pydantic import ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass as checked_dataclass
 
 from tandem.errors import RewardError
 from tandem.texts import parse_json
@@ -37,7 +39,7 @@ PASSING = (408, 409, 425, 429)
 """Refusals that may pass, beside all from 500 on."""
 
 
-@dataclass(frozen=True, slots=True)
+@checked_dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid", strict=True))
 class Server:
     """Where a judge is, and how it may be asked.
 
@@ -53,41 +55,34 @@ class Server:
         cache: the folder with the answers, and the locks; None: the user's cache.
     """
 
-    url: str
+    url: Annotated[str, Field(pattern="^https?://")]
     model: str
     api_key_env: str | None = None
-    concurrent: int = 8
-    per_minute: float | None = None
-    timeout: float = 60.0
-    tries: int = 5
+    concurrent: Annotated[int, Field(ge=1)] = 8
+    per_minute: Annotated[float, Field(ge=1e-3)] | None = None
+    timeout: Annotated[float, Field(ge=1e-3)] = 60.0
+    tries: Annotated[int, Field(ge=1)] = 5
     options: Mapping[str, Any] = field(default_factory=lambda: {"temperature": 0})
-    cache: str | None = None
+    cache: str | Path | None = None
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Server:
-        """The server of a mapping of these names.
+        """Return the server of a mapping of these names.
 
         Raises:
             RewardError: a name is missing or none of these, or a value is out of its range.
         """
-        known = [each.name for each in fields(cls)]
-        wrong = [name for name in ("url", "model") if not isinstance(given.get(name), str)]
-        wrong += [name for name in given if name not in known]
-        for name, least in (("concurrent", 1), ("tries", 1), ("per_minute", 1e-3), ("timeout", 1e-3)):
-            value = given.get(name)
-            number = isinstance(value, int | float) and value >= least
-            if not number and name in given and (name, value) != ("per_minute", None):
-                wrong.append(name)
-        if not wrong and not given["url"].startswith(("http://", "https://")):
-            wrong.append("url")
-        if wrong:
+        try:
+            return cls(**given)
+        except ValidationError as error:
+            known = [each.name for each in fields(cls)]
+            name = error.errors()[0]["loc"][0]
             raise RewardError(
                 "no such entry, or no such value",
-                field=f"the judge's server.{wrong[0]}",
-                got=None if wrong[0] not in known else given.get(wrong[0], "nothing"),
+                field=f"the judge's server.{name}",
+                got=given.get(str(name), "nothing") if name in known else None,
                 expected=f"url (http://… or https://…) and model, and any of {', '.join(known[2:])}",
-            )
-        return cls(**given)
+            ) from None
 
     @property
     def answers(self) -> Path:

@@ -34,24 +34,8 @@ QUALIFIERS = frozenset(
     ("more", "less", "fewer", "least", "most", "greater", "than", "exceeds", "between", "above", "below")
 ) | {"over", "under", "not", "no", "except"}
 FUNCTIONS = frozenset(
-    (
-        "sin",
-        "cos",
-        "tan",
-        "cot",
-        "sec",
-        "csc",
-        "log",
-        "exp",
-        "sqrt",
-        "mod",
-        "gcd",
-        "lcm",
-        "max",
-        "min",
-        "choose",
-    )
-)
+    ("sin", "cos", "tan", "cot", "sec", "csc", "log", "exp", "sqrt", "mod", "gcd", "lcm", "max", "min")
+) | {"choose"}
 SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 """Number words, as powers of ten."""
 UNITS = {
@@ -118,15 +102,12 @@ def measured(text: str) -> Measured:
     """The value of an answer and what stands beside it."""
     plain_words = frozenset(word.lower() for word in WORD.findall(COMMAND.sub(" ", text)))
     currency = next((sign for sign, pattern in CURRENCIES.items() if pattern.search(text)), None)
-    value, unit = _parted(_without_currency(text))
+    bare = text
+    for pattern in CURRENCIES.values():
+        bare = pattern.sub("", bare)
+    value, unit = _parted(re.sub(rf"{TEXT}\{{\s*\}}", "", bare).strip())
     base = BASE.search(value)
     return Measured(value, unit, currency, base and base.group(1), plain_words & QUALIFIERS)
-
-
-def _without_currency(text: str) -> str:
-    for pattern in CURRENCIES.values():
-        text = pattern.sub("", text)
-    return re.sub(rf"{TEXT}\{{\s*\}}", "", text).strip()
 
 
 def _parted(text: str) -> tuple[str, str | None]:
@@ -162,13 +143,10 @@ def unit_named(words: list[str], power: str = "") -> str | None:
     found = []
     for part in " ".join(words).replace(" per ", "/").replace("mph", "mi/h").split("/"):
         names = part.split()
-        unit = next((UNITS[name] for name in (_singular(word) for word in names) if name in UNITS), None)
+        singular = (name if name in UNITS else name.removesuffix("s") for name in names)
+        unit = next((UNITS[name] for name in singular if name in UNITS), None)
         if unit is None:
             return None
         exponent = next((POWERS[name] for name in names if name in POWERS), "")
         found.append(unit + exponent)
     return "/".join(found) + power
-
-
-def _singular(word: str) -> str:
-    return word if word in UNITS else word.removesuffix("s")

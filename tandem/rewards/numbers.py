@@ -84,8 +84,8 @@ class Quantity:
     def _share(self) -> Fraction:
         return self.value / 100 if self.percent else self.value
 
-    def text(self) -> str:
-        """Its text, the same for equal numbers written with or without a percent sign."""
+    def __str__(self) -> str:
+        """Its text, the same for equal numbers."""
         return number_text(self.value) + ("%" if self.percent else "")
 
 
@@ -112,8 +112,8 @@ def _fraction(found: re.Match[str]) -> str:
 
 def last_quantity(text: str) -> Quantity | None:
     """The last number of a text made `readable`; None where it has none, or the last is none by itself."""
-    last = next(iter(deque(ANYWHERE.finditer(text), maxlen=1)), None)
-    return None if last is None else quantity(last)
+    last = deque(ANYWHERE.finditer(text), maxlen=1)
+    return quantity(last[0]) if last else None
 
 
 def quantity(found: re.Match[str]) -> Quantity | None:

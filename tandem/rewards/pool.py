@@ -29,7 +29,7 @@ from tandem.rewards.calling import SLOW_SECONDS, load_seconds
 from tandem.rewards.items import Item, Scored
 from tandem.rewards.programs import place_programs
 from tandem.rewards.scoring import Call, Scoring
-from tandem.rewards.serving import TOKEN_BYTES, Answer, Garbled, Inbox, Setup, answer, send
+from tandem.rewards.serving import TOKEN_BYTES, Garbled, Inbox, Setup, answer, send
 
 SEND_SECONDS = 10.0
 """How long a process that waits for calls may take to read some."""
@@ -148,8 +148,8 @@ class Pool:
         with self._scoring:
             try:
                 self._call_here(scoring)
-                if not scoring.done:
-                    self._grow(len(scoring.waiting))
+                while len(self._children) < min(self._workers, len(scoring.waiting)):
+                    self._children.append(self._start())
                 self._heard = time.monotonic()
                 while not scoring.done:
                     self._feed(scoring)
@@ -185,18 +185,11 @@ class Pool:
                 items = copy.deepcopy(items)
             scores, error, spent = answer(scoring.rewards(call), items)
             self._timed(call, spent)
-            if error is None:
-                scoring.answered(call, scores)
-            else:
-                scoring.failed(call, error)
+            scoring.take(call, scores, error)
         scoring.waiting.extend(elsewhere)
 
     def _timed(self, call: Call, seconds: float) -> None:
         self.seconds.extend([seconds / len(call.places)] * len(call.places))
-
-    def _grow(self, calls: int) -> None:
-        while len(self._children) < min(self._workers, calls):
-            self._children.append(self._start())
 
     def _start(self) -> Child:
         if self._closed:
@@ -270,7 +263,10 @@ class Pool:
                         raise said.error
                     child.ready, child.kept_by = True, said.keeper
                 elif child.calls and child.calls[0][0] == said.number:
-                    self._take(child, said, scoring)
+                    _, call = child.calls.popleft()
+                    self._timed(call, said.seconds)
+                    child.deadline = time.monotonic() + self.config.timeout
+                    scoring.take(call, said.scores, said.error)
                     if said.grown:
                         return "recycled"
                 else:
@@ -280,15 +276,6 @@ class Pool:
         except (EOFError, OSError):
             return "died"
         return ""
-
-    def _take(self, child: Child, said: Answer, scoring: Scoring) -> None:
-        _, call = child.calls.popleft()
-        self._timed(call, said.seconds)
-        child.deadline = time.monotonic() + self.config.timeout
-        if said.error is None:
-            scoring.answered(call, said.scores)
-        else:
-            scoring.failed(call, said.error)
 
     def _replace(self, child: Child, problem: str, scoring: Scoring) -> None:
         """Starts another process for one that hangs, died or has grown; a call that it was at has failed."""
@@ -308,7 +295,7 @@ class Pool:
                 self._timed(call, self.config.timeout)
             error = call.reward.error(words[problem], place, scoring.items[place])
             error.remedy = f"{error.remedy}; {LONGER}" if problem == "timeouts" else error.remedy
-            scoring.failed(call, error)
+            scoring.take(call, [], error)
         scoring.waiting.extendleft(call for _, call in reversed(child.calls))
         self._children[self._children.index(child)] = self._start()
 

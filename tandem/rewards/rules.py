@@ -101,7 +101,8 @@ def _verdict(right: bool, why: str, **more: Any) -> dict[str, Any]:
     return {"score": float(right), "acc": float(right), "why": why, **more}
 
 
-def _answered(right: bool, pred: str | None, golds: Sequence[str]) -> dict[str, Any]:
+def _answered(right: bool, pred: object, golds: Sequence[str]) -> dict[str, Any]:
+    pred = None if pred is None else str(pred)
     told = "no answer found" if pred is None else f"answer {pred:.200}, expected {' or '.join(golds):.200}"
     return _verdict(right, told, pred=pred)
 
@@ -138,14 +139,14 @@ def numeric(
     """
     golds, part = _golds(answer, reward_model), final(response, tag)
     pred = gsm8k.answer(last_boxed(part) or part, "flexible")
+    limits = Decimal(str(absolute)), Decimal(str(relative))
     right = False
     for gold in golds:
         number = gsm8k.answer(gold, "flexible")
         if number is None:
             raise ValueError(f"the right answer {gold!r:.80} is not a number")
-        limits = Decimal(str(absolute)), Decimal(str(relative))
         right = right or (pred is not None and pred.near(number, *limits))
-    return _answered(right, None if pred is None else pred.text(), golds)
+    return _answered(right, pred, golds)
 
 
 @register_reward(bounded=True)

@@ -89,24 +89,26 @@ class Scoring:
         scorer = self._own or reward_for(self.items[call.places[0]].data_source)
         return [scorer.parts[part] for part in call.parts]
 
-    def answered(self, call: Call, scores: Sequence[Mapping[int, Scored | None]]) -> None:
-        """Takes the scores by each of a call's functions."""
-        for part, found in zip(call.parts, scores, strict=True):
-            self._found.update({(place, part): scored for place, scored in found.items()})
-
-    def failed(self, call: Call, error: RewardError) -> None:
-        """Takes a call's failure: it is divided, tried again, or its samples have no score.
+    def take(
+        self, call: Call, scores: Sequence[Mapping[int, Scored | None]], error: RewardError | None
+    ) -> None:
+        """Take the scores by each of a call's functions. Where it has failed, it is divided, tried again, or
+        its samples have no score.
 
         Raises:
             RewardError: the given one, where `reward.on_error` is raise.
         """
-        if divided := call.divided():
-            self.waiting.extend(divided)
-        elif call.tries < self._config.retries:
-            self.counts["retried"] += len(call.places)
-            self.waiting.append(replace(call, tries=call.tries + 1))
-        else:
-            self.answered(call, [dict.fromkeys(call.places, self._none(call.places, error))])
+        if error is not None:
+            if divided := call.divided():
+                self.waiting.extend(divided)
+                return
+            if call.tries < self._config.retries:
+                self.counts["retried"] += len(call.places)
+                self.waiting.append(replace(call, tries=call.tries + 1))
+                return
+            scores = [dict.fromkeys(call.places, self._none(call.places, error))]
+        for part, found in zip(call.parts, scores, strict=True):
+            self._found.update({(place, part): scored for place, scored in found.items()})
 
     def _none(self, places: Sequence[int], error: RewardError) -> Scored:
         """What stands for the score of samples that have none."""

@@ -20,7 +20,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 from tandem.config.rewards import RewardConfig
@@ -38,7 +38,6 @@ ERROR_CHARACTERS = 4000
 TOKEN_BYTES = 16
 READ_BYTES = 2**20
 _HEAD = struct.Struct(f"!{TOKEN_BYTES}sQQQ")
-_LENGTH = struct.Struct("!Q")
 _PARTS = ("message", "field", "got", "expected", "remedy")
 
 
@@ -73,7 +72,6 @@ class Answer:
 
     Attributes:
         number: of the call; 0: that it has started.
-        pid: the process.
         scores: by each function, by place; none where there is an error.
         error: why it failed.
         seconds: that it took.
@@ -82,7 +80,6 @@ class Answer:
     """
 
     number: int
-    pid: int
     scores: list[dict[int, Scored | None]] = field(default_factory=list)
     error: RewardError | None = None
     seconds: float = 0.0
@@ -100,32 +97,11 @@ def send(line: socket.socket, value: Any, seconds: float) -> None:
     Raises:
         OSError: the line is closed, or takes no more in its time.
     """
-    data = pickle.dumps(value)
     line.settimeout(seconds)
     try:
-        line.sendall(_LENGTH.pack(len(data)) + data)
+        line.sendall(pickle.dumps(value))
     finally:
         line.setblocking(False)
-
-
-def _received(line: socket.socket) -> Any:
-    """Return the next question.
-
-    Raises:
-        EOFError: there will be none.
-    """
-    length = _LENGTH.unpack(_exactly(line, _LENGTH.size))[0]
-    return pickle.loads(_exactly(line, length))
-
-
-def _exactly(line: socket.socket, size: int) -> bytes:
-    found = bytearray()
-    while len(found) < size:
-        part = line.recv(min(READ_BYTES, size - len(found)))
-        if not part:
-            raise EOFError
-        found += part
-    return bytes(found)
 
 
 class Inbox:
@@ -160,10 +136,10 @@ class Inbox:
                 return
             text = bytes(self._held[_HEAD.size : _HEAD.size + length])
             del self._held[: _HEAD.size + length]
-            yield _answer_of(number, pid, text)
+            yield _answer_of(number, text)
 
 
-def _answer_of(number: int, pid: int, text: bytes) -> Answer:
+def _answer_of(number: int, text: bytes) -> Answer:
     try:
         scores, error, seconds, grown, keeper = parse_json(text)
         found = [
@@ -171,7 +147,7 @@ def _answer_of(number: int, pid: int, text: bytes) -> Answer:
             for part in scores
         ]
         failed = None if error is None else RewardError(error.pop("message"), **error)
-        return Answer(number, pid, found, failed, float(seconds), bool(grown), int(keeper))
+        return Answer(number, found, failed, float(seconds), bool(grown), int(keeper))
     except (ValueError, TypeError, KeyError, AttributeError) as problem:
         raise Garbled from problem
 
@@ -181,10 +157,7 @@ def _text_of(answer: Answer) -> bytes:
     error = answer.error
     plain = None if error is None else {name: _cut(getattr(error, name)) for name in _PARTS}
     scores = [
-        {
-            place: None if s is None else (s.score, s.extra, s.answer, s.reads_answers, False, s.why)
-            for place, s in part.items()
-        }
+        {place: None if scored is None else astuple(scored) for place, scored in part.items()}
         for part in answer.scores
     ]
     told_of = (scores, plain, answer.seconds, answer.grown, answer.keeper)
@@ -196,7 +169,7 @@ def _text_of(answer: Answer) -> bytes:
         got=f"{len(text)} bytes",
         expected=f"at most {ANSWER_BYTES}",
     )
-    return _text_of(Answer(answer.number, answer.pid, [], long, answer.seconds, answer.grown))
+    return _text_of(Answer(answer.number, [], long, answer.seconds, answer.grown))
 
 
 def _cut(part: Any) -> str | None:
@@ -221,22 +194,23 @@ def serve(line: socket.socket, calls: mmap.mmap) -> None:
         calls: tells the keeper that another call begins.
     """
     os.register_at_fork(after_in_child=line.close)  # copies of this process have nothing to say
-    setup: Setup = _received(line)
+    questions = open(line.fileno(), "rb", closefd=False)  # noqa: SIM115  until this process ends
+    setup: Setup = pickle.load(questions)
     own, keeper = _Own(line, setup), os.getppid()
     try:
         reward = pickle.loads(setup.reward)
     except BaseException as error:
         traceback.print_exc()
         failed = error if isinstance(error, RewardError) else RewardError(f"loading the reward {told(error)}")
-        own.say(Answer(0, own.pid, error=failed))
+        own.say(Answer(0, error=failed))
         return
-    own.say(Answer(0, own.pid, keeper=keeper))
+    own.say(Answer(0, keeper=keeper))
     with suppress(EOFError):
         while True:
-            for number, parts, packed in _received(line):
+            for number, parts, packed in pickle.load(questions):
                 items = pickle.loads(packed)  # each call has its own: a function may change them
                 scorer = reward or reward_for(next(iter(items.values())).data_source)
-                calls[:] = _LENGTH.pack(number)
+                calls[:] = number.to_bytes(len(calls))
                 own.call(number, [scorer.parts[part] for part in parts], items)
 
 
@@ -272,7 +246,7 @@ class _Own:
         resident = _resident_megabytes()
         self._before = resident if self._before < 0 else self._before
         grown = self._most is not None and resident - self._before > self._most
-        self.say(Answer(number, self.pid, scores, error, spent, grown))
+        self.say(Answer(number, scores, error, spent, grown))
 
     def say(self, said: Answer) -> None:
         """Send an answer; a copy that a function made of this process ends instead."""

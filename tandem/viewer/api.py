@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from tandem.observability.reading import STEP
 from tandem.observability.sample_files import read
 from tandem.texts import parse_json
 from tandem.viewer.index import UNREADABLE, Part, SampleIndex
-from tandem.viewer.query import Query, Selection, ordered
+from tandem.viewer.query import Query, ordered, selected
 from tandem.viewer.sample import whole
 from tandem.viewer.shelf import Shelf, Viewed
 from tandem.viewer.timeline import waits
@@ -48,6 +49,8 @@ STEPS = 20_000
 """Steps among which a page lets one choose."""
 FEW = 200
 """Names that a list of choices has, and files whose damage is told."""
+READ = 60
+"""Answers to a prompt that one can read."""
 LONG = 4_000
 """Characters of an event."""
 _EXPORTED = ("step", "uid", "sample", "data_source", "prompt", "response", "score", "why", "ground_truth")
@@ -89,11 +92,7 @@ class Api:
 
     def runs(self, query: Query) -> list[dict[str, Any]]:
         """All runs, each with its state and how far it is."""
-        found = []
-        for view in self._shelf.runs()[-LISTED:]:
-            with view.lock:
-                found.append(_finite(view.summary()))
-        return found
+        return [_finite(view.summary()) for view in self._shelf.runs()[-LISTED:]]
 
     def _of_run(self, answer: Callable[[Viewed, Query], Any]) -> Callable[[Query], Any]:
         def locked(query: Query) -> Any:
@@ -112,8 +111,8 @@ class Api:
         """The samples selected, whole, as JSON lines or CSV."""
         view = self._shelf.get(query.text("run"))
         with view.lock:
-            rows, _ = Selection.asked(query).matched(view.samples)
-            chosen = _whole_rows(_by_part(view.samples, rows), view.run.path)
+            rows, _ = selected(query, view.samples)
+            chosen = _whole_rows(view.samples, rows, view.run.path)
         if query.text("format") == "csv":
             return Download("samples.csv", "text/csv", _csv(chosen))
         lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in chosen)
@@ -148,13 +147,9 @@ def _thinned(curve: list[tuple[int, float]]) -> list[list[float]]:
     stride = math.ceil(2 * len(points) / POINTS)
     if len(points) > POINTS:
         stretches = (points[at : at + stride] for at in range(0, len(points), stride))
-        extremes = ((min(s, key=_value), max(s, key=_value)) for s in stretches)
-        points = sorted({point for pair in extremes for point in pair})
+        value = itemgetter(1)
+        points = sorted({point for s in stretches for point in (min(s, key=value), max(s, key=value))})
     return [[step for step, _ in points], [float(f"{value:.6g}") for _, value in points]]
-
-
-def _value(point: tuple[int, float]) -> float:
-    return point[1]
 
 
 def events(view: Viewed, query: Query) -> dict[str, Any]:
@@ -210,11 +205,10 @@ def _tail(path: Path, run: Path) -> str:
 def samples(view: Viewed, query: Query) -> dict[str, Any]:
     """A page of the samples selected, and histograms of all of them."""
     index = view.samples
-    rows, histograms = Selection.asked(query).matched(index)
+    rows, histograms = selected(query, index)
     first, count = query.whole("offset", 0, 10**9), query.whole("limit", 50, 200)
-    shown = ordered(
-        rows, index, query.text("sort", "order"), descending=query.text("direction", "down") == "down"
-    )[first : first + count]
+    descending = query.text("direction", "down") == "down"
+    shown = ordered(rows, index, query.text("sort", "order"), descending=descending)
     return {
         "total": len(index.table[STEP]),
         "matched": len(rows),
@@ -222,10 +216,8 @@ def samples(view: Viewed, query: Query) -> dict[str, Any]:
         "indexed": len(index.parts) + len(index.damage),
         "files": index.files,
         "damage": _few(index.damage),
-        "rows": _listed(index, shown, EXCERPT),
-        "histograms": {
-            name: {"edges": index.bins(name)[0], "counts": counts} for name, counts in histograms.items()
-        },
+        "rows": _listed(index, shown[first : first + count], EXCERPT),
+        "histograms": histograms,
         "sources": _choices(index.codes["source"].texts),
         "finishes": _choices(index.codes["finish"].texts),
     }
@@ -249,15 +241,20 @@ def _choices(texts: list[str]) -> list[str]:
 def history(view: Viewed, query: Query) -> dict[str, Any]:
     """What the policy answered to one prompt over the run: all scores and lengths, and as many answers as
     one can read."""
-    rows = (view.samples.table["prompt"] == query.whole("prompt", 0, 2**31)).nonzero()[0]
-    read_ones = (
-        rows[np.unique(np.linspace(0, len(rows) - 1, min(len(rows), 60)).astype(int))] if len(rows) else rows
-    )
     table = view.samples.table
+    rows = (table["prompt"] == query.whole("prompt", 0, 2**31)).nonzero()[0]
     return {
         "points": [[int(table[STEP][row]), float(table["score"][row])] for row in rows[-POINTS:]],
-        "rows": _listed(view.samples, read_ones, EXCERPT),
+        "rows": _listed(view.samples, _evenly(rows, READ), EXCERPT),
     }
+
+
+def _evenly(values: np.ndarray, most: int) -> np.ndarray:
+    """Return so many of some values at most, evenly chosen, the first and the last among them."""
+    if len(values) <= most:
+        return values
+    chosen: np.ndarray = values[np.linspace(0, len(values) - 1, most).astype(int)]
+    return chosen
 
 
 def _placed(index: SampleIndex, name: str) -> tuple[Part, int]:
@@ -292,17 +289,16 @@ def _listed(index: SampleIndex, rows: np.ndarray, longest: int) -> list[dict[str
     return found
 
 
-def _by_part(index: SampleIndex, rows: np.ndarray) -> list[tuple[Part, set[int]]]:
+def _whole_rows(index: SampleIndex, rows: np.ndarray, run: Path) -> Iterator[dict[str, Any]]:
+    """Return samples as their files hold them, without tokens; they are read as they are taken."""
     parts, within = index.table["part"][rows], index.table["row"][rows]
-    return [(index.parts[number], set(within[parts == number].tolist())) for number in np.unique(parts)]
-
-
-def _whole_rows(chosen: list[tuple[Part, set[int]]], run: Path) -> Iterator[dict[str, Any]]:
-    for part, rows in chosen:
-        step = int(part.columns[STEP][0])
-        for number, row in enumerate(read(inside(part.path, run), tokens=False)):
-            if number in rows:
-                yield {STEP: step, **row}
+    chosen = [(index.parts[number], set(within[parts == number].tolist())) for number in np.unique(parts)]
+    return (
+        {STEP: int(part.columns[STEP][0]), **row}
+        for part, numbers in chosen
+        for number, row in enumerate(read(inside(part.path, run), tokens=False))
+        if number in numbers
+    )
 
 
 def _csv(rows: Iterator[dict[str, Any]]) -> Iterator[str]:
@@ -326,8 +322,6 @@ def step_time(view: Viewed, query: Query) -> dict[str, Any]:
     start, end, spans = view.phases.step(number)
     table = view.samples.table
     lengths = np.sort(table["length"][(table[STEP] == number) & ~table["val"].astype(bool)])
-    if len(lengths) > LISTED:  # as many, evenly chosen, the shortest and the longest among them
-        lengths = lengths[np.linspace(0, len(lengths) - 1, LISTED).astype(int)]
     return {
         "steps": steps[-STEPS:],
         STEP: number,
@@ -341,7 +335,7 @@ def step_time(view: Viewed, query: Query) -> dict[str, Any]:
             {**wait, "start": wait["start"] - start, "end": wait["end"] - start}
             for wait in waits(spans, start, end)[:40]
         ],
-        "lengths": lengths.tolist(),
+        "lengths": _evenly(lengths, LISTED).tolist(),
     }
 
 

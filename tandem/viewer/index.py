@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -230,16 +229,13 @@ class SampleIndex:
         Args:
             rows: numbers within `table`.
         """
-        starts = [0, *accumulate(len(part.columns["row"]) for part in self.parts)]
-        held = {
-            number: self.responses(self.parts[number]) for number in set(self.table["part"][rows].tolist())
-        }
-        found = []
-        for row, number in zip(rows.tolist(), self.table["part"][rows].tolist(), strict=True):
-            value = held[number][row - starts[number]].as_buffer()
-            start = b"" if value is None else value.slice(0, min(len(value), 4 * longest)).to_pybytes()
-            found.append(start.decode(errors="ignore")[:longest])
-        return found
+        parts, within = self.table["part"][rows], self.table["row"][rows]
+        found = np.full(len(rows), "", object)
+        for number in np.unique(parts):
+            chosen = parts == number
+            texts = self.responses(self.parts[number]).take(pa.array(within[chosen])).fill_null("")
+            found[chosen] = pc.utf8_slice_codeunits(texts, 0, longest).to_numpy(zero_copy_only=False)
+        return [str(text) for text in found]
 
 
 def _stamp(path: Path) -> tuple[int, int]:

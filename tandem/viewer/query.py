@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from urllib.parse import parse_qsl
 
 import numpy as np
@@ -32,19 +31,20 @@ class Query:
             pairs = parse_qsl(text, max_num_fields=100)
         except ValueError as error:
             raise ConfigError(str(error), field="the address") from error
-        self._given = dict(pairs)
-        self._lists = {name: [value for key, value in pairs if key == name] for name in self._given}
+        self._given: dict[str, list[str]] = {}
+        for name, value in pairs:
+            self._given.setdefault(name, []).append(value)
 
     def text(self, name: str, default: str = "") -> str:
-        return self._given.get(name, default)[:_LONGEST_TEXT]
+        return self._given.get(name, [default])[-1][:_LONGEST_TEXT]
 
     def several(self, name: str) -> list[str]:
         """All values of a parameter that may be given several times."""
-        return self._lists.get(name, [])
+        return self._given.get(name, [])
 
     def whole(self, name: str, default: int, most: int) -> int:
         """A whole number from 0 to `most`."""
-        text = self._given.get(name, str(default))
+        text = self.text(name, str(default))
         if not (text.isascii() and text.isdigit() and len(text) < 12 and int(text) <= most):
             raise ConfigError(
                 "not a whole number in its range", field=name, got=text[:40], expected=f"0 … {most}"
@@ -53,7 +53,7 @@ class Query:
 
     def span(self, name: str) -> tuple[float, float] | None:
         """`LOW..HIGH`, either of which may be missing; or one number, which is both."""
-        text = self._given.get(name, "")
+        text = self.text(name)
         low, dots, high = text.partition("..")
         try:
             return (float(low or "-inf"), float((high or "inf") if dots else low)) if text else None
@@ -61,64 +61,40 @@ class Query:
             raise ConfigError("not a range", field=name, got=text[:40], expected="LOW..HIGH") from error
 
 
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """Which samples are wanted.
+def selected(query: Query, index: SampleIndex) -> tuple[np.ndarray, dict[str, dict[str, list[float]]]]:
+    """Select the samples that meet all conditions of an address: `text` in the prompt or the response, `kind`
+    (train or val), `prompt` by its number, names of `source` and `finish`, and `RANGES`.
 
-    Attributes:
-        ranges: least and greatest value by column.
-        names: of `source` and `finish`, the values wanted; empty: all.
-        text: in the prompt or the response.
-        kind: "train", "val", or "" for both.
-        prompt: the number of a prompt; None: all.
+    Returns:
+        their numbers, in the order of the files, and for each column of `RANGES` its histogram over those
+        that meet all but its own condition: `edges` and `counts`.
     """
+    masks = {"all": np.ones(len(index.table["step"]), bool), **dict(_masks(query, index))}
+    histograms = {}
+    for column in RANGES:
+        others = np.logical_and.reduce([mask for name, mask in masks.items() if name != column])
+        edges, places = index.bins(column)
+        counts = np.bincount(places[others], minlength=len(edges))[: len(edges) - 1].tolist()
+        histograms[column] = {"edges": edges, "counts": counts}
+    return np.logical_and.reduce([*masks.values()]).nonzero()[0], histograms
 
-    ranges: Mapping[str, tuple[float, float]]
-    names: Mapping[str, list[str]]
-    text: str
-    kind: str
-    prompt: int | None
 
-    @classmethod
-    def asked(cls, query: Query) -> Selection:
-        spans = {name: query.span(name) for name in RANGES}
-        return cls(
-            ranges={name: span for name, span in spans.items() if span is not None},
-            names={name: query.several(name) for name in ("source", "finish")},
-            text=query.text("text"),
-            kind=query.text("kind"),
-            prompt=query.whole("prompt", 0, 2**31) if query.text("prompt") else None,
-        )
-
-    def masks(self, index: SampleIndex) -> Iterator[tuple[str, np.ndarray]]:
-        """Each condition's name and which samples meet it."""
-        table = index.table
-        for name, (low, high) in self.ranges.items():
-            yield name, (table[name] >= low) & (table[name] <= high)
-        for name, wanted in self.names.items():
-            if wanted:
-                codes = [number for number, text in enumerate(index.codes[name].texts) if text in wanted]
-                yield name, np.isin(table[name], codes)
-        if self.text:
-            yield "text", index.containing(self.text)
-        if self.kind:
-            yield "kind", table["val"] == (self.kind == "val")
-        if self.prompt is not None:
-            yield "prompt", table["prompt"] == self.prompt
-
-    def matched(self, index: SampleIndex) -> tuple[np.ndarray, dict[str, list[int]]]:
-        """The numbers of the samples that meet all conditions, in the order of the files, and for each column
-        of `RANGES` the counts of its histogram over those that meet all but its own."""
-        masks = dict(self.masks(index))
-        everything = np.ones(len(index.table["step"]), bool)
-        histograms = {}
-        for column in RANGES:
-            others = [mask for name, mask in masks.items() if name != column]
-            edges, places = index.bins(column)
-            chosen = places[np.logical_and.reduce(others)] if others else places
-            histograms[column] = np.bincount(chosen, minlength=len(edges))[: len(edges) - 1].tolist()
-        both = np.logical_and.reduce([everything, *masks.values()])
-        return both.nonzero()[0], histograms
+def _masks(query: Query, index: SampleIndex) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield each condition's name and which samples meet it."""
+    table = index.table
+    for name in RANGES:
+        if (span := query.span(name)) is not None:
+            yield name, (table[name] >= span[0]) & (table[name] <= span[1])
+    for name in ("source", "finish"):
+        if wanted := query.several(name):
+            codes = [number for number, text in enumerate(index.codes[name].texts) if text in wanted]
+            yield name, np.isin(table[name], codes)
+    if text := query.text("text"):
+        yield "text", index.containing(text)
+    if kind := query.text("kind"):
+        yield "kind", table["val"] == (kind == "val")
+    if query.text("prompt"):
+        yield "prompt", table["prompt"] == query.whole("prompt", 0, 2**31)
 
 
 def ordered(rows: np.ndarray, index: SampleIndex, by: str, *, descending: bool) -> np.ndarray:

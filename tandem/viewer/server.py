@@ -151,7 +151,8 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True  # a body would be taken for the next request
             self._refuse(HTTPStatus.BAD_REQUEST, "a request has no body here")
             return
-        if self._host() not in _HOSTS:  # another site's name that leads here
+        host, _, port = self.headers.get("Host", "").rpartition(":")
+        if (host if port.isdigit() else self.headers.get("Host", "")) not in _HOSTS:  # another site's name
             self._refuse(HTTPStatus.FORBIDDEN, f"the page is at {LOOPBACK} and localhost alone")
             return
         parts = urlsplit(self.path)
@@ -165,10 +166,6 @@ class Handler(BaseHTTPRequestHandler):
             self._send(HTTPStatus.OK, f"{kind}; charset=utf-8", content)
         else:
             self._refuse(HTTPStatus.NOT_FOUND, "no such page")
-
-    def _host(self) -> str:
-        host = self.headers.get("Host", "")
-        return host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
 
     def _answer(self, name: str, query: str) -> None:
         route = self.server.api.routes.get(name)

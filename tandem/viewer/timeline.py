@@ -92,15 +92,13 @@ class Phases:
             opened.append((str(event["name"]), event["ts"] / 1e6, event["args"].get(_STEP)))
         elif kind == "E" and opened:
             name, start, step = opened.pop()
-            self._add(self._track_names.get(track, str(track)), name, start, event["ts"] / 1e6, len(opened))
+            worker = self._track_names.get(track, str(track))
+            self._starts.append(start)
+            self._ends.append(event["ts"] / 1e6)
+            self._codes.extend((self._tracks.of(worker), self._names.of(name), len(opened)))
             if name == _STEP:
                 number = step if isinstance(step, int) else max(self._steps, default=0) + 1
                 self._steps[number] = (start, event["ts"] / 1e6)
-
-    def _add(self, track: str, name: str, start: float, end: float, depth: int) -> None:
-        self._starts.append(start)
-        self._ends.append(end)
-        self._codes.extend((self._tracks.of(track), self._names.of(name), depth))
 
     @property
     def steps(self) -> list[int]:
