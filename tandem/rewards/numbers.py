@@ -85,8 +85,19 @@ class Quantity:
         return self.value / 100 if self.percent else self.value
 
     def __str__(self) -> str:
-        """Its text, the same for equal numbers."""
-        return number_text(self.value) + ("%" if self.percent else "")
+        """Its text, the same for equal numbers: a decimal where it has an end, else a fraction."""
+        number, percent = self.value, "%" if self.percent else ""
+        rest, places = number.denominator, 0
+        for prime in (2, 5):
+            count = 0
+            while rest % prime == 0:
+                rest, count = rest // prime, count + 1
+            places = max(places, count)
+        if rest != 1:
+            return f"{Decimal(number.numerator):f}/{Decimal(number.denominator):f}{percent}"
+        digits = f"{Decimal(abs(int(number * 10**places))):f}".rjust(places + 1, "0")
+        whole, decimals = digits[: len(digits) - places], digits[len(digits) - places :]
+        return f"{'-' if number < 0 else ''}{whole}{'.' if decimals else ''}{decimals}{percent}"
 
 
 def readable(text: str) -> str:
@@ -150,22 +161,6 @@ def _quantity(found: re.Match[str]) -> Quantity | None:
     value *= 12 if word == "dozen" else 10 ** POWERS.get(word, 0)
     negative = found["sign"] is not None and found["sign"].lower() in ("-", "minus", "negative")
     return Quantity(-value if negative else value, bool(found["percent"]))
-
-
-def number_text(number: Fraction | Decimal) -> str:
-    """A number's text, the same for equal numbers: a decimal where it has an end, else a fraction."""
-    number = Fraction(number)
-    rest, places = number.denominator, 0
-    for prime in (2, 5):
-        count = 0
-        while rest % prime == 0:
-            rest, count = rest // prime, count + 1
-        places = max(places, count)
-    if rest != 1:
-        return f"{Decimal(number.numerator):f}/{Decimal(number.denominator):f}"
-    digits = f"{Decimal(abs(int(number * 10**places))):f}".rjust(places + 1, "0")
-    whole, decimals = digits[: len(digits) - places], digits[len(digits) - places :]
-    return f"{'-' if number < 0 else ''}{whole}{'.' if decimals else ''}{decimals}"
 
 
 def to_number(ground_truth: Any) -> Fraction:

@@ -92,7 +92,11 @@ class Api:
 
     def runs(self, query: Query) -> list[dict[str, Any]]:
         """All runs, each with its state and how far it is."""
-        return [_finite(view.summary()) for view in self._shelf.runs()[-LISTED:]]
+        found = []
+        for view in self._shelf.runs()[-LISTED:]:
+            with view.lock:
+                found.append(_finite(view.summary()))
+        return found
 
     def _of_run(self, answer: Callable[[Viewed, Query], Any]) -> Callable[[Query], Any]:
         def locked(query: Query) -> Any:
@@ -154,7 +158,7 @@ def _thinned(curve: list[tuple[int, float]]) -> list[list[float]]:
 
 def events(view: Viewed, query: Query) -> dict[str, Any]:
     """What happened in the run: starts, ends, warnings, checkpoints; what it said; what is damaged."""
-    run, damage = view.run, _few(view.samples.damage)
+    run, damage = view.run, dict(islice(view.samples.damage.items(), FEW))
     texts = {}
     for name, file in (("log", "run.log"), ("failure", "failure.txt")):
         try:
@@ -168,10 +172,6 @@ def events(view: Viewed, query: Query) -> dict[str, Any]:
         **texts,
         "damage": damage,
     }
-
-
-def _few(damage: Mapping[str, str]) -> dict[str, str]:
-    return dict(islice(damage.items(), FEW))
 
 
 def _brief(event: dict[str, Any]) -> dict[str, Any]:
@@ -215,7 +215,7 @@ def samples(view: Viewed, query: Query) -> dict[str, Any]:
         "mean": float(np.nanmean(index.table["score"][rows])) if len(rows) else None,
         "indexed": len(index.parts) + len(index.damage),
         "files": index.files,
-        "damage": _few(index.damage),
+        "damage": dict(islice(index.damage.items(), FEW)),
         "rows": _listed(index, shown[first : first + count], EXCERPT),
         "histograms": histograms,
         "sources": _choices(index.codes["source"].texts),
