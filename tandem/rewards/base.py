@@ -31,12 +31,9 @@ from tandem.rewards.calling import AGAIN, awaited, end_copy, exits_raised, of_ne
 from tandem.rewards.items import ANSWER_CHARACTERS, Item, Scored, as_number, reason, shown
 from tandem.rewards.signatures import VERLS, Reads, Style, arguments, loggers, with_logged
 
-HEAD_CHARACTERS = 200
-"""How much of a response a message shows."""
-MOST_ENTRIES = 1000
-"""Entries of a dict that a function may return."""
-NAME_CHARACTERS = 200
-"""The longest name of a number in it."""
+HEAD_CHARACTERS = 200  # how much of a response a message shows
+MOST_ENTRIES = 1000  # entries of a dict that a function may return
+NAME_CHARACTERS = 200  # the longest name of a number in it
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import re
 
-MAX_ANSWER_CHARACTERS = 1000
-"""A longer box counts as none."""
-MAX_TAIL_CHARACTERS = 10_000
-"""How much of a response's end is searched for a box."""
+MAX_ANSWER_CHARACTERS = 1000  # a longer box counts as none
+MAX_TAIL_CHARACTERS = 10_000  # how much of a response's end is searched for a box
 MAX_BOXES = 50
 """How many of the last boxes are tried; only text that is meant to take time leaves more of them open."""
-BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-"""A brace, or an escaped character, which is not one."""
+BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # a brace, or an escaped character, which is not one
 BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])[ \t]*")
 WITHOUT_BRACES = re.compile(r"[^$\n]*")
 """What a box without braces holds: the rest of the formula, or of the line."""

@@ -21,12 +21,9 @@ from typing import Any, NoReturn
 
 from tandem.observability.terminal import printable, warn
 
-LOAD_SECONDS = 30.0
-"""The least time that a user's file may take to load."""
-SLOW_SECONDS = 30.0
-"""After how long without an answer the user hears of it."""
-MESSAGE_CHARACTERS = 2000
-"""How much of what an exception says is told."""
+LOAD_SECONDS = 30.0  # the least time that a user's file may take to load
+SLOW_SECONDS = 30.0  # after how long without an answer the user hears of it
+MESSAGE_CHARACTERS = 2000  # how much of what an exception says is told
 AGAIN = "reward.retries=2 calls again where a service fails; reward.on_error=zero, or drop, goes on without"
 _NETWORK = (ConnectionError, TimeoutError, ssl.SSLError, urllib.error.URLError, http.client.HTTPException)
 _CLIENTS = {"httpx", "httpx2", "httpcore", "requests", "urllib3", "aiohttp", "openai", "anthropic", "grpc"}

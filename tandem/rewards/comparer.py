@@ -15,8 +15,7 @@ from pathlib import Path
 
 from tandem.errors import RewardError
 
-TIME_LIMIT_S = 5.0
-"""The processor's time for one comparison; one that takes longer counts as wrong."""
+TIME_LIMIT_S = 5.0  # the processor's time for one comparison; one that takes longer counts as wrong
 
 
 class Comparer:

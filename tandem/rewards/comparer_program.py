@@ -25,8 +25,7 @@ from sympy import And, Basic, Eq, FiniteSet, Float, Interval, MatrixBase, Mul, R
 from sympy.core.function import AppliedUndef
 from sympy.core.relational import Relational
 
-WAIT = 10
-"""How much longer a comparison may take on the clock of a busy machine."""
+WAIT = 10  # how much longer a comparison may take on the clock of a busy machine
 PERCENT = sympy.UnevaluatedExpr(Rational(1, 100))
 
 

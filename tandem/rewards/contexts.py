@@ -12,12 +12,10 @@ from tandem.rewards.measures import FUNCTIONS, UNITS
 
 B = "[ \t\u00a0\u2009\u202f]*+"
 MARK = r"[*_`$£€¥₹({]|\\[$(\[{]|\\(?:boxed|fbox|text|textbf|mathbf|mathrm)\{"
-OPENING = rf"(?:{MARK}|[ \t\u00a0])*+"
-"""Marks of a page before a number."""
+OPENING = rf"(?:{MARK}|[ \t\u00a0])*+"  # marks of a page before a number
 CLOSING = rf"(?:[*_`$)}}\] \t\u00a0]|\\[)\]}},!;: ]|\\(?:text|textbf|mathrm|mbox)\{{)*+{B}"
 """Marks of a page after a number."""
-NEXT = rf"{OPENING}[-+]?{OPENING}\.?[0-9]"
-"""Another number."""
+NEXT = rf"{OPENING}[-+]?{OPENING}\.?[0-9]"  # another number
 
 
 def _one_of(*words: str) -> str:
@@ -57,11 +55,9 @@ GOES_ON = re.compile(
     re.VERBOSE,
 )
 """What makes the number before it a part of something else."""
-NO_END = re.compile(rf"{CLOSING}(?:\.\.|…|\\[lc]?dots)")
-"""After decimals: they go on."""
+NO_END = re.compile(rf"{CLOSING}(?:\.\.|…|\\[lc]?dots)")  # after decimals: they go on
 
-BEFORE = re.compile(rf"(?:{MARK}|[ \t\u00a0])+$")
-"""Marks of a page at the end of what stands before a number."""
+BEFORE = re.compile(rf"(?:{MARK}|[ \t\u00a0])+$")  # marks of a page at the end of what stands before a number
 LEADS_IN = re.compile(
     rf"""(?:
     [0-9] | [A-Za-z)\]}}][-/] | [)\]}}]{B}[-+/^×÷·] | (?<![A-Za-z])[A-Za-z]{B}[+/^×÷·]
@@ -83,9 +79,7 @@ LEADS_IN = re.compile(
     re.VERBOSE,
 )
 """What makes the number after it a part of something else."""
-CALLED = re.compile(r"[A-Za-z]\($")
-"""A function of the number."""
+CALLED = re.compile(r"[A-Za-z]\($")  # a function of the number
 AFTER_SPACED_SIGN = re.compile(r"(?:[:=(#*>]|\b(?:is|are|was)|^)$")
 """After what a minus with a blank behind it is a sign."""
-BEFORE_OPERATOR = re.compile(r"(?:[0-9)\]}]|(?<![A-Za-z])[b-zB-HJ-Z])$")
-"""After what a sign is an operator."""
+BEFORE_OPERATOR = re.compile(r"(?:[0-9)\]}]|(?<![A-Za-z])[b-zB-HJ-Z])$")  # after what a sign is an operator

@@ -29,8 +29,7 @@ SPACED_ARGUMENTS = re.compile(r"\\[A-Za-z]+\s*_?\d\s+\d")
 """TeX's arguments without braces, as in \\frac 1 2 and \\log_2 8."""
 SENTENCE = re.compile(r"\\text\{[^{}]*\b(?:is|are)[\s:]*\}")
 """The beginning of a sentence that the value ends."""
-WHOLE = re.compile(rf"{TEXT}\{{([^{{}}]*)\}}")
-"""An answer that is nothing but text."""
+WHOLE = re.compile(rf"{TEXT}\{{([^{{}}]*)\}}")  # an answer that is nothing but text
 PAIR = re.compile(r"(?:\\left\s*)?[(\[].*,.*(?:\\right\s*)?[)\]]", re.DOTALL)
 BRACES = re.compile(r"(?:\\left\s*)?\\\{.*\\\}", re.DOTALL)
 SET = re.compile(r"[,<>]|\\(?:le|ge|lt|gt|ne|in|cup|cap|infty|text|emptyset|mathbb|pm)")

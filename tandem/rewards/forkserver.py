@@ -37,12 +37,9 @@ from tandem.lifetime import (
 )
 from tandem.rewards.serving import serve
 
-CALL_BYTES = 64 * 2**10
-"""How much of what one call prints is kept."""
-LOG_BYTES = 64 * 2**20
-"""The size at which a log takes no more."""
-END_SECONDS = 5.0
-"""How long a keeper tries to end what its process started."""
+CALL_BYTES = 64 * 2**10  # how much of what one call prints is kept
+LOG_BYTES = 64 * 2**20  # the size at which a log takes no more
+END_SECONDS = 5.0  # how long a keeper tries to end what its process started
 NO_MAIN = "import sys; sys.path[:] = {path!r}; from tandem.rewards.forkserver import run; run({end})"
 
 _lock = threading.Lock()

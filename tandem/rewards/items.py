@@ -11,12 +11,9 @@ from typing import Any
 from tandem.observability.terminal import printable
 from tandem.rewards.calling import told
 
-SHOWN_CHARACTERS = 80
-"""How much of a value a message shows."""
-WHY_CHARACTERS = 500
-"""How much of a reward's reason is kept."""
-ANSWER_CHARACTERS = 10_000
-"""How much of an answer is kept."""
+SHOWN_CHARACTERS = 80  # how much of a value a message shows
+WHY_CHARACTERS = 500  # how much of a reward's reason is kept
+ANSWER_CHARACTERS = 10_000  # how much of an answer is kept
 
 
 @dataclass(frozen=True, slots=True)

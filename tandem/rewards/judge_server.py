@@ -28,15 +28,12 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from tandem.errors import RewardError
 from tandem.texts import parse_json
 
-PAUSE_SECONDS = 0.5
-"""Before the second try; each further pause is twice as long, up to `LONGEST_PAUSE`."""
+PAUSE_SECONDS = 0.5  # before the second try; each further pause is twice as long, up to `LONGEST_PAUSE`
 LONGEST_PAUSE = 30.0
-LONGEST_WAIT = 120.0
-"""A server that says to come back later than that is not waited for."""
+LONGEST_WAIT = 120.0  # a server that says to come back later than that is not waited for
 POLL_SECONDS = 0.02
 LARGEST_ANSWER = 4 * 2**20
-PASSING = (408, 409, 425, 429)
-"""Refusals that may pass, beside all from 500 on."""
+PASSING = (408, 409, 425, 429)  # refusals that may pass, beside all from 500 on
 
 
 @checked_dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid", strict=True))

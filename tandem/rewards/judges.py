@@ -37,8 +37,7 @@ Score: N
 where N is a number from {low} (worst) to {high} (best)."""
 PATTERN = r"(?i)score[\s*_]*[:=][\s*_]*(-?\d+(?:\.\d+)?)"
 SCALE = (0, 10)
-READ_CHARACTERS = 20_000
-"""How much of a judge's answer is searched, from its end."""
+READ_CHARACTERS = 20_000  # how much of a judge's answer is searched, from its end
 NAMES = ("rubric", "prompt", "response", "answer", "mark", "low", "high")
 
 

@@ -25,8 +25,7 @@ from tandem.rewards.contexts import (
 )
 from tandem.rewards.measures import SCALES
 
-LINE_CHARACTERS = 100
-"""How much of a line before a number is looked at."""
+LINE_CHARACTERS = 100  # how much of a line before a number is looked at
 PLAIN = (
     r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9.])\.[0-9]+)"
     r"(?:[eE][-+]?[0-9]{1,3}(?![\w.]))?"

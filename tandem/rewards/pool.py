@@ -31,14 +31,10 @@ from tandem.rewards.programs import place_programs
 from tandem.rewards.scoring import Call, Scoring
 from tandem.rewards.serving import TOKEN_BYTES, Garbled, Inbox, Setup, answer, send
 
-SEND_SECONDS = 10.0
-"""How long a process that waits for calls may take to read some."""
-CLOSE_SECONDS = 10.0
-"""How long a thread that scores may take to see that the pool is closed."""
-CHUNK = 16
-"""Calls that a process is sent at a time."""
-NEWEST = 4096
-"""Samples whose seconds are kept."""
+SEND_SECONDS = 10.0  # how long a process that waits for calls may take to read some
+CLOSE_SECONDS = 10.0  # how long a thread that scores may take to see that the pool is closed
+CHUNK = 16  # calls that a process is sent at a time
+NEWEST = 4096  # samples whose seconds are kept
 LONGER = "raise reward.timeout; or let failed scores count as nothing: reward.on_error=zero, or drop"
 
 

@@ -26,8 +26,7 @@ from tandem.rewards.base import Scorer, register_reward, reward_for
 from tandem.sandbox import Limits, Place, Run
 from tandem.texts import parse_json
 
-FIRST = 10
-"""Tests that a continuous score runs, as verl scores a solution by its first ten."""
+FIRST = 10  # tests that a continuous score runs, as verl scores a solution by its first ten
 CALLER = Path(sandbox.__file__).with_name("caller.py").read_text(encoding="utf-8")
 UNSERIALISABLE = "unserialisable"
 

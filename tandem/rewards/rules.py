@@ -30,8 +30,7 @@ from tandem.rewards.instructions import instructions as instructions
 from tandem.rewards.truths import truths
 from tandem.texts import parse_json
 
-MAX_EXPRESSION = 200
-"""Characters of an expression; a longer one is none."""
+MAX_EXPRESSION = 200  # characters of an expression; a longer one is none
 MARKS = r"(?:[\s*_($\[{:]|\\(?:text|textbf|mathrm|mathbf|boxed)\b)*+"
 CHOSEN = re.compile(rf"{MARKS}([A-Z])[\s*_$]*+(?:[)\]}}.:]|\Z)")
 """A letter that stands for itself, at the beginning of a line or a box."""
@@ -66,8 +65,7 @@ ANOTHER = re.compile(
 )
 FENCED = re.compile(r"(?:```|~~~)[ \t]*(?i:jsonc?5?)?\s*(.*?)(?:```|~~~|\Z)", re.DOTALL)
 TEMPLATE = re.compile(r"…|<[^<>]*>|[^<…]+|<")
-WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|\w+")
-"""A word; of Chinese and Japanese text, a character."""
+WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|\w+")  # a word; of Chinese and Japanese text, a character
 SIGNS = str.maketrans("×·⋅÷−–[]", "***/--()")
 TEX_OPERATIONS = (
     (r"(?i)\A(?:(?:the\s+)?(?:final\s+)?(?:answer|expression)(?:\s+is|\s*:))", ""),

@@ -11,8 +11,7 @@ from tandem.errors import RewardError
 from tandem.rewards.base import Reward, Scorer, reward_for
 from tandem.rewards.items import Item, Scored, reason
 
-ASIDE = 64
-"""Asynchronous calls of one process that wait side by side."""
+ASIDE = 64  # asynchronous calls of one process that wait side by side
 
 
 @dataclass(frozen=True, slots=True)

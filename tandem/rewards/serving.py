@@ -31,10 +31,8 @@ from tandem.rewards.items import Item, Scored
 from tandem.rewards.programs import place_programs
 from tandem.texts import parse_json
 
-ANSWER_BYTES = 64 * 2**20
-"""The longest answer."""
-ERROR_CHARACTERS = 4000
-"""How much of each part of an error is told."""
+ANSWER_BYTES = 64 * 2**20  # the longest answer
+ERROR_CHARACTERS = 4000  # how much of each part of an error is told
 TOKEN_BYTES = 16
 READ_BYTES = 2**20
 _HEAD = struct.Struct(f"!{TOKEN_BYTES}sQQQ")

@@ -27,8 +27,7 @@ Style = Literal["verl", "one", "batch", "group", "trl"]
 RESERVED = ("prompt", "prompts", "response", "responses", "completion", "completions", "completion_ids")
 """Parameters that are no columns; a column of the data but `prompt` may not have such a name."""
 _TRLS = ("completions", "completion_ids", "log_extra", "log_metric")
-GIVEN = frozenset((*RESERVED, *_TRLS))
-"""Parameters that each call gives."""
+GIVEN = frozenset((*RESERVED, *_TRLS))  # parameters that each call gives
 _NOT_OFFERED = ("trainer_state", "environments")
 _MARKS: Mapping[Style, Sequence[str]] = {
     "verl": ("solution_str", "solution_strs"),

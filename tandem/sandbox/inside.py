@@ -44,8 +44,7 @@ CALLS = """
 """All that a program may ask of the kernel, with its number on each architecture."""
 FIRST_COMMON = 403
 """From here on calls have one number on all architectures; libraries do without those that are not there."""
-TO_ITSELF = "kill 62 129 tgkill 234 131"
-"""Calls whose first argument must be the process itself."""
+TO_ITSELF = "kill 62 129 tgkill 234 131"  # calls whose first argument must be the process itself
 RULES: dict[str, list[tuple[int, list[int] | range | int]]] = {
     "openat": [(4, 0o2747703)],  # no O_PATH, and no O_TMPFILE: nobody could see a file without a name grow
     "fcntl": [(2, [0, 1, 2, 3, 4, 1030])],  # copies and flags: no locks, leases, owners or notices

@@ -31,8 +31,7 @@ from tandem.sandbox.protections import (
 
 Status = Literal["finished", "error", "timeout", "output", "disk"]
 OUTPUT_BYTES = 4 << 20
-WATCH_SECONDS = 0.05
-"""How often a program's folder is measured."""
+WATCH_SECONDS = 0.05  # how often a program's folder is measured
 CPU_TIME_SIGNALS = (-24, 152)
 
 

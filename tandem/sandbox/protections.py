@@ -27,8 +27,7 @@ from tandem.texts import parse_json
 
 PROCESSES, OPEN_FILES, FILE_BYTES = 8, 64, 16 << 20
 FOLDER_BYTES, FOLDER_ENTRIES = 64 << 20, 1000
-END_SECONDS = 10.0
-"""How long processes that were killed may take to end."""
+END_SECONDS = 10.0  # how long processes that were killed may take to end
 ENVIRONMENT = {"LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
 
 

@@ -13,10 +13,8 @@ from tandem.sandbox.local import OUTPUT_BYTES, Run, Status
 from tandem.sandbox.protections import Limits
 
 TRIES = 4
-PAUSE_SECONDS = 0.5
-"""After the first failure; twice as long after each further one."""
-OVERHEAD_SECONDS = 10.0
-"""What an answer may take beside the program's own time."""
+PAUSE_SECONDS = 0.5  # after the first failure; twice as long after each further one
+OVERHEAD_SECONDS = 10.0  # what an answer may take beside the program's own time
 BUSY = (429, 502, 503, 504)
 
 

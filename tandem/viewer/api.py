@@ -27,32 +27,20 @@ from tandem.viewer.sample import whole
 from tandem.viewer.shelf import Shelf, Viewed
 from tandem.viewer.timeline import waits
 
-EXCERPT = 300
-"""Characters of a text in a list."""
-SIDE_BY_SIDE = 4_000
-"""Characters of a text beside others."""
-LARGEST = 1e300
-"""Of a value that is drawn; nothing that is measured is beyond."""
-POINTS = 4_000
-"""Of a curve; of a longer one every so many steps the least and the greatest are given."""
-COMMUNICATION = "perf/communication_share"
-"""A metric that is made of others, here alone."""
+EXCERPT = 300  # characters of a text in a list
+SIDE_BY_SIDE = 4_000  # characters of a text beside others
+LARGEST = 1e300  # of a value that is drawn; nothing that is measured is beyond
+POINTS = 4_000  # of a curve; of a longer one every so many steps the least and the greatest are given
+COMMUNICATION = "perf/communication_share"  # a metric that is made of others, here alone
 SPANS = 20_000
 LOG_BYTES = 200_000
-LISTED = 2_000
-"""Of events, checkpoints, runs and lengths of an answer; of more, the last ones."""
-NAMES = 5_000
-"""Names of metrics."""
-CURVES = 100
-"""Curves of an answer."""
-STEPS = 20_000
-"""Steps among which a page lets one choose."""
-FEW = 200
-"""Names that a list of choices has, and files whose damage is told."""
-READ = 60
-"""Answers to a prompt that one can read."""
-LONG = 4_000
-"""Characters of an event."""
+LISTED = 2_000  # of events, checkpoints, runs and lengths of an answer; of more, the last ones
+NAMES = 5_000  # names of metrics
+CURVES = 100  # curves of an answer
+STEPS = 20_000  # steps among which a page lets one choose
+FEW = 200  # names that a list of choices has, and files whose damage is told
+READ = 60  # answers to a prompt that one can read
+LONG = 4_000  # characters of an event
 _EXPORTED = ("step", "uid", "sample", "data_source", "prompt", "response", "score", "why", "ground_truth")
 _COLUMNS = (*_EXPORTED, "finish_reason", "prompt_tokens", "response_tokens")
 

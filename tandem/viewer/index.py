@@ -16,12 +16,10 @@ import pyarrow.parquet as pq
 from tandem.observability.inside import inside
 from tandem.observability.sample_files import NEEDED, conversation
 
-TEXT_BYTES = 1 << 30
-"""Of responses kept in memory. Those of later files are read again for each search."""
+TEXT_BYTES = 1 << 30  # of responses kept in memory. Those of later files are read again for each search
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, pa.ArrowException)
 """What reading a damaged file raises, beside a `TandemError`."""
-BINS = 40
-"""Of a histogram."""
+BINS = 40  # of a histogram
 FILE = re.compile(r"step_(\d{1,9})(_val\d*)?\.parquet")
 _READ = (*NEEDED, "messages", "uid", "data_source", "finish_reason")
 Columns = Mapping[str, np.ndarray]

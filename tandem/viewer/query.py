@@ -10,8 +10,7 @@ import numpy as np
 from tandem.errors import ConfigError
 from tandem.viewer.index import SampleIndex
 
-RANGES = ("step", "score", "length")
-"""Columns that are selected by a range, and have a histogram."""
+RANGES = ("step", "score", "length")  # columns that are selected by a range, and have a histogram
 SORTED = (*RANGES, "order")
 _LONGEST_TEXT = 10_000
 

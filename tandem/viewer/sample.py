@@ -23,19 +23,13 @@ from tandem.observability.reading import Run
 from tandem.texts import parse_json
 from tandem.viewer.index import Part
 
-LONGEST = 50_000
-"""Characters of a text on the page; the export has all of them."""
-WINDOW = 4_000
-"""Tokens of one answer."""
-COLUMNS = 64
-"""Columns of a sample that are shown of each kind, by token and by sample."""
+LONGEST = 50_000  # characters of a text on the page; the export has all of them
+WINDOW = 4_000  # tokens of one answer
+COLUMNS = 64  # columns of a sample that are shown of each kind, by token and by sample
 TURNS = 1_000
-CHARACTERS = 1_000_000
-"""Characters of all turns of a sample together."""
-GROUP = 32
-"""Samples of a prompt's group beside one."""
-_TOKEN = 200
-"""Characters of a token."""
+CHARACTERS = 1_000_000  # characters of all turns of a sample together
+GROUP = 32  # samples of a prompt's group beside one
+_TOKEN = 200  # characters of a token
 _HELD = ("tokens", "response_mask")
 _TEXTS = ("response_text", "messages", "scores")
 _LACKING = {

@@ -25,12 +25,9 @@ from tandem.viewer.query import Query
 LOOPBACK = "127.0.0.1"
 CONNECTIONS = 64
 """Connections that are held; for a further one the longest idle one is closed, else the oldest."""
-HEAD_S = 10.0
-"""Seconds for the head of a request, and for which a connection may lie idle."""
-SEND_S = 60.0
-"""Seconds for an answer to be taken; for each piece of a download."""
-ANSWER_BYTES = 16 << 20
-"""Of an answer, other than a download, which is sent while it is made."""
+HEAD_S = 10.0  # seconds for the head of a request, and for which a connection may lie idle
+SEND_S = 60.0  # seconds for an answer to be taken; for each piece of a download
+ANSWER_BYTES = 16 << 20  # of an answer, other than a download, which is sent while it is made
 _HOSTS = (LOOPBACK, "localhost", "[::1]")
 _KINDS = {
     "html": "text/html",

@@ -16,16 +16,12 @@ from tandem.observability.reading import Run, find_runs
 from tandem.viewer.index import UNREADABLE, SampleIndex
 from tandem.viewer.timeline import Phases
 
-LOOK_S = 1.0
-"""Between two looks for new files of samples."""
-SEARCH_S = 5.0
-"""Between two searches for new runs."""
-KEYS = 10_000
-"""Of a config; one with more is refused, since aliases in YAML can make a small file endless."""
+LOOK_S = 1.0  # between two looks for new files of samples
+SEARCH_S = 5.0  # between two searches for new runs
+KEYS = 10_000  # of a config; one with more is refused, since aliases in YAML can make a small file endless
 
 
-_LONGEST = 2_000
-"""Characters of a key's value."""
+_LONGEST = 2_000  # characters of a key's value
 
 
 class Viewed:

@@ -15,10 +15,8 @@ from tandem.texts import parse_json
 from tandem.viewer.index import Codes
 
 _STEP = "step"
-_WHOLE = (_STEP, "testing")
-"""Phases of the controller that are made of others' work."""
-_SHORTEST_WAIT = 0.02
-"""Share of a step; shorter waits are not told."""
+_WHOLE = (_STEP, "testing")  # phases of the controller that are made of others' work
+_SHORTEST_WAIT = 0.02  # share of a step; shorter waits are not told
 _LONGEST_LINE = 1 << 20
 
 
