@@ -30,7 +30,7 @@ _CLIENTS = {"httpx", "httpx2", "httpcore", "requests", "urllib3", "aiohttp", "op
 _CLIENTS |= {"websockets", "botocore", "litellm", "socket"}
 _OURS = str(Path(__file__).parents[1])
 _PATHS = ("stdlib", "platstdlib", "purelib", "platlib")
-_NOT_OWN = ("<", f"{_OURS}/", *(f"{sysconfig.get_path(name)}/" for name in _PATHS))
+_NOT_OWN = ("<", *(f"{sysconfig.get_path(name)}/" for name in _PATHS))
 """How the names of files begin that are not the user's."""
 
 

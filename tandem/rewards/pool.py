@@ -274,37 +274,39 @@ class Pool:
         return ""
 
     def _replace(self, child: Child, problem: str, scoring: Scoring) -> None:
-        """Starts another process for one that hangs, died or has grown; a call that it was at has failed."""
+        """Start another process for one that hangs, died or has grown; a call that it was at has failed.
+
+        Raises:
+            RewardError: it did not even start, or its call has failed, and `reward.on_error` is raise.
+        """
         self.counts["died" if problem == "garbled" else problem] += 1
-        code = child.kill()
-        words = {
-            "timeouts": f"took more than {self.config.timeout:g} s and was ended",
-            "died": f"ended its process with exit code {code}, or closed the pipe of its answers",
-            "garbled": "wrote into the pipe of its answers, which is not its own",
-        }
+        code, late, limit = child.kill(), problem == "timeouts", self.config.timeout
         if not child.ready:
-            raise self._not_started(problem, code)
+            raise RewardError(
+                "a scoring process did not start",
+                field="custom_reward_function.path",
+                got=f"loading the reward took more than {load_seconds(limit):g} s"
+                if late
+                else f"exit code {code}; see {self.log}",
+                remedy="raise reward.timeout, or let the file load what it needs at the first call"
+                if late
+                else "mend what the file does on import",
+            )
         if problem != "recycled" and child.calls:
+            words = {
+                "timeouts": f"took more than {limit:g} s and was ended",
+                "died": f"ended its process with exit code {code}, or closed the pipe of its answers",
+                "garbled": "wrote into the pipe of its answers, which is not its own",
+            }
             _, call = child.calls.popleft()
             place = call.places[0]
-            if problem == "timeouts":
-                self._timed(call, self.config.timeout)
             error = call.reward.error(words[problem], place, scoring.items[place])
-            error.remedy = f"{error.remedy}; {LONGER}" if problem == "timeouts" else error.remedy
+            if late:
+                self._timed(call, limit)
+                error.remedy = f"{error.remedy}; {LONGER}"
             scoring.take(call, [], error)
         scoring.waiting.extendleft(call for _, call in reversed(child.calls))
         self._children[self._children.index(child)] = self._start()
-
-    def _not_started(self, problem: str, code: str) -> RewardError:
-        late = f"loading the reward took more than {load_seconds(self.config.timeout):g} s"
-        return RewardError(
-            "a scoring process did not start",
-            field="custom_reward_function.path",
-            got=late if problem == "timeouts" else f"exit code {code}; see {self.log}",
-            remedy="raise reward.timeout, or let the file load what it needs at the first call"
-            if problem == "timeouts"
-            else "mend what the file does on import",
-        )
 
     def _say_slow(self, scoring: Scoring) -> None:
         self._heard = time.monotonic() + self.config.timeout  # once for each silence
