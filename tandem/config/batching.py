@@ -39,22 +39,21 @@ BY_TOKENS = beside("use_dynamic_bsz", True, notice=True)
 
 
 class LogProbSection(Section):
-    """The keys of a phase that only computes log-probs; the actor's stand in where they are not set."""
+    """The keys of a phase that only computes log-probs; the actor's stand in where they are not set.
+
+    Attributes:
+        log_prob_micro_batch_size_per_gpu: samples per log-prob micro-batch and device; null: all at once
+        log_prob_use_dynamic_bsz: cut log-prob micro-batches by tokens, not by samples
+        log_prob_max_token_len_per_gpu: tokens per log-prob micro-batch and device, with
+            log_prob_use_dynamic_bsz
+    """
 
     log_prob_micro_batch_size_per_gpu: int | None = key(
-        None,
-        "samples per log-prob micro-batch and device; null: all at once",
-        when=beside("log_prob_use_dynamic_bsz", False, notice=True),
-        ge=1,
+        None, when=beside("log_prob_use_dynamic_bsz", False, notice=True), ge=1
     )
-    log_prob_use_dynamic_bsz: bool = key(
-        False,
-        "cut log-prob micro-batches by tokens, not by samples",
-        inherits="actor_rollout_ref.actor.use_dynamic_bsz",
-    )
+    log_prob_use_dynamic_bsz: bool = key(False, inherits="actor_rollout_ref.actor.use_dynamic_bsz")
     log_prob_max_token_len_per_gpu: int = key(
         16384,
-        "tokens per log-prob micro-batch and device, with log_prob_use_dynamic_bsz",
         inherits="actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
         when=beside("log_prob_use_dynamic_bsz", True, notice=True),
         needs=holds_longest,

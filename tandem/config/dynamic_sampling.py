@@ -59,22 +59,19 @@ def _fills_a_batch(own: Any, name: str) -> Iterator[ConfigError]:
 
 class FilterGroupsConfig(Section):
     """Dynamic sampling (Yu et al. 2025, DAPO, arXiv 2503.14476, section 3.2): prompts whose responses are all
-    worth the same teach nothing; they are left out, and further prompts take their place."""
+    worth the same teach nothing; they are left out, and further prompts take their place.
 
-    enable: bool = key(False, "leave out prompts whose responses do not differ in the metric", needs=_groups)
-    metric: str = key(
-        "acc",
-        "acc, score: what the reward says; seq_reward, reward: with the punishment of long responses; "
-        "seq_final_reward: with the KL too; or any number that the reward function returns",
-        needs=_without_kl,
-    )
-    max_num_gen_batches: int = key(
-        0,
-        "generation batches of a step before the run ends with an error; 0: as many as it takes to try "
-        "every training prompt once",
-        needs=_fills_a_batch,
-        ge=0,
-    )
+    Attributes:
+        enable: leave out prompts whose responses do not differ in the metric
+        metric: acc, score: what the reward says; seq_reward, reward: with the punishment of long responses;
+            seq_final_reward: with the KL too; or any number that the reward function returns
+        max_num_gen_batches: generation batches of a step before the run ends with an error; 0: as many as it
+            takes to try every training prompt once
+    """
+
+    enable: bool = key(False, needs=_groups)
+    metric: str = key("acc", needs=_without_kl)
+    max_num_gen_batches: int = key(0, needs=_fills_a_batch, ge=0)
 
 
 def _within_longest(own: Any, name: str) -> Iterator[ConfigError]:
@@ -89,14 +86,19 @@ def _within_longest(own: Any, name: str) -> Iterator[ConfigError]:
 
 class OverlongBufferConfig(Section):
     """Soft punishment of long responses (DAPO, eq. 13): from max_response_length - len tokens on the reward
-    falls in a straight line, by penalty_factor at max_response_length. Validation is not punished."""
+    falls in a straight line, by penalty_factor at max_response_length. Validation is not punished.
 
-    enable: bool = key(False, "take off the punishment from training rewards")
-    len: int | None = key(
-        None, "tokens before data.max_response_length that are punished", needs=_within_longest, ge=1
-    )
-    penalty_factor: float = key(1.0, "what is taken off at data.max_response_length", gt=0)
-    log: bool = key(False, "report it: reward/extra/overlong_reward, reward/extra/overlong")
+    Attributes:
+        enable: take off the punishment from training rewards
+        len: tokens before data.max_response_length that are punished
+        penalty_factor: what is taken off at data.max_response_length
+        log: report it: reward/extra/overlong_reward, reward/extra/overlong
+    """
+
+    enable: bool = False
+    len: int | None = key(None, needs=_within_longest, ge=1)
+    penalty_factor: float = key(1.0, gt=0)
+    log: bool = False
 
 
 def _with_a_class(own: Any, name: str) -> Iterator[ConfigError]:
@@ -111,19 +113,17 @@ def _with_a_class(own: Any, name: str) -> Iterator[ConfigError]:
 
 
 class SamplerConfig(Section):
-    """The order in which prompts are drawn, where it follows what was observed of them (a curriculum)."""
+    """The order in which prompts are drawn, where it follows what was observed of them (a curriculum).
 
-    class_path: LocalPath | None = key(
-        None,
-        "Python file or module with the sampler's class; null: tandem.data.curriculum",
-        needs=_with_a_class,
-    )
-    class_name: str | None = key(None, "the class; null: no sampler, the order of data.shuffle")
-    kwargs: dict[str, Any] = key(
-        {},
-        "further arguments of the class",
-        when=When(lambda own: own.class_name is not None, "with {class_name}"),
-    )
+    Attributes:
+        class_path: Python file or module with the sampler's class; null: tandem.data.curriculum
+        class_name: the class; null: no sampler, the order of data.shuffle
+        kwargs: further arguments of the class
+    """
+
+    class_path: LocalPath | None = key(None, needs=_with_a_class)
+    class_name: str | None = None
+    kwargs: dict[str, Any] = key({}, when=When(lambda own: own.class_name is not None, "with {class_name}"))
 
 
 def _named_whole(own: Any, name: str) -> Iterator[ConfigError]:
@@ -137,14 +137,15 @@ def _named_whole(own: Any, name: str) -> Iterator[ConfigError]:
 
 
 class CustomClassConfig(Section):
-    """A dataset of one's own in the place of the files' rows, with verl's signature."""
+    """A dataset of one's own in the place of the files' rows, with verl's signature.
 
-    path: LocalPath | None = key(
-        None,
-        "Python file or module with the dataset's class; null: rows are those of the files",
-        needs=_named_whole,
-    )
-    name: str | None = key(None, "the class, which is given the files", needs=_named_whole)
+    Attributes:
+        path: Python file or module with the dataset's class; null: rows are those of the files
+        name: the class, which is given the files
+    """
+
+    path: LocalPath | None = key(None, needs=_named_whole)
+    name: str | None = key(None, needs=_named_whole)
 
 
 def _below_upper(own: Any, name: str) -> Iterator[ConfigError]:
@@ -158,10 +159,18 @@ def _below_upper(own: Any, name: str) -> Iterator[ConfigError]:
 
 class AdaptiveEntropyConfig(Section):
     """An entropy coefficient that keeps the policy's entropy at a target (He et al. 2025, Skywork-OR1, arXiv
-    2505.22312, section 4). It begins at entropy_coeff."""
+    2505.22312, section 4). It begins at entropy_coeff.
 
-    enabled: bool = key(False, "move entropy_coeff by the entropy of each step")
-    target_entropy: float = key(0.2, "nats per token; above it the coefficient is zero", gt=0)
-    max_ent_coef: float = key(0.005, "the coefficient's upper bound", ge=0)
-    min_ent_coef: float = key(0.0, "the coefficient's lower bound", needs=_below_upper, ge=0)
-    delta_ent_coef: float = key(0.0001, "by which it goes up or down after each step", gt=0)
+    Attributes:
+        enabled: move entropy_coeff by the entropy of each step
+        target_entropy: nats per token; above it the coefficient is zero
+        max_ent_coef: the coefficient's upper bound
+        min_ent_coef: the coefficient's lower bound
+        delta_ent_coef: by which it goes up or down after each step
+    """
+
+    enabled: bool = False
+    target_entropy: float = key(0.2, gt=0)
+    max_ent_coef: float = key(0.005, ge=0)
+    min_ent_coef: float = key(0.0, needs=_below_upper, ge=0)
+    delta_ent_coef: float = key(0.0001, gt=0)

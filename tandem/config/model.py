@@ -130,81 +130,67 @@ def _attention_here(own: Any, name: str) -> Iterator[ConfigError]:
 
 
 class BackboneConfig(Section):
-    """A Hugging Face model folder and how it is run."""
+    """A Hugging Face model folder and how it is run.
 
-    path: LocalPath = key(..., "Hugging Face model folder", needs=model_folder("config.json"))
-    trust_remote_code: bool = key(False, "run Python code that lies in the model folder")
-    enable_gradient_checkpointing: bool = key(
-        True,
-        "recompute activations in the backward pass, to save memory, as gradient_checkpointing_mode says",
-    )
+    Attributes:
+        path: Hugging Face model folder
+        trust_remote_code: run Python code that lies in the model folder
+        enable_gradient_checkpointing: recompute activations in the backward pass, to save memory, as
+            gradient_checkpointing_mode says
+        gradient_checkpointing_mode: layers that recompute; auto: none, all as with ops, or all, the fastest
+            whose activations fit into the memory that is free at the first update, which is said then; full:
+            all; first: the first so many; every: one in so many; ops: all, but some operators' outputs are
+            kept
+        gradient_checkpointing_layers: how many: with mode first the layers that recompute, with every one in
+            so many
+        gradient_checkpointing_ops: with mode ops, whose outputs are kept: matmul, attention, or operators of
+            PyTorch such as aten.mm
+        enable_activation_offload: keep activations in host memory between forward and backward
+        activation_offload_mode: async: copies run beside the next layer's computation; sync: computation
+            waits for them
+        use_remove_padding: pack sequences end to end; false: pad each micro-batch to its longest
+        attn_implementation: kernels of attention in half precision on CUDA devices; torch: PyTorch's own;
+            auto: flash_attention_3 or 4 where installed for the GPU, else torch
+        use_liger: kernels of norms, gated layers and rotary embeddings on CUDA devices; true: Liger's, which
+            must be installed; null: Liger's where installed, else Tandem's own of norms and gates, in Triton;
+            false: transformers' operators
+        lora_rank: rank of the low-rank adapters (LoRA) that are trained while the weights stay as they are;
+            0: no adapters, all weights are trained
+        lora_alpha: what adapters add is scaled by lora_alpha / lora_rank
+        target_modules: linear layers that get adapters: all-linear, all but the head, or the ends of their
+            names
+        exclude_modules: of these, the ends of the names that get none
+        lora_adapter_path: folder of adapters, as peft writes it, to start from; null: they start by changing
+            nothing. The reference policy is without them either way
+    """
+
+    path: LocalPath = key(..., needs=model_folder("config.json"))
+    trust_remote_code: bool = False
+    enable_gradient_checkpointing: bool = True
     gradient_checkpointing_mode: Annotated[str, OneOf(("auto", "full", "first", "every", "ops"))] = key(
-        "auto",
-        "layers that recompute; auto: none, all as with ops, or all, the fastest whose activations fit into "
-        "the memory that is free at the first update, which is said then; full: all; first: the first so "
-        "many; every: one in so many; ops: all, but some operators' outputs are kept",
-        when=beside("enable_gradient_checkpointing", True),
+        "auto", when=beside("enable_gradient_checkpointing", True)
     )
     gradient_checkpointing_layers: int | None = key(
-        None,
-        "how many: with mode first the layers that recompute, with every one in so many",
-        when=beside("gradient_checkpointing_mode", "first", "every"),
-        needs=_layers,
-        ge=1,
+        None, when=beside("gradient_checkpointing_mode", "first", "every"), needs=_layers, ge=1
     )
     gradient_checkpointing_ops: Names = key(
-        ("matmul", "attention"),
-        "with mode ops, whose outputs are kept: matmul, attention, or operators of PyTorch such as aten.mm",
-        when=beside("gradient_checkpointing_mode", "ops"),
-        needs=_operators,
+        ("matmul", "attention"), when=beside("gradient_checkpointing_mode", "ops"), needs=_operators
     )
-    enable_activation_offload: bool = key(
-        False, "keep activations in host memory between forward and backward"
-    )
+    enable_activation_offload: bool = False
     activation_offload_mode: Annotated[str, OneOf(("async", "sync"))] = key(
-        "async",
-        "async: copies run beside the next layer's computation; sync: computation waits for them",
-        when=beside("enable_activation_offload", True),
+        "async", when=beside("enable_activation_offload", True)
     )
-    use_remove_padding: bool = key(
-        True, "pack sequences end to end; false: pad each micro-batch to its longest"
-    )
+    use_remove_padding: bool = True
     attn_implementation: Annotated[str, OneOf(ATTENTION, {"sdpa": "torch"})] = key(
-        "auto",
-        "kernels of attention in half precision on CUDA devices; torch: PyTorch's own; auto: "
-        "flash_attention_3 or 4 where installed for the GPU, else torch",
-        needs=_attention_here,
+        "auto", needs=_attention_here
     )
-    use_liger: bool | None = key(
-        None,
-        "kernels of norms, gated layers and rotary embeddings on CUDA devices; true: Liger's, which must be "
-        "installed; null: Liger's where installed, else Tandem's own of norms and gates, in Triton; false: "
-        "transformers' operators",
-        needs=cuda_device,
-    )
+    use_liger: bool | None = key(None, needs=cuda_device)
 
-    lora_rank: int = key(
-        0,
-        "rank of the low-rank adapters (LoRA) that are trained while the weights stay as they are; 0: no "
-        "adapters, all weights are trained",
-        ge=0,
-    )
-    lora_alpha: int = key(16, "what adapters add is scaled by lora_alpha / lora_rank", when=_ADAPTED, ge=1)
-    target_modules: Names = key(
-        ("all-linear",),
-        "linear layers that get adapters: all-linear, all but the head, or the ends of their names",
-        when=_ADAPTED,
-        needs=_all_or_names,
-        min_length=1,
-    )
-    exclude_modules: Names = key((), "of these, the ends of the names that get none", when=_ADAPTED)
-    lora_adapter_path: LocalPath | None = key(
-        None,
-        "folder of adapters, as peft writes it, to start from; null: they start by changing nothing. The "
-        "reference policy is without them either way",
-        when=_ADAPTED,
-        needs=_adapter_folder,
-    )
+    lora_rank: int = key(0, ge=0)
+    lora_alpha: int = key(16, when=_ADAPTED, ge=1)
+    target_modules: Names = key(("all-linear",), when=_ADAPTED, needs=_all_or_names, min_length=1)
+    exclude_modules: Names = key((), when=_ADAPTED)
+    lora_adapter_path: LocalPath | None = key(None, when=_ADAPTED, needs=_adapter_folder)
 
     @property
     def recomputes_by_memory(self) -> bool:
@@ -238,29 +224,30 @@ LEARNING = (
 
 
 class FusedKernelOptions(Section):
-    """How the fused head is made."""
+    """How the fused head is made.
 
-    impl_backend: Annotated[str, OneOf(("auto", "torch", "triton", "liger"))] = key(
-        "auto",
-        "kernels of the head, with use_fused_kernels; auto: triton on a CUDA device, else torch; liger's "
-        "entropy is of the model's precision",
-    )
+    Attributes:
+        impl_backend: kernels of the head, with use_fused_kernels; auto: triton on a CUDA device, else torch;
+            liger's entropy is of the model's precision
+    """
+
+    impl_backend: Annotated[str, OneOf(("auto", "torch", "triton", "liger"))] = "auto"
 
 
 class ModelConfig(BackboneConfig):
-    """The policy: actor, reference and rollout share it."""
+    """The policy: actor, reference and rollout share it.
 
-    tokenizer_path: LocalPath = key(
-        meaning="folder of the tokenizer", inherits=".path", needs=model_folder("tokenizer_config.json")
-    )
-    custom_chat_template: str | None = key(None, "Jinja chat template; null: the tokenizer's own")
-    use_fused_kernels: bool | None = key(
-        None,
-        "log-probs and entropies by the kernels of fused_kernel_options; null: by Triton's on a CUDA device "
-        "where Triton is installed, else by PyTorch's operators; false: by these everywhere. All go through "
-        "the vocabulary tile by tile",
-        needs=_fused,
-    )
+    Attributes:
+        tokenizer_path: folder of the tokenizer
+        custom_chat_template: Jinja chat template; null: the tokenizer's own
+        use_fused_kernels: log-probs and entropies by the kernels of fused_kernel_options; null: by Triton's
+            on a CUDA device where Triton is installed, else by PyTorch's operators; false: by these
+            everywhere. All go through the vocabulary tile by tile
+    """
+
+    tokenizer_path: LocalPath = key(inherits=".path", needs=model_folder("tokenizer_config.json"))
+    custom_chat_template: str | None = None
+    use_fused_kernels: bool | None = key(None, needs=_fused)
     fused_kernel_options: FusedKernelOptions = section(
         FusedKernelOptions(), below={"impl_backend": beside("use_fused_kernels", True, notice=True)}
     )

@@ -4,7 +4,9 @@ needs, and the few types that plain annotations cannot express."""
 from __future__ import annotations
 
 import difflib
+import inspect
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -25,12 +27,23 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from tandem.errors import ConfigError
 
+_ENTRY = re.compile(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
+"""A name and its meaning, in the `Attributes:` of a docstring."""
+
 
 class Section(BaseModel):
-    """A part of the config: immutable, no unknown keys, no conversions between types."""
+    """A part of the config: immutable, no unknown keys, no conversions between types. Its docstring says
+    under `Attributes:` what each key means, with its unit."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
     _from_environment: dict[str, tuple[Any, Any]] = PrivateAttr(default_factory=dict)
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **further: Any) -> None:
+        super().__pydantic_init_subclass__(**further)
+        entries = inspect.cleandoc(cls.__doc__ or "").partition("\nAttributes:\n")[2]
+        for name, meaning in _ENTRY.findall(entries):
+            cls.model_fields[name].description = " ".join(meaning.split())
 
     @property
     def from_environment(self) -> dict[str, tuple[Any, Any]]:
@@ -101,18 +114,16 @@ def beside(name: str, *values: Any, notice: bool = False, neutral: tuple[Any, ..
 
 def key(
     default: Any = ...,
-    meaning: str = "",
     *,
     inherits: str | None = None,
     when: When | Sequence[When] = (),
     needs: Need | Sequence[Need] = (),
     **limits: Any,
 ) -> Any:
-    """Declares one setting of a section.
+    """Declare a setting that has more to say of itself than its type and default.
 
     Args:
         default: the value when nobody sets one; left out, the key is required or inherited.
-        meaning: what it does, with its unit.
         inherits: the key whose value stands in when nobody sets this one: ".name" in the same section,
             else a dotted path from the root. `default` then only serves a section built on its own.
         when: when it counts.
@@ -122,10 +133,8 @@ def key(
     """
     extra = _extra(Declared(inherits, _several(when), _several(needs)))
     if inherits is not None and inherits.startswith("."):
-        return Field(
-            default_factory=_sibling(inherits[1:]), description=meaning, json_schema_extra=extra, **limits
-        )
-    return Field(default, description=meaning, json_schema_extra=extra, **limits)
+        return Field(default_factory=_sibling(inherits[1:]), json_schema_extra=extra, **limits)
+    return Field(default, json_schema_extra=extra, **limits)
 
 
 def section(
