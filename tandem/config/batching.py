@@ -49,15 +49,18 @@ class LogProbSection(Section):
     """
 
     log_prob_micro_batch_size_per_gpu: int | None = key(
-        None, when=beside("log_prob_use_dynamic_bsz", False, notice=True), ge=1
+        None, when=beside("log_prob_use_dynamic_bsz", False, notice=True), ge=1, resumed="told"
     )
-    log_prob_use_dynamic_bsz: bool = key(False, inherits="actor_rollout_ref.actor.use_dynamic_bsz")
+    log_prob_use_dynamic_bsz: bool = key(
+        False, inherits="actor_rollout_ref.actor.use_dynamic_bsz", resumed="told"
+    )
     log_prob_max_token_len_per_gpu: int = key(
         16384,
         inherits="actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
         when=beside("log_prob_use_dynamic_bsz", True, notice=True),
         needs=holds_longest,
         ge=1,
+        resumed="told",
     )
 
     @property

@@ -15,8 +15,8 @@ _VALIDATES = When(lambda own: bool(own.val_files), "with {val_files}", notice=Tr
 _WITHOUT_SAMPLER = When(
     lambda own: own.sampler.class_name is None, "without {sampler.class_name}, which draws the prompts"
 )
-WORKERS = key(None, ge=1)
-CACHE_DIR = "~/.cache/tandem/data"
+WORKERS = key(None, ge=1, resumed="told")
+CACHE_DIR = key("~/.cache/tandem/data", resumed="told")
 Truncation = Literal["error", "left", "right", "middle"]
 
 
@@ -64,7 +64,7 @@ class DataConfig(Section):
     """
 
     train_files: Paths = key(..., needs=files)
-    val_files: Paths = key((), needs=files)
+    val_files: Paths = key((), needs=files, resumed="told")
     train_batch_size: int = key(1024, ge=1)
     gen_batch_size: int | None = key(
         None,
@@ -73,13 +73,13 @@ class DataConfig(Section):
         ),
         ge=1,
     )
-    val_batch_size: int | None = key(None, when=_VALIDATES, ge=1)
+    val_batch_size: int | None = key(None, when=_VALIDATES, ge=1, resumed="told")
     max_prompt_length: int = key(512, ge=1)
     max_response_length: int = key(512, ge=1)
     prompt_key: str = "prompt"
-    image_key: str = "images"
-    video_key: str = "videos"
-    audio_key: str = "audios"
+    image_key: str = key("images", resumed="told")
+    video_key: str = key("videos", resumed="told")
+    audio_key: str = key("audios", resumed="told")
     reward_fn_key: str = "data_source"
     answer_key: str | None = None
     system_key: str | None = None
@@ -93,7 +93,7 @@ class DataConfig(Section):
     cache_dir: LocalPath = CACHE_DIR
     truncation: Truncation = "error"
     train_max_samples: int = key(-1, ge=-1)
-    val_max_samples: int = key(-1, when=_VALIDATES, ge=-1)
+    val_max_samples: int = key(-1, when=_VALIDATES, ge=-1, resumed="told")
     apply_chat_template_kwargs: dict[str, Any] = key({})
     custom_cls: CustomClassConfig = CustomClassConfig()
     sampler: SamplerConfig = SamplerConfig()

@@ -98,7 +98,7 @@ class OverlongBufferConfig(Section):
     enable: bool = False
     len: int | None = key(None, needs=_within_longest, ge=1)
     penalty_factor: float = key(1.0, gt=0)
-    log: bool = False
+    log: bool = key(False, resumed="told")
 
 
 def _with_a_class(own: Any, name: str) -> Iterator[ConfigError]:

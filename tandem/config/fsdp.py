@@ -78,6 +78,8 @@ class FSDPConfig(Section):
             same bits; what has none is refused
     """
 
+    all_resumed = "told"
+
     wrap_policy: WrapPolicyConfig = WrapPolicyConfig()
     param_offload: bool = False
     optimizer_offload: bool = False
@@ -94,9 +96,9 @@ class FSDPConfig(Section):
     gradient_sync: Annotated[str, OneOf(("auto", "each", "once"))] = "auto"
     forward_prefetch: bool = False
     model_dtype: Annotated[str, OneOf(("fp32", "bf16", "fp64"), SPELLINGS)] = key(
-        "fp32", needs=_loses_small_updates
+        "fp32", needs=_loses_small_updates, resumed="refused"
     )
-    dtype: Annotated[str, OneOf(("auto", "fp32", "bf16", "fp64"), SPELLINGS)] = "auto"
+    dtype: Annotated[str, OneOf(("auto", "fp32", "bf16", "fp64"), SPELLINGS)] = key("auto", resumed="refused")
     use_torch_compile: bool = False
     full_determinism: bool = False
 

@@ -165,26 +165,33 @@ class BackboneConfig(Section):
     """
 
     path: LocalPath = key(..., needs=model_folder("config.json"))
-    trust_remote_code: bool = False
-    enable_gradient_checkpointing: bool = True
+    trust_remote_code: bool = key(False, resumed="told")
+    enable_gradient_checkpointing: bool = key(True, resumed="told")
     gradient_checkpointing_mode: Annotated[str, OneOf(("auto", "full", "first", "every", "ops"))] = key(
-        "auto", when=beside("enable_gradient_checkpointing", True)
+        "auto", when=beside("enable_gradient_checkpointing", True), resumed="told"
     )
     gradient_checkpointing_layers: int | None = key(
-        None, when=beside("gradient_checkpointing_mode", "first", "every"), needs=_layers, ge=1
+        None,
+        when=beside("gradient_checkpointing_mode", "first", "every"),
+        needs=_layers,
+        ge=1,
+        resumed="told",
     )
     gradient_checkpointing_ops: Names = key(
-        ("matmul", "attention"), when=beside("gradient_checkpointing_mode", "ops"), needs=_operators
+        ("matmul", "attention"),
+        when=beside("gradient_checkpointing_mode", "ops"),
+        needs=_operators,
+        resumed="told",
     )
-    enable_activation_offload: bool = False
+    enable_activation_offload: bool = key(False, resumed="told")
     activation_offload_mode: Annotated[str, OneOf(("async", "sync"))] = key(
-        "async", when=beside("enable_activation_offload", True)
+        "async", when=beside("enable_activation_offload", True), resumed="told"
     )
-    use_remove_padding: bool = True
+    use_remove_padding: bool = key(True, resumed="told")
     attn_implementation: Annotated[str, OneOf(ATTENTION, {"sdpa": "torch"})] = key(
-        "auto", needs=_attention_here
+        "auto", needs=_attention_here, resumed="told"
     )
-    use_liger: bool | None = key(None, needs=cuda_device)
+    use_liger: bool | None = key(None, needs=cuda_device, resumed="told")
 
     lora_rank: int = key(0, ge=0)
     lora_alpha: int = key(16, when=_ADAPTED, ge=1)
@@ -231,6 +238,8 @@ class FusedKernelOptions(Section):
             liger's entropy is of the model's precision
     """
 
+    all_resumed = "told"
+
     impl_backend: Annotated[str, OneOf(("auto", "torch", "triton", "liger"))] = "auto"
 
 
@@ -247,7 +256,7 @@ class ModelConfig(BackboneConfig):
 
     tokenizer_path: LocalPath = key(inherits=".path", needs=model_folder("tokenizer_config.json"))
     custom_chat_template: str | None = None
-    use_fused_kernels: bool | None = key(None, needs=_fused)
+    use_fused_kernels: bool | None = key(None, needs=_fused, resumed="told")
     fused_kernel_options: FusedKernelOptions = section(
         FusedKernelOptions(), below={"impl_backend": beside("use_fused_kernels", True, notice=True)}
     )

@@ -58,6 +58,7 @@ class OptimConfig(Section):
         when=When(
             lambda own: own.optimizer != "adamw_8bit", "with another {optimizer} than adamw_8bit", notice=True
         ),
+        resumed="told",
     )
     lr: float = key(1e-6, ge=0)
     weight_decay: float = key(0.01, ge=0)
@@ -66,7 +67,7 @@ class OptimConfig(Section):
     eps: float = key(1e-8, gt=0)
     muon_momentum: Decay = key(0.95, when=beside("optimizer", "muon"))
     clip_grad: float = key(1.0, gt=0)
-    skip_non_finite_steps: int = key(0, ge=0)
+    skip_non_finite_steps: int = key(0, ge=0, resumed="told")
     lr_scheduler_type: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     lr_warmup_steps: int = key(-1, ge=-1)
     lr_warmup_steps_ratio: float = key(

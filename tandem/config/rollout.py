@@ -143,6 +143,8 @@ class ValidationSampling(SamplingSection):
         do_sample: false: greedy, whatever the temperature
     """
 
+    all_resumed = "told"
+
     temperature: float = key(0.0, ge=0)
     n: int = key(1, needs=_validated, ge=1)
     do_sample: bool = key(False, needs=_not_greedy)
@@ -160,6 +162,8 @@ class ServerConfig(Section):
         weights_backend: how vllm servers get new weights over the network; auto: nccl between GPUs, else gloo
         weights_folder: folder through which sglang servers get new weights; they see it under the same path
     """
+
+    all_resumed = "told"
 
     urls: Names = ()
     model: str | None = None
@@ -200,8 +204,8 @@ class EngineConfig(SamplingSection):
         runner: forward of the native engine: fused decoder, or transformers' module; auto: fused where it can
     """
 
-    name: Annotated[str, OneOf(tables.ROLLOUT_ENGINES)] = "native"
-    mode: Literal["colocate", "server"] = key("colocate", when=beside("name", "vllm"))
+    name: Annotated[str, OneOf(tables.ROLLOUT_ENGINES)] = key("native", resumed="told")
+    mode: Literal["colocate", "server"] = key("colocate", when=beside("name", "vllm"), resumed="told")
     server: ServerConfig = section(
         ServerConfig(), when=_ON_SERVERS, below={"weights_backend": _NO_SERVER_ENGINE}
     )
@@ -212,17 +216,17 @@ class EngineConfig(SamplingSection):
     logprobs_mode: Literal["processed_logprobs", "raw_logprobs", "processed_logits", "raw_logits"] = (
         "processed_logprobs"
     )
-    max_num_seqs: int = key(256, ge=1)
-    max_num_batched_tokens: int = key(8192, ge=1)
-    enable_chunked_prefill: bool = key(True, when=_NATIVE)
-    enable_prefix_caching: bool = key(True, when=_IN_PROCESS)
-    gpu_memory_utilization: float | None = key(None, when=_IN_PROCESS, gt=0, le=1)
-    enforce_eager: bool = key(False, when=_IN_PROCESS)
-    block_size: int = key(16, when=_NATIVE, ge=1)
-    num_gpu_blocks_override: int | None = key(None, when=_NATIVE, ge=1)
-    tensor_model_parallel_size: int = key(1, ge=1)
-    disable_log_stats: bool = True
-    runner: Literal["auto", "fused", "module"] = key("auto", when=_NATIVE)
+    max_num_seqs: int = key(256, ge=1, resumed="told")
+    max_num_batched_tokens: int = key(8192, ge=1, resumed="told")
+    enable_chunked_prefill: bool = key(True, when=_NATIVE, resumed="told")
+    enable_prefix_caching: bool = key(True, when=_IN_PROCESS, resumed="told")
+    gpu_memory_utilization: float | None = key(None, when=_IN_PROCESS, gt=0, le=1, resumed="told")
+    enforce_eager: bool = key(False, when=_IN_PROCESS, resumed="told")
+    block_size: int = key(16, when=_NATIVE, ge=1, resumed="told")
+    num_gpu_blocks_override: int | None = key(None, when=_NATIVE, ge=1, resumed="told")
+    tensor_model_parallel_size: int = key(1, ge=1, resumed="told")
+    disable_log_stats: bool = key(True, resumed="told")
+    runner: Literal["auto", "fused", "module"] = key("auto", when=_NATIVE, resumed="told")
 
     @property
     def on_named_servers(self) -> bool:
@@ -256,11 +260,11 @@ class RolloutConfig(EngineConfig, LogProbSection):
     n: int = key(1, needs=_possible, ge=1)
     n_schedule: BySteps = key({}, needs=_of_steps)
     max_model_len: int | None = key(None, needs=_beyond_prompts, ge=2)
-    free_cache_engine: bool = True
+    free_cache_engine: bool = key(True, resumed="told")
     update_weights_bucket_megabytes: int = key(
-        2048, when=When(_apart, "where actor and rollout are apart", notice=True), ge=1
+        2048, when=When(_apart, "where actor and rollout are apart", notice=True), ge=1, resumed="told"
     )
-    log_prob_diff_limit: float | None = key(None, gt=0)
+    log_prob_diff_limit: float | None = key(None, gt=0, resumed="told")
     val_kwargs: ValidationSampling = section(
         ValidationSampling(),
         when=_VALIDATES,

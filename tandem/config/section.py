@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import (
     AfterValidator,
@@ -31,11 +31,18 @@ _ENTRY = re.compile(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
 """A name and its meaning, in the `Attributes:` of a docstring."""
 
 
+Resumed = Literal["refused", "told", "silent"]
+"""What another value means where a run goes on: refused unless it is allowed, as something else would be
+learnt; told; or not worth a word, as it says which run goes on."""
+
+
 class Section(BaseModel):
     """A part of the config: immutable, no unknown keys, no conversions between types. Its docstring says
     under `Attributes:` what each key means, with its unit."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    all_resumed: ClassVar[Resumed | None] = None
+    """What another value of its keys means at a resume, unless they say it themselves; None: as outside."""
     _from_environment: dict[str, tuple[Any, Any]] = PrivateAttr(default_factory=dict)
 
     @classmethod
@@ -91,12 +98,14 @@ class Declared:
         when: all of these must hold for it to count.
         needs: rules that are asked where it counts.
         below: further conditions of a section's own keys, by name.
+        resumed: what another value means at a resume; None: what the section says.
     """
 
     inherits: str | None = None
     when: tuple[When, ...] = ()
     needs: tuple[Need, ...] = ()
     below: Mapping[str, When] = field(default_factory=dict)
+    resumed: Resumed | None = None
 
 
 NOT_TRAINED = When(lambda own: False, "for a model that is trained")
@@ -118,6 +127,7 @@ def key(
     inherits: str | None = None,
     when: When | Sequence[When] = (),
     needs: Need | Sequence[Need] = (),
+    resumed: Resumed | None = None,
     **limits: Any,
 ) -> Any:
     """Declare a setting that has more to say of itself than its type and default.
@@ -129,9 +139,10 @@ def key(
         when: when it counts.
         needs: what it needs of other keys, of files or of the device, where it counts. An inherited value is
             asked for it at its source, unless that does not count.
+        resumed: what another value means at a resume; None: what the section says.
         limits: pydantic's constraints, such as ge=1.
     """
-    extra = _extra(Declared(inherits, _several(when), _several(needs)))
+    extra = _extra(Declared(inherits, _several(when), _several(needs), resumed=resumed))
     if inherits is not None and inherits.startswith("."):
         return Field(default_factory=_sibling(inherits[1:]), json_schema_extra=extra, **limits)
     return Field(default, json_schema_extra=extra, **limits)

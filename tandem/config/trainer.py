@@ -110,9 +110,13 @@ class RunConfig(Section):
         max_restarts: how often a run goes on by itself, from its newest checkpoint, after a worker failed
     """
 
+    all_resumed = "told"
+
     project_name: str = "tandem"
     experiment_name: str = "default"
-    default_local_dir: LocalPath = "runs/${trainer.project_name}/${trainer.experiment_name}"
+    default_local_dir: LocalPath = key(
+        "runs/${trainer.project_name}/${trainer.experiment_name}", resumed="silent"
+    )
     private_folder: bool = True
     logger: Annotated[tuple[Logger, ...], AsTuple] = ("console",)
     total_epochs: int = key(30, ge=1)
@@ -120,7 +124,7 @@ class RunConfig(Section):
     n_gpus_per_node: int = key(1, ge=1)
     nnodes: int = key(1, ge=1)
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    seed: int = key(0, ge=0)
+    seed: int = key(0, ge=0, resumed="refused")
     test_freq: int = key(-1, needs=validation_files, ge=-1)
     save_freq: int = key(-1, ge=-1)
     max_ckpt_to_keep: int | None = key(None, ge=1)
@@ -129,11 +133,13 @@ class RunConfig(Section):
         "max", when=When(lambda own: own.keep_best is not None, "with {keep_best}")
     )
     async_save: bool = False
-    resume_mode: Annotated[str, OneOf(("auto", "disable", "resume_path"), {"path": "resume_path"})] = "auto"
-    resume_from_path: LocalPath | None = key(
-        None, when=beside("resume_mode", "resume_path"), needs=_checkpoint
+    resume_mode: Annotated[str, OneOf(("auto", "disable", "resume_path"), {"path": "resume_path"})] = key(
+        "auto", resumed="silent"
     )
-    resume_with_changes: bool = False
+    resume_from_path: LocalPath | None = key(
+        None, when=beside("resume_mode", "resume_path"), needs=_checkpoint, resumed="silent"
+    )
+    resume_with_changes: bool = key(False, resumed="silent")
     backend: Literal["auto", "local", "ray"] = key("auto", needs=_one_process)
     balance_batch: bool = key(
         True,
@@ -193,12 +199,13 @@ class TrainerConfig(RunConfig):
     defaults: Literal["tandem", "verl"] = "tandem"
     resource_pools: Annotated[dict[str, Counts], ByName] = key({})
     placement: Annotated[dict[str, str], ByName] = key({})
-    worker_classes: Annotated[dict[str, str], ByName] = key({})
+    worker_classes: Annotated[dict[str, str], ByName] = key({}, resumed="refused")
     worst_batch_first: bool | None = None
     critic_warmup: int = key(
         0,
         when=When(lambda own: root(own).needs_critic, "with an algorithm.adv_estimator that has a critic"),
         ge=0,
+        resumed="refused",
     )
     val_before_train: bool = True
     samples_freq: int = key(1, ge=-1)
