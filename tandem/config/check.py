@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from tandem.config.schema import Condition, Group, Key, declarations, keys, value_at
-from tandem.config.section import Finding, Section
-from tandem.config.view import WrongValueRead, view_of
+from tandem.config.section import Finding, Section, WrongValueRead
+from tandem.config.view import view_of
 from tandem.errors import ConfigError
 
 C = TypeVar("C", bound=Section)

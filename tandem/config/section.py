@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import (
     AfterValidator,
@@ -36,6 +36,25 @@ Resumed = Literal["refused", "told", "silent"]
 learnt; told; or not worth a word, as it says which run goes on."""
 
 
+class WrongValueRead(Exception):
+    """A rule has read a key whose value is a stand-in for a wrong one, and knows nothing from there on."""
+
+
+@dataclass
+class Place:
+    """Where a section lies in the config that rules look at.
+
+    Attributes:
+        at: what stands before its keys: a dotted path and a dot, or nothing at the root.
+        changed: the keys of the whole config that differ from what they would be had nobody set them.
+        root: the whole config.
+    """
+
+    at: str
+    changed: frozenset[str]
+    root: Any = None
+
+
 class Section(BaseModel):
     """A part of the config: immutable, no unknown keys, no conversions between types. Its docstring says
     under `Attributes:` what each key means, with its unit."""
@@ -44,6 +63,14 @@ class Section(BaseModel):
     all_resumed: ClassVar[Resumed | None] = None
     """What another value of its keys means at a resume, unless they say it themselves; None: as outside."""
     _from_environment: dict[str, tuple[Any, Any]] = PrivateAttr(default_factory=dict)
+    _place: Place | None = PrivateAttr(default=None)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name in type(self).model_fields:  # which only what `view_of` makes can lack
+                raise WrongValueRead(name)
+            return super().__getattr__(name)
 
     @classmethod
     def __pydantic_init_subclass__(cls, **further: Any) -> None:
