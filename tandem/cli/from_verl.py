@@ -12,13 +12,14 @@ from tandem.config.hydra import VERLS_DEFAULTS
 from tandem.config.load import Loaded, load_train_config
 from tandem.config.root import TrainConfig
 from tandem.config.sources import split_arguments
-from tandem.config.verl.translate import Reading, Translation
 from tandem.errors import ConfigError, ConfigErrors
 from tandem.migrate import environment
 from tandem.migrate.script import Call, Script
-from tandem.migrate.table import Row, print_table
+from tandem.migrate.table import print_table
 from tandem.migrate.verl_call import VerlCall, understood
 from tandem.observability.terminal import warn
+from tandem.peers.table import Reading
+from tandem.peers.translate import Translation
 
 OPTION, CALL, LIMIT = "--from-verl", "--call", "--script-limit"
 USAGE = f"""  {OPTION} SCRIPT.sh [-- ARGUMENTS…]
@@ -104,7 +105,7 @@ def at_the_call(request: Request, *, dry: bool) -> Iterator[tuple[Script, VerlCa
         call = script.reach()
         _tell(script, call)
         asked = understood(call)
-        print_table("environment of the call", _variables(asked))
+        print_table("environment of the call", environment.readings(asked.variables))
         for sentence in asked.around:
             warn(f"note: {sentence}")
         os.environ.update(asked.variables)
@@ -131,11 +132,6 @@ def _tell(script: Script, call: Call) -> None:
             warn(f"call {other.number} ({CALL} {other.number} takes it), words that are others: {words}")
 
 
-def _variables(asked: VerlCall) -> Iterator[Row]:
-    for name, value, acts, sentence in environment.rows(asked.variables):
-        yield Row(name, value, "acts" if acts else "ignored", sentence)
-
-
 def load_with_table(words: Sequence[str]) -> Loaded[TrainConfig]:
     """The config that a call of verl stands for; prints how each of its settings was read.
 
@@ -149,13 +145,13 @@ def load_with_table(words: Sequence[str]) -> Loaded[TrainConfig]:
     try:
         loaded = load_train_config(path, overrides)
     except ConfigErrors as errors:
-        print_table("settings", [*map(_refused, errors.errors), *_read(errors.readings)])
+        print_table("settings", [*map(_refused, errors.errors), *errors.readings])
         raise ConfigError(
             f"{len(errors.errors)} of the script's settings cannot be taken over; the table names them",
             remedy="change them in the script, or give key=value behind it, which wins, or ~key, which takes "
             "a key back",
         ) from errors
-    print_table("settings", _read(loaded.readings))
+    print_table("settings", loaded.readings)
     warn("all other settings act under their own names")
     for notice in loaded.notices:
         if notice not in Translation(readings=list(loaded.readings)).notices:
@@ -163,15 +159,11 @@ def load_with_table(words: Sequence[str]) -> Loaded[TrainConfig]:
     return loaded
 
 
-def _read(readings: Sequence[Reading]) -> list[Row]:
-    return [Row(of.name, of.value, of.verdict, of.sentence) for of in readings]
-
-
-def _refused(error: ConfigError) -> Row:
+def _refused(error: ConfigError) -> Reading:
     parts = [error.message]
     if error.expected is not None:
         parts.append(f"expected {error.expected}")
     if error.remedy is not None:
         parts.append(error.remedy)
     name, value = (error.field, error.got) if error.field else (error.got, "")
-    return Row(str(name), "" if value is None else value, "refused", "; ".join(parts))
+    return Reading(str(name), "" if value is None else value, "refused", "; ".join(parts))

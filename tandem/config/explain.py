@@ -11,7 +11,7 @@ from tandem.config.root import TrainConfig
 from tandem.config.schema import Key, keys, sections, shown, unknown_key
 from tandem.config.section import Section
 from tandem.config.supervised import RMConfig, SFTConfig
-from tandem.config.verl.table import rule_of
+from tandem.peers.table import rule_of
 from tandem.texts import parse_json
 
 READERS = Path(__file__).with_name("readers.json")

@@ -10,9 +10,9 @@ from tandem.config.needs import countable, files, model_folder
 from tandem.config.rewards import CustomRewardConfig, RewardConfig
 from tandem.config.rollout import EngineConfig
 from tandem.config.section import AsTuple, Finding, LocalPath, Need, Paths, Section, When, key, section
-from tandem.config.verl.table import Rule
 from tandem.config.view import path, root
 from tandem.errors import ConfigError
+from tandem.peers.table import Rule
 
 OTHER_NAMES = {
     "data.n_samples": Rule("data.n_samples", now=("rollout.n",)),

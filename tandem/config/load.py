@@ -26,12 +26,11 @@ from tandem.config.section import Section, nearest_remedy
 from tandem.config.sources import read_sources
 from tandem.config.supervised import RMConfig, SFTConfig
 from tandem.config.trainer import TrainerConfig
-from tandem.config.verl.aggregation import averaged_by_verl
-from tandem.config.verl.defaults import DEFAULTS, differing
-from tandem.config.verl.table import rule_of
-from tandem.config.verl.translate import Reading, Rules, translate
+from tandem.config.verl import DEFAULTS, averaged_by_verl, differing
 from tandem.config.written import LEFT_OUT, places_left_out, plain, with_references
 from tandem.errors import ConfigError, ConfigErrors, TandemError
+from tandem.peers.table import Reading, rule_of
+from tandem.peers.translate import Rules, translate
 
 C = TypeVar("C", bound=Section)
 

@@ -11,9 +11,9 @@ from tandem.config.hydra import read_file
 from tandem.config.schema import keys, shown
 from tandem.config.section import Section
 from tandem.config.tables import published_aggregation
-from tandem.config.verl.table import former_names
 from tandem.config.written import LEFT_OUT, at_key, refers, resolved, to_dict, without_secrets
 from tandem.errors import ConfigError
+from tandem.peers.table import former_names
 
 _ABSENT = object()
 

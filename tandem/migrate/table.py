@@ -4,38 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, Literal
 
 from rich.table import Table
 
 from tandem.observability.terminal import plain_console, printable
+from tandem.peers.table import Reading
 
-Verdict = Literal["renamed", "acts", "ignored", "refused"]
-ORDER: tuple[Verdict, ...] = ("refused", "renamed", "acts", "ignored")
+ORDER = ("refused", "renamed", "acts", "ignored")
 _LONGEST = 60
 _FILE_WIDTH = 200
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """What became of one setting.
-
-    Attributes:
-        name: as it was given: a key, an option, an environment variable.
-        value: what was given.
-        verdict: renamed: another key here; acts: under its own name; ignored: nothing here depends on it;
-            refused: it would change the run, and cannot.
-        sentence: the other key and value, or the reason.
-    """
-
-    name: str
-    value: Any
-    verdict: Verdict
-    sentence: str
-
-
-def print_table(title: str, rows: Iterable[Row], *, to_stderr: bool = True) -> None:
+def print_table(title: str, rows: Iterable[Reading], *, to_stderr: bool = True) -> None:
     """Prints rows by verdict, refusals first; the reasons of rows that share one are printed once.
 
     Args:
