@@ -13,7 +13,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -53,14 +53,11 @@ class _Class:
 
 def table() -> dict[str, dict[str, list[str]]]:
     """The modules that read each key, by command."""
-    return {
-        command: {name: list(modules) for name, modules in readers(root).items()}
-        for command, root in explain.COMMANDS.items()
-    }
+    return {command: readers(root) for command, root in explain.COMMANDS.items()}
 
 
 @cache
-def readers(root: type[Section]) -> Mapping[str, tuple[str, ...]]:
+def readers(root: type[Section]) -> dict[str, list[str]]:
     """The modules that read each key, by dotted path, in alphabetical order."""
     found: dict[str, set[str]] = {name: set() for name in keys(root)}
     holders = _holders(root)
@@ -69,7 +66,7 @@ def readers(root: type[Section]) -> Mapping[str, tuple[str, ...]]:
             name = ".".join([*([at] if at else []), *chain])
             if start in classes and name in found:
                 found[name].add(module)
-    return {name: tuple(sorted(modules)) for name, modules in found.items()}
+    return {name: sorted(modules) for name, modules in found.items()}
 
 
 def _holders(root: type[Section]) -> dict[str, frozenset[str]]:

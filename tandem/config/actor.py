@@ -6,14 +6,12 @@ from collections.abc import Iterator, Mapping
 from operator import attrgetter
 from typing import Annotated, Any
 
-from pydantic import BaseModel, Field
-
 from tandem.config import tables
 from tandem.config.batching import BY_SAMPLES, BY_TOKENS, Batching, LogProbSection
 from tandem.config.cluster import ByName
 from tandem.config.dynamic_sampling import AdaptiveEntropyConfig
 from tandem.config.fsdp import FORWARD_ALONE, OPTIMIZER_HAS_STATE_HERE, FSDPConfig, RefFSDPConfig
-from tandem.config.needs import divides_batch, holds_longest, names, not_a_model, own_code
+from tandem.config.needs import Check, divides_batch, holds_longest, names, not_a_model, own_code
 from tandem.config.optim import OptimConfig
 from tandem.config.section import LocalPath, OneOf, Section, When, beside, key, section
 from tandem.config.view import path, root
@@ -51,43 +49,47 @@ _LOW, _HIGH, _DUAL = ((_takes(f"clip_ratio_{side}"), _CLIPS) for side in ("low",
 _KL = beside("use_kl_loss", True, neutral=(0,))
 
 
-def _dro_beta(own: Any, name: str) -> Iterator[ConfigError]:
-    if own.loss_mode == "dro" and own.dro_beta is None:
-        yield ConfigError(
-            "missing",
-            expected="a number > 0; a token comes to rest at advantage / dro_beta nats",
-            remedy=f"add {path(own, name)}=…, or set another loss_mode",
-        )
+_DRO_BETA = Check(
+    lambda own, beta: beta is None and own.loss_mode == "dro",
+    "missing",
+    expected="a number > 0; a token comes to rest at advantage / dro_beta nats",
+    remedy="add {}=…, or set another loss_mode",
+)
+_COVARIANCES = Check(
+    lambda own, low: own.loss_mode == "clip_cov" and low >= own.clip_cov_ub,
+    "no covariance lies between the bounds",
+    expected="less than {clip_cov_ub=}",
+    remedy="set one of the two",
+)
 
 
-def _covariances(own: Any, name: str) -> Iterator[ConfigError]:
-    if own.loss_mode == "clip_cov" and own.clip_cov_lb >= own.clip_cov_ub:
-        yield ConfigError(
-            "no covariance lies between the bounds",
-            expected=f"less than {path(own, 'clip_cov_ub')}={own.clip_cov_ub}",
-            remedy="set one of the two",
-        )
-
-
-def _within_bounds(own: Any, name: str) -> Iterator[ConfigError]:
-    bounds, at = own.adaptive_entropy, path(own, "adaptive_entropy")
+def _begins_outside(own: Any, coefficient: float) -> bool:
+    bounds = own.adaptive_entropy
     low, high = bounds.min_ent_coef, bounds.max_ent_coef
-    if bounds.enabled and low <= high and not low <= own.entropy_coeff <= high:
-        yield ConfigError(
-            "begins outside its bounds",
-            expected=f"{low} to {high}, the bounds of {at}",
-            remedy=f"set {path(own, name)}={low}, or widen the bounds",
-        )
+    return bounds.enabled and low <= high and not low <= coefficient <= high
 
 
-def _leaves_a_ratio(own: Any, name: str) -> Iterator[ConfigError]:
-    loss, low = own.policy_loss.loss_mode, own.clip_ratio_low
-    if getattr(own, name) == low > 1 and tables.loss_options(loss) and loss not in tables.LOW_ABOVE_ONE:
-        yield ConfigError(
-            "a ratio never falls below zero",
-            expected=f"0 to 1 with {path(own, 'policy_loss.loss_mode')}={loss}",
-            remedy=f"set {path(own, 'clip_ratio_low')}=1, which bounds as little",
-        )
+_WITHIN_BOUNDS = Check(
+    _begins_outside,
+    "begins outside its bounds",
+    expected="{=adaptive_entropy.min_ent_coef} to {=adaptive_entropy.max_ent_coef}, the bounds of "
+    "{adaptive_entropy}",
+    remedy="set {}={=adaptive_entropy.min_ent_coef}, or widen the bounds",
+)
+
+
+def _leaves_no_ratio(own: Any, clip: float) -> bool:
+    loss = own.policy_loss.loss_mode
+    bounded = tables.loss_options(loss) and loss not in tables.LOW_ABOVE_ONE
+    return bool(clip == own.clip_ratio_low > 1 and bounded)
+
+
+_LEAVES_A_RATIO = Check(
+    _leaves_no_ratio,
+    "a ratio never falls below zero",
+    expected="0 to 1 with {policy_loss.loss_mode=}",
+    remedy="set {clip_ratio_low}=1, which bounds as little",
+)
 
 
 class PolicyLossConfig(Section):
@@ -108,11 +110,11 @@ class PolicyLossConfig(Section):
         str, OneOf(tuple(tables.POLICY_LOSSES), tables.POLICY_LOSS_ALIASES, own_code=True)
     ] = key("vanilla", needs=own_code)
     clip_cov_ratio: float = key(0.0002, when=_takes("clip_cov_ratio", "loss_mode"), gt=0, le=1)
-    clip_cov_lb: float = key(1.0, when=_takes("clip_cov_lb", "loss_mode"), needs=_covariances)
+    clip_cov_lb: float = key(1.0, when=_takes("clip_cov_lb", "loss_mode"), needs=_COVARIANCES)
     clip_cov_ub: float = key(5.0, when=_takes("clip_cov_ub", "loss_mode"))
     kl_cov_ratio: float = key(0.0002, when=_takes("kl_cov_ratio", "loss_mode"), gt=0, le=1)
     ppo_kl_coef: float = key(0.1, when=_takes("ppo_kl_coef", "loss_mode"), ge=0)
-    dro_beta: float | None = key(None, when=_takes("dro_beta", "loss_mode"), needs=_dro_beta, gt=0)
+    dro_beta: float | None = key(None, when=_takes("dro_beta", "loss_mode"), needs=_DRO_BETA, gt=0)
     kwargs: dict[str, Any] = key({})
 
 
@@ -152,8 +154,8 @@ class ActorConfig(Section):
     ppo_max_token_len_per_gpu: int = key(16384, when=BY_TOKENS, needs=holds_longest, ge=1, resumed="told")
     ppo_epochs: int = key(1, ge=1)
     shuffle: bool = False
-    clip_ratio: float = key(0.2, when=_LOW, needs=_leaves_a_ratio, ge=0)
-    clip_ratio_low: float = key(inherits=".clip_ratio", when=_LOW, needs=_leaves_a_ratio, ge=0)
+    clip_ratio: float = key(0.2, when=_LOW, needs=_LEAVES_A_RATIO, ge=0)
+    clip_ratio_low: float = key(inherits=".clip_ratio", when=_LOW, needs=_LEAVES_A_RATIO, ge=0)
     clip_ratio_high: float = key(inherits=".clip_ratio", when=_HIGH, ge=0)
     clip_ratio_c: float = key(3.0, when=_DUAL, gt=1)
     tau_pos: float = key(1.0, when=_takes("tau_pos"), gt=0)
@@ -169,7 +171,7 @@ class ActorConfig(Section):
         ),
         gt=0,
     )
-    entropy_coeff: float = key(0.0, needs=_within_bounds)
+    entropy_coeff: float = key(0.0, needs=_WITHIN_BOUNDS)
     adaptive_entropy: AdaptiveEntropyConfig = section(
         AdaptiveEntropyConfig(), when=beside("adaptive_entropy.enabled", True)
     )
@@ -188,9 +190,7 @@ class ActorConfig(Section):
     @property
     def train_batching(self) -> Batching:
         return Batching.of(
-            dynamic=self.use_dynamic_bsz,
-            samples=self.ppo_micro_batch_size_per_gpu,
-            tokens=self.ppo_max_token_len_per_gpu,
+            self.use_dynamic_bsz, self.ppo_micro_batch_size_per_gpu, self.ppo_max_token_len_per_gpu
         )
 
 
@@ -202,19 +202,16 @@ _OWN_ENGINE = When(
 )
 
 
-def _resettable(own: Any, name: str) -> Iterator[ConfigError]:
-    config, at_rank = root(own), "actor_rollout_ref.model.lora_rank"
-    if own.reset_interval and config.needs_reference and config.reference_is_the_actor:
-        yield ConfigError(
-            "the reference is the base of the actor's adapters, and has no weights of its own to change",
-            got=f"{own.reset_interval} with {at_rank}={config.actor_rollout_ref.model.lora_rank}",
-            expected="0, or a reference on a pool of its own",
-            remedy=f"set {path(own, name)}=0, or place ref on another of trainer.resource_pools than the "
-            "actor",
-        )
+_RESETTABLE = Check(
+    lambda own, interval: interval and root(own).needs_reference and root(own).reference_is_the_actor,
+    "the reference is the base of the actor's adapters, and has no weights of its own to change",
+    got="{=} with {actor_rollout_ref.model.lora_rank=}",
+    expected="0, or a reference on a pool of its own",
+    remedy="set {}=0, or place ref on another of trainer.resource_pools than the actor",
+)
 
 
-class ReferenceTerm(BaseModel):
+class ReferenceTerm(Section):
     """One of several reference policies.
 
     Attributes:
@@ -222,31 +219,29 @@ class ReferenceTerm(BaseModel):
         weight: of the KL to it in the sum; 0: it is only measured.
     """
 
-    model_config = Section.model_config
-
     path: LocalPath | None = None
-    weight: float = Field(default=1.0, ge=0)
+    weight: float = key(1.0, ge=0)
 
 
-def _references(own: Any, name: str) -> Iterator[ConfigError]:
-    """Folders are there, and nothing is asked for that only one reference can give."""
-    field = path(own, name)
+def _reference_folders(own: Any, name: str) -> Iterator[ConfigError]:
     for label, term in own.models.items():
-        yield from not_a_model(term.path, "config.json", f"{field}.{label}.path")
-    if own.models and own.reset_interval:
-        yield ConfigError(
-            "which of several references is to become the actor is not said",
-            field=path(own, "reset_interval"),
-            expected="0",
-            remedy=f"set it to 0, or remove {field}",
-        )
-    if own.models and root(own).exact_kl:
-        yield ConfigError(
-            "the exact KL keeps one reference's output head beside the actor, and there are several",
-            got=", ".join(own.models),
-            expected=f"one reference, or an estimator such as k3+ in place of {tables.FULL_KL}",
-            remedy=f"remove {field}, or change algorithm.kl_penalty and actor_rollout_ref.actor.kl_loss_type",
-        )
+        yield from not_a_model(term.path, "config.json", f"{path(own, name)}.{label}.path")
+
+
+_ONE_RESET = Check(
+    lambda own, interval: own.models and interval,
+    "which of several references is to become the actor is not said",
+    field="reset_interval",
+    expected="0",
+    remedy="set it to 0, or remove {models}",
+)
+_ONE_EXACT = Check(
+    lambda own, models: models and root(own).exact_kl,
+    "the exact KL keeps one reference's output head beside the actor, and there are several",
+    got="{=}",
+    expected=f"one reference, or an estimator such as k3+ in place of {tables.FULL_KL}",
+    remedy="remove {}, or change algorithm.kl_penalty and actor_rollout_ref.actor.kl_loss_type",
+)
 
 
 ONE_REFERENCE: Mapping[str, float] = {"ref_log_probs": 1.0}
@@ -272,7 +267,9 @@ class RefConfig(LogProbSection):
             2505.24864); the learning rate's schedule goes on
     """
 
-    models: Annotated[dict[str, ReferenceTerm], ByName] = key({}, needs=(names, _references))
+    models: Annotated[dict[str, ReferenceTerm], ByName] = key(
+        {}, needs=(names, _reference_folders, _ONE_RESET, _ONE_EXACT)
+    )
     ulysses_sequence_parallel_size: int = key(
         1,
         inherits="actor_rollout_ref.actor.ulysses_sequence_parallel_size",
@@ -280,7 +277,7 @@ class RefConfig(LogProbSection):
         ge=1,
         resumed="told",
     )
-    reset_interval: int = key(0, needs=_resettable, ge=0)
+    reset_interval: int = key(0, needs=_RESETTABLE, ge=0)
     reset_optimizer: bool = key(
         False, when=When(lambda own: own.reset_interval > 0, "with {reset_interval} above 0")
     )

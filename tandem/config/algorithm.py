@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from tandem.config import tables
 from tandem.config.actor import KLKind
 from tandem.config.dynamic_sampling import FilterGroupsConfig
-from tandem.config.needs import own_code
+from tandem.config.needs import Check, own_code
 from tandem.config.rollout_correction import RolloutCorrectionConfig
 from tandem.config.section import AsTuple, Names, OneOf, Section, When, beside, key, section
-from tandem.config.view import path, root
-from tandem.errors import ConfigError
+from tandem.config.view import root
 
 _IN_REWARD = beside("use_kl_in_reward", True, neutral=(0,))
 _ADAPTIVE = beside("type", "adaptive")
@@ -32,15 +30,17 @@ def _reads_components(own: Any) -> bool:
     return tables.needs(own.adv_estimator) is None or own.adv_estimator in tables.READS_COMPONENTS
 
 
-def _some_whole(own: Any, name: str) -> Iterator[ConfigError]:
+def _all_cut(own: Any, masks: bool) -> bool:
     rollout = root(own).actor_rollout_ref.rollout
-    if getattr(own, name) and rollout.ignore_eos and not rollout.stop:
-        ignored = path(rollout, "ignore_eos")
-        yield ConfigError(
-            "every response is cut, and nothing would be learnt from",
-            got=f"true with {ignored}=true",
-            remedy=f"set {ignored}=false, or {path(own, name)}=false",
-        )
+    return bool(masks and rollout.ignore_eos and not rollout.stop)
+
+
+_SOME_WHOLE = Check(
+    _all_cut,
+    "every response is cut, and nothing would be learnt from",
+    got="true with actor_rollout_ref.rollout.ignore_eos=true",
+    remedy="set actor_rollout_ref.rollout.ignore_eos=false, or {}=false",
+)
 
 
 class KLControllerConfig(Section):
@@ -96,4 +96,4 @@ class AlgorithmConfig(Section):
     filter_groups: FilterGroupsConfig = section(
         FilterGroupsConfig(), when=beside("filter_groups.enable", True)
     )
-    mask_truncated_completions: bool = key(False, needs=_some_whole)
+    mask_truncated_completions: bool = key(False, needs=_SOME_WHOLE)

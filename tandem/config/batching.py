@@ -21,7 +21,7 @@ class Batching:
     max_tokens: int | None = None
 
     @classmethod
-    def of(cls, *, dynamic: bool, samples: int | None, tokens: int) -> Batching:
+    def of(cls, dynamic: bool, samples: int | None, tokens: int) -> Batching:
         """The rule of three keys: by tokens if `dynamic`, else by samples."""
         return cls(max_tokens=tokens) if dynamic else cls(max_samples=samples)
 
@@ -66,7 +66,7 @@ class LogProbSection(Section):
     @property
     def log_prob_batching(self) -> Batching:
         return Batching.of(
-            dynamic=self.log_prob_use_dynamic_bsz,
-            samples=self.log_prob_micro_batch_size_per_gpu,
-            tokens=self.log_prob_max_token_len_per_gpu,
+            self.log_prob_use_dynamic_bsz,
+            self.log_prob_micro_batch_size_per_gpu,
+            self.log_prob_max_token_len_per_gpu,
         )

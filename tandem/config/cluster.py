@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from annotated_types import Ge, MinLen
 from pydantic import BeforeValidator
 
+from tandem.config.needs import Check
 from tandem.config.section import AsTuple, LocalPath, Section, When, key
-from tandem.errors import ConfigError
 
 POOL = "global_pool"
 """The pool of all roles where nobody names pools."""
@@ -70,15 +70,16 @@ _OURS = When(
 )
 
 
-def _address(own: Any, name: str) -> Iterator[ConfigError]:
-    given = getattr(own, name)
-    if given in (None, "auto") or ("://" not in given and re.fullmatch(r"\S+:\d+", given)):
-        return
-    yield ConfigError(
-        "not an address",
-        expected="HOST:PORT of the head node, or auto on one of the cluster's machines",
-        remedy="the port is that of `ray start --head`, 6379 unless it was given another",
-    )
+def _is_no_address(own: Any, given: str | None) -> bool:
+    return given not in (None, "auto") and ("://" in str(given) or not re.fullmatch(r"\S+:\d+", str(given)))
+
+
+_ADDRESS = Check(
+    _is_no_address,
+    "not an address",
+    expected="HOST:PORT of the head node, or auto on one of the cluster's machines",
+    remedy="the port is that of `ray start --head`, 6379 unless it was given another",
+)
 
 
 class ClusterConfig(Section):
@@ -98,7 +99,7 @@ class ClusterConfig(Section):
         ray_init: further arguments of ray.init, such as {num_cpus: 8, runtime_env: {env_vars: {A: b}}}
     """
 
-    address: str | None = key(None, needs=_address)
+    address: str | None = key(None, needs=_ADDRESS)
     namespace: str | None = None
     interface: str | None = None
     master_port: int = key(0, ge=0, le=65535)

@@ -70,15 +70,11 @@ class CriticConfig(Section):
     @property
     def train_batching(self) -> Batching:
         return Batching.of(
-            dynamic=self.use_dynamic_bsz,
-            samples=self.ppo_micro_batch_size_per_gpu,
-            tokens=self.ppo_max_token_len_per_gpu,
+            self.use_dynamic_bsz, self.ppo_micro_batch_size_per_gpu, self.ppo_max_token_len_per_gpu
         )
 
     @property
     def forward_batching(self) -> Batching:
         return Batching.of(
-            dynamic=self.use_dynamic_bsz,
-            samples=self.forward_micro_batch_size_per_gpu,
-            tokens=self.forward_max_token_len_per_gpu,
+            self.use_dynamic_bsz, self.forward_micro_batch_size_per_gpu, self.forward_max_token_len_per_gpu
         )

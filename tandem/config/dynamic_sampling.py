@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
-from tandem.config.needs import module_or_file
+from tandem.config.needs import Check, module_or_file
 from tandem.config.section import LocalPath, Section, When, key
 from tandem.config.view import path, root
 from tandem.errors import ConfigError
@@ -37,24 +37,26 @@ def _groups(own: Any, name: str) -> Iterator[ConfigError]:
         )
 
 
-def _without_kl(own: Any, name: str) -> Iterator[ConfigError]:
-    if own.metric == "seq_final_reward" and root(own).algorithm.use_kl_in_reward:
-        yield ConfigError(
-            "with the KL in the reward all responses differ, and nothing would be left out",
-            expected="a metric without the KL",
-            remedy=f"set {path(own, name)}=seq_reward, or algorithm.use_kl_in_reward=false",
-        )
+_WITHOUT_KL = Check(
+    lambda own, metric: metric == "seq_final_reward" and root(own).algorithm.use_kl_in_reward,
+    "with the KL in the reward all responses differ, and nothing would be left out",
+    expected="a metric without the KL",
+    remedy="set {}=seq_reward, or algorithm.use_kl_in_reward=false",
+)
 
 
-def _fills_a_batch(own: Any, name: str) -> Iterator[ConfigError]:
-    batches, data = own.max_num_gen_batches, root(own).data
-    if batches and batches * data.prompts_at_a_time < data.train_batch_size:
-        yield ConfigError(
-            "so few prompts can never fill a batch",
-            got=f"{batches} batches of {data.prompts_at_a_time} prompts",
-            expected=f"at least data.train_batch_size={data.train_batch_size} prompts",
-            remedy=f"set {path(own, name)}=0, or raise data.gen_batch_size",
-        )
+def _never_fills(own: Any, batches: int) -> bool:
+    data = root(own).data
+    return batches > 0 and batches * data.prompts_at_a_time < data.train_batch_size
+
+
+_FILLS_A_BATCH = Check(
+    _never_fills,
+    "so few prompts can never fill a batch",
+    got="{=} batches of {=data.prompts_at_a_time} prompts",
+    expected="at least {data.train_batch_size=} prompts",
+    remedy="set {}=0, or raise data.gen_batch_size",
+)
 
 
 class FilterGroupsConfig(Section):
@@ -70,8 +72,8 @@ class FilterGroupsConfig(Section):
     """
 
     enable: bool = key(False, needs=_groups)
-    metric: str = key("acc", needs=_without_kl)
-    max_num_gen_batches: int = key(0, needs=_fills_a_batch, ge=0)
+    metric: str = key("acc", needs=_WITHOUT_KL)
+    max_num_gen_batches: int = key(0, needs=_FILLS_A_BATCH, ge=0)
 
 
 def _within_longest(own: Any, name: str) -> Iterator[ConfigError]:
@@ -126,7 +128,7 @@ class SamplerConfig(Section):
     kwargs: dict[str, Any] = key({}, when=When(lambda own: own.class_name is not None, "with {class_name}"))
 
 
-def _named_whole(own: Any, name: str) -> Iterator[ConfigError]:
+def _together(own: Any, name: str) -> Iterator[ConfigError]:
     if (own.path is None) != (own.name is None):
         missing = path(own, "name" if own.name is None else "path")
         yield ConfigError(
@@ -144,17 +146,16 @@ class CustomClassConfig(Section):
         name: the class, which is given the files
     """
 
-    path: LocalPath | None = key(None, needs=_named_whole)
-    name: str | None = key(None, needs=_named_whole)
+    path: LocalPath | None = key(None, needs=_together)
+    name: str | None = key(None, needs=_together)
 
 
-def _below_upper(own: Any, name: str) -> Iterator[ConfigError]:
-    if own.min_ent_coef > own.max_ent_coef:
-        yield ConfigError(
-            "above the upper bound",
-            expected=f"at most {path(own, 'max_ent_coef')}={own.max_ent_coef}",
-            remedy="lower it, or raise the upper bound",
-        )
+_BELOW_UPPER = Check(
+    lambda own, low: low > own.max_ent_coef,
+    "above the upper bound",
+    expected="at most {max_ent_coef=}",
+    remedy="lower it, or raise the upper bound",
+)
 
 
 class AdaptiveEntropyConfig(Section):
@@ -172,5 +173,5 @@ class AdaptiveEntropyConfig(Section):
     enabled: bool = False
     target_entropy: float = key(0.2, gt=0)
     max_ent_coef: float = key(0.005, ge=0)
-    min_ent_coef: float = key(0.0, needs=_below_upper, ge=0)
+    min_ent_coef: float = key(0.0, needs=_BELOW_UPPER, ge=0)
     delta_ent_coef: float = key(0.0001, gt=0)

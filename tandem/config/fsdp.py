@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated
 
+from tandem.config.needs import Check
 from tandem.config.section import NOT_TRAINED, Names, OneOf, Section, When, key
 from tandem.config.view import path
 
@@ -27,13 +27,14 @@ FORWARD_ALONE = {
 SPELLINGS = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64"}
 
 
-def _loses_small_updates(own: Any, name: str) -> Iterator[str]:
-    at = path(own, name)
-    if getattr(own, name) == "bf16" and not at.startswith(("actor_rollout_ref.ref.", "reward_model.")):
-        yield (
-            f"{at}=bf16: an update below 1/256 of a weight changes nothing; at the usual learning rates of "
-            "reinforcement learning most are (fp32 keeps them)."
-        )
+_LOSES_SMALL_UPDATES = Check(
+    lambda own, dtype: (
+        dtype == "bf16" and not path(own, "").startswith(("actor_rollout_ref.ref.", "reward_model."))
+    ),
+    "{}=bf16: an update below 1/256 of a weight changes nothing; at the usual learning rates of "
+    "reinforcement learning most are (fp32 keeps them).",
+    notice=True,
+)
 
 
 class WrapPolicyConfig(Section):
@@ -96,7 +97,7 @@ class FSDPConfig(Section):
     gradient_sync: Annotated[str, OneOf(("auto", "each", "once"))] = "auto"
     forward_prefetch: bool = False
     model_dtype: Annotated[str, OneOf(("fp32", "bf16", "fp64"), SPELLINGS)] = key(
-        "fp32", needs=_loses_small_updates, resumed="refused"
+        "fp32", needs=_LOSES_SMALL_UPDATES, resumed="refused"
     )
     dtype: Annotated[str, OneOf(("auto", "fp32", "bf16", "fp64"), SPELLINGS)] = key("auto", resumed="refused")
     use_torch_compile: bool = False

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from tandem.config.data import CACHE_DIR, WORKERS, Truncation
-from tandem.config.needs import countable, files, model_folder
+from tandem.config.needs import Check, countable, files, model_folder, no_greedy_repeats
 from tandem.config.rewards import CustomRewardConfig, RewardConfig
 from tandem.config.rollout import EngineConfig
-from tandem.config.section import AsTuple, Finding, LocalPath, Need, Paths, Section, When, key, section
-from tandem.config.view import path, root
+from tandem.config.section import AsTuple, LocalPath, Paths, Section, When, key, section
+from tandem.config.view import root
 from tandem.errors import ConfigError
 from tandem.peers.table import Rule
 
@@ -22,23 +22,19 @@ OTHER_NAMES = {
 """What verl's `main_generation` calls these keys."""
 
 
-def _ends_in(*suffixes: str) -> Need:
+def _ends_in(*suffixes: str) -> Check:
     """The output's name says its format."""
-
-    def check(own: Any, name: str) -> Iterator[ConfigError]:
-        file = getattr(own, name)
-        if not file.endswith(suffixes):
-            expected = f"a name that ends in {' or '.join(suffixes)}"
-            yield ConfigError("unknown format", expected=expected)
-
-    return check
+    return Check(
+        lambda own, file: not file.endswith(suffixes),
+        "unknown format",
+        expected=f"a name that ends in {' or '.join(suffixes)}",
+    )
 
 
-def _responses(own: Any, name: str) -> Iterator[Finding]:
-    n = getattr(own, name)
-    if own.temperature == 0 and n > 1:
-        yield f"{path(own, name)}={n}: greedy responses to one prompt are all the same; one would do."
-    yield from countable(n, max(1, root(own).data.max_samples), "prompts", "data.max_samples")
+def _possible(own: Any, name: str) -> Iterator[ConfigError]:
+    yield from countable(
+        getattr(own, name), max(1, root(own).data.max_samples), "prompts", "data.max_samples"
+    )
 
 
 class RowsConfig(Section):
@@ -142,7 +138,7 @@ class OfflineRolloutConfig(EngineConfig):
         dtype: type of the weights and the computation
     """
 
-    n: int = key(1, needs=_responses, ge=1)
+    n: int = key(1, needs=(no_greedy_repeats(lambda own: own.temperature == 0), _possible), ge=1)
     temperature: float = key(1.0, ge=0)
     dtype: Literal["bfloat16", "float16", "float32", "float64"] = "bfloat16"
 

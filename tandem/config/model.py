@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any
 
-from tandem.config.needs import cuda_device, model_folder
+from tandem.config.needs import Check, model_folder
 from tandem.config.section import (
-    Finding,
     LocalPath,
     Names,
     OneOf,
@@ -20,7 +20,7 @@ from tandem.config.section import (
     nearest_remedy,
     section,
 )
-from tandem.config.view import path, root
+from tandem.config.view import root
 from tandem.errors import ConfigError
 from tandem.texts import parse_json
 
@@ -36,32 +36,76 @@ _ALL = "all-linear"
 _ADAPTED = When(lambda own: own.lora_rank > 0, "with {lora_rank} above 0")
 
 
-def _layers(own: Any, name: str) -> Iterator[ConfigError]:
-    mode, count = own.gradient_checkpointing_mode, getattr(own, name)
-    at_mode = path(own, "gradient_checkpointing_mode")
-    if count is None:
-        first = "the number of layers"
-        yield ConfigError(
-            "missing",
-            expected=first if mode == "first" else "one layer in how many is computed again",
-            remedy=f"set {path(own, name)}, or {at_mode}=full",
-        )
-    elif mode == "every" and count == 1:
-        yield ConfigError(
-            "one layer in one is every layer",
-            expected=">= 2",
-            remedy=f"set {at_mode}=full and remove this key",
-        )
+def _layers(mode: str, expected: str) -> Check:
+    return Check(
+        lambda own, count: count is None and own.gradient_checkpointing_mode == mode,
+        "missing",
+        expected=expected,
+        remedy="set {}, or {gradient_checkpointing_mode}=full",
+    )
+
+
+_EVERY_LAYER = Check(
+    lambda own, count: count == 1 and own.gradient_checkpointing_mode == "every",
+    "one layer in one is every layer",
+    expected=">= 2",
+    remedy="set {gradient_checkpointing_mode}=full and remove this key",
+)
+_NO_OPERATOR = Check(
+    lambda own, operators: not operators,
+    "no operator's output is kept",
+    got="nothing",
+    expected="at least one operator",
+    remedy="set {gradient_checkpointing_mode}=full and remove this key",
+)
+_ALL_OR_NAMES = Check(
+    lambda own, modules: _ALL in modules and len(modules) > 1,
+    f"{_ALL} stands beside names of layers",
+    expected=f"{_ALL}, or names",
+    remedy=f"leave {_ALL} or the names out",
+)
+_ADAPTERS = Check(
+    lambda own, folder: (
+        folder is not None and not os.path.isfile(os.path.join(folder, "adapter_config.json"))
+    ),
+    "no folder of adapters",
+    expected="a folder with adapter_config.json, as peft and tandem export --adapter write it",
+)
+
+
+def _cuda_alone(
+    asks: Callable[[Any, Any], bool], whose: str = "these", *, instead: str = "auto", **more: str
+) -> Check:
+    """Return the check that kernels of CUDA devices alone are not asked for on a CPU."""
+    return Check(
+        lambda own, kernels: asks(own, kernels) and root(own).trainer.device == "cpu",
+        f"{whose} kernels run on CUDA devices alone",
+        got="{=} with trainer.device=cpu",
+        remedy=f"set {{}}={instead}, or trainer.device=cuda",
+        **more,
+    )
+
+
+_HEAD = "fused_kernel_options.impl_backend"
+
+
+def _needs_cuda(own: Any, kernels: str) -> bool:
+    return bool(own.use_fused_kernels) and kernels in ("triton", "liger")
+
+
+_LIGER_HERE = _cuda_alone(lambda own, liger: bool(liger), "Liger's", instead="false")
+_ATTENTION_HERE = _cuda_alone(lambda own, kernels: kernels.startswith("flash"), expected="auto or torch")
+_HEAD_HERE = _cuda_alone(_needs_cuda, field=_HEAD, expected="auto or torch")
+_SAME_HEAD = Check(
+    lambda own, fused: (
+        fused and root(own).trainer.device == "cpu" and not _needs_cuda(own, attrgetter(_HEAD)(own))
+    ),
+    "{}=true: no effect; on a CPU the head is PyTorch's without it too.",
+    notice=True,
+)
 
 
 def _operators(own: Any, name: str) -> Iterator[ConfigError]:
-    if not getattr(own, name):
-        yield ConfigError(
-            "no operator's output is kept",
-            got="nothing",
-            expected="at least one operator",
-            remedy=f"set {path(own, 'gradient_checkpointing_mode')}=full and remove this key",
-        )
     for operator in getattr(own, name):
         if operator not in _GROUPS and not all(operator.partition(".")):
             yield ConfigError(
@@ -72,43 +116,6 @@ def _operators(own: Any, name: str) -> Iterator[ConfigError]:
             )
 
 
-def _all_or_names(own: Any, name: str) -> Iterator[ConfigError]:
-    given = getattr(own, name)
-    if _ALL in given and len(given) > 1:
-        yield ConfigError(
-            f"{_ALL} stands beside names of layers",
-            expected=f"{_ALL}, or names",
-            remedy=f"leave {_ALL} or the names out",
-        )
-
-
-def _adapter_folder(own: Any, name: str) -> Iterator[ConfigError]:
-    folder = getattr(own, name)
-    if folder is not None and not os.path.isfile(os.path.join(folder, "adapter_config.json")):
-        yield ConfigError(
-            "no folder of adapters",
-            expected="a folder with adapter_config.json, as peft and tandem export --adapter write it",
-        )
-
-
-def _fused(own: Any, name: str) -> Iterator[Finding]:
-    """The fused head's kernels run where the models are."""
-    asked = own.fused_kernel_options.impl_backend
-    if not getattr(own, name) or root(own).trainer.device != "cpu":
-        return
-    if asked in ("triton", "liger"):
-        backend = path(own, "fused_kernel_options.impl_backend")
-        yield ConfigError(
-            "these kernels run on CUDA devices alone",
-            field=backend,
-            got=f"{asked} with trainer.device=cpu",
-            expected="auto or torch",
-            remedy=f"set {backend}=auto, or trainer.device=cuda",
-        )
-    else:
-        yield f"{path(own, name)}=true: no effect; on a CPU the head is PyTorch's without it too."
-
-
 def stored_config(folder: str | Path) -> dict[str, Any]:
     """The config.json of a model's folder; empty where it cannot be read, which is for others to report."""
     try:
@@ -116,17 +123,6 @@ def stored_config(folder: str | Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return stored if isinstance(stored, dict) else {}
-
-
-def _attention_here(own: Any, name: str) -> Iterator[ConfigError]:
-    """The kernels of a package run on CUDA devices alone."""
-    if getattr(own, name).startswith("flash") and root(own).trainer.device == "cpu":
-        yield ConfigError(
-            "these kernels run on CUDA devices alone",
-            got=f"{getattr(own, name)} with trainer.device=cpu",
-            expected="auto or torch",
-            remedy=f"set {path(own, name)}=auto, or trainer.device=cuda",
-        )
 
 
 class BackboneConfig(Section):
@@ -173,14 +169,18 @@ class BackboneConfig(Section):
     gradient_checkpointing_layers: int | None = key(
         None,
         when=beside("gradient_checkpointing_mode", "first", "every"),
-        needs=_layers,
+        needs=(
+            _layers("first", "the number of layers"),
+            _layers("every", "one layer in how many is computed again"),
+            _EVERY_LAYER,
+        ),
         ge=1,
         resumed="told",
     )
     gradient_checkpointing_ops: Names = key(
         ("matmul", "attention"),
         when=beside("gradient_checkpointing_mode", "ops"),
-        needs=_operators,
+        needs=(_NO_OPERATOR, _operators),
         resumed="told",
     )
     enable_activation_offload: bool = key(False, resumed="told")
@@ -189,15 +189,15 @@ class BackboneConfig(Section):
     )
     use_remove_padding: bool = key(True, resumed="told")
     attn_implementation: Annotated[str, OneOf(ATTENTION, {"sdpa": "torch"})] = key(
-        "auto", needs=_attention_here, resumed="told"
+        "auto", needs=_ATTENTION_HERE, resumed="told"
     )
-    use_liger: bool | None = key(None, needs=cuda_device, resumed="told")
+    use_liger: bool | None = key(None, needs=_LIGER_HERE, resumed="told")
 
     lora_rank: int = key(0, ge=0)
     lora_alpha: int = key(16, when=_ADAPTED, ge=1)
-    target_modules: Names = key(("all-linear",), when=_ADAPTED, needs=_all_or_names, min_length=1)
+    target_modules: Names = key(("all-linear",), when=_ADAPTED, needs=_ALL_OR_NAMES, min_length=1)
     exclude_modules: Names = key((), when=_ADAPTED)
-    lora_adapter_path: LocalPath | None = key(None, when=_ADAPTED, needs=_adapter_folder)
+    lora_adapter_path: LocalPath | None = key(None, when=_ADAPTED, needs=_ADAPTERS)
 
     @property
     def recomputes_by_memory(self) -> bool:
@@ -256,7 +256,7 @@ class ModelConfig(BackboneConfig):
 
     tokenizer_path: LocalPath = key(inherits=".path", needs=model_folder("tokenizer_config.json"))
     custom_chat_template: str | None = None
-    use_fused_kernels: bool | None = key(None, needs=_fused, resumed="told")
+    use_fused_kernels: bool | None = key(None, needs=(_HEAD_HERE, _SAME_HEAD), resumed="told")
     fused_kernel_options: FusedKernelOptions = section(
         FusedKernelOptions(), below={"impl_backend": beside("use_fused_kernels", True, notice=True)}
     )

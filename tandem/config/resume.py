@@ -86,8 +86,8 @@ def changes(then: Mapping[str, Any], config: Section) -> list[Change]:
             _named(tree, name, value)
             for tree, value in (
                 (then, _old_value(then, name)),
-                (now, _at(now, name)),
-                (values, _at(values, name)),
+                (now, at_key(now, name, _ABSENT)),
+                (values, at_key(values, name, _ABSENT)),
             )
         )
         silent = old is _ABSENT or known[name].resumed == "silent"
@@ -125,10 +125,10 @@ def side_by_side(changed: list[Change]) -> str:
 
 
 def _old_value(tree: Mapping[str, Any], name: str) -> Any:
-    value = _at(tree, name)
+    value = at_key(tree, name, _ABSENT)
     for old in former_names(name) if value is _ABSENT else ():
         if value is _ABSENT:
-            value = _at(tree, old)
+            value = at_key(tree, old, _ABSENT)
     return value
 
 
@@ -137,13 +137,5 @@ def _named(tree: Mapping[str, Any], name: str, value: Any) -> Any:
     at, _, leaf = name.rpartition(".")
     if value is not None or leaf != "loss_agg_mode":
         return value
-    loss = _at(tree, f"{at}.policy_loss.loss_mode")
+    loss = at_key(tree, f"{at}.policy_loss.loss_mode", _ABSENT)
     return published_aggregation(loss if isinstance(loss, str) else "")
-
-
-def _at(tree: Any, name: str) -> Any:
-    for part in name.split("."):
-        if not isinstance(tree, Mapping) or part not in tree:
-            return _ABSENT
-        tree = tree[part]
-    return tree

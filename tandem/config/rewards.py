@@ -7,8 +7,6 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
-
 from tandem.config.batching import BY_SAMPLES, BY_TOKENS, Batching
 from tandem.config.cluster import ByName
 from tandem.config.dynamic_sampling import OverlongBufferConfig
@@ -16,6 +14,7 @@ from tandem.config.fsdp import FORWARD_ALONE, FSDPConfig
 from tandem.config.model import LEARNING, BackboneConfig
 from tandem.config.needs import (
     CODE_FILES,
+    Check,
     holds_longest,
     model_folder,
     module_or_file,
@@ -35,7 +34,7 @@ _MODEL = beside("enable", True, notice=True)
 _BESIDE_MODELS = When(lambda own: root(own).reward_model.enable, "with reward_model.enable=true")
 
 
-class RewardTerm(BaseModel):
+class RewardTerm(Section):
     """One of several reward functions.
 
     Attributes:
@@ -46,13 +45,11 @@ class RewardTerm(BaseModel):
         reward_kwargs: further arguments.
     """
 
-    model_config = Section.model_config
-
     name: str
     label: str | None = None
     path: LocalPath | None = None
     weight: float = 1.0
-    reward_kwargs: dict[str, Any] = Field(default_factory=dict)
+    reward_kwargs: dict[str, Any] = key({})
 
 
 def _term_files(own: Any, name: str) -> Iterator[ConfigError]:
@@ -156,7 +153,7 @@ class CombinedRewardConfig(RewardConfig):
     combine: str | None = key(None, needs=(own_code, _sums))
 
 
-class ScorerTerm(BaseModel):
+class ScorerTerm(Section):
     """One of several reward models.
 
     Attributes:
@@ -170,14 +167,12 @@ class ScorerTerm(BaseModel):
         step_score: what the response's score is of its steps' scores.
     """
 
-    model_config = Section.model_config
-
     path: LocalPath
     weight: float = 1.0
     tokenizer_path: LocalPath | None = None
     custom_chat_template: str | None = None
     normalize: bool = False
-    step_separator: str | None = Field(default=None, min_length=1)
+    step_separator: str | None = key(None, min_length=1)
     step_score: Literal["sum", "min", "last"] = "sum"
 
 
@@ -191,18 +186,20 @@ class RewardBackboneConfig(BackboneConfig):
     path: LocalPath = key("", needs=model_folder("config.json"))
 
 
-def _has_a_model(own: Any, name: str) -> Iterator[ConfigError]:
-    if own.enable and bool(own.model.path) == bool(own.models):
-        yield ConfigError(
-            f"named beside {path(own, 'models')}" if own.models else "missing",
-            field=path(own.model, "path"),
-            expected=f"one of the two, {path(own.model, 'path')} or {path(own, 'models')}"
-            if own.models
-            else "a Hugging Face folder of a sequence classifier with one label",
-            remedy=f"name it in {path(own, 'models')}"
-            if own.models
-            else f"add {path(own.model, 'path')}=…, or set {path(own, name)}=false",
-        )
+_NO_MODEL = Check(
+    lambda own, path: own.enable and not path and not own.models,
+    "missing",
+    field="model.path",
+    expected="a Hugging Face folder of a sequence classifier with one label",
+    remedy="add {}=…, or set {enable}=false",
+)
+_TWO_MODELS = Check(
+    lambda own, path: own.enable and path and own.models,
+    "named beside {models}",
+    field="model.path",
+    expected="one of the two, {} or {models}",
+    remedy="name it in {models}",
+)
 
 
 def _scorers(own: Any, name: str) -> Iterator[ConfigError]:
@@ -247,7 +244,7 @@ class RewardModelConfig(Section):
         forward_max_token_len_per_gpu: tokens per micro-batch and device, with use_dynamic_bsz
     """
 
-    enable: bool = key(False, needs=_has_a_model)
+    enable: bool = key(False, needs=(_NO_MODEL, _TWO_MODELS))
     models: Annotated[dict[str, ScorerTerm], ByName] = key(
         {}, when=beside("enable", True), needs=(names, _scorers)
     )
@@ -281,7 +278,5 @@ class RewardModelConfig(Section):
     @property
     def forward_batching(self) -> Batching:
         return Batching.of(
-            dynamic=self.use_dynamic_bsz,
-            samples=self.forward_micro_batch_size_per_gpu,
-            tokens=self.forward_max_token_len_per_gpu,
+            self.use_dynamic_bsz, self.forward_micro_batch_size_per_gpu, self.forward_max_token_len_per_gpu
         )

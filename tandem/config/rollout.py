@@ -10,8 +10,8 @@ from tandem.config import tables
 from tandem.config.batching import LogProbSection
 from tandem.config.data import DataConfig
 from tandem.config.dynamic_sampling import BySteps
-from tandem.config.needs import countable, within_response
-from tandem.config.section import Finding, LocalPath, Names, OneOf, Section, When, beside, key, section
+from tandem.config.needs import Check, countable, no_greedy_repeats, within_response
+from tandem.config.section import LocalPath, Names, OneOf, Section, When, beside, key, section
 from tandem.config.view import path, root
 from tandem.errors import ConfigError
 
@@ -49,15 +49,12 @@ def _apart(own: Any) -> bool:
     return trainer.placed("rollout") != trainer.placed("actor") or own_workers
 
 
-def _beyond_prompts(own: Any, name: str) -> Iterator[ConfigError]:
-    """The longest prompt leaves room for a response."""
-    length, prompt = getattr(own, name), root(own).data.max_prompt_length
-    if length is not None and length <= prompt:
-        yield ConfigError(
-            "leaves the longest prompt no response",
-            expected=f"more than data.max_prompt_length, {prompt}",
-            remedy=f"raise it, or lower data.max_prompt_length below {length}",
-        )
+_BEYOND_PROMPTS = Check(
+    lambda own, length: length is not None and length <= root(own).data.max_prompt_length,
+    "leaves the longest prompt no response",
+    expected="more than data.max_prompt_length, {=data.max_prompt_length}",
+    remedy="raise it, or lower data.max_prompt_length below {=}",
+)
 
 
 def _possible(own: Any, name: str) -> Iterator[ConfigError]:
@@ -92,22 +89,17 @@ def _of_steps(own: Any, name: str) -> Iterator[ConfigError]:
             yield from _held(own, n)
 
 
-def _validated(own: Any, name: str) -> Iterator[Finding]:
-    n = getattr(own, name)
-    if not own.do_sample and n > 1:
-        yield f"{path(own, name)}={n}: greedy responses to one prompt are all the same; one would do."
+def _possible_validation(own: Any, name: str) -> Iterator[ConfigError]:
     prompts = root(own).data.val_batch_size or 1
-    yield from countable(n, prompts, "validation prompts at a time", "data.val_batch_size")
+    yield from countable(getattr(own, name), prompts, "validation prompts at a time", "data.val_batch_size")
 
 
-def _not_greedy(own: Any, name: str) -> Iterator[ConfigError]:
-    if own.do_sample and own.temperature == 0:
-        temperature = path(own, "temperature")
-        yield ConfigError(
-            "temperature 0 is greedy",
-            expected=f"a {temperature} above 0",
-            remedy=f"set {temperature}=1.0, or {path(own, name)}=false",
-        )
+_NOT_GREEDY = Check(
+    lambda own, draws: draws and own.temperature == 0,
+    "temperature 0 is greedy",
+    expected="a {temperature} above 0",
+    remedy="set {temperature}=1.0, or {}=false",
+)
 
 
 class SamplingSection(Section):
@@ -146,8 +138,8 @@ class ValidationSampling(SamplingSection):
     all_resumed = "told"
 
     temperature: float = key(0.0, ge=0)
-    n: int = key(1, needs=_validated, ge=1)
-    do_sample: bool = key(False, needs=_not_greedy)
+    n: int = key(1, needs=(no_greedy_repeats(lambda own: not own.do_sample), _possible_validation), ge=1)
+    do_sample: bool = key(False, needs=_NOT_GREEDY)
 
 
 class ServerConfig(Section):
@@ -259,7 +251,7 @@ class RolloutConfig(EngineConfig, LogProbSection):
 
     n: int = key(1, needs=_possible, ge=1)
     n_schedule: BySteps = key({}, needs=_of_steps)
-    max_model_len: int | None = key(None, needs=_beyond_prompts, ge=2)
+    max_model_len: int | None = key(None, needs=_BEYOND_PROMPTS, ge=2)
     free_cache_engine: bool = key(True, resumed="told")
     update_weights_bucket_megabytes: int = key(
         2048, when=When(_apart, "where actor and rollout are apart", notice=True), ge=1, resumed="told"

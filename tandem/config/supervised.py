@@ -82,11 +82,7 @@ class SupervisedConfig(Section):
 
     @property
     def train_batching(self) -> Batching:
-        return Batching.of(
-            dynamic=self.use_dynamic_bsz,
-            samples=self.micro_batch_size_per_gpu,
-            tokens=self.max_token_len_per_gpu,
-        )
+        return Batching.of(self.use_dynamic_bsz, self.micro_batch_size_per_gpu, self.max_token_len_per_gpu)
 
 
 class SFTDataConfig(SupervisedDataConfig):

@@ -10,7 +10,7 @@ from annotated_types import Ge
 
 from tandem.config import tables
 from tandem.config.cluster import POOL, ROLES, ByName, ClusterConfig, Counts, TimeoutsConfig, place
-from tandem.config.needs import own_code, validation_files
+from tandem.config.needs import Check, own_code, validation_files
 from tandem.config.section import AsTuple, LocalPath, OneOf, Section, When, beside, key, section
 from tandem.config.view import path, root
 from tandem.errors import ConfigError
@@ -24,25 +24,19 @@ _PROFILED = When(lambda own: bool(own.steps), "with {steps}")
 Logger = Annotated[str, OneOf(tables.LOGGERS)]
 
 
-def _validated(own: Any, name: str) -> Iterator[ConfigError]:
-    """Checkpoints judged by a validation metric need validations."""
-    metric = getattr(own, name)
-    if metric is not None and metric.startswith("val/") and own.test_freq < 1:
-        yield ConfigError(
-            "judges checkpoints by a validation, and there is none",
-            remedy=f"set {path(own, 'test_freq')} to a divisor of {path(own, 'save_freq')}",
-        )
-
-
-def _checkpoint(own: Any, name: str) -> Iterator[ConfigError]:
-    folder = getattr(own, name)
-    if folder is None or not os.path.isdir(folder):
-        mode = path(own, "resume_mode")
-        yield ConfigError(
-            "missing" if folder is None else "no such folder",
-            expected=f"a checkpoint folder, for {mode}=resume_path",
-            remedy=f"name one, or set {mode}=auto",
-        )
+_VALIDATED = Check(
+    lambda own, metric: metric is not None and metric.startswith("val/") and own.test_freq < 1,
+    "judges checkpoints by a validation, and there is none",
+    remedy="set {test_freq} to a divisor of {save_freq}",
+)
+_WANTED = {
+    "expected": "a checkpoint folder, for {resume_mode}=resume_path",
+    "remedy": "name one, or set {resume_mode}=auto",
+}
+_CHECKPOINT = (
+    Check(lambda own, folder: folder is None, "missing", **_WANTED),
+    Check(lambda own, folder: folder is not None and not os.path.isdir(folder), "no such folder", **_WANTED),
+)
 
 
 def _one_process(own: Any, name: str) -> Iterator[ConfigError]:
@@ -56,10 +50,11 @@ def _one_process(own: Any, name: str) -> Iterator[ConfigError]:
         )
 
 
-def _from_checkpoints(own: Any, name: str) -> Iterator[str]:
-    if getattr(own, name) > 0 and own.save_freq < 1:
-        at, saves = path(own, name), path(own, "save_freq")
-        yield f"{at}: without checkpoints a restart begins anew; set {saves}."
+_FROM_CHECKPOINTS = Check(
+    lambda own, restarts: restarts > 0 and own.save_freq < 1,
+    "{}: without checkpoints a restart begins anew; set {save_freq}.",
+    notice=True,
+)
 
 
 class ProfileConfig(Section):
@@ -128,7 +123,7 @@ class RunConfig(Section):
     test_freq: int = key(-1, needs=validation_files, ge=-1)
     save_freq: int = key(-1, ge=-1)
     max_ckpt_to_keep: int | None = key(None, ge=1)
-    keep_best: str | None = key(None, needs=_validated)
+    keep_best: str | None = key(None, needs=_VALIDATED)
     keep_best_mode: Literal["max", "min"] = key(
         "max", when=When(lambda own: own.keep_best is not None, "with {keep_best}")
     )
@@ -137,7 +132,7 @@ class RunConfig(Section):
         "auto", resumed="silent"
     )
     resume_from_path: LocalPath | None = key(
-        None, when=beside("resume_mode", "resume_path"), needs=_checkpoint, resumed="silent"
+        None, when=beside("resume_mode", "resume_path"), needs=_CHECKPOINT, resumed="silent"
     )
     resume_with_changes: bool = key(False, resumed="silent")
     backend: Literal["auto", "local", "ray"] = key("auto", needs=_one_process)
@@ -149,7 +144,7 @@ class RunConfig(Section):
             notice=True,
         ),
     )
-    max_restarts: int = key(0, when=_RAY, needs=_from_checkpoints, ge=0)
+    max_restarts: int = key(0, when=_RAY, needs=_FROM_CHECKPOINTS, ge=0)
     profile: ProfileConfig = ProfileConfig()
     timeouts: TimeoutsConfig = section(TimeoutsConfig(), when=_RAY)
     cluster: ClusterConfig = section(ClusterConfig(), when=_RAY)

@@ -92,7 +92,7 @@ def test_what_a_module_reads_is_followed_by_types(tmp_path, monkeypatch):
     (package / "toy.py").write_text(TOY)
     monkeypatch.setattr(derivation, "PACKAGE", package)
     monkeypatch.setattr(derivation, "_reads", derivation._reads.__wrapped__)
-    found = {name for name, modules in readers.__wrapped__(TrainConfig).items() if modules == ("tandem.toy",)}
+    found = {name for name, modules in readers.__wrapped__(TrainConfig).items() if modules == ["tandem.toy"]}
     policy, everywhere = "actor_rollout_ref", ("critic", "reward_model")
     assert found == {
         "critic.optim.lr", "critic.optim.eps", f"{policy}.actor.optim.eps", "data.seed",
