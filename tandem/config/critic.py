@@ -6,7 +6,7 @@ from tandem.config.actor import Aggregation, Strategy
 from tandem.config.batching import BY_SAMPLES, BY_TOKENS, Batching
 from tandem.config.fsdp import OPTIMIZER_HAS_STATE_HERE, FSDPConfig
 from tandem.config.model import BackboneConfig
-from tandem.config.needs import divides_batch, holds_longest, model_folder
+from tandem.config.needs import ModelFolder, divides_batch, holds_longest
 from tandem.config.optim import OptimConfig
 from tandem.config.section import LocalPath, Section, key, section
 
@@ -20,7 +20,7 @@ class CriticModelConfig(BackboneConfig):
         path: Hugging Face model folder of the critic
     """
 
-    path: LocalPath = key(..., inherits="actor_rollout_ref.model.path", needs=model_folder("config.json"))
+    path: LocalPath = key(..., inherits="actor_rollout_ref.model.path", needs=ModelFolder("config.json"))
 
 
 class CriticConfig(Section):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from tandem.config.data import CACHE_DIR, WORKERS, Truncation
-from tandem.config.needs import Check, countable, files, model_folder, no_greedy_repeats
+from tandem.config.needs import Check, ModelFolder, countable, files, no_greedy_repeats
 from tandem.config.rewards import CustomRewardConfig, RewardConfig
 from tandem.config.rollout import EngineConfig
 from tandem.config.section import AsTuple, LocalPath, Paths, Section, When, key, section
@@ -102,7 +102,7 @@ class ChatConfig(Section):
     trust_remote_code: bool = False
 
 
-_MODEL, _TOKENIZER = model_folder("config.json"), model_folder("tokenizer_config.json")
+_MODEL, _TOKENIZER = ModelFolder("config.json"), ModelFolder("tokenizer_config.json")
 
 
 class SampledModelConfig(ChatConfig):

@@ -8,7 +8,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any
 
-from tandem.config.needs import Check, model_folder
+from tandem.config.needs import Check, ModelFolder
 from tandem.config.section import (
     LocalPath,
     Names,
@@ -160,7 +160,7 @@ class BackboneConfig(Section):
             nothing. The reference policy is without them either way
     """
 
-    path: LocalPath = key(..., needs=model_folder("config.json"))
+    path: LocalPath = key(..., needs=ModelFolder("config.json"))
     trust_remote_code: bool = key(False, resumed="told")
     enable_gradient_checkpointing: bool = key(True, resumed="told")
     gradient_checkpointing_mode: Annotated[str, OneOf(("auto", "full", "first", "every", "ops"))] = key(
@@ -254,7 +254,7 @@ class ModelConfig(BackboneConfig):
             everywhere. All go through the vocabulary tile by tile
     """
 
-    tokenizer_path: LocalPath = key(inherits=".path", needs=model_folder("tokenizer_config.json"))
+    tokenizer_path: LocalPath = key(inherits=".path", needs=ModelFolder("tokenizer_config.json"))
     custom_chat_template: str | None = None
     use_fused_kernels: bool | None = key(None, needs=(_HEAD_HERE, _SAME_HEAD), resumed="told")
     fused_kernel_options: FusedKernelOptions = section(

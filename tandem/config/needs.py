@@ -12,7 +12,7 @@ from typing import Any
 
 from tandem import hub
 from tandem.config.data_files import files_of
-from tandem.config.section import Finding, Need
+from tandem.config.section import Finding
 from tandem.config.view import path, root
 from tandem.errors import ConfigError, DataError
 from tandem.tasks import is_task, parse
@@ -105,13 +105,14 @@ def module_or_file(own: Any, name: str) -> Iterator[ConfigError]:
         yield ConfigError("no such file", remedy="check the path")
 
 
-def model_folder(marker: str) -> Need:
-    """A local folder, if one is named, with the file `marker`."""
+@dataclass(frozen=True)
+class ModelFolder:
+    """The need of a key that names a model: a local folder, if one is named, has the file `marker`."""
 
-    def check(own: Any, name: str) -> Iterator[ConfigError]:
-        yield from not_a_model(getattr(own, name), marker)
+    marker: str
 
-    return check
+    def __call__(self, own: Any, name: str) -> Iterator[ConfigError]:
+        return not_a_model(getattr(own, name), self.marker)
 
 
 def not_a_model(folder: str | None, marker: str, field: str | None = None) -> Iterator[ConfigError]:

@@ -15,8 +15,8 @@ from tandem.config.model import LEARNING, BackboneConfig
 from tandem.config.needs import (
     CODE_FILES,
     Check,
+    ModelFolder,
     holds_longest,
-    model_folder,
     module_or_file,
     names,
     not_a_model,
@@ -183,7 +183,7 @@ class RewardBackboneConfig(BackboneConfig):
         path: Hugging Face folder of a sequence classifier with one label; several: reward_model.models
     """
 
-    path: LocalPath = key("", needs=model_folder("config.json"))
+    path: LocalPath = key("", needs=ModelFolder("config.json"))
 
 
 _NO_MODEL = Check(
