@@ -28,11 +28,10 @@ MOST_SAMPLES = 10_000_000
 
 @dataclass(frozen=True)
 class Check:
-    """A need, or a rule over several sections, as a row: when a value is wrong, and what is said then.
+    """A need as a row: when a value is wrong, and what is said then.
 
     In the texts {name} stands for the path of a key, {name=} for name=value, {=name} for its value (of a
-    mapping, its names); the key is
-    one beside, or of the whole config; left out, it is the key itself.
+    mapping, its names). The key is one beside, or of the whole config; left out, it is the key itself.
 
     Attributes:
         wrong: says whether it is; given the section that holds the key, and the value.
@@ -50,7 +49,7 @@ class Check:
     field: str = ""
     notice: bool = False
 
-    def __call__(self, own: Any, name: str = "") -> Iterator[Finding]:
+    def __call__(self, own: Any, name: str) -> Iterator[Finding]:
         key = self.field or name
         if not self.wrong(own, attrgetter(key)(own)):
             return

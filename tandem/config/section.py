@@ -30,7 +30,6 @@ from tandem.errors import ConfigError
 _ENTRY = re.compile(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
 """A name and its meaning, in the `Attributes:` of a docstring."""
 
-
 Resumed = Literal["refused", "told", "silent"]
 """What another value means where a run goes on: refused unless it is allowed, as something else would be
 learnt; told; or not worth a word, as it says which run goes on."""
