@@ -63,7 +63,7 @@ def from_openrlhf(arguments: list[str]) -> int:
         return 0 if arguments else 2
     words, own = _own(arguments)
     if words and words[0].endswith(".sh"):
-        with Script(words[0], words[1:], dry=True, trainer=MODULE) as script:
+        with Script(words[0], words[1:], trainer=MODULE) as script:
             words = list(script.reach().words)
     return _write(migrate_openrlhf(words), own.get("-o"))
 

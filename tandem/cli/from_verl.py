@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tandem.cli.typed import UsageError
@@ -23,13 +22,12 @@ from tandem.peers.translate import Translation
 
 OPTION, CALL, LIMIT = "--from-verl", "--call", "--script-limit"
 USAGE = f"""  {OPTION} SCRIPT.sh [-- ARGUMENTS…]
-              takes the settings from a shell script that calls verl: bash runs it with verl's trainer
+              takes the settings from a shell script that calls verl: bash reads it with verl's trainer
               replaced, what it would have been told is shown as a table, and key=value given here win.
-              ARGUMENTS are the script's own, "$@". `tandem train` runs everything else that is in the
-              script too, waits with it at the call, and lets it go on after the training; `tandem check`
-              runs nothing but programs that print (redirections still write), and lists the rest
+              ARGUMENTS are the script's own, "$@". Nothing else of the script runs but programs that
+              print (redirections still write); the rest is listed
   {CALL} N    the script's N-th call of verl, where it has several
-  {LIMIT} SECONDS   how long the script may take up to the call, and after it"""
+  {LIMIT} SECONDS   how long reading the script may take"""
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class Request:
         script: the shell script.
         arguments: the script's own.
         call: which of its calls, from 1.
-        limit_s: how long it may take; None takes the usual.
+        limit_s: how long reading it may take; None takes the usual.
         words: all else that the command was given.
     """
 
@@ -88,31 +86,27 @@ def _number(given: dict[str, str], name: str) -> float | None:
     return number
 
 
-@contextmanager
-def at_the_call(request: Request, *, dry: bool) -> Iterator[tuple[Script, VerlCall]]:
-    """The script at its call, in whose folder and environment this process then is.
+def asked_by(request: Request) -> VerlCall:
+    """Return the call of a script, in whose folder and environment this process then is.
 
     Args:
         request: which script, and which call.
-        dry: only reads the script.
 
     Raises:
         ConfigError: no such call, or not of the trainer of policies.
     """
-    with Script(
-        request.script, request.arguments, call=request.call, dry=dry, limit_s=request.limit_s
-    ) as script:
+    with Script(request.script, request.arguments, call=request.call, limit_s=request.limit_s) as script:
         call = script.reach()
         _tell(script, call)
-        asked = understood(call)
-        print_table("environment of the call", environment.readings(asked.variables))
-        for sentence in asked.around:
-            warn(f"note: {sentence}")
-        os.environ.update(asked.variables)
-        if asked.folder != os.getcwd():
-            warn(f"note: as in the script, paths are relative to {asked.folder}")
-            os.chdir(asked.folder)
-        yield script, asked
+    asked = understood(call)
+    print_table("environment of the call", environment.readings(asked.variables))
+    for sentence in asked.around:
+        warn(f"note: {sentence}")
+    os.environ.update(asked.variables)
+    if asked.folder != os.getcwd():
+        warn(f"note: as in the script, paths are relative to {asked.folder}")
+        os.chdir(asked.folder)
+    return asked
 
 
 def words_of(request: Request, asked: VerlCall) -> list[str]:

@@ -46,7 +46,7 @@ def check(
             too.
     """
     run = _Check(config, changed, bad, lenient, off)
-    found = [item for rule in rules for item in _until_wrong(rule(run.view))]
+    found = [item for rule in rules for item in _until_wrong(rule, run.view)]
     found += run.needs()
     return Findings(
         [run.with_value(item) for item in found if isinstance(item, ConfigError)] + list(run.errors()),
@@ -54,10 +54,10 @@ def check(
     )
 
 
-def _until_wrong(found: Iterator[Finding]) -> Iterator[Finding]:
-    """What a rule finds before it reads a wrong value: only what comes after could be mistaken."""
+def _until_wrong(rule: Callable[..., Iterator[Finding]], *given: Any) -> Iterator[Finding]:
+    """Yield what a rule finds before it reads a wrong value: only what comes after could be mistaken."""
     try:
-        yield from found
+        yield from rule(*given)
     except WrongValueRead:
         return
 
@@ -84,7 +84,7 @@ class _Check:
             if item.needs and self._asked(item):
                 at, _, leaf = item.name.rpartition(".")
                 own = value_at(self.view, at) if at else self.view
-                asked = [each for need in item.needs for each in _until_wrong(need(own, leaf))]
+                asked = [each for need in item.needs for each in _until_wrong(need, own, leaf)]
                 for error in asked:
                     if isinstance(error, ConfigError) and error.field is None:
                         error.field = item.name

@@ -111,7 +111,7 @@ class ModelFolder:
     marker: str
 
     def __call__(self, own: Any, name: str) -> Iterator[ConfigError]:
-        return not_a_model(getattr(own, name), self.marker)
+        yield from not_a_model(getattr(own, name), self.marker)
 
 
 def not_a_model(folder: str | None, marker: str, field: str | None = None) -> Iterator[ConfigError]:
