@@ -66,7 +66,7 @@ _COVARIANCES = Check(
 def _begins_outside(own: Any, coefficient: float) -> bool:
     bounds = own.adaptive_entropy
     low, high = bounds.min_ent_coef, bounds.max_ent_coef
-    return bounds.enabled and low <= high and not low <= coefficient <= high
+    return bool(bounds.enabled and low <= high and not low <= coefficient <= high)
 
 
 _WITHIN_BOUNDS = Check(

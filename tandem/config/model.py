@@ -74,15 +74,16 @@ _ADAPTERS = Check(
 
 
 def _cuda_alone(
-    asks: Callable[[Any, Any], bool], whose: str = "these", *, instead: str = "auto", **more: str
+    asks: Callable[[Any, Any], bool], whose: str = "these", field: str = "", instead: str = "auto"
 ) -> Check:
     """Return the check that kernels of CUDA devices alone are not asked for on a CPU."""
     return Check(
         lambda own, kernels: asks(own, kernels) and root(own).trainer.device == "cpu",
         f"{whose} kernels run on CUDA devices alone",
+        field=field,
         got="{=} with trainer.device=cpu",
+        expected="auto or torch" if instead == "auto" else None,
         remedy=f"set {{}}={instead}, or trainer.device=cuda",
-        **more,
     )
 
 
@@ -94,8 +95,8 @@ def _needs_cuda(own: Any, kernels: str) -> bool:
 
 
 _LIGER_HERE = _cuda_alone(lambda own, liger: bool(liger), "Liger's", instead="false")
-_ATTENTION_HERE = _cuda_alone(lambda own, kernels: kernels.startswith("flash"), expected="auto or torch")
-_HEAD_HERE = _cuda_alone(_needs_cuda, field=_HEAD, expected="auto or torch")
+_ATTENTION_HERE = _cuda_alone(lambda own, kernels: kernels.startswith("flash"))
+_HEAD_HERE = _cuda_alone(_needs_cuda, field=_HEAD)
 _SAME_HEAD = Check(
     lambda own, fused: (
         fused and root(own).trainer.device == "cpu" and not _needs_cuda(own, attrgetter(_HEAD)(own))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
@@ -29,13 +29,20 @@ _VALIDATED = Check(
     "judges checkpoints by a validation, and there is none",
     remedy="set {test_freq} to a divisor of {save_freq}",
 )
-_WANTED = {
-    "expected": "a checkpoint folder, for {resume_mode}=resume_path",
-    "remedy": "name one, or set {resume_mode}=auto",
-}
+
+
+def _checkpoint(wrong: Callable[[Any, str | None], bool], message: str) -> Check:
+    return Check(
+        wrong,
+        message,
+        expected="a checkpoint folder, for {resume_mode}=resume_path",
+        remedy="name one, or set {resume_mode}=auto",
+    )
+
+
 _CHECKPOINT = (
-    Check(lambda own, folder: folder is None, "missing", **_WANTED),
-    Check(lambda own, folder: folder is not None and not os.path.isdir(folder), "no such folder", **_WANTED),
+    _checkpoint(lambda own, folder: folder is None, "missing"),
+    _checkpoint(lambda own, folder: folder is not None and not os.path.isdir(folder), "no such folder"),
 )
 
 
