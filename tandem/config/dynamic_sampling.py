@@ -47,7 +47,7 @@ _WITHOUT_KL = Check(
 
 def _never_fills(own: Any, batches: int) -> bool:
     data = root(own).data
-    return batches > 0 and batches * data.prompts_at_a_time < data.train_batch_size
+    return bool(batches > 0 and batches * data.prompts_at_a_time < data.train_batch_size)
 
 
 _FILLS_A_BATCH = Check(
