@@ -41,31 +41,22 @@ class Condition:
 
 
 @dataclass(frozen=True)
-class Group:
-    """A section, as its parent declares it.
-
-    Attributes:
-        name: the dotted path from the root.
-        conditions: when keys below it count, outermost first.
-        needs: rules that are asked where it counts.
-    """
-
-    name: str
-    conditions: tuple[Condition, ...]
-    needs: tuple[Need, ...]
-
-
-@dataclass(frozen=True)
-class Key(Group):
+class Key:
     """One key.
 
     Attributes:
+        name: the dotted path from the root.
+        conditions: when it counts, outermost first.
+        needs: rules that are asked where it counts.
         default: its value when nobody sets it; REQUIRED if there is none. Meaningless with `inherits`.
         inherits: the dotted path of the key whose value stands in, if any.
         info: pydantic's declaration.
         resumed: what another value means where a run goes on.
     """
 
+    name: str
+    conditions: tuple[Condition, ...]
+    needs: tuple[Need, ...]
     default: Any
     inherits: str | None
     info: FieldInfo
@@ -89,15 +80,9 @@ class Key(Group):
 
 
 @cache
-def declarations(root: type[Section]) -> tuple[Group, ...]:
-    """All sections and keys below a root, in the order of their declaration."""
-    return tuple(_walk(root, None, "", (), {}, "refused"))
-
-
-@cache
 def keys(root: type[Section]) -> Mapping[str, Key]:
     """All keys of a config by dotted path, in the order of their declaration."""
-    return {item.name: item for item in declarations(root) if isinstance(item, Key)}
+    return {key.name: key for key in _walk(root, None, "", (), {}, "refused")}
 
 
 @cache
@@ -163,8 +148,8 @@ def _walk(
     outer: tuple[Condition, ...],
     below: Mapping[str, Condition],
     resumed: Resumed,
-) -> Iterator[Group]:
-    """The keys and sections of `section`, which lies at path `at`.
+) -> Iterator[Key]:
+    """The keys of `section`, which lies at path `at`.
 
     Args:
         preset: the parent's default for it.
@@ -183,7 +168,6 @@ def _walk(
             *(Condition(at, when) for when in told.when),
         )
         if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
-            yield Group(path, conditions, told.needs)
             inner = {child: Condition(at, when) for child, when in told.below.items()}
             preset_of_it = None if default is REQUIRED else default
             yield from _walk(info.annotation, preset_of_it, f"{path}.", conditions, inner, resumed)

@@ -178,19 +178,15 @@ def section(
     default: Any = ...,
     *,
     when: When | Sequence[When] = (),
-    needs: Need | Sequence[Need] = (),
     below: Mapping[str, When] | None = None,
 ) -> Any:
     """Declares a section within a section, where there is more to say than its type.
 
     Args:
         when: when the keys below it count.
-        needs: as of a key.
         below: when single keys of it count, by name, as far as this depends on what is beside the section.
     """
-    return Field(
-        default, json_schema_extra=_extra(Declared(None, _several(when), _several(needs), below or {}))
-    )
+    return Field(default, json_schema_extra=_extra(Declared(None, _several(when), below=below or {})))
 
 
 def declared(info: FieldInfo) -> Declared:

@@ -59,9 +59,9 @@ def to_dict(config: Section) -> dict[str, Any]:
     return written
 
 
-def hide_secrets(value: Any, name: str = "") -> None:
-    """Hides all secrets in a tree of what was given."""
-    for key, text in _texts(value, name):
+def hide_secrets(tree: Any) -> None:
+    """Hide all secrets in a tree of what was given."""
+    for key, text in _texts(tree):
         if _is_secret(key, text):
             login = _LOGIN.search(text)
             hide(login[1] if login else text, LEFT_OUT)

@@ -37,13 +37,13 @@ class Peer:
         return self.given.get(name, self.defaults.get(name))
 
     def put(self, key: str, value: Any, *, always: bool = False) -> None:
-        """Sets a key whose default is another one; `always`, any."""
+        """Set a key whose default is another one; `always`, any."""
         known = keys(self.root)
         if key in known and (always or known[key].inherits is not None or known[key].default != value):
             self.config[key] = value
 
     def refuse(self, name: str, why: str) -> None:
-        """Says that a setting is not taken over, in place of what was said of it before; of one that nobody
+        """Say that a setting is not taken over, in place of what was said of it before; of one that nobody
         gave, in a note."""
         if name not in self.given:
             self.notes.append(f"{name}={self[name]}, the default there, is not taken over: {why}.")
@@ -52,7 +52,7 @@ class Peer:
         self.rows.append(Reading(name, self[name], "refused", why))
 
     def take(self, place: Callable[[str], str] = str) -> None:
-        """Takes over every setting that is one key, and says of the given ones what became of them.
+        """Take over every setting that is one key, and say of the given ones what became of them.
 
         Args:
             place: where a key of `tandem train` lies in this config.

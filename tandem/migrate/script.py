@@ -112,11 +112,33 @@ class Script:
             ConfigError: the script ends without it.
             TandemError: it takes longer than the limit.
         """
-        self._wait()
+        try:
+            status = self._process.wait(self.limit_s)
+        except subprocess.TimeoutExpired:
+            raise TandemError(
+                f"the script has not ended within {self.limit_s:g} s",
+                field=self.path,
+                remedy="look for a loop in it that waits for a program which is not run here, such as "
+                "`ray status`; or give what follows `-m verl.trainer.main_ppo` to tandem itself",
+            ) from None
         calls = self.calls
-        if len(calls) < self.chosen:
-            raise self._without(len(calls))
-        return calls[self.chosen - 1]
+        if len(calls) >= self.chosen:
+            return calls[self.chosen - 1]
+        if calls:
+            raise ConfigError(
+                "the script has fewer calls of verl",
+                field="--call",
+                got=self.chosen,
+                expected=f"1 to {len(calls)}",
+            )
+        raise ConfigError(
+            f"the script ended without a call of {self.trainer.split('.')[0]}'s trainer",
+            field=self.path,
+            got=f"exit status {status}",
+            expected=f"a command with `-m {self.trainer}` that bash comes to",
+            remedy="give the arguments that the script asks for after `--`; a program that calls verl on its "
+            "own, in a container or on another machine, is not seen",
+        )
 
     @property
     def calls(self) -> list[Call]:
@@ -133,7 +155,7 @@ class Script:
         return [(folder / str(number)).read_text(errors="replace").strip() for number in numbers]
 
     def _lay_out(self, bash: str) -> dict[str, str]:
-        """Makes the folder of shims; returns the script's environment."""
+        """Make the folder of shims; return the script's environment."""
         for name in ("calls", "others", "shims"):
             (self._root / name).mkdir()
         here = files("tandem.migrate")
@@ -151,36 +173,6 @@ class Script:
             f"tandem_root='{self._root}'\n" + here.joinpath("before.sh").read_text(encoding="utf-8")
         )
         return {**os.environ, "PATH": str(shims), "BASH_ENV": str(before)}
-
-    def _wait(self) -> None:
-        """Wait until the script ends."""
-        try:
-            self._process.wait(self.limit_s)
-        except subprocess.TimeoutExpired:
-            raise TandemError(
-                f"the script has not ended within {self.limit_s:g} s",
-                field=self.path,
-                remedy="look for a loop in it that waits for a program which is not run here, such as "
-                "`ray status`; or give what follows `-m verl.trainer.main_ppo` to tandem itself",
-            ) from None
-
-    def _without(self, found: int) -> ConfigError:
-        status = self._process.poll()
-        if found:
-            return ConfigError(
-                "the script has fewer calls of verl",
-                field="--call",
-                got=self.chosen,
-                expected=f"1 to {found}",
-            )
-        return ConfigError(
-            f"the script ended without a call of {self.trainer.split('.')[0]}'s trainer",
-            field=self.path,
-            got=f"exit status {status}",
-            expected=f"a command with `-m {self.trainer}` that bash comes to",
-            remedy="give the arguments that the script asks for after `--`; a program that calls verl on its "
-            "own, in a container or on another machine, is not seen",
-        )
 
 
 def _read(path: Path, number: int) -> Call:

@@ -15,13 +15,12 @@ _LONGEST = 60
 _FILE_WIDTH = 200
 
 
-def print_table(title: str, rows: Iterable[Reading], *, to_stderr: bool = True) -> None:
-    """Prints rows by verdict, refusals first; the reasons of rows that share one are printed once.
+def print_table(title: str, rows: Iterable[Reading]) -> None:
+    """Print rows to standard error, refusals first; the reasons of rows that share one are printed once.
 
     Args:
         title: stands above.
         rows: in any order.
-        to_stderr: where to.
     """
     table = Table(title=title, title_justify="left", show_lines=False, pad_edge=False, box=None)
     for name in ("given", "value", "here", "which"):
@@ -34,5 +33,5 @@ def print_table(title: str, rows: Iterable[Reading], *, to_stderr: bool = True) 
         table.add_row(printable(row.name), shown, row.verdict, '"' if same else printable(row.sentence))
         last = (row.verdict, row.sentence)
     if table.row_count:
-        stream = sys.stderr if to_stderr else sys.stdout
-        plain_console(file=stream, width=None if stream.isatty() else _FILE_WIDTH).print(table)
+        width = None if sys.stderr.isatty() else _FILE_WIDTH
+        plain_console(file=sys.stderr, width=width).print(table)

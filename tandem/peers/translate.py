@@ -48,7 +48,7 @@ Rules = Callable[[str], Rule | None]
 def translate(
     given: Mapping[str, Any], known: Collection[str], rules: Rules, devices_of: Callable[[str], int]
 ) -> Translation:
-    """Values under the keys that they have here.
+    """Return values under the keys that they have here.
 
     Args:
         given: values by dotted path, of keys that are known here or have a rule.
@@ -74,7 +74,7 @@ class _Translator:
         self.found = Translation()
 
     def take(self, origin: str, name: str, value: Any, shared: str = "") -> None:
-        """Follows `name`, which stands for the given `origin`, to where it counts."""
+        """Follow `name`, which stands for the given `origin`, to where it counts."""
         rule = self._rules(name)
         if name in self._known and not (rule and _in(value, rule.only or ())):
             self._set(origin, name, rule.value(value) if rule else value, shared)
