@@ -120,10 +120,11 @@ def _verls() -> list[tuple[re.Pattern[str], Rule]]:
 
 
 def _rule(row: Mapping[str, Any]) -> Rule:
-    found = {name: tuple(value) if name in ("only", "neutral") else value for name, value in row.items()}
-    now, refused = found.get("now", ()), dict.fromkeys(found.pop("except", ()), REFUSED)
-    found["now"] = (now,) if isinstance(now, str) else tuple(now)
-    return Rule(**found | {"values": {**found.get("values", {}), **refused}})
+    found: dict[str, Any] = {**row, "values": {**row.get("values", {})}}
+    found["values"] |= dict.fromkeys(found.pop("except", ()), REFUSED)
+    found |= {name: tuple(row[name]) for name in ("only", "neutral") if name in row}
+    now = row.get("now", ())
+    return Rule(**found | {"now": (now,) if isinstance(now, str) else tuple(now)})
 
 
 _TOKENS = re.compile(r"(\{[^}]*\}|\*\*|\*)")
