@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from docs.verl_keys import table
-from tandem.config.explain import COMMANDS
-from tandem.config.readers import readers
+from tandem.config.explain import COMMANDS, readers
 from tandem.config.schema import Key, keys, shown
-from tandem.config.section import Section
 
 _BY_COMMAND = {"tandem sft": "sft", "tandem rm": "rm", "tandem generate": "generate", "tandem eval": "eval"}
 _TRAIN = "tandem train"
@@ -17,12 +15,11 @@ _TRAIN = "tandem train"
 def pages() -> dict[str, str]:
     """The pages by path below config/, in Markdown."""
     made = {
-        f"{_slug(group)}.md": _page(f"`{group}` of {_TRAIN}", COMMANDS[_TRAIN], members)
+        f"{_slug(group)}.md": _page(f"`{group}` of {_TRAIN}", _TRAIN, members)
         for group, members in _groups().items()
     }
     for command, name in _BY_COMMAND.items():
-        root = COMMANDS[command]
-        made[f"{name}.md"] = _page(f"Keys of {command}", root, keys(root).values())
+        made[f"{name}.md"] = _page(f"Keys of {command}", command, keys(COMMANDS[command]).values())
     return {"index.md": _index(), **made}
 
 
@@ -83,12 +80,12 @@ def _leaf(key: Key) -> str:
     return f"`{key.name.rsplit('.', 1)[-1]}`"
 
 
-def _page(title: str, root: type[Section], members: Iterable[Key]) -> str:
-    read_by = readers(root)
+def _page(title: str, command: str, members: Iterable[Key]) -> str:
+    read_by = readers(command)
     return "\n\n".join([f"# {title}", *(_key(key, read_by[key.name]) for key in members)]) + "\n"
 
 
-def _key(key: Key, read_by: tuple[str, ...]) -> str:
+def _key(key: Key, read_by: list[str]) -> str:
     facts = [f"- type: {key.expected}", f"- default: {_default(key)}"]
     facts += [f"- counts only {condition.words}" for condition in dict.fromkeys(key.conditions)]
     modules = ", ".join(f"`{module}`" for module in read_by) or "the config alone"

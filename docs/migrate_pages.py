@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from tandem.migrate import environment, openrlhf, trl_table
-from tandem.migrate.peer import Verdict
+from tandem.peers.table import Rule
 
 
 def from_trl() -> str:
@@ -31,15 +31,14 @@ def from_trl() -> str:
 
 def from_openrlhf() -> str:
     """The page of OpenRLHF's options, in Markdown."""
-    table = {name: verdict for name, (_, verdict) in openrlhf.TABLE.items()}
-    defaults = {name: default for name, (default, _) in openrlhf.TABLE.items()}
+    defaults = {name: rule.default for name, rule in openrlhf.TABLE.items()}
     parts = [
         "# From OpenRLHF",
         "`tandem from-openrlhf SCRIPT.sh`, or `tandem from-openrlhf --name value …`, writes a config from "
         f"the options of `{openrlhf.MODULE}`, read from OpenRLHF's sources of 2025. Where its default is "
         "another one, the config says OpenRLHF's. `rollout_batch_size` counts prompts in both; "
         "`train_batch_size` counts samples there.",
-        _settings(table, defaults),
+        _settings(openrlhf.TABLE, defaults),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -47,7 +46,7 @@ def from_openrlhf() -> str:
 def verl_environment() -> str:
     """The page of the environment variables that verl reads, in Markdown."""
     rows = (
-        (f"`{name}`", "acts" if known.acts else "nothing to act on", known.sentence)
+        (f"`{name}`", "acts" if known.acts else "nothing to act on", known.reason)
         for name, known in sorted(environment.VARIABLES.items())
     )
     return (
@@ -63,14 +62,12 @@ def verl_environment() -> str:
     )
 
 
-_WORDS = {"key": "", "reckoned": "", "nothing": "nothing to act on: ", "absent": "not offered: "}
-
-
-def _settings(table: Mapping[str, Verdict], defaults: Mapping[str, object]) -> str:
+def _settings(table: Mapping[str, Rule], defaults: Mapping[str, object]) -> str:
     def rows() -> Iterable[tuple[str, ...]]:
-        for name, verdict in table.items():
-            key = ", ".join(f"`{part}`" for part in verdict.key.split(", ")) if verdict.key else ""
-            said = _WORDS[verdict.kind] + verdict.why
+        for name, rule in table.items():
+            key = ", ".join(f"`{part}`" for now in rule.now for part in now.split(", "))
+            verdict = "nothing to act on: " if rule.nothing else "not offered: " if rule.refused else ""
+            said = verdict + rule.reason
             here = f"{key}: {said}" if key and said else key or said
             yield f"`{name}`", f"`{defaults.get(name)}`", here.replace("|", "\\|")
 

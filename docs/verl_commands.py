@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from docs.verl_keys import HERE, table
-from tandem.config.verl.table import rule_of
+from tandem.peers.table import rule_of
 
 COMMANDS: dict[str, list[str]] = json.loads((HERE.parent / "tests/config/verl_commands.json").read_text())
 """The words after verl's trainer, by script, of main and 0.6.1."""

@@ -9,8 +9,8 @@ from typing import Any
 
 from tandem.config.root import TrainConfig
 from tandem.config.schema import keys, shown
-from tandem.config.verl.defaults import DEFAULTS, KEPT
-from tandem.config.verl.table import rule_of
+from tandem.config.verl import DEFAULTS, KEPT
+from tandem.peers.table import rule_of
 
 HERE = Path(__file__).parent
 VERL: dict[str, Any] = json.loads((HERE / "verl_0_9_1.json").read_text())

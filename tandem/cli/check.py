@@ -66,8 +66,8 @@ def check(arguments: list[str]) -> int:
         return _said(loaded, command, given)
     if {"--sft", "--rm"} & set(given):
         raise ConfigError("--from-verl is of `tandem train`", got=" ".join(given), remedy="leave one out")
-    with from_verl.at_the_call(request, dry=True) as (_, asked):
-        return _said(from_verl.load_with_table(from_verl.words_of(request, asked)), "--train", given)
+    asked = from_verl.asked_by(request)
+    return _said(from_verl.load_with_table(from_verl.words_of(request, asked)), "--train", given)
 
 
 def _said(loaded: Loaded[Any], command: str, given: list[str]) -> int:

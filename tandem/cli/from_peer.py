@@ -11,10 +11,11 @@ from tandem.config.sources import to_yaml
 from tandem.errors import ConfigError
 from tandem.migrate.openrlhf import MODULE, migrate_openrlhf
 from tandem.migrate.script import Script
-from tandem.migrate.table import Row, print_table
+from tandem.migrate.table import print_table
 from tandem.migrate.trl import Migrated, migrate
 from tandem.migrate.trl_source import read_python, read_words
 from tandem.observability.terminal import say, warn
+from tandem.peers.table import Reading
 
 REFUSED = 3
 """Exit status where settings are refused: what is trained is not quite what was asked for."""
@@ -38,9 +39,9 @@ def from_trl(arguments: list[str]) -> int:
     made = migrate(given.name, given.settings, devices=_devices(own), implied=given.implied)
     for name, text in given.unread.items():
         if name in DATA_SETS:
-            made.rows.append(Row(name, text, "renamed", f"{DATA_SETS[name]}: to be written as parquet"))
+            made.rows.append(Reading(name, text, "renamed", f"{DATA_SETS[name]}: to be written as parquet"))
         else:
-            made.rows.append(Row(name, text, "refused", "no literal: set its key"))
+            made.rows.append(Reading(name, text, "refused", "no literal: set its key"))
     return _write(made, own.get("-o"))
 
 
@@ -62,7 +63,7 @@ def from_openrlhf(arguments: list[str]) -> int:
         return 0 if arguments else 2
     words, own = _own(arguments)
     if words and words[0].endswith(".sh"):
-        with Script(words[0], words[1:], dry=True, trainer=MODULE) as script:
+        with Script(words[0], words[1:], trainer=MODULE) as script:
             words = list(script.reach().words)
     return _write(migrate_openrlhf(words), own.get("-o"))
 

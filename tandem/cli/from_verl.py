@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tandem.cli.typed import UsageError
@@ -12,23 +11,23 @@ from tandem.config.hydra import VERLS_DEFAULTS
 from tandem.config.load import Loaded, load_train_config
 from tandem.config.root import TrainConfig
 from tandem.config.sources import split_arguments
-from tandem.config.verl.translate import Reading, Translation
 from tandem.errors import ConfigError, ConfigErrors
 from tandem.migrate import environment
 from tandem.migrate.script import Call, Script
-from tandem.migrate.table import Row, print_table
+from tandem.migrate.table import print_table
 from tandem.migrate.verl_call import VerlCall, understood
 from tandem.observability.terminal import warn
+from tandem.peers.table import Reading
+from tandem.peers.translate import Translation
 
 OPTION, CALL, LIMIT = "--from-verl", "--call", "--script-limit"
 USAGE = f"""  {OPTION} SCRIPT.sh [-- ARGUMENTS…]
-              takes the settings from a shell script that calls verl: bash runs it with verl's trainer
+              takes the settings from a shell script that calls verl: bash reads it with verl's trainer
               replaced, what it would have been told is shown as a table, and key=value given here win.
-              ARGUMENTS are the script's own, "$@". `tandem train` runs everything else that is in the
-              script too, waits with it at the call, and lets it go on after the training; `tandem check`
-              runs nothing but programs that print (redirections still write), and lists the rest
+              ARGUMENTS are the script's own, "$@". Nothing else of the script runs but programs that
+              print (redirections still write); the rest is listed
   {CALL} N    the script's N-th call of verl, where it has several
-  {LIMIT} SECONDS   how long the script may take up to the call, and after it"""
+  {LIMIT} SECONDS   how long reading the script may take"""
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class Request:
         script: the shell script.
         arguments: the script's own.
         call: which of its calls, from 1.
-        limit_s: how long it may take; None takes the usual.
+        limit_s: how long reading it may take; None takes the usual.
         words: all else that the command was given.
     """
 
@@ -87,31 +86,27 @@ def _number(given: dict[str, str], name: str) -> float | None:
     return number
 
 
-@contextmanager
-def at_the_call(request: Request, *, dry: bool) -> Iterator[tuple[Script, VerlCall]]:
-    """The script at its call, in whose folder and environment this process then is.
+def asked_by(request: Request) -> VerlCall:
+    """Return the call of a script, in whose folder and environment this process then is.
 
     Args:
         request: which script, and which call.
-        dry: only reads the script.
 
     Raises:
         ConfigError: no such call, or not of the trainer of policies.
     """
-    with Script(
-        request.script, request.arguments, call=request.call, dry=dry, limit_s=request.limit_s
-    ) as script:
+    with Script(request.script, request.arguments, call=request.call, limit_s=request.limit_s) as script:
         call = script.reach()
         _tell(script, call)
-        asked = understood(call)
-        print_table("environment of the call", _variables(asked))
-        for sentence in asked.around:
-            warn(f"note: {sentence}")
-        os.environ.update(asked.variables)
-        if asked.folder != os.getcwd():
-            warn(f"note: as in the script, paths are relative to {asked.folder}")
-            os.chdir(asked.folder)
-        yield script, asked
+    asked = understood(call)
+    print_table("environment of the call", environment.readings(asked.variables))
+    for sentence in asked.around:
+        warn(f"note: {sentence}")
+    os.environ.update(asked.variables)
+    if asked.folder != os.getcwd():
+        warn(f"note: as in the script, paths are relative to {asked.folder}")
+        os.chdir(asked.folder)
+    return asked
 
 
 def words_of(request: Request, asked: VerlCall) -> list[str]:
@@ -131,11 +126,6 @@ def _tell(script: Script, call: Call) -> None:
             warn(f"call {other.number} ({CALL} {other.number} takes it), words that are others: {words}")
 
 
-def _variables(asked: VerlCall) -> Iterator[Row]:
-    for name, value, acts, sentence in environment.rows(asked.variables):
-        yield Row(name, value, "acts" if acts else "ignored", sentence)
-
-
 def load_with_table(words: Sequence[str]) -> Loaded[TrainConfig]:
     """The config that a call of verl stands for; prints how each of its settings was read.
 
@@ -149,13 +139,13 @@ def load_with_table(words: Sequence[str]) -> Loaded[TrainConfig]:
     try:
         loaded = load_train_config(path, overrides)
     except ConfigErrors as errors:
-        print_table("settings", [*map(_refused, errors.errors), *_read(errors.readings)])
+        print_table("settings", [*map(_refused, errors.errors), *errors.readings])
         raise ConfigError(
             f"{len(errors.errors)} of the script's settings cannot be taken over; the table names them",
             remedy="change them in the script, or give key=value behind it, which wins, or ~key, which takes "
             "a key back",
         ) from errors
-    print_table("settings", _read(loaded.readings))
+    print_table("settings", loaded.readings)
     warn("all other settings act under their own names")
     for notice in loaded.notices:
         if notice not in Translation(readings=list(loaded.readings)).notices:
@@ -163,15 +153,11 @@ def load_with_table(words: Sequence[str]) -> Loaded[TrainConfig]:
     return loaded
 
 
-def _read(readings: Sequence[Reading]) -> list[Row]:
-    return [Row(of.name, of.value, of.verdict, of.sentence) for of in readings]
-
-
-def _refused(error: ConfigError) -> Row:
+def _refused(error: ConfigError) -> Reading:
     parts = [error.message]
     if error.expected is not None:
         parts.append(f"expected {error.expected}")
     if error.remedy is not None:
         parts.append(error.remedy)
     name, value = (error.field, error.got) if error.field else (error.got, "")
-    return Row(str(name), "" if value is None else value, "refused", "; ".join(parts))
+    return Reading(str(name), "" if value is None else value, "refused", "; ".join(parts))

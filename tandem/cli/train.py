@@ -35,11 +35,8 @@ def train(arguments: list[str]) -> int:
         for notice in loaded.said:
             warn(f"note: {notice}")
         return _train(loaded, dry=dry)
-    with from_verl.at_the_call(request, dry=dry) as (script, asked):
-        status = _train(from_verl.load_with_table(from_verl.words_of(request, asked)), dry=dry)
-        if status != 130:
-            script.finish(status)
-    return status
+    asked = from_verl.asked_by(request)
+    return _train(from_verl.load_with_table(from_verl.words_of(request, asked)), dry=dry)
 
 
 def _train(loaded: Loaded[TrainConfig], *, dry: bool) -> int:

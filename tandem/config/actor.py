@@ -6,14 +6,12 @@ from collections.abc import Iterator, Mapping
 from operator import attrgetter
 from typing import Annotated, Any
 
-from pydantic import BaseModel, Field
-
 from tandem.config import tables
 from tandem.config.batching import BY_SAMPLES, BY_TOKENS, Batching, LogProbSection
 from tandem.config.cluster import ByName
 from tandem.config.dynamic_sampling import AdaptiveEntropyConfig
 from tandem.config.fsdp import FORWARD_ALONE, OPTIMIZER_HAS_STATE_HERE, FSDPConfig, RefFSDPConfig
-from tandem.config.needs import divides_batch, holds_longest, names, not_a_model, own_code
+from tandem.config.needs import Check, divides_batch, holds_longest, names, not_a_model, own_code
 from tandem.config.optim import OptimConfig
 from tandem.config.section import LocalPath, OneOf, Section, When, beside, key, section
 from tandem.config.view import path, root
@@ -51,143 +49,121 @@ _LOW, _HIGH, _DUAL = ((_takes(f"clip_ratio_{side}"), _CLIPS) for side in ("low",
 _KL = beside("use_kl_loss", True, neutral=(0,))
 
 
-def _dro_beta(own: Any, name: str) -> Iterator[ConfigError]:
-    if own.loss_mode == "dro" and own.dro_beta is None:
-        yield ConfigError(
-            "missing",
-            expected="a number > 0; a token comes to rest at advantage / dro_beta nats",
-            remedy=f"add {path(own, name)}=…, or set another loss_mode",
-        )
+_DRO_BETA = Check(
+    lambda own, beta: beta is None and own.loss_mode == "dro",
+    "missing",
+    expected="a number > 0; a token comes to rest at advantage / dro_beta nats",
+    remedy="add {}=…, or set another loss_mode",
+)
+_COVARIANCES = Check(
+    lambda own, low: own.loss_mode == "clip_cov" and low >= own.clip_cov_ub,
+    "no covariance lies between the bounds",
+    expected="less than {clip_cov_ub=}",
+    remedy="set one of the two",
+)
 
 
-def _covariances(own: Any, name: str) -> Iterator[ConfigError]:
-    if own.loss_mode == "clip_cov" and own.clip_cov_lb >= own.clip_cov_ub:
-        yield ConfigError(
-            "no covariance lies between the bounds",
-            expected=f"less than {path(own, 'clip_cov_ub')}={own.clip_cov_ub}",
-            remedy="set one of the two",
-        )
-
-
-def _within_bounds(own: Any, name: str) -> Iterator[ConfigError]:
-    bounds, at = own.adaptive_entropy, path(own, "adaptive_entropy")
+def _begins_outside(own: Any, coefficient: float) -> bool:
+    bounds = own.adaptive_entropy
     low, high = bounds.min_ent_coef, bounds.max_ent_coef
-    if bounds.enabled and low <= high and not low <= own.entropy_coeff <= high:
-        yield ConfigError(
-            "begins outside its bounds",
-            expected=f"{low} to {high}, the bounds of {at}",
-            remedy=f"set {path(own, name)}={low}, or widen the bounds",
-        )
+    return bool(bounds.enabled and low <= high and not low <= coefficient <= high)
 
 
-def _leaves_a_ratio(own: Any, name: str) -> Iterator[ConfigError]:
-    loss, low = own.policy_loss.loss_mode, own.clip_ratio_low
-    if getattr(own, name) == low > 1 and tables.loss_options(loss) and loss not in tables.LOW_ABOVE_ONE:
-        yield ConfigError(
-            "a ratio never falls below zero",
-            expected=f"0 to 1 with {path(own, 'policy_loss.loss_mode')}={loss}",
-            remedy=f"set {path(own, 'clip_ratio_low')}=1, which bounds as little",
-        )
+_WITHIN_BOUNDS = Check(
+    _begins_outside,
+    "begins outside its bounds",
+    expected="{=adaptive_entropy.min_ent_coef} to {=adaptive_entropy.max_ent_coef}, the bounds of "
+    "{adaptive_entropy}",
+    remedy="set {}={=adaptive_entropy.min_ent_coef}, or widen the bounds",
+)
+
+
+def _leaves_no_ratio(own: Any, clip: float) -> bool:
+    loss = own.policy_loss.loss_mode
+    bounded = tables.loss_options(loss) and loss not in tables.LOW_ABOVE_ONE
+    return bool(clip == own.clip_ratio_low > 1 and bounded)
+
+
+_LEAVES_A_RATIO = Check(
+    _leaves_no_ratio,
+    "a ratio never falls below zero",
+    expected="0 to 1 with {policy_loss.loss_mode=}",
+    remedy="set {clip_ratio_low}=1, which bounds as little",
+)
 
 
 class PolicyLossConfig(Section):
-    """Which policy loss, and its own options."""
+    """Which policy loss, and its own options.
+
+    Attributes:
+        loss_mode: policy loss, by name or as file.py:function
+        clip_cov_ratio: clip_cov: share of the response tokens that do not learn
+        clip_cov_lb: clip_cov: covariance of log-prob and advantage above which a token may be chosen
+        clip_cov_ub: clip_cov: covariance below which it may be
+        kl_cov_ratio: kl_cov: share of the response tokens that are held to the old policy
+        ppo_kl_coef: kl_cov: weight of what holds them, per nat
+        dro_beta: dro: weight of the squared log-ratio to the old policy; it must be given
+        kwargs: further options of the policy loss, by name
+    """
 
     loss_mode: Annotated[
         str, OneOf(tuple(tables.POLICY_LOSSES), tables.POLICY_LOSS_ALIASES, own_code=True)
-    ] = key("vanilla", "policy loss, by name or as file.py:function", needs=own_code)
-    clip_cov_ratio: float = key(
-        0.0002,
-        "clip_cov: share of the response tokens that do not learn",
-        when=_takes("clip_cov_ratio", "loss_mode"),
-        gt=0,
-        le=1,
-    )
-    clip_cov_lb: float = key(
-        1.0,
-        "clip_cov: covariance of log-prob and advantage above which a token may be chosen",
-        when=_takes("clip_cov_lb", "loss_mode"),
-        needs=_covariances,
-    )
-    clip_cov_ub: float = key(
-        5.0, "clip_cov: covariance below which it may be", when=_takes("clip_cov_ub", "loss_mode")
-    )
-    kl_cov_ratio: float = key(
-        0.0002,
-        "kl_cov: share of the response tokens that are held to the old policy",
-        when=_takes("kl_cov_ratio", "loss_mode"),
-        gt=0,
-        le=1,
-    )
-    ppo_kl_coef: float = key(
-        0.1, "kl_cov: weight of what holds them, per nat", when=_takes("ppo_kl_coef", "loss_mode"), ge=0
-    )
-    dro_beta: float | None = key(
-        None,
-        "dro: weight of the squared log-ratio to the old policy; it must be given",
-        when=_takes("dro_beta", "loss_mode"),
-        needs=_dro_beta,
-        gt=0,
-    )
-    kwargs: dict[str, Any] = key({}, "further options of the policy loss, by name")
+    ] = key("vanilla", needs=own_code)
+    clip_cov_ratio: float = key(0.0002, when=_takes("clip_cov_ratio", "loss_mode"), gt=0, le=1)
+    clip_cov_lb: float = key(1.0, when=_takes("clip_cov_lb", "loss_mode"), needs=_COVARIANCES)
+    clip_cov_ub: float = key(5.0, when=_takes("clip_cov_ub", "loss_mode"))
+    kl_cov_ratio: float = key(0.0002, when=_takes("kl_cov_ratio", "loss_mode"), gt=0, le=1)
+    ppo_kl_coef: float = key(0.1, when=_takes("ppo_kl_coef", "loss_mode"), ge=0)
+    dro_beta: float | None = key(None, when=_takes("dro_beta", "loss_mode"), needs=_DRO_BETA, gt=0)
+    kwargs: dict[str, Any] = key({})
 
 
 class ActorConfig(Section):
-    """Batches, loss and optimizer of the policy update."""
+    """Batches, loss and optimizer of the policy update.
 
-    strategy: Strategy = key("fsdp2", "training engine (fsdp means fsdp2)")
-    ppo_mini_batch_size: int = key(
-        1024,
-        "prompts per optimizer step, over all devices",
-        inherits="data.train_batch_size",
-        needs=divides_batch,
-        ge=1,
-    )
-    ppo_micro_batch_size_per_gpu: int | None = key(
-        None, "samples per micro-batch and device; null: the whole share", when=BY_SAMPLES, ge=1
-    )
-    use_dynamic_bsz: bool = key(False, "cut micro-batches by tokens, not by samples")
-    ppo_max_token_len_per_gpu: int = key(
-        16384,
-        "tokens per micro-batch and device, with use_dynamic_bsz",
-        when=BY_TOKENS,
-        needs=holds_longest,
-        ge=1,
-    )
-    ppo_epochs: int = key(1, "passes over each step's samples", ge=1)
-    shuffle: bool = key(False, "a new order of the samples in each pass")
-    clip_ratio: float = key(
-        0.2,
-        "clip range of the probability ratio, both sides; in nats for geo_mean and dppo_kl",
-        when=_LOW,
-        needs=_leaves_a_ratio,
-        ge=0,
-    )
-    clip_ratio_low: float = key(
-        meaning="clip range below 1; above 1 no bound below, with cispo",
-        inherits=".clip_ratio",
-        when=_LOW,
-        needs=_leaves_a_ratio,
-        ge=0,
-    )
-    clip_ratio_high: float = key(meaning="clip range above 1", inherits=".clip_ratio", when=_HIGH, ge=0)
-    clip_ratio_c: float = key(
-        3.0, "dual clip: bound of ratio · |advantage| for negative advantages", when=_DUAL, gt=1
-    )
-    tau_pos: float = key(
-        1.0, "sapo: how fast positive advantages fade as the policies part", when=_takes("tau_pos"), gt=0
-    )
-    tau_neg: float = key(1.05, "sapo: the same for other advantages", when=_takes("tau_neg"), gt=0)
+    Attributes:
+        strategy: training engine (fsdp means fsdp2)
+        ppo_mini_batch_size: prompts per optimizer step, over all devices
+        ppo_micro_batch_size_per_gpu: samples per micro-batch and device; null: the whole share
+        use_dynamic_bsz: cut micro-batches by tokens, not by samples
+        ppo_max_token_len_per_gpu: tokens per micro-batch and device, with use_dynamic_bsz
+        ppo_epochs: passes over each step's samples
+        shuffle: a new order of the samples in each pass
+        clip_ratio: clip range of the probability ratio, both sides; in nats for geo_mean and dppo_kl
+        clip_ratio_low: clip range below 1; above 1 no bound below, with cispo
+        clip_ratio_high: clip range above 1
+        clip_ratio_c: dual clip: bound of ratio · |advantage| for negative advantages
+        tau_pos: sapo: how fast positive advantages fade as the policies part
+        tau_neg: sapo: the same for other advantages
+        loss_agg_mode: how token losses become one number, over the global mini-batch; null: as the loss was
+            published, seq-mean-token-mean for gspo, geo_mean, sapo, seq-mean-token-sum for reinforce,
+            token-mean for others
+        loss_scale_factor: divisor of seq-mean-token-sum-norm, tokens
+        entropy_coeff: weight of the entropy bonus
+        use_kl_loss: add the KL from the reference policy to the loss
+        kl_loss_coef: weight of that KL
+        kl_loss_type: estimator of that KL (Schulman 2020, k1 to k3), with a + for the gradient of k2, such as
+            k3+; full: exact over the vocabulary; or file.py:function
+        ulysses_sequence_parallel_size: devices that share one sequence
+    """
+
+    strategy: Strategy = key("fsdp2", resumed="told")
+    ppo_mini_batch_size: int = key(1024, inherits="data.train_batch_size", needs=divides_batch, ge=1)
+    ppo_micro_batch_size_per_gpu: int | None = key(None, when=BY_SAMPLES, ge=1, resumed="told")
+    use_dynamic_bsz: bool = key(False, resumed="told")
+    ppo_max_token_len_per_gpu: int = key(16384, when=BY_TOKENS, needs=holds_longest, ge=1, resumed="told")
+    ppo_epochs: int = key(1, ge=1)
+    shuffle: bool = False
+    clip_ratio: float = key(0.2, when=_LOW, needs=_LEAVES_A_RATIO, ge=0)
+    clip_ratio_low: float = key(inherits=".clip_ratio", when=_LOW, needs=_LEAVES_A_RATIO, ge=0)
+    clip_ratio_high: float = key(inherits=".clip_ratio", when=_HIGH, ge=0)
+    clip_ratio_c: float = key(3.0, when=_DUAL, gt=1)
+    tau_pos: float = key(1.0, when=_takes("tau_pos"), gt=0)
+    tau_neg: float = key(1.05, when=_takes("tau_neg"), gt=0)
     policy_loss: PolicyLossConfig = PolicyLossConfig()
-    loss_agg_mode: Aggregation = key(
-        None,
-        "how token losses become one number, over the global mini-batch; null: as the loss was published, "
-        "seq-mean-token-mean for gspo, geo_mean, sapo, seq-mean-token-sum for reinforce, token-mean for "
-        "others",
-    )
+    loss_agg_mode: Aggregation = None
     loss_scale_factor: float = key(
         512,
-        "divisor of seq-mean-token-sum-norm, tokens",
         inherits="data.max_response_length",
         when=When(
             lambda own: "seq-mean-token-sum-norm" in (own.loss_agg_mode, root(own).critic.loss_agg_mode),
@@ -195,20 +171,14 @@ class ActorConfig(Section):
         ),
         gt=0,
     )
-    entropy_coeff: float = key(0.0, "weight of the entropy bonus", needs=_within_bounds)
+    entropy_coeff: float = key(0.0, needs=_WITHIN_BOUNDS)
     adaptive_entropy: AdaptiveEntropyConfig = section(
         AdaptiveEntropyConfig(), when=beside("adaptive_entropy.enabled", True)
     )
-    use_kl_loss: bool = key(False, "add the KL from the reference policy to the loss")
-    kl_loss_coef: float = key(0.001, "weight of that KL", when=_KL, ge=0)
-    kl_loss_type: KLKind = key(
-        "low_var_kl",
-        "estimator of that KL (Schulman 2020, k1 to k3), with a + for the gradient of k2, such as k3+; full: "
-        "exact over the vocabulary; or file.py:function",
-        when=_KL,
-        needs=own_code,
-    )
-    ulysses_sequence_parallel_size: int = key(1, "devices that share one sequence", ge=1)
+    use_kl_loss: bool = False
+    kl_loss_coef: float = key(0.001, when=_KL, ge=0)
+    kl_loss_type: KLKind = key("low_var_kl", when=_KL, needs=own_code)
+    ulysses_sequence_parallel_size: int = key(1, ge=1, resumed="told")
     optim: OptimConfig = OptimConfig()
     fsdp_config: FSDPConfig = section(FSDPConfig(), below={"optimizer_offload": OPTIMIZER_HAS_STATE_HERE})
 
@@ -220,9 +190,7 @@ class ActorConfig(Section):
     @property
     def train_batching(self) -> Batching:
         return Batching.of(
-            dynamic=self.use_dynamic_bsz,
-            samples=self.ppo_micro_batch_size_per_gpu,
-            tokens=self.ppo_max_token_len_per_gpu,
+            self.use_dynamic_bsz, self.ppo_micro_batch_size_per_gpu, self.ppo_max_token_len_per_gpu
         )
 
 
@@ -234,19 +202,16 @@ _OWN_ENGINE = When(
 )
 
 
-def _resettable(own: Any, name: str) -> Iterator[ConfigError]:
-    config, at_rank = root(own), "actor_rollout_ref.model.lora_rank"
-    if own.reset_interval and config.needs_reference and config.reference_is_the_actor:
-        yield ConfigError(
-            "the reference is the base of the actor's adapters, and has no weights of its own to change",
-            got=f"{own.reset_interval} with {at_rank}={config.actor_rollout_ref.model.lora_rank}",
-            expected="0, or a reference on a pool of its own",
-            remedy=f"set {path(own, name)}=0, or place ref on another of trainer.resource_pools than the "
-            "actor",
-        )
+_RESETTABLE = Check(
+    lambda own, interval: interval and root(own).needs_reference and root(own).reference_is_the_actor,
+    "the reference is the base of the actor's adapters, and has no weights of its own to change",
+    got="{=} with {actor_rollout_ref.model.lora_rank=}",
+    expected="0, or a reference on a pool of its own",
+    remedy="set {}=0, or place ref on another of trainer.resource_pools than the actor",
+)
 
 
-class ReferenceTerm(BaseModel):
+class ReferenceTerm(Section):
     """One of several reference policies.
 
     Attributes:
@@ -254,31 +219,29 @@ class ReferenceTerm(BaseModel):
         weight: of the KL to it in the sum; 0: it is only measured.
     """
 
-    model_config = Section.model_config
-
     path: LocalPath | None = None
-    weight: float = Field(default=1.0, ge=0)
+    weight: float = key(1.0, ge=0)
 
 
-def _references(own: Any, name: str) -> Iterator[ConfigError]:
-    """Folders are there, and nothing is asked for that only one reference can give."""
-    field = path(own, name)
+def _reference_folders(own: Any, name: str) -> Iterator[ConfigError]:
     for label, term in own.models.items():
-        yield from not_a_model(term.path, "config.json", f"{field}.{label}.path")
-    if own.models and own.reset_interval:
-        yield ConfigError(
-            "which of several references is to become the actor is not said",
-            field=path(own, "reset_interval"),
-            expected="0",
-            remedy=f"set it to 0, or remove {field}",
-        )
-    if own.models and root(own).exact_kl:
-        yield ConfigError(
-            "the exact KL keeps one reference's output head beside the actor, and there are several",
-            got=", ".join(own.models),
-            expected=f"one reference, or an estimator such as k3+ in place of {tables.FULL_KL}",
-            remedy=f"remove {field}, or change algorithm.kl_penalty and actor_rollout_ref.actor.kl_loss_type",
-        )
+        yield from not_a_model(term.path, "config.json", f"{path(own, name)}.{label}.path")
+
+
+_ONE_RESET = Check(
+    lambda own, interval: own.models and interval,
+    "which of several references is to become the actor is not said",
+    field="reset_interval",
+    expected="0",
+    remedy="set it to 0, or remove {models}",
+)
+_ONE_EXACT = Check(
+    lambda own, models: models and root(own).exact_kl,
+    "the exact KL keeps one reference's output head beside the actor, and there are several",
+    got="{=}",
+    expected=f"one reference, or an estimator such as k3+ in place of {tables.FULL_KL}",
+    remedy="remove {}, or change algorithm.kl_penalty and actor_rollout_ref.actor.kl_loss_type",
+)
 
 
 ONE_REFERENCE: Mapping[str, float] = {"ref_log_probs": 1.0}
@@ -291,34 +254,32 @@ def reference_name(column: str) -> str:
 
 
 class RefConfig(LogProbSection):
-    """The frozen policies; they exist when a KL term asks for them."""
+    """The frozen policies; they exist when a KL term asks for them.
+
+    Attributes:
+        models: several references over the policy's tokens, with the weight of each one's KL in the sum:
+            {name: {path: …, weight: 1.0}, …}; without path the policy as it begins; each is placed as
+            ref.NAME, or with ref; empty: one, the policy as it begins
+        ulysses_sequence_parallel_size: devices that share one sequence
+        reset_interval: training steps after which the reference takes the actor's weights, again and again;
+            0: never. It belongs into checkpoints then
+        reset_optimizer: with each reset the actor's optimizer begins anew (ProRL, Liu et al. 2025, arXiv
+            2505.24864); the learning rate's schedule goes on
+    """
 
     models: Annotated[dict[str, ReferenceTerm], ByName] = key(
-        {},
-        "several references over the policy's tokens, with the weight of each one's KL in the sum: {name: "
-        "{path: …, weight: 1.0}, …}; without path the policy as it begins; each is placed as ref.NAME, or "
-        "with ref; empty: one, the policy as it begins",
-        needs=(names, _references),
+        {}, needs=(names, _reference_folders, _ONE_RESET, _ONE_EXACT)
     )
     ulysses_sequence_parallel_size: int = key(
         1,
-        "devices that share one sequence",
         inherits="actor_rollout_ref.actor.ulysses_sequence_parallel_size",
         when=_OWN_ENGINE,
         ge=1,
+        resumed="told",
     )
-    reset_interval: int = key(
-        0,
-        "training steps after which the reference takes the actor's weights, again and again; 0: never. It "
-        "belongs into checkpoints then",
-        needs=_resettable,
-        ge=0,
-    )
+    reset_interval: int = key(0, needs=_RESETTABLE, ge=0)
     reset_optimizer: bool = key(
-        False,
-        "with each reset the actor's optimizer begins anew (ProRL, Liu et al. 2025, arXiv 2505.24864); the "
-        "learning rate's schedule goes on",
-        when=When(lambda own: own.reset_interval > 0, "with {reset_interval} above 0"),
+        False, when=When(lambda own: own.reset_interval > 0, "with {reset_interval} above 0")
     )
     fsdp_config: RefFSDPConfig = section(RefFSDPConfig(), when=_OWN_ENGINE, below=FORWARD_ALONE)
 

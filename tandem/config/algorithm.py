@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from tandem.config import tables
 from tandem.config.actor import KLKind
 from tandem.config.dynamic_sampling import FilterGroupsConfig
-from tandem.config.needs import own_code
+from tandem.config.needs import Check, own_code
 from tandem.config.rollout_correction import RolloutCorrectionConfig
 from tandem.config.section import AsTuple, Names, OneOf, Section, When, beside, key, section
-from tandem.config.view import path, root
-from tandem.errors import ConfigError
+from tandem.config.view import root
 
 _IN_REWARD = beside("use_kl_in_reward", True, neutral=(0,))
 _ADAPTIVE = beside("type", "adaptive")
@@ -32,68 +30,70 @@ def _reads_components(own: Any) -> bool:
     return tables.needs(own.adv_estimator) is None or own.adv_estimator in tables.READS_COMPONENTS
 
 
-def _some_whole(own: Any, name: str) -> Iterator[ConfigError]:
+def _all_cut(own: Any, masks: bool) -> bool:
     rollout = root(own).actor_rollout_ref.rollout
-    if getattr(own, name) and rollout.ignore_eos and not rollout.stop:
-        ignored = path(rollout, "ignore_eos")
-        yield ConfigError(
-            "every response is cut, and nothing would be learnt from",
-            got=f"true with {ignored}=true",
-            remedy=f"set {ignored}=false, or {path(own, name)}=false",
-        )
+    return bool(masks and rollout.ignore_eos and not rollout.stop)
+
+
+_SOME_WHOLE = Check(
+    _all_cut,
+    "every response is cut, and nothing would be learnt from",
+    got="true with actor_rollout_ref.rollout.ignore_eos=true",
+    remedy="set actor_rollout_ref.rollout.ignore_eos=false, or {}=false",
+)
 
 
 class KLControllerConfig(Section):
-    """The coefficient of the KL penalty in the reward."""
+    """The coefficient of the KL penalty in the reward.
 
-    type: Literal["fixed", "adaptive"] = key(
-        "fixed", "adaptive follows target_kl (Ziegler et al. 2019, arXiv 1909.08593)"
-    )
-    kl_coef: float = key(0.001, "the coefficient, or its first value", ge=0)
-    horizon: int = key(10000, "samples over which adaptive closes a gap", when=_ADAPTIVE, gt=0)
-    target_kl: float = key(0.1, "what adaptive steers to, nats", when=_ADAPTIVE, gt=0)
+    Attributes:
+        type: adaptive follows target_kl (Ziegler et al. 2019, arXiv 1909.08593)
+        kl_coef: the coefficient, or its first value
+        horizon: samples over which adaptive closes a gap
+        target_kl: what adaptive steers to, nats
+    """
+
+    type: Literal["fixed", "adaptive"] = "fixed"
+    kl_coef: float = key(0.001, ge=0)
+    horizon: int = key(10000, when=_ADAPTIVE, gt=0)
+    target_kl: float = key(0.1, when=_ADAPTIVE, gt=0)
 
 
 class AlgorithmConfig(Section):
-    """From rewards to advantages."""
+    """From rewards to advantages.
+
+    Attributes:
+        adv_estimator: advantage estimator, by name or as file.py:function
+        gamma: discount per token
+        lam: GAE's lambda: 0 trusts the critic, 1 the rewards
+        norm_adv_by_std_in_grpo: divide GRPO's advantages by the group's deviation; false: Dr.GRPO
+        gdpo_reward_weights: GDPO's weights of the reward's components, in their order; none: all 1
+        adv_kwargs: further options of the estimator, by name
+        gdpo_reward_keys: names in the reward's dict that are its components, in their order; null: all
+            numbers beside score
+        use_kl_in_reward: subtract the KL from the reference policy from the rewards
+        kl_penalty: estimator of that KL (Schulman 2020, k1 to k3); full: exact over the vocabulary; or
+            file.py:function
+        mask_truncated_completions: leave responses that were cut at data.max_response_length out of every
+            update; they still count in their group's baseline
+    """
 
     adv_estimator: Annotated[
         str, OneOf(tuple(tables.ADVANTAGES), tables.ADVANTAGE_ALIASES, own_code=True)
-    ] = key("gae", "advantage estimator, by name or as file.py:function", needs=own_code)
-    gamma: float = key(1.0, "discount per token", when=_takes("gamma"), ge=0, le=1)
-    lam: float = key(1.0, "GAE's lambda: 0 trusts the critic, 1 the rewards", when=_takes("lam"), ge=0, le=1)
-    norm_adv_by_std_in_grpo: bool = key(
-        True,
-        "divide GRPO's advantages by the group's deviation; false: Dr.GRPO",
-        when=_takes("norm_adv_by_std_in_grpo"),
-    )
-    gdpo_reward_weights: Annotated[tuple[float, ...], AsTuple] = key(
-        (),
-        "GDPO's weights of the reward's components, in their order; none: all 1",
-        when=_takes("gdpo_reward_weights"),
-    )
-    adv_kwargs: dict[str, Any] = key({}, "further options of the estimator, by name")
+    ] = key("gae", needs=own_code)
+    gamma: float = key(1.0, when=_takes("gamma"), ge=0, le=1)
+    lam: float = key(1.0, when=_takes("lam"), ge=0, le=1)
+    norm_adv_by_std_in_grpo: bool = key(True, when=_takes("norm_adv_by_std_in_grpo"))
+    gdpo_reward_weights: Annotated[tuple[float, ...], AsTuple] = key((), when=_takes("gdpo_reward_weights"))
+    adv_kwargs: dict[str, Any] = key({})
     gdpo_reward_keys: Names = key(
-        (),
-        "names in the reward's dict that are its components, in their order; null: all numbers beside score",
-        when=When(_reads_components, "with an {adv_estimator} that reads the reward's components"),
+        (), when=When(_reads_components, "with an {adv_estimator} that reads the reward's components")
     )
-    use_kl_in_reward: bool = key(False, "subtract the KL from the reference policy from the rewards")
-    kl_penalty: KLKind = key(
-        "kl",
-        "estimator of that KL (Schulman 2020, k1 to k3); full: exact over the vocabulary; or "
-        "file.py:function",
-        when=_IN_REWARD,
-        needs=own_code,
-    )
+    use_kl_in_reward: bool = False
+    kl_penalty: KLKind = key("kl", when=_IN_REWARD, needs=own_code)
     kl_ctrl: KLControllerConfig = section(KLControllerConfig(), when=_IN_REWARD)
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
     filter_groups: FilterGroupsConfig = section(
         FilterGroupsConfig(), when=beside("filter_groups.enable", True)
     )
-    mask_truncated_completions: bool = key(
-        False,
-        "leave responses that were cut at data.max_response_length out of every update; they still count in "
-        "their group's baseline",
-        needs=_some_whole,
-    )
+    mask_truncated_completions: bool = key(False, needs=_SOME_WHOLE)

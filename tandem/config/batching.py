@@ -21,7 +21,7 @@ class Batching:
     max_tokens: int | None = None
 
     @classmethod
-    def of(cls, *, dynamic: bool, samples: int | None, tokens: int) -> Batching:
+    def of(cls, dynamic: bool, samples: int | None, tokens: int) -> Batching:
         """The rule of three keys: by tokens if `dynamic`, else by samples."""
         return cls(max_tokens=tokens) if dynamic else cls(max_samples=samples)
 
@@ -39,32 +39,34 @@ BY_TOKENS = beside("use_dynamic_bsz", True, notice=True)
 
 
 class LogProbSection(Section):
-    """The keys of a phase that only computes log-probs; the actor's stand in where they are not set."""
+    """The keys of a phase that only computes log-probs; the actor's stand in where they are not set.
+
+    Attributes:
+        log_prob_micro_batch_size_per_gpu: samples per log-prob micro-batch and device; null: all at once
+        log_prob_use_dynamic_bsz: cut log-prob micro-batches by tokens, not by samples
+        log_prob_max_token_len_per_gpu: tokens per log-prob micro-batch and device, with
+            log_prob_use_dynamic_bsz
+    """
 
     log_prob_micro_batch_size_per_gpu: int | None = key(
-        None,
-        "samples per log-prob micro-batch and device; null: all at once",
-        when=beside("log_prob_use_dynamic_bsz", False, notice=True),
-        ge=1,
+        None, when=beside("log_prob_use_dynamic_bsz", False, notice=True), ge=1, resumed="told"
     )
     log_prob_use_dynamic_bsz: bool = key(
-        False,
-        "cut log-prob micro-batches by tokens, not by samples",
-        inherits="actor_rollout_ref.actor.use_dynamic_bsz",
+        False, inherits="actor_rollout_ref.actor.use_dynamic_bsz", resumed="told"
     )
     log_prob_max_token_len_per_gpu: int = key(
         16384,
-        "tokens per log-prob micro-batch and device, with log_prob_use_dynamic_bsz",
         inherits="actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
         when=beside("log_prob_use_dynamic_bsz", True, notice=True),
         needs=holds_longest,
         ge=1,
+        resumed="told",
     )
 
     @property
     def log_prob_batching(self) -> Batching:
         return Batching.of(
-            dynamic=self.log_prob_use_dynamic_bsz,
-            samples=self.log_prob_micro_batch_size_per_gpu,
-            tokens=self.log_prob_max_token_len_per_gpu,
+            self.log_prob_use_dynamic_bsz,
+            self.log_prob_micro_batch_size_per_gpu,
+            self.log_prob_max_token_len_per_gpu,
         )

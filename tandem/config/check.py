@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from tandem.config.schema import Condition, Group, Key, declarations, keys, value_at
-from tandem.config.section import Finding, Section
-from tandem.config.view import WrongValueRead, view_of
+from tandem.config.schema import Condition, Key, keys, value_at
+from tandem.config.section import Finding, Section, WrongValueRead
+from tandem.config.view import view_of
 from tandem.errors import ConfigError
 
 C = TypeVar("C", bound=Section)
@@ -46,7 +46,7 @@ def check(
             too.
     """
     run = _Check(config, changed, bad, lenient, off)
-    found = [item for rule in rules for item in _until_wrong(rule(run.view))]
+    found = [item for rule in rules for item in _until_wrong(rule, run.view)]
     found += run.needs()
     return Findings(
         [run.with_value(item) for item in found if isinstance(item, ConfigError)] + list(run.errors()),
@@ -54,10 +54,10 @@ def check(
     )
 
 
-def _until_wrong(found: Iterator[Finding]) -> Iterator[Finding]:
-    """What a rule finds before it reads a wrong value: only what comes after could be mistaken."""
+def _until_wrong(rule: Callable[..., Iterator[Finding]], *given: Any) -> Iterator[Finding]:
+    """Yield what a rule finds before it reads a wrong value: only what comes after could be mistaken."""
     try:
-        yield from found
+        yield from rule(*given)
     except WrongValueRead:
         return
 
@@ -78,13 +78,13 @@ class _Check:
         self.view = view_of(config, changed, bad)
 
     def needs(self) -> list[Finding]:
-        """What the needs of keys and sections find, where these count."""
+        """What the needs of keys find, where these count."""
         found: list[Finding] = []
-        for item in declarations(self._root):
+        for item in keys(self._root).values():
             if item.needs and self._asked(item):
                 at, _, leaf = item.name.rpartition(".")
                 own = value_at(self.view, at) if at else self.view
-                asked = [each for need in item.needs for each in _until_wrong(need(own, leaf))]
+                asked = [each for need in item.needs for each in _until_wrong(need, own, leaf)]
                 for error in asked:
                     if isinstance(error, ConfigError) and error.field is None:
                         error.field = item.name
@@ -145,12 +145,12 @@ class _Check:
         except WrongValueRead:
             return None
 
-    def _counts(self, item: Group) -> bool:
+    def _counts(self, item: Key) -> bool:
         return all(self._holds(condition) for condition in item.conditions)
 
-    def _asked(self, item: Group) -> bool:
+    def _asked(self, item: Key) -> bool:
         """Whether what it needs is looked at here: an inherited value is at its source, if that counts."""
         if not self._counts(item):
             return False
-        inherits = item.inherits if isinstance(item, Key) and item.name not in self._changed else None
+        inherits = None if item.name in self._changed else item.inherits
         return inherits is None or not self._counts(keys(self._root)[inherits])

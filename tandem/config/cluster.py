@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from annotated_types import Ge, MinLen
 from pydantic import BeforeValidator
 
+from tandem.config.needs import Check
 from tandem.config.section import AsTuple, LocalPath, Section, When, key
-from tandem.errors import ConfigError
 
 POOL = "global_pool"
 """The pool of all roles where nobody names pools."""
@@ -44,25 +44,25 @@ Counts = Annotated[tuple[Annotated[int, Ge(1)], ...], AsTuple, MinLen(1)]
 
 
 class TimeoutsConfig(Section):
-    """The longest waits. Where one ends the run stops with a report, whatever it waited for."""
+    """The longest waits. Where one ends the run stops with a report, whatever it waited for.
 
-    start: float = key(
-        300,
-        "seconds until all processes of the pools are up and connected; loading models is limited by call",
-        gt=0,
-    )
-    call: float = key(
-        7200,
-        "seconds that one method of a worker, or loading its models, may take; waiting for its input not "
-        "counted",
-        gt=0,
-    )
-    answer: float = key(30, "seconds a process may leave a sign of life unanswered", gt=0)
-    collective: float = key(1800, "seconds of one collective operation between processes", gt=0)
-    resources: float = key(
-        60, "seconds until the cluster has the nodes and devices that the pools ask for", gt=0
-    )
-    stop: float = key(10, "seconds a process has to end by itself before it is killed", gt=0)
+    Attributes:
+        start: seconds until all processes of the pools are up and connected; loading models is limited by
+            call
+        call: seconds that one method of a worker, or loading its models, may take; waiting for its input not
+            counted
+        answer: seconds a process may leave a sign of life unanswered
+        collective: seconds of one collective operation between processes
+        resources: seconds until the cluster has the nodes and devices that the pools ask for
+        stop: seconds a process has to end by itself before it is killed
+    """
+
+    start: float = key(300, gt=0)
+    call: float = key(7200, gt=0)
+    answer: float = key(30, gt=0)
+    collective: float = key(1800, gt=0)
+    resources: float = key(60, gt=0)
+    stop: float = key(10, gt=0)
 
 
 _OURS = When(
@@ -70,52 +70,42 @@ _OURS = When(
 )
 
 
-def _address(own: Any, name: str) -> Iterator[ConfigError]:
-    given = getattr(own, name)
-    if given in (None, "auto") or ("://" not in given and re.fullmatch(r"\S+:\d+", given)):
-        return
-    yield ConfigError(
-        "not an address",
-        expected="HOST:PORT of the head node, or auto on one of the cluster's machines",
-        remedy="the port is that of `ray start --head`, 6379 unless it was given another",
-    )
+def _is_no_address(own: Any, given: str | None) -> bool:
+    return given not in (None, "auto") and ("://" in str(given) or not re.fullmatch(r"\S+:\d+", str(given)))
+
+
+_ADDRESS = Check(
+    _is_no_address,
+    "not an address",
+    expected="HOST:PORT of the head node, or auto on one of the cluster's machines",
+    remedy="the port is that of `ray start --head`, 6379 unless it was given another",
+)
 
 
 class ClusterConfig(Section):
-    """The Ray cluster and its network."""
+    """The Ray cluster and its network.
 
-    address: str | None = key(
-        None,
-        "the cluster: HOST:PORT of its head, or auto: the one this machine is in; null: start Ray here, for "
-        "this run",
-        needs=_address,
-    )
-    namespace: str | None = key(None, "Ray namespace of the run's processes; null: one of its own")
-    interface: str | None = key(
-        None,
-        "network interface of the collectives, such as eth0; null: on each node the one with its address",
-    )
-    master_port: int = key(
-        0,
-        "TCP port at which the processes of a pool meet, on its first node: of the first pool with more than "
-        "one process; each further such pool takes the next port; 0: any that is free",
-        ge=0,
-        le=65535,
-    )
-    object_store_gb: float | None = key(
-        None,
-        "memory of Ray's object store, GB (2^30 bytes), where Ray is started here; null: Ray's own choice",
-        when=_OURS,
-        gt=0,
-    )
-    temp_dir: LocalPath | None = key(
-        None,
-        "folder of Ray's sockets and logs, where Ray is started here; null: Ray's own choice",
-        when=_OURS,
-    )
-    ray_init: dict[str, Any] = key(
-        {}, "further arguments of ray.init, such as {num_cpus: 8, runtime_env: {env_vars: {A: b}}}"
-    )
+    Attributes:
+        address: the cluster: HOST:PORT of its head, or auto: the one this machine is in; null: start Ray
+            here, for this run
+        namespace: Ray namespace of the run's processes; null: one of its own
+        interface: network interface of the collectives, such as eth0; null: on each node the one with its
+            address
+        master_port: TCP port at which the processes of a pool meet, on its first node: of the first pool with
+            more than one process; each further such pool takes the next port; 0: any that is free
+        object_store_gb: memory of Ray's object store, GB (2^30 bytes), where Ray is started here; null: Ray's
+            own choice
+        temp_dir: folder of Ray's sockets and logs, where Ray is started here; null: Ray's own choice
+        ray_init: further arguments of ray.init, such as {num_cpus: 8, runtime_env: {env_vars: {A: b}}}
+    """
+
+    address: str | None = key(None, needs=_ADDRESS)
+    namespace: str | None = None
+    interface: str | None = None
+    master_port: int = key(0, ge=0, le=65535)
+    object_store_gb: float | None = key(None, when=_OURS, gt=0)
+    temp_dir: LocalPath | None = key(None, when=_OURS)
+    ray_init: dict[str, Any] = key({})
 
 
 def place(role: str, pools: Mapping[str, Any], placement: Mapping[str, str]) -> str | None:

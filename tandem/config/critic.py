@@ -6,7 +6,7 @@ from tandem.config.actor import Aggregation, Strategy
 from tandem.config.batching import BY_SAMPLES, BY_TOKENS, Batching
 from tandem.config.fsdp import OPTIMIZER_HAS_STATE_HERE, FSDPConfig
 from tandem.config.model import BackboneConfig
-from tandem.config.needs import divides_batch, holds_longest, model_folder
+from tandem.config.needs import ModelFolder, divides_batch, holds_longest
 from tandem.config.optim import OptimConfig
 from tandem.config.section import LocalPath, Section, key, section
 
@@ -14,65 +14,51 @@ ACTOR = "actor_rollout_ref.actor"
 
 
 class CriticModelConfig(BackboneConfig):
-    """The critic's backbone; its value head is always new."""
+    """The critic's backbone; its value head is always new.
 
-    path: LocalPath = key(
-        ...,
-        "Hugging Face model folder of the critic",
-        inherits="actor_rollout_ref.model.path",
-        needs=model_folder("config.json"),
-    )
+    Attributes:
+        path: Hugging Face model folder of the critic
+    """
+
+    path: LocalPath = key(..., inherits="actor_rollout_ref.model.path", needs=ModelFolder("config.json"))
 
 
 class CriticConfig(Section):
-    """Batches, loss and optimizer of the value update."""
+    """Batches, loss and optimizer of the value update.
+
+    Attributes:
+        strategy: training engine (fsdp means fsdp2)
+        ppo_mini_batch_size: prompts per optimizer step, over all devices
+        ppo_micro_batch_size_per_gpu: samples per micro-batch and device; null: the whole share
+        forward_micro_batch_size_per_gpu: samples per micro-batch and device when values are only computed;
+            null: the whole share
+        use_dynamic_bsz: cut micro-batches by tokens, not by samples
+        ppo_max_token_len_per_gpu: tokens per micro-batch and device, with use_dynamic_bsz
+        forward_max_token_len_per_gpu: the same when values are only computed
+        ppo_epochs: passes over each step's samples
+        shuffle: a new order of the samples in each pass
+        cliprange_value: how far a value may move from its old one before its loss is clipped
+        loss_agg_mode: how token losses become one number, over the global mini-batch; null: token-mean
+        ulysses_sequence_parallel_size: devices that share one sequence
+    """
 
     model: CriticModelConfig
-    strategy: Strategy = key("fsdp2", "training engine (fsdp means fsdp2)")
-    ppo_mini_batch_size: int = key(
-        1024,
-        "prompts per optimizer step, over all devices",
-        inherits=f"{ACTOR}.ppo_mini_batch_size",
-        needs=divides_batch,
-        ge=1,
-    )
-    ppo_micro_batch_size_per_gpu: int | None = key(
-        None, "samples per micro-batch and device; null: the whole share", when=BY_SAMPLES, ge=1
-    )
+    strategy: Strategy = key("fsdp2", resumed="told")
+    ppo_mini_batch_size: int = key(1024, inherits=f"{ACTOR}.ppo_mini_batch_size", needs=divides_batch, ge=1)
+    ppo_micro_batch_size_per_gpu: int | None = key(None, when=BY_SAMPLES, ge=1, resumed="told")
     forward_micro_batch_size_per_gpu: int | None = key(
-        meaning="samples per micro-batch and device when values are only computed; null: the whole share",
-        inherits=".ppo_micro_batch_size_per_gpu",
-        when=BY_SAMPLES,
-        ge=1,
+        inherits=".ppo_micro_batch_size_per_gpu", when=BY_SAMPLES, ge=1, resumed="told"
     )
-    use_dynamic_bsz: bool = key(
-        False, "cut micro-batches by tokens, not by samples", inherits=f"{ACTOR}.use_dynamic_bsz"
-    )
-    ppo_max_token_len_per_gpu: int = key(
-        32768,
-        "tokens per micro-batch and device, with use_dynamic_bsz",
-        when=BY_TOKENS,
-        needs=holds_longest,
-        ge=1,
-    )
+    use_dynamic_bsz: bool = key(False, inherits=f"{ACTOR}.use_dynamic_bsz", resumed="told")
+    ppo_max_token_len_per_gpu: int = key(32768, when=BY_TOKENS, needs=holds_longest, ge=1, resumed="told")
     forward_max_token_len_per_gpu: int = key(
-        meaning="the same when values are only computed",
-        inherits=".ppo_max_token_len_per_gpu",
-        when=BY_TOKENS,
-        needs=holds_longest,
-        ge=1,
+        inherits=".ppo_max_token_len_per_gpu", when=BY_TOKENS, needs=holds_longest, ge=1, resumed="told"
     )
-    ppo_epochs: int = key(1, "passes over each step's samples", inherits=f"{ACTOR}.ppo_epochs", ge=1)
-    shuffle: bool = key(False, "a new order of the samples in each pass", inherits=f"{ACTOR}.shuffle")
-    cliprange_value: float = key(
-        0.5, "how far a value may move from its old one before its loss is clipped", gt=0
-    )
-    loss_agg_mode: Aggregation = key(
-        None,
-        "how token losses become one number, over the global mini-batch; null: token-mean",
-        inherits=f"{ACTOR}.loss_agg_mode",
-    )
-    ulysses_sequence_parallel_size: int = key(1, "devices that share one sequence", ge=1)
+    ppo_epochs: int = key(1, inherits=f"{ACTOR}.ppo_epochs", ge=1)
+    shuffle: bool = key(False, inherits=f"{ACTOR}.shuffle")
+    cliprange_value: float = key(0.5, gt=0)
+    loss_agg_mode: Aggregation = key(None, inherits=f"{ACTOR}.loss_agg_mode")
+    ulysses_sequence_parallel_size: int = key(1, ge=1, resumed="told")
     optim: OptimConfig = OptimConfig(lr=1e-5)
     fsdp_config: FSDPConfig = section(FSDPConfig(), below={"optimizer_offload": OPTIMIZER_HAS_STATE_HERE})
 
@@ -84,15 +70,11 @@ class CriticConfig(Section):
     @property
     def train_batching(self) -> Batching:
         return Batching.of(
-            dynamic=self.use_dynamic_bsz,
-            samples=self.ppo_micro_batch_size_per_gpu,
-            tokens=self.ppo_max_token_len_per_gpu,
+            self.use_dynamic_bsz, self.ppo_micro_batch_size_per_gpu, self.ppo_max_token_len_per_gpu
         )
 
     @property
     def forward_batching(self) -> Batching:
         return Batching.of(
-            dynamic=self.use_dynamic_bsz,
-            samples=self.forward_micro_batch_size_per_gpu,
-            tokens=self.forward_max_token_len_per_gpu,
+            self.use_dynamic_bsz, self.forward_micro_batch_size_per_gpu, self.forward_max_token_len_per_gpu
         )

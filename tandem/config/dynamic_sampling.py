@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
-from tandem.config.needs import module_or_file
+from tandem.config.needs import Check, module_or_file
 from tandem.config.section import LocalPath, Section, When, key
 from tandem.config.view import path, root
 from tandem.errors import ConfigError
@@ -37,44 +37,43 @@ def _groups(own: Any, name: str) -> Iterator[ConfigError]:
         )
 
 
-def _without_kl(own: Any, name: str) -> Iterator[ConfigError]:
-    if own.metric == "seq_final_reward" and root(own).algorithm.use_kl_in_reward:
-        yield ConfigError(
-            "with the KL in the reward all responses differ, and nothing would be left out",
-            expected="a metric without the KL",
-            remedy=f"set {path(own, name)}=seq_reward, or algorithm.use_kl_in_reward=false",
-        )
+_WITHOUT_KL = Check(
+    lambda own, metric: metric == "seq_final_reward" and root(own).algorithm.use_kl_in_reward,
+    "with the KL in the reward all responses differ, and nothing would be left out",
+    expected="a metric without the KL",
+    remedy="set {}=seq_reward, or algorithm.use_kl_in_reward=false",
+)
 
 
-def _fills_a_batch(own: Any, name: str) -> Iterator[ConfigError]:
-    batches, data = own.max_num_gen_batches, root(own).data
-    if batches and batches * data.prompts_at_a_time < data.train_batch_size:
-        yield ConfigError(
-            "so few prompts can never fill a batch",
-            got=f"{batches} batches of {data.prompts_at_a_time} prompts",
-            expected=f"at least data.train_batch_size={data.train_batch_size} prompts",
-            remedy=f"set {path(own, name)}=0, or raise data.gen_batch_size",
-        )
+def _never_fills(own: Any, batches: int) -> bool:
+    data = root(own).data
+    return bool(batches > 0 and batches * data.prompts_at_a_time < data.train_batch_size)
+
+
+_FILLS_A_BATCH = Check(
+    _never_fills,
+    "so few prompts can never fill a batch",
+    got="{=} batches of {=data.prompts_at_a_time} prompts",
+    expected="at least {data.train_batch_size=} prompts",
+    remedy="set {}=0, or raise data.gen_batch_size",
+)
 
 
 class FilterGroupsConfig(Section):
     """Dynamic sampling (Yu et al. 2025, DAPO, arXiv 2503.14476, section 3.2): prompts whose responses are all
-    worth the same teach nothing; they are left out, and further prompts take their place."""
+    worth the same teach nothing; they are left out, and further prompts take their place.
 
-    enable: bool = key(False, "leave out prompts whose responses do not differ in the metric", needs=_groups)
-    metric: str = key(
-        "acc",
-        "acc, score: what the reward says; seq_reward, reward: with the punishment of long responses; "
-        "seq_final_reward: with the KL too; or any number that the reward function returns",
-        needs=_without_kl,
-    )
-    max_num_gen_batches: int = key(
-        0,
-        "generation batches of a step before the run ends with an error; 0: as many as it takes to try "
-        "every training prompt once",
-        needs=_fills_a_batch,
-        ge=0,
-    )
+    Attributes:
+        enable: leave out prompts whose responses do not differ in the metric
+        metric: acc, score: what the reward says; seq_reward, reward: with the punishment of long responses;
+            seq_final_reward: with the KL too; or any number that the reward function returns
+        max_num_gen_batches: generation batches of a step before the run ends with an error; 0: as many as it
+            takes to try every training prompt once
+    """
+
+    enable: bool = key(False, needs=_groups)
+    metric: str = key("acc", needs=_WITHOUT_KL)
+    max_num_gen_batches: int = key(0, needs=_FILLS_A_BATCH, ge=0)
 
 
 def _within_longest(own: Any, name: str) -> Iterator[ConfigError]:
@@ -89,14 +88,19 @@ def _within_longest(own: Any, name: str) -> Iterator[ConfigError]:
 
 class OverlongBufferConfig(Section):
     """Soft punishment of long responses (DAPO, eq. 13): from max_response_length - len tokens on the reward
-    falls in a straight line, by penalty_factor at max_response_length. Validation is not punished."""
+    falls in a straight line, by penalty_factor at max_response_length. Validation is not punished.
 
-    enable: bool = key(False, "take off the punishment from training rewards")
-    len: int | None = key(
-        None, "tokens before data.max_response_length that are punished", needs=_within_longest, ge=1
-    )
-    penalty_factor: float = key(1.0, "what is taken off at data.max_response_length", gt=0)
-    log: bool = key(False, "report it: reward/extra/overlong_reward, reward/extra/overlong")
+    Attributes:
+        enable: take off the punishment from training rewards
+        len: tokens before data.max_response_length that are punished
+        penalty_factor: what is taken off at data.max_response_length
+        log: report it: reward/extra/overlong_reward, reward/extra/overlong
+    """
+
+    enable: bool = False
+    len: int | None = key(None, needs=_within_longest, ge=1)
+    penalty_factor: float = key(1.0, gt=0)
+    log: bool = key(False, resumed="told")
 
 
 def _with_a_class(own: Any, name: str) -> Iterator[ConfigError]:
@@ -111,22 +115,20 @@ def _with_a_class(own: Any, name: str) -> Iterator[ConfigError]:
 
 
 class SamplerConfig(Section):
-    """The order in which prompts are drawn, where it follows what was observed of them (a curriculum)."""
+    """The order in which prompts are drawn, where it follows what was observed of them (a curriculum).
 
-    class_path: LocalPath | None = key(
-        None,
-        "Python file or module with the sampler's class; null: tandem.data.curriculum",
-        needs=_with_a_class,
-    )
-    class_name: str | None = key(None, "the class; null: no sampler, the order of data.shuffle")
-    kwargs: dict[str, Any] = key(
-        {},
-        "further arguments of the class",
-        when=When(lambda own: own.class_name is not None, "with {class_name}"),
-    )
+    Attributes:
+        class_path: Python file or module with the sampler's class; null: tandem.data.curriculum
+        class_name: the class; null: no sampler, the order of data.shuffle
+        kwargs: further arguments of the class
+    """
+
+    class_path: LocalPath | None = key(None, needs=_with_a_class)
+    class_name: str | None = None
+    kwargs: dict[str, Any] = key({}, when=When(lambda own: own.class_name is not None, "with {class_name}"))
 
 
-def _named_whole(own: Any, name: str) -> Iterator[ConfigError]:
+def _together(own: Any, name: str) -> Iterator[ConfigError]:
     if (own.path is None) != (own.name is None):
         missing = path(own, "name" if own.name is None else "path")
         yield ConfigError(
@@ -137,31 +139,39 @@ def _named_whole(own: Any, name: str) -> Iterator[ConfigError]:
 
 
 class CustomClassConfig(Section):
-    """A dataset of one's own in the place of the files' rows, with verl's signature."""
+    """A dataset of one's own in the place of the files' rows, with verl's signature.
 
-    path: LocalPath | None = key(
-        None,
-        "Python file or module with the dataset's class; null: rows are those of the files",
-        needs=_named_whole,
-    )
-    name: str | None = key(None, "the class, which is given the files", needs=_named_whole)
+    Attributes:
+        path: Python file or module with the dataset's class; null: rows are those of the files
+        name: the class, which is given the files
+    """
+
+    path: LocalPath | None = key(None, needs=_together)
+    name: str | None = key(None, needs=_together)
 
 
-def _below_upper(own: Any, name: str) -> Iterator[ConfigError]:
-    if own.min_ent_coef > own.max_ent_coef:
-        yield ConfigError(
-            "above the upper bound",
-            expected=f"at most {path(own, 'max_ent_coef')}={own.max_ent_coef}",
-            remedy="lower it, or raise the upper bound",
-        )
+_BELOW_UPPER = Check(
+    lambda own, low: low > own.max_ent_coef,
+    "above the upper bound",
+    expected="at most {max_ent_coef=}",
+    remedy="lower it, or raise the upper bound",
+)
 
 
 class AdaptiveEntropyConfig(Section):
     """An entropy coefficient that keeps the policy's entropy at a target (He et al. 2025, Skywork-OR1, arXiv
-    2505.22312, section 4). It begins at entropy_coeff."""
+    2505.22312, section 4). It begins at entropy_coeff.
 
-    enabled: bool = key(False, "move entropy_coeff by the entropy of each step")
-    target_entropy: float = key(0.2, "nats per token; above it the coefficient is zero", gt=0)
-    max_ent_coef: float = key(0.005, "the coefficient's upper bound", ge=0)
-    min_ent_coef: float = key(0.0, "the coefficient's lower bound", needs=_below_upper, ge=0)
-    delta_ent_coef: float = key(0.0001, "by which it goes up or down after each step", gt=0)
+    Attributes:
+        enabled: move entropy_coeff by the entropy of each step
+        target_entropy: nats per token; above it the coefficient is zero
+        max_ent_coef: the coefficient's upper bound
+        min_ent_coef: the coefficient's lower bound
+        delta_ent_coef: by which it goes up or down after each step
+    """
+
+    enabled: bool = False
+    target_entropy: float = key(0.2, gt=0)
+    max_ent_coef: float = key(0.005, ge=0)
+    min_ent_coef: float = key(0.0, needs=_BELOW_UPPER, ge=0)
+    delta_ent_coef: float = key(0.0001, gt=0)

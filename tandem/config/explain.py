@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
 
 from tandem.config.generate import EvalConfig, GenerateConfig
-from tandem.config.readers import readers
 from tandem.config.root import TrainConfig
 from tandem.config.schema import Key, keys, sections, shown, unknown_key
 from tandem.config.section import Section
 from tandem.config.supervised import RMConfig, SFTConfig
-from tandem.config.verl.table import rule_of
+from tandem.peers.table import rule_of
+from tandem.texts import parse_json
+
+READERS = Path(__file__).with_name("readers.json")
+"""By command and key the modules that read it; `python -m docs.readers` writes it from the code."""
 
 COMMANDS: Mapping[str, type[Section]] = {
     "tandem train": TrainConfig,
@@ -27,9 +32,7 @@ def explain(name: str) -> str:
     Raises:
         ConfigError: no such key, with the nearest.
     """
-    parts = [
-        f"{name} ({command})\n{text}" for command, root in COMMANDS.items() if (text := _explain(root, name))
-    ]
+    parts = [f"{name} ({command})\n{text}" for command in COMMANDS if (text := _explain(command, name))]
     if name not in keys(TrainConfig) and (rule := rule_of(name)) is not None:
         parts.append(f"{name} (tandem train)\n  {rule.verdict}: {rule}")
     if not parts:
@@ -42,7 +45,15 @@ def overview(command: str) -> str:
     return _listed(keys(COMMANDS[command]).values())
 
 
-def _explain(root: type[Section], name: str) -> str | None:
+@cache
+def readers(command: str) -> Mapping[str, list[str]]:
+    """The modules that read each key of a command."""
+    found: dict[str, dict[str, list[str]]] = parse_json(READERS.read_bytes())
+    return found[command]
+
+
+def _explain(command: str, name: str) -> str | None:
+    root = COMMANDS[command]
     if name in sections(root):
         return _listed(key for key in keys(root).values() if key.name.startswith(f"{name}."))
     if name not in keys(root):
@@ -52,7 +63,7 @@ def _explain(root: type[Section], name: str) -> str | None:
         f"  type:    {key.expected}\n"
         f"  default: {_default(key)}\n"
         f"  meaning: {key.info.description}\n"
-        f"  read by: {', '.join(readers(root)[name]) or 'the config alone'}"
+        f"  read by: {', '.join(readers(command)[name]) or 'the config alone'}"
     )
 
 

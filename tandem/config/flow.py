@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 _PRIMITIVE = re.compile(r"(?:\\.|\$\{[^{}]*\}|[^\s\\,:=()\[\]{}'\"]|[:/=](?!\s)|[ \t]+(?=[^\s,\]}]))+")
@@ -56,49 +57,36 @@ class _Reader:
 
     def value(self) -> Any:
         if self.took("["):
-            return self.items()
+            return list(self.listed("]", self.value))
         if self.took("{"):
-            return self.pairs()
+            return dict(self.listed("}", self.pair))
+        return self.typed(_PRIMITIVE)
+
+    def listed(self, end: str, read: Callable[[], Any]) -> Iterator[Any]:
+        """What stands up to a closing mark, with commas between."""
+        if self.took(end):
+            return
+        while True:
+            yield read()
+            if self.took(end):
+                return
+            self.expect(",")
+
+    def pair(self) -> tuple[Any, Any]:
+        name = self.typed(_KEY)
+        self.expect(":")
+        return name, self.value()
+
+    def typed(self, form: re.Pattern[str]) -> Any:
+        """A quoted text, or what is written in this form."""
         for quote in ("'", '"'):
             if self.took(quote):
                 return self.quoted(quote)
-        found = _PRIMITIVE.match(self.text, self.at)
+        found = form.match(self.text, self.at)
         if found is None:
             return self.fail()
         self.at = found.end()
         return _typed(found.group().rstrip())
-
-    def items(self) -> list[Any]:
-        found: list[Any] = []
-        if self.took("]"):
-            return found
-        while True:
-            found.append(self.value())
-            if self.took("]"):
-                return found
-            self.expect(",")
-
-    def pairs(self) -> dict[Any, Any]:
-        found: dict[Any, Any] = {}
-        if self.took("}"):
-            return found
-        while True:
-            name = self.key()
-            self.expect(":")
-            found[name] = self.value()
-            if self.took("}"):
-                return found
-            self.expect(",")
-
-    def key(self) -> Any:
-        for quote in ("'", '"'):
-            if self.took(quote):
-                return self.quoted(quote)
-        found = _KEY.match(self.text, self.at)
-        if found is None:
-            return self.fail()
-        self.at = found.end()
-        return _typed(found.group())
 
     def quoted(self, quote: str) -> str:
         """A text up to its closing quote; a backslash stands for itself but before the quote."""

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from tandem.config.data import CACHE_DIR, WORKERS, Truncation
-from tandem.config.needs import countable, files, model_folder
+from tandem.config.needs import Check, ModelFolder, countable, files, no_greedy_repeats
 from tandem.config.rewards import CustomRewardConfig, RewardConfig
 from tandem.config.rollout import EngineConfig
-from tandem.config.section import AsTuple, Finding, LocalPath, Need, Paths, Section, When, key, section
-from tandem.config.verl.table import Rule
-from tandem.config.view import path, root
+from tandem.config.section import AsTuple, LocalPath, Paths, Section, When, key, section
+from tandem.config.view import root
 from tandem.errors import ConfigError
+from tandem.peers.table import Rule
 
 OTHER_NAMES = {
     "data.n_samples": Rule("data.n_samples", now=("rollout.n",)),
@@ -22,103 +22,137 @@ OTHER_NAMES = {
 """What verl's `main_generation` calls these keys."""
 
 
-def _ends_in(*suffixes: str) -> Need:
+def _ends_in(*suffixes: str) -> Check:
     """The output's name says its format."""
-
-    def check(own: Any, name: str) -> Iterator[ConfigError]:
-        file = getattr(own, name)
-        if not file.endswith(suffixes):
-            expected = f"a name that ends in {' or '.join(suffixes)}"
-            yield ConfigError("unknown format", expected=expected)
-
-    return check
+    return Check(
+        lambda own, file: not file.endswith(suffixes),
+        "unknown format",
+        expected=f"a name that ends in {' or '.join(suffixes)}",
+    )
 
 
-def _responses(own: Any, name: str) -> Iterator[Finding]:
-    n = getattr(own, name)
-    if own.temperature == 0 and n > 1:
-        yield f"{path(own, name)}={n}: greedy responses to one prompt are all the same; one would do."
-    yield from countable(n, max(1, root(own).data.max_samples), "prompts", "data.max_samples")
+def _possible(own: Any, name: str) -> Iterator[ConfigError]:
+    yield from countable(
+        getattr(own, name), max(1, root(own).data.max_samples), "prompts", "data.max_samples"
+    )
 
 
 class RowsConfig(Section):
-    """Prompts to answer, and the limits of their answers."""
+    """Prompts to answer, and the limits of their answers.
 
-    path: Paths = key(..., "parquet or .jsonl file of prompts, or a list", needs=files)
-    prompt_key: str = key("prompt", "column of prompts: conversations, texts or token ids")
-    max_samples: int = key(-1, "use the first so many rows; -1: all", ge=-1)
-    max_prompt_length: int = key(512, "longest prompt, tokens", ge=1)
-    max_response_length: int = key(512, "longest response, tokens", ge=1)
-    filter_overlong_prompts: bool = key(False, "leave out prompts above max_prompt_length")
-    truncation: Truncation = key("error", "what to do with a prompt above max_prompt_length; error: stop")
-    apply_chat_template_kwargs: dict[str, Any] = key({}, "further arguments of the tokenizer's chat template")
+    Attributes:
+        path: parquet or .jsonl file of prompts, or a list
+        prompt_key: column of prompts: conversations, texts or token ids
+        max_samples: use the first so many rows; -1: all
+        max_prompt_length: longest prompt, tokens
+        max_response_length: longest response, tokens
+        filter_overlong_prompts: leave out prompts above max_prompt_length
+        truncation: what to do with a prompt above max_prompt_length; error: stop
+        apply_chat_template_kwargs: further arguments of the tokenizer's chat template
+        filter_overlong_prompts_workers: processes that check, filter and tokenise files of more than 32 MiB;
+            null: one for each processor
+        cache_dir: folder of what was made of such files; entries unused for 30 days are removed
+    """
+
+    path: Paths = key(..., needs=files)
+    prompt_key: str = "prompt"
+    max_samples: int = key(-1, ge=-1)
+    max_prompt_length: int = key(512, ge=1)
+    max_response_length: int = key(512, ge=1)
+    filter_overlong_prompts: bool = False
+    truncation: Truncation = "error"
+    apply_chat_template_kwargs: dict[str, Any] = key({})
     filter_overlong_prompts_workers: int | None = WORKERS
     cache_dir: LocalPath = CACHE_DIR
 
 
 class GenerateDataConfig(RowsConfig):
-    """Where prompts come from and responses go to."""
+    """Where prompts come from and responses go to.
 
-    output_path: LocalPath = key(
-        ...,
-        "file of the responses, .parquet or .jsonl; what is finished so far is beside it",
-        needs=_ends_in(".parquet", ".jsonl"),
-    )
+    Attributes:
+        output_path: file of the responses, .parquet or .jsonl; what is finished so far is beside it
+    """
+
+    output_path: LocalPath = key(..., needs=_ends_in(".parquet", ".jsonl"))
 
 
 class EvalDataConfig(RowsConfig):
-    """Problems with what their reward needs, and the report."""
+    """Problems with what their reward needs, and the report.
 
-    output_path: LocalPath = key(
-        ..., "JSON file of the report; the scored responses go beside it, as parquet", needs=_ends_in(".json")
-    )
-    reward_fn_key: str = key("data_source", "column that names the reward function of a row")
-    response_key: str = key("responses", "column of the responses to score, where there is no model.path")
+    Attributes:
+        output_path: JSON file of the report; the scored responses go beside it, as parquet
+        reward_fn_key: column that names the reward function of a row
+        response_key: column of the responses to score, where there is no model.path
+    """
+
+    output_path: LocalPath = key(..., needs=_ends_in(".json"))
+    reward_fn_key: str = "data_source"
+    response_key: str = "responses"
 
 
 class ChatConfig(Section):
-    """How a model is spoken to."""
+    """How a model is spoken to.
 
-    custom_chat_template: str | None = key(None, "Jinja chat template; null: the tokenizer's own")
-    trust_remote_code: bool = key(False, "run Python code that lies in the model folder")
+    Attributes:
+        custom_chat_template: Jinja chat template; null: the tokenizer's own
+        trust_remote_code: run Python code that lies in the model folder
+    """
+
+    custom_chat_template: str | None = None
+    trust_remote_code: bool = False
 
 
-_MODEL, _TOKENIZER = model_folder("config.json"), model_folder("tokenizer_config.json")
+_MODEL, _TOKENIZER = ModelFolder("config.json"), ModelFolder("tokenizer_config.json")
 
 
 class SampledModelConfig(ChatConfig):
-    """A model that only writes."""
+    """A model that only writes.
 
-    path: LocalPath = key(..., "Hugging Face model folder", needs=_MODEL)
-    tokenizer_path: LocalPath = key(meaning="folder of the tokenizer", inherits=".path", needs=_TOKENIZER)
+    Attributes:
+        path: Hugging Face model folder
+        tokenizer_path: folder of the tokenizer
+    """
+
+    path: LocalPath = key(..., needs=_MODEL)
+    tokenizer_path: LocalPath = key(inherits=".path", needs=_TOKENIZER)
 
 
 class EvalModelConfig(ChatConfig):
-    """The model to evaluate, unless its responses are in the data."""
+    """The model to evaluate, unless its responses are in the data.
 
-    path: LocalPath | None = key(
-        None, "Hugging Face model folder; null: the responses are in the data", needs=_MODEL
-    )
-    tokenizer_path: LocalPath | None = key(
-        meaning="folder of the tokenizer", inherits=".path", needs=_TOKENIZER
-    )
+    Attributes:
+        path: Hugging Face model folder; null: the responses are in the data
+        tokenizer_path: folder of the tokenizer
+    """
+
+    path: LocalPath | None = key(None, needs=_MODEL)
+    tokenizer_path: LocalPath | None = key(inherits=".path", needs=_TOKENIZER)
 
 
 class OfflineRolloutConfig(EngineConfig):
-    """The rollout engine and its sampling, without training."""
+    """The rollout engine and its sampling, without training.
 
-    n: int = key(1, "responses per prompt", needs=_responses, ge=1)
-    temperature: float = key(1.0, "divides the logits; 0: greedy", ge=0)
-    dtype: Literal["bfloat16", "float16", "float32", "float64"] = key(
-        "bfloat16", "type of the weights and the computation"
-    )
+    Attributes:
+        n: responses per prompt
+        temperature: divides the logits; 0: greedy
+        dtype: type of the weights and the computation
+    """
+
+    n: int = key(1, needs=(no_greedy_repeats(lambda own: own.temperature == 0), _possible), ge=1)
+    temperature: float = key(1.0, ge=0)
+    dtype: Literal["bfloat16", "float16", "float32", "float64"] = "bfloat16"
 
 
 class OfflineTrainerConfig(Section):
-    """What is not the model's and not the data's."""
+    """What is not the model's and not the data's.
 
-    device: Literal["auto", "cpu", "cuda"] = key("auto", "where the model lives; auto: CUDA if there is one")
-    seed: int = key(0, "seed of all random numbers", ge=0)
+    Attributes:
+        device: where the model lives; auto: CUDA if there is one
+        seed: seed of all random numbers
+    """
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    seed: int = key(0, ge=0)
 
 
 class GenerateConfig(Section):
@@ -131,13 +165,17 @@ class GenerateConfig(Section):
 
 
 class MeasuresConfig(Section):
-    """What is computed from the scores."""
+    """What is computed from the scores.
 
-    k: Annotated[tuple[int, ...], AsTuple] = key(
-        (), "ks of pass@k and maj@k, one or a list; empty: 2, 4, 8, … and all responses"
-    )
-    confidence: float = key(0.95, "probability of the confidence intervals", gt=0, lt=1)
-    bootstrap_samples: int = key(10000, "resamples of the problems, for the intervals", ge=100)
+    Attributes:
+        k: ks of pass@k and maj@k, one or a list; empty: 2, 4, 8, … and all responses
+        confidence: probability of the confidence intervals
+        bootstrap_samples: resamples of the problems, for the intervals
+    """
+
+    k: Annotated[tuple[int, ...], AsTuple] = ()
+    confidence: float = key(0.95, gt=0, lt=1)
+    bootstrap_samples: int = key(10000, ge=100)
 
 
 _WRITES = When(lambda own: own.model.path is not None, "with model.path")

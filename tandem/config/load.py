@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -19,19 +18,19 @@ from tandem.config.check import check
 from tandem.config.data_files import files_of
 from tandem.config.fitted import fitted
 from tandem.config.generate import OTHER_NAMES, EvalConfig, GenerateConfig
+from tandem.config.needs import ModelFolder, files
 from tandem.config.root import TrainConfig
 from tandem.config.rules import RULES
 from tandem.config.schema import Key, is_no_number, keys, nested, sections, shown, unknown_key, value_at
 from tandem.config.section import Section, nearest_remedy
-from tandem.config.sources import read_sources
+from tandem.config.sources import Overrides, read_sources
 from tandem.config.supervised import RMConfig, SFTConfig
 from tandem.config.trainer import TrainerConfig
-from tandem.config.verl.aggregation import averaged_by_verl
-from tandem.config.verl.defaults import DEFAULTS, differing
-from tandem.config.verl.table import rule_of
-from tandem.config.verl.translate import Reading, Rules, translate
+from tandem.config.verl import DEFAULTS, averaged_by_verl, differing
 from tandem.config.written import LEFT_OUT, places_left_out, plain, with_references
 from tandem.errors import ConfigError, ConfigErrors, TandemError
+from tandem.peers.table import Reading, rule_of
+from tandem.peers.translate import Rules, translate
 
 C = TypeVar("C", bound=Section)
 
@@ -66,7 +65,7 @@ class Loaded(Generic[C]):
 
 def load_train_config(
     path: str | None = None,
-    overrides: Sequence[str] = (),
+    overrides: Overrides = (),
     *,
     count_rows: Callable[[Sequence[str], int], int] | None = None,
     elsewhere: bool = False,
@@ -75,7 +74,8 @@ def load_train_config(
 
     Args:
         path: a YAML file that holds what differs from the defaults, if any.
-        overrides: `key=value` each, the value in YAML; they win over the file.
+        overrides: `key=value` each, the value in YAML, or values by key, dotted or nested; they win over the
+            file, and later ones over earlier ones.
         count_rows: counts the rows of files, so many at most (-1: all). Keys that nobody set are then
             fitted to the run, unless the command line is verl's; None: the defaults stand.
         elsewhere: the run is for another machine: files and folders need not be here.
@@ -93,32 +93,32 @@ def load_train_config(
     chosen = fitted(config, loaded.given, rows)
     if not chosen:
         return loaded
-    words = [f"{name}={json.dumps(value)}" for name, (value, _) in chosen.items()]
-    fitting = _load(TrainConfig, rule_of, path, [*words, *overrides], elsewhere=elsewhere)
+    fits = {name: value for name, (value, _) in chosen.items()}
+    fitting = _load(TrainConfig, rule_of, path, [fits, *overrides], elsewhere=elsewhere)
     return replace(fitting, chosen=chosen)
 
 
-def load_sft_config(path: str | None = None, overrides: Sequence[str] = ()) -> Loaded[SFTConfig]:
+def load_sft_config(path: str | None = None, overrides: Overrides = ()) -> Loaded[SFTConfig]:
     """The config of `tandem sft`; as `load_train_config`."""
     return _load(SFTConfig, _no_rule, path, overrides)
 
 
-def load_rm_config(path: str | None = None, overrides: Sequence[str] = ()) -> Loaded[RMConfig]:
+def load_rm_config(path: str | None = None, overrides: Overrides = ()) -> Loaded[RMConfig]:
     """The config of `tandem rm`; as `load_train_config`."""
     return _load(RMConfig, _no_rule, path, overrides)
 
 
-def load_generate_config(path: str | None = None, overrides: Sequence[str] = ()) -> Loaded[GenerateConfig]:
+def load_generate_config(path: str | None = None, overrides: Overrides = ()) -> Loaded[GenerateConfig]:
     """The config of `tandem generate`; as `load_train_config`."""
     return _load(GenerateConfig, OTHER_NAMES.get, path, overrides)
 
 
-def load_eval_config(path: str | None = None, overrides: Sequence[str] = ()) -> Loaded[EvalConfig]:
+def load_eval_config(path: str | None = None, overrides: Overrides = ()) -> Loaded[EvalConfig]:
     """The config of `tandem eval`; as `load_train_config`."""
     return _load(EvalConfig, OTHER_NAMES.get, path, overrides)
 
 
-def load_data_config(root: type[C], overrides: Sequence[str]) -> C:
+def load_data_config(root: type[C], overrides: Overrides) -> C:
     """The config of a command that only looks at data: any key of `root` may be given, single values are
     checked, and the model may be missing; its path is then "".
 
@@ -129,7 +129,7 @@ def load_data_config(root: type[C], overrides: Sequence[str]) -> C:
     tree, errors, *_ = read_sources(None, overrides)
     flat, unknown = _flatten(root, rules, tree)
     found = translate(flat, keys(root), rules, _trainer(flat).devices_of)
-    found.given.update(_snapshots(found.given))
+    found.given.update(_snapshots(root, found.given))
     config, wrong = _build(root, found.given)
     wrong = [
         each for each in wrong if each.message != "missing" or not str(each.field).endswith("model.path")
@@ -144,7 +144,7 @@ def _no_rule(name: str) -> None:
 
 
 def _load(
-    root: type[C], rules: Rules, path: str | None, overrides: Sequence[str], *, elsewhere: bool = False
+    root: type[C], rules: Rules, path: str | None, overrides: Overrides, *, elsewhere: bool = False
 ) -> Loaded[C]:
     tree, errors, notices, raw = read_sources(path, overrides)
     flat, unknown = _flatten(root, rules, tree)
@@ -153,7 +153,7 @@ def _load(
     if asked_of_verl:
         found = averaged_by_verl(found)
     filled = dict(found.given)
-    snapshots = {} if elsewhere else _snapshots(found.given)
+    snapshots = {} if elsewhere else _snapshots(root, found.given)
     found.given.update(snapshots)
     config, wrong = _build(root, {**(DEFAULTS if asked_of_verl else {}), **found.given})
     bad = _with_heirs(root, found.given, frozenset(str(error.field) for error in wrong))
@@ -188,22 +188,19 @@ _PLACES = ("path", "train_files", "val_files", ".models")
 _DATA = ("data.train_files", "data.val_files")
 
 
-def _snapshots(given: Mapping[str, Any]) -> dict[str, Any]:
+def _snapshots(root: type[Section], given: Mapping[str, Any]) -> dict[str, Any]:
     """The folders of models that are named as on the Hugging Face hub, and the files of data sets, of folders
     and of patterns, where they can be had."""
-    named = {
-        name: value
-        for name, value in given.items()
-        if name.endswith(("model.path", "tokenizer_path")) and isinstance(value, str) and hub.is_name(value)
-    }
-    found: dict[str, Any] = {name: hub.find(value).folder for name, value in named.items()}
-    for name in ("data.train_files", "data.val_files", "data.path"):
-        value = given.get(name)
-        files = [value] if isinstance(value, str) else value
-        if isinstance(files, list):
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        needs = keys(root)[name].needs
+        if any(isinstance(need, ModelFolder) for need in needs) and isinstance(value, str):
+            found |= {name: hub.find(value).folder} if hub.is_name(value) else {}
+        listed = [value] if isinstance(value, str) else value
+        if files in needs and isinstance(listed, list):
             with suppress(ConfigError):  # the key's own rule says so
-                there = [path for file in files for path in files_of(str(file))]
-                found |= {} if there == files else {name: there}
+                there = [path for file in listed for path in files_of(str(file))]
+                found |= {} if there == listed else {name: there}
     return {name: place for name, place in found.items() if place is not None} | _named_by_terms(given)
 
 

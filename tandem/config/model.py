@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any
 
-from tandem.config.needs import cuda_device, model_folder
+from tandem.config.needs import Check, ModelFolder
 from tandem.config.section import (
-    Finding,
     LocalPath,
     Names,
     OneOf,
@@ -20,7 +20,7 @@ from tandem.config.section import (
     nearest_remedy,
     section,
 )
-from tandem.config.view import path, root
+from tandem.config.view import root
 from tandem.errors import ConfigError
 from tandem.texts import parse_json
 
@@ -36,32 +36,77 @@ _ALL = "all-linear"
 _ADAPTED = When(lambda own: own.lora_rank > 0, "with {lora_rank} above 0")
 
 
-def _layers(own: Any, name: str) -> Iterator[ConfigError]:
-    mode, count = own.gradient_checkpointing_mode, getattr(own, name)
-    at_mode = path(own, "gradient_checkpointing_mode")
-    if count is None:
-        first = "the number of layers"
-        yield ConfigError(
-            "missing",
-            expected=first if mode == "first" else "one layer in how many is computed again",
-            remedy=f"set {path(own, name)}, or {at_mode}=full",
-        )
-    elif mode == "every" and count == 1:
-        yield ConfigError(
-            "one layer in one is every layer",
-            expected=">= 2",
-            remedy=f"set {at_mode}=full and remove this key",
-        )
+def _layers(mode: str, expected: str) -> Check:
+    return Check(
+        lambda own, count: count is None and own.gradient_checkpointing_mode == mode,
+        "missing",
+        expected=expected,
+        remedy="set {}, or {gradient_checkpointing_mode}=full",
+    )
+
+
+_EVERY_LAYER = Check(
+    lambda own, count: count == 1 and own.gradient_checkpointing_mode == "every",
+    "one layer in one is every layer",
+    expected=">= 2",
+    remedy="set {gradient_checkpointing_mode}=full and remove this key",
+)
+_NO_OPERATOR = Check(
+    lambda own, operators: not operators,
+    "no operator's output is kept",
+    got="nothing",
+    expected="at least one operator",
+    remedy="set {gradient_checkpointing_mode}=full and remove this key",
+)
+_ALL_OR_NAMES = Check(
+    lambda own, modules: _ALL in modules and len(modules) > 1,
+    f"{_ALL} stands beside names of layers",
+    expected=f"{_ALL}, or names",
+    remedy=f"leave {_ALL} or the names out",
+)
+_ADAPTERS = Check(
+    lambda own, folder: (
+        folder is not None and not os.path.isfile(os.path.join(folder, "adapter_config.json"))
+    ),
+    "no folder of adapters",
+    expected="a folder with adapter_config.json, as peft and tandem export --adapter write it",
+)
+
+
+def _cuda_alone(
+    asks: Callable[[Any, Any], bool], whose: str = "these", field: str = "", instead: str = "auto"
+) -> Check:
+    """Return the check that kernels of CUDA devices alone are not asked for on a CPU."""
+    return Check(
+        lambda own, kernels: asks(own, kernels) and root(own).trainer.device == "cpu",
+        f"{whose} kernels run on CUDA devices alone",
+        field=field,
+        got="{=} with trainer.device=cpu",
+        expected="auto or torch" if instead == "auto" else None,
+        remedy=f"set {{}}={instead}, or trainer.device=cuda",
+    )
+
+
+_HEAD = "fused_kernel_options.impl_backend"
+
+
+def _needs_cuda(own: Any, kernels: str) -> bool:
+    return bool(own.use_fused_kernels) and kernels in ("triton", "liger")
+
+
+_LIGER_HERE = _cuda_alone(lambda own, liger: bool(liger), "Liger's", instead="false")
+_ATTENTION_HERE = _cuda_alone(lambda own, kernels: kernels.startswith("flash"))
+_HEAD_HERE = _cuda_alone(_needs_cuda, field=_HEAD)
+_SAME_HEAD = Check(
+    lambda own, fused: (
+        fused and root(own).trainer.device == "cpu" and not _needs_cuda(own, attrgetter(_HEAD)(own))
+    ),
+    "{}=true: no effect; on a CPU the head is PyTorch's without it too.",
+    notice=True,
+)
 
 
 def _operators(own: Any, name: str) -> Iterator[ConfigError]:
-    if not getattr(own, name):
-        yield ConfigError(
-            "no operator's output is kept",
-            got="nothing",
-            expected="at least one operator",
-            remedy=f"set {path(own, 'gradient_checkpointing_mode')}=full and remove this key",
-        )
     for operator in getattr(own, name):
         if operator not in _GROUPS and not all(operator.partition(".")):
             yield ConfigError(
@@ -70,43 +115,6 @@ def _operators(own: Any, name: str) -> Iterator[ConfigError]:
                 expected=f"{', '.join(_GROUPS)}, or namespace.operator such as aten.mm",
                 remedy=nearest_remedy(operator, _GROUPS),
             )
-
-
-def _all_or_names(own: Any, name: str) -> Iterator[ConfigError]:
-    given = getattr(own, name)
-    if _ALL in given and len(given) > 1:
-        yield ConfigError(
-            f"{_ALL} stands beside names of layers",
-            expected=f"{_ALL}, or names",
-            remedy=f"leave {_ALL} or the names out",
-        )
-
-
-def _adapter_folder(own: Any, name: str) -> Iterator[ConfigError]:
-    folder = getattr(own, name)
-    if folder is not None and not os.path.isfile(os.path.join(folder, "adapter_config.json")):
-        yield ConfigError(
-            "no folder of adapters",
-            expected="a folder with adapter_config.json, as peft and tandem export --adapter write it",
-        )
-
-
-def _fused(own: Any, name: str) -> Iterator[Finding]:
-    """The fused head's kernels run where the models are."""
-    asked = own.fused_kernel_options.impl_backend
-    if not getattr(own, name) or root(own).trainer.device != "cpu":
-        return
-    if asked in ("triton", "liger"):
-        backend = path(own, "fused_kernel_options.impl_backend")
-        yield ConfigError(
-            "these kernels run on CUDA devices alone",
-            field=backend,
-            got=f"{asked} with trainer.device=cpu",
-            expected="auto or torch",
-            remedy=f"set {backend}=auto, or trainer.device=cuda",
-        )
-    else:
-        yield f"{path(own, name)}=true: no effect; on a CPU the head is PyTorch's without it too."
 
 
 def stored_config(folder: str | Path) -> dict[str, Any]:
@@ -118,93 +126,79 @@ def stored_config(folder: str | Path) -> dict[str, Any]:
     return stored if isinstance(stored, dict) else {}
 
 
-def _attention_here(own: Any, name: str) -> Iterator[ConfigError]:
-    """The kernels of a package run on CUDA devices alone."""
-    if getattr(own, name).startswith("flash") and root(own).trainer.device == "cpu":
-        yield ConfigError(
-            "these kernels run on CUDA devices alone",
-            got=f"{getattr(own, name)} with trainer.device=cpu",
-            expected="auto or torch",
-            remedy=f"set {path(own, name)}=auto, or trainer.device=cuda",
-        )
-
-
 class BackboneConfig(Section):
-    """A Hugging Face model folder and how it is run."""
+    """A Hugging Face model folder and how it is run.
 
-    path: LocalPath = key(..., "Hugging Face model folder", needs=model_folder("config.json"))
-    trust_remote_code: bool = key(False, "run Python code that lies in the model folder")
-    enable_gradient_checkpointing: bool = key(
-        True,
-        "recompute activations in the backward pass, to save memory, as gradient_checkpointing_mode says",
-    )
+    Attributes:
+        path: Hugging Face model folder
+        trust_remote_code: run Python code that lies in the model folder
+        enable_gradient_checkpointing: recompute activations in the backward pass, to save memory, as
+            gradient_checkpointing_mode says
+        gradient_checkpointing_mode: layers that recompute; auto: none, all as with ops, or all, the fastest
+            whose activations fit into the memory that is free at the first update, which is said then; full:
+            all; first: the first so many; every: one in so many; ops: all, but some operators' outputs are
+            kept
+        gradient_checkpointing_layers: how many: with mode first the layers that recompute, with every one in
+            so many
+        gradient_checkpointing_ops: with mode ops, whose outputs are kept: matmul, attention, or operators of
+            PyTorch such as aten.mm
+        enable_activation_offload: keep activations in host memory between forward and backward
+        activation_offload_mode: async: copies run beside the next layer's computation; sync: computation
+            waits for them
+        use_remove_padding: pack sequences end to end; false: pad each micro-batch to its longest
+        attn_implementation: kernels of attention in half precision on CUDA devices; torch: PyTorch's own;
+            auto: flash_attention_3 or 4 where installed for the GPU, else torch
+        use_liger: kernels of norms, gated layers and rotary embeddings on CUDA devices; true: Liger's, which
+            must be installed; null: Liger's where installed, else Tandem's own of norms and gates, in Triton;
+            false: transformers' operators
+        lora_rank: rank of the low-rank adapters (LoRA) that are trained while the weights stay as they are;
+            0: no adapters, all weights are trained
+        lora_alpha: what adapters add is scaled by lora_alpha / lora_rank
+        target_modules: linear layers that get adapters: all-linear, all but the head, or the ends of their
+            names
+        exclude_modules: of these, the ends of the names that get none
+        lora_adapter_path: folder of adapters, as peft writes it, to start from; null: they start by changing
+            nothing. The reference policy is without them either way
+    """
+
+    path: LocalPath = key(..., needs=ModelFolder("config.json"))
+    trust_remote_code: bool = key(False, resumed="told")
+    enable_gradient_checkpointing: bool = key(True, resumed="told")
     gradient_checkpointing_mode: Annotated[str, OneOf(("auto", "full", "first", "every", "ops"))] = key(
-        "auto",
-        "layers that recompute; auto: none, all as with ops, or all, the fastest whose activations fit into "
-        "the memory that is free at the first update, which is said then; full: all; first: the first so "
-        "many; every: one in so many; ops: all, but some operators' outputs are kept",
-        when=beside("enable_gradient_checkpointing", True),
+        "auto", when=beside("enable_gradient_checkpointing", True), resumed="told"
     )
     gradient_checkpointing_layers: int | None = key(
         None,
-        "how many: with mode first the layers that recompute, with every one in so many",
         when=beside("gradient_checkpointing_mode", "first", "every"),
-        needs=_layers,
+        needs=(
+            _layers("first", "the number of layers"),
+            _layers("every", "one layer in how many is computed again"),
+            _EVERY_LAYER,
+        ),
         ge=1,
+        resumed="told",
     )
     gradient_checkpointing_ops: Names = key(
         ("matmul", "attention"),
-        "with mode ops, whose outputs are kept: matmul, attention, or operators of PyTorch such as aten.mm",
         when=beside("gradient_checkpointing_mode", "ops"),
-        needs=_operators,
+        needs=(_NO_OPERATOR, _operators),
+        resumed="told",
     )
-    enable_activation_offload: bool = key(
-        False, "keep activations in host memory between forward and backward"
-    )
+    enable_activation_offload: bool = key(False, resumed="told")
     activation_offload_mode: Annotated[str, OneOf(("async", "sync"))] = key(
-        "async",
-        "async: copies run beside the next layer's computation; sync: computation waits for them",
-        when=beside("enable_activation_offload", True),
+        "async", when=beside("enable_activation_offload", True), resumed="told"
     )
-    use_remove_padding: bool = key(
-        True, "pack sequences end to end; false: pad each micro-batch to its longest"
-    )
+    use_remove_padding: bool = key(True, resumed="told")
     attn_implementation: Annotated[str, OneOf(ATTENTION, {"sdpa": "torch"})] = key(
-        "auto",
-        "kernels of attention in half precision on CUDA devices; torch: PyTorch's own; auto: "
-        "flash_attention_3 or 4 where installed for the GPU, else torch",
-        needs=_attention_here,
+        "auto", needs=_ATTENTION_HERE, resumed="told"
     )
-    use_liger: bool | None = key(
-        None,
-        "kernels of norms, gated layers and rotary embeddings on CUDA devices; true: Liger's, which must be "
-        "installed; null: Liger's where installed, else Tandem's own of norms and gates, in Triton; false: "
-        "transformers' operators",
-        needs=cuda_device,
-    )
+    use_liger: bool | None = key(None, needs=_LIGER_HERE, resumed="told")
 
-    lora_rank: int = key(
-        0,
-        "rank of the low-rank adapters (LoRA) that are trained while the weights stay as they are; 0: no "
-        "adapters, all weights are trained",
-        ge=0,
-    )
-    lora_alpha: int = key(16, "what adapters add is scaled by lora_alpha / lora_rank", when=_ADAPTED, ge=1)
-    target_modules: Names = key(
-        ("all-linear",),
-        "linear layers that get adapters: all-linear, all but the head, or the ends of their names",
-        when=_ADAPTED,
-        needs=_all_or_names,
-        min_length=1,
-    )
-    exclude_modules: Names = key((), "of these, the ends of the names that get none", when=_ADAPTED)
-    lora_adapter_path: LocalPath | None = key(
-        None,
-        "folder of adapters, as peft writes it, to start from; null: they start by changing nothing. The "
-        "reference policy is without them either way",
-        when=_ADAPTED,
-        needs=_adapter_folder,
-    )
+    lora_rank: int = key(0, ge=0)
+    lora_alpha: int = key(16, when=_ADAPTED, ge=1)
+    target_modules: Names = key(("all-linear",), when=_ADAPTED, needs=_ALL_OR_NAMES, min_length=1)
+    exclude_modules: Names = key((), when=_ADAPTED)
+    lora_adapter_path: LocalPath | None = key(None, when=_ADAPTED, needs=_ADAPTERS)
 
     @property
     def recomputes_by_memory(self) -> bool:
@@ -238,29 +232,32 @@ LEARNING = (
 
 
 class FusedKernelOptions(Section):
-    """How the fused head is made."""
+    """How the fused head is made.
 
-    impl_backend: Annotated[str, OneOf(("auto", "torch", "triton", "liger"))] = key(
-        "auto",
-        "kernels of the head, with use_fused_kernels; auto: triton on a CUDA device, else torch; liger's "
-        "entropy is of the model's precision",
-    )
+    Attributes:
+        impl_backend: kernels of the head, with use_fused_kernels; auto: triton on a CUDA device, else torch;
+            liger's entropy is of the model's precision
+    """
+
+    all_resumed = "told"
+
+    impl_backend: Annotated[str, OneOf(("auto", "torch", "triton", "liger"))] = "auto"
 
 
 class ModelConfig(BackboneConfig):
-    """The policy: actor, reference and rollout share it."""
+    """The policy: actor, reference and rollout share it.
 
-    tokenizer_path: LocalPath = key(
-        meaning="folder of the tokenizer", inherits=".path", needs=model_folder("tokenizer_config.json")
-    )
-    custom_chat_template: str | None = key(None, "Jinja chat template; null: the tokenizer's own")
-    use_fused_kernels: bool | None = key(
-        None,
-        "log-probs and entropies by the kernels of fused_kernel_options; null: by Triton's on a CUDA device "
-        "where Triton is installed, else by PyTorch's operators; false: by these everywhere. All go through "
-        "the vocabulary tile by tile",
-        needs=_fused,
-    )
+    Attributes:
+        tokenizer_path: folder of the tokenizer
+        custom_chat_template: Jinja chat template; null: the tokenizer's own
+        use_fused_kernels: log-probs and entropies by the kernels of fused_kernel_options; null: by Triton's
+            on a CUDA device where Triton is installed, else by PyTorch's operators; false: by these
+            everywhere. All go through the vocabulary tile by tile
+    """
+
+    tokenizer_path: LocalPath = key(inherits=".path", needs=ModelFolder("tokenizer_config.json"))
+    custom_chat_template: str | None = None
+    use_fused_kernels: bool | None = key(None, needs=(_HEAD_HERE, _SAME_HEAD), resumed="told")
     fused_kernel_options: FusedKernelOptions = section(
         FusedKernelOptions(), below={"impl_backend": beside("use_fused_kernels", True, notice=True)}
     )

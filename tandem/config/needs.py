@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import reduce
+from operator import attrgetter
 from typing import Any
 
 from tandem import hub
 from tandem.config.data_files import files_of
-from tandem.config.section import Need
+from tandem.config.section import Finding
 from tandem.config.view import path, root
 from tandem.errors import ConfigError, DataError
 from tandem.tasks import is_task, parse
@@ -22,6 +24,57 @@ _SPLIT = "ulysses_sequence_parallel_size"
 
 MOST_SAMPLES = 10_000_000
 """Responses asked for at once, above which a number is a slip: one process has some hundred bytes of each."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """A need as a row: when a value is wrong, and what is said then.
+
+    In the texts {name} stands for the path of a key, {name=} for name=value, {=name} for its value (of a
+    mapping, its names). The key is one beside, or of the whole config; left out, it is the key itself.
+
+    Attributes:
+        wrong: says whether it is; given the section that holds the key, and the value.
+        message: what is wrong; of a notice, a whole sentence.
+        got, expected, remedy: as in `ConfigError`.
+        field: the key, unless it is the one that declares this.
+        notice: whether it is worth a sentence alone.
+    """
+
+    wrong: Callable[[Any, Any], Any]
+    message: str
+    got: str | None = None
+    expected: str | None = None
+    remedy: str | None = None
+    field: str = ""
+    notice: bool = False
+
+    def __call__(self, own: Any, name: str) -> Iterator[Finding]:
+        key = self.field or name
+        if not self.wrong(own, attrgetter(key)(own)):
+            return
+        given = (self.message, self.got, self.expected, self.remedy)
+        message, got, expected, remedy = (text and _filled(text, own, key) for text in given)
+        if self.notice:
+            yield str(message)
+        else:
+            yield ConfigError(str(message), field=path(own, key), got=got, expected=expected, remedy=remedy)
+
+
+_KEY = re.compile(r"\{(=?)([\w.]*)(=?)\}")
+
+
+def _filled(text: str, own: Any, key: str) -> str:
+    def filled(found: re.Match[str]) -> str:
+        alone, name, beside = found.groups()
+        name = name or key
+        holder = own if name.partition(".")[0] in type(own).model_fields else root(own)
+        value = attrgetter(name)(holder) if alone or beside else ""
+        value = ", ".join(value) if isinstance(value, dict) else str(value)
+        value = value.lower() if value in ("True", "False") else value
+        return value if alone else path(holder, name) + beside + value
+
+    return _KEY.sub(filled, text)
 
 
 def files(own: Any, name: str) -> Iterator[ConfigError]:
@@ -51,13 +104,14 @@ def module_or_file(own: Any, name: str) -> Iterator[ConfigError]:
         yield ConfigError("no such file", remedy="check the path")
 
 
-def model_folder(marker: str) -> Need:
-    """A local folder, if one is named, with the file `marker`."""
+@dataclass(frozen=True)
+class ModelFolder:
+    """The need of a key that names a model: a local folder, if one is named, has the file `marker`."""
 
-    def check(own: Any, name: str) -> Iterator[ConfigError]:
-        yield from not_a_model(getattr(own, name), marker)
+    marker: str
 
-    return check
+    def __call__(self, own: Any, name: str) -> Iterator[ConfigError]:
+        yield from not_a_model(getattr(own, name), self.marker)
 
 
 def not_a_model(folder: str | None, marker: str, field: str | None = None) -> Iterator[ConfigError]:
@@ -107,16 +161,13 @@ def code_file(field: str, reference: str) -> Iterator[ConfigError]:
         yield ConfigError("no such file", field=field, got=file, remedy="check the path before the colon")
 
 
-def within_response(own: Any, name: str) -> Iterator[ConfigError]:
-    """No more tokens than a response may have."""
-    least, most = getattr(own, name), root(own).data.max_response_length
-    if least > most:
-        longest = f"data.max_response_length={most}"
-        yield ConfigError(
-            "longer than the longest response",
-            expected=f"at most {longest}",
-            remedy=f"set {path(own, name)}={most} or less, or raise data.max_response_length",
-        )
+within_response = Check(
+    lambda own, least: least > root(own).data.max_response_length,
+    "longer than the longest response",
+    expected="at most {data.max_response_length=}",
+    remedy="set {}={=data.max_response_length} or less, or raise data.max_response_length",
+)
+"""No more tokens than a response may have."""
 
 
 def holds_longest(own: Any, name: str) -> Iterator[ConfigError]:
@@ -185,21 +236,18 @@ def countable(number: int, prompts: int, of: str, prompts_key: str) -> Iterator[
         )
 
 
-def cuda_device(own: Any, name: str) -> Iterator[ConfigError]:
-    """Liger's kernels run on CUDA devices alone."""
-    if getattr(own, name) and root(own).trainer.device == "cpu":
-        field = path(own, name)
-        yield ConfigError(
-            "Liger's kernels run on CUDA devices alone",
-            got="true with trainer.device=cpu",
-            remedy=f"set {field}=false, or trainer.device=cuda",
-        )
+validation_files = Check(
+    lambda own, asked: asked > 0 and not root(own).data.val_files,
+    "asks for validation, and there are no validation files",
+    remedy="set data.val_files, or remove this key",
+)
+"""A validation that is asked for has files."""
 
 
-def validation_files(own: Any, name: str) -> Iterator[ConfigError]:
-    """A validation that is asked for has files."""
-    if getattr(own, name) > 0 and not root(own).data.val_files:
-        yield ConfigError(
-            "asks for validation, and there are no validation files",
-            remedy="set data.val_files, or remove this key",
-        )
+def no_greedy_repeats(is_greedy: Callable[[Any], bool]) -> Check:
+    """Return the notice of several responses to a prompt that are all the same."""
+    return Check(
+        lambda own, n: n > 1 and is_greedy(own),
+        "{}={=}: greedy responses to one prompt are all the same; one would do.",
+        notice=True,
+    )

@@ -30,51 +30,56 @@ class OptimConfig(Section):
 
     Which weights decay: transformers' Trainer, and TRL with it, leaves out norms and biases, as is the
     default here; verl decays every weight (no_weight_decay=[]).
+
+    Attributes:
+        optimizer: the optimizer
+        fused: AdamW's update as one kernel; false: as several (foreach), with copies
+        lr: peak learning rate; 0 trains nothing
+        weight_decay: decoupled weight decay, a fraction of lr per step
+        no_weight_decay: kinds of weights that do not decay; []: all decay
+        betas: decay of the running mean and square of the gradient
+        eps: added to the root of the running square
+        muon_momentum: decay of muon's running gradient
+        clip_grad: largest norm of the whole gradient; a longer one is scaled to it
+        skip_non_finite_steps: optimizer steps in succession that may be skipped because the loss or gradient
+            is not finite; 0: the first ends the run
+        lr_scheduler_type: course of the learning rate after warm-up
+        lr_warmup_steps: training steps of linear warm-up; -1: by lr_warmup_steps_ratio
+        lr_warmup_steps_ratio: warm-up as a fraction of all training steps
+        lr_wsd_decay_ratio: the last part of wsd, in which lr falls, as a fraction of all steps
+        lr_wsd_decay_style: how lr falls there
+        min_lr_ratio: where linear, cosine and wsd end, as a fraction of lr
+        total_training_steps: optimizer steps that the schedule spans; -1: those of the whole run
     """
 
-    optimizer: OptimizerName = key("adamw", "the optimizer")
+    optimizer: OptimizerName = "adamw"
     fused: bool = key(
         True,
-        "AdamW's update as one kernel; false: as several (foreach), with copies",
         when=When(
             lambda own: own.optimizer != "adamw_8bit", "with another {optimizer} than adamw_8bit", notice=True
         ),
+        resumed="told",
     )
-    lr: float = key(1e-6, "peak learning rate; 0 trains nothing", ge=0)
-    weight_decay: float = key(0.01, "decoupled weight decay, a fraction of lr per step", ge=0)
-    no_weight_decay: Annotated[tuple[Undecayed, ...], AsTuple] = key(
-        ("norm", "bias"), "kinds of weights that do not decay; []: all decay"
-    )
-    betas: Annotated[tuple[Decay, Decay], AsTuple] = key(
-        (0.9, 0.999), "decay of the running mean and square of the gradient"
-    )
-    eps: float = key(1e-8, "added to the root of the running square", gt=0)
-    muon_momentum: Decay = key(0.95, "decay of muon's running gradient", when=beside("optimizer", "muon"))
-    clip_grad: float = key(1.0, "largest norm of the whole gradient; a longer one is scaled to it", gt=0)
-    skip_non_finite_steps: int = key(
-        0,
-        "optimizer steps in succession that may be skipped because the loss or gradient is not finite; "
-        "0: the first ends the run",
-        ge=0,
-    )
-    lr_scheduler_type: Literal["constant", "linear", "cosine", "wsd"] = key(
-        "constant", "course of the learning rate after warm-up"
-    )
-    lr_warmup_steps: int = key(-1, "training steps of linear warm-up; -1: by lr_warmup_steps_ratio", ge=-1)
+    lr: float = key(1e-6, ge=0)
+    weight_decay: float = key(0.01, ge=0)
+    no_weight_decay: Annotated[tuple[Undecayed, ...], AsTuple] = ("norm", "bias")
+    betas: Annotated[tuple[Decay, Decay], AsTuple] = (0.9, 0.999)
+    eps: float = key(1e-8, gt=0)
+    muon_momentum: Decay = key(0.95, when=beside("optimizer", "muon"))
+    clip_grad: float = key(1.0, gt=0)
+    skip_non_finite_steps: int = key(0, ge=0, resumed="told")
+    lr_scheduler_type: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    lr_warmup_steps: int = key(-1, ge=-1)
     lr_warmup_steps_ratio: float = key(
         0.0,
-        "warm-up as a fraction of all training steps",
         when=When(lambda own: own.lr_warmup_steps < 0, "without {lr_warmup_steps}", neutral=(0,)),
         ge=0,
         le=1,
     )
-    lr_wsd_decay_ratio: float = key(
-        0.1, "the last part of wsd, in which lr falls, as a fraction of all steps", when=_WSD, ge=0, le=1
-    )
-    lr_wsd_decay_style: Literal["linear", "1-sqrt"] = key("1-sqrt", "how lr falls there", when=_WSD)
+    lr_wsd_decay_ratio: float = key(0.1, when=_WSD, ge=0, le=1)
+    lr_wsd_decay_style: Literal["linear", "1-sqrt"] = key("1-sqrt", when=_WSD)
     min_lr_ratio: float = key(
         0.0,
-        "where linear, cosine and wsd end, as a fraction of lr",
         when=When(
             lambda own: own.lr_scheduler_type != "constant", "with {lr_scheduler_type}=linear, cosine or wsd"
         ),
@@ -83,7 +88,6 @@ class OptimConfig(Section):
     )
     total_training_steps: int = key(
         -1,
-        "optimizer steps that the schedule spans; -1: those of the whole run",
         when=When(
             lambda own: own.lr_scheduler_type != "constant" or own.lr_warmup_steps_ratio > 0,
             "with {lr_scheduler_type}=linear, cosine or wsd, or with {lr_warmup_steps_ratio}",

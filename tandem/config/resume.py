@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,56 +11,9 @@ from tandem.config.hydra import read_file
 from tandem.config.schema import keys, shown
 from tandem.config.section import Section
 from tandem.config.tables import published_aggregation
-from tandem.config.verl.table import former_names
 from tandem.config.written import LEFT_OUT, at_key, refers, resolved, to_dict, without_secrets
 from tandem.errors import ConfigError
-
-_FREE = (
-    "trainer.*",
-    "data.val_*",
-    "data.image_key",
-    "data.video_key",
-    "data.audio_key",
-    "data.filter_overlong_prompts_workers",
-    "data.cache_dir",
-    "*micro_batch_size*",
-    "*use_dynamic_bsz",
-    "*max_token_len_per_gpu",
-    "*ulysses_sequence_parallel_size",
-    "*fsdp_config.*",
-    "*.strategy",
-    "*.trust_remote_code",
-    "*.enable_gradient_checkpointing",
-    "*.gradient_checkpointing_*",
-    "*activation_offload*",
-    "*.use_remove_padding",
-    "*.attn_implementation",
-    "*.use_liger",
-    "*.use_fused_kernels",
-    "*.fused_kernel_options.*",
-    "*optim.fused",
-    "*optim.skip_non_finite_steps",
-    "*.overlong_buffer.log",
-    *(
-        f"*.rollout.{name}"
-        for name in (
-            *("name", "mode", "runner", "server.*", "val_kwargs.*", "max_num_*", "enable_*", "block_size"),
-            *("gpu_memory_utilization", "enforce_eager", "num_gpu_blocks_override", "disable_log_stats"),
-            *("tensor_model_parallel_size", "free_cache_engine", "update_weights_bucket_megabytes"),
-            "log_prob_diff_limit",
-        )
-    ),
-)
-"""Keys that decide where and how fast a run goes, how long, and what of it is measured and kept."""
-
-_LEARNT = (
-    *("trainer.seed", "trainer.critic_warmup", "trainer.worker_classes"),
-    *("*fsdp_config.model_dtype", "*fsdp_config.dtype"),
-)
-"""Exceptions to these."""
-
-_SILENT = ("trainer.resume_*", "trainer.default_local_dir")
-"""Keys that say which run goes on, and nothing of it."""
+from tandem.peers.table import former_names
 
 _ABSENT = object()
 
@@ -81,14 +32,8 @@ class Change:
     now: str
 
 
-@cache
-def is_free(name: str) -> bool:
-    """Whether a run may go on under another value of this key without learning something else."""
-    return _matches(name, _FREE) and not _matches(name, _LEARNT)
-
-
 def check_same(checkpoint: Path, config: Section, *, allowed: bool, say: Callable[[str], None]) -> None:
-    """Tells the user which keys have other values than in the run that a checkpoint is of.
+    """Tell the user which keys have other values than in the run that a checkpoint is of.
 
     Args:
         checkpoint: its folder, in that of the run.
@@ -102,18 +47,17 @@ def check_same(checkpoint: Path, config: Section, *, allowed: bool, say: Callabl
     if not file.is_file():
         return
     then = read_file(str(file))
-    changed = changes({str(name): value for name, value in then.items()}, config)
-    if unseen := [
-        name for name in config.from_environment if refers(at_key(then, name)) and not is_free(name)
-    ]:
+    refused = {name for name, key in keys(type(config)).items() if key.resumed == "refused"}
+    if unseen := [name for name in config.from_environment if refers(at_key(then, name)) and name in refused]:
         say(
             f"Of these keys the run folder has no values, so that a change would not be seen: "
             f"{', '.join(unseen)}. They come from the environment."
         )
-    free = [f"{change.key} ({change.then}, now {change.now})" for change in changed if is_free(change.key)]
+    changed = changes({str(name): value for name, value in then.items()}, config)
+    learnt = [change for change in changed if change.key in refused]
+    free = [f"{each.key} ({each.then}, now {each.now})" for each in changed if each.key not in refused]
     if free:
         say(f"Changed since {checkpoint}, in where, how fast or how long it runs: {', '.join(free)}.")
-    learnt = [change for change in changed if not is_free(change.key)]
     if learnt and not allowed:
         raise ConfigError(
             f"the run there has learnt under other settings\n{side_by_side(learnt)}",
@@ -136,23 +80,23 @@ def changes(then: Mapping[str, Any], config: Section) -> list[Change]:
     """
     now, values = to_dict(config), config.model_dump(mode="json")
     found: dict[str, tuple[Any, Any]] = {}
-    for name in keys(type(config)):
+    known = keys(type(config))
+    for name in known:
         old, new, value = (
             _named(tree, name, value)
             for tree, value in (
                 (then, _old_value(then, name)),
-                (now, _at(now, name)),
-                (values, _at(values, name)),
+                (now, at_key(now, name, _ABSENT)),
+                (values, at_key(values, name, _ABSENT)),
             )
         )
-        if old is _ABSENT or _matches(name, _SILENT) or _same(old, new) or _same(_value(then, old), value):
-            continue
-        found[name] = old, new
-    sources = {name: key.inherits for name, key in keys(type(config)).items() if key.inherits is not None}
+        silent = old is _ABSENT or known[name].resumed == "silent"
+        if not (silent or _same(old, new) or _same(_value(then, old), value)):
+            found[name] = old, new
     return [
         Change(name, shown(without_secrets(old, name)), shown(new))
         for name, (old, new) in found.items()
-        if found.get(sources.get(name, "")) != (old, new)  # else the source says it
+        if found.get(known[name].inherits or "") != (old, new)  # else the source says it
     ]
 
 
@@ -180,15 +124,11 @@ def side_by_side(changed: list[Change]) -> str:
     return "\n".join(f"  {key:<{first}}  {then:<{second}}  {now}" for key, then, now in rows)
 
 
-def _matches(name: str, patterns: tuple[str, ...]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
 def _old_value(tree: Mapping[str, Any], name: str) -> Any:
-    value = _at(tree, name)
+    value = at_key(tree, name, _ABSENT)
     for old in former_names(name) if value is _ABSENT else ():
         if value is _ABSENT:
-            value = _at(tree, old)
+            value = at_key(tree, old, _ABSENT)
     return value
 
 
@@ -197,13 +137,5 @@ def _named(tree: Mapping[str, Any], name: str, value: Any) -> Any:
     at, _, leaf = name.rpartition(".")
     if value is not None or leaf != "loss_agg_mode":
         return value
-    loss = _at(tree, f"{at}.policy_loss.loss_mode")
+    loss = at_key(tree, f"{at}.policy_loss.loss_mode", _ABSENT)
     return published_aggregation(loss if isinstance(loss, str) else "")
-
-
-def _at(tree: Any, name: str) -> Any:
-    for part in name.split("."):
-        if not isinstance(tree, Mapping) or part not in tree:
-            return _ABSENT
-        tree = tree[part]
-    return tree

@@ -7,8 +7,6 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
-
 from tandem.config.batching import BY_SAMPLES, BY_TOKENS, Batching
 from tandem.config.cluster import ByName
 from tandem.config.dynamic_sampling import OverlongBufferConfig
@@ -16,8 +14,9 @@ from tandem.config.fsdp import FORWARD_ALONE, FSDPConfig
 from tandem.config.model import LEARNING, BackboneConfig
 from tandem.config.needs import (
     CODE_FILES,
+    Check,
+    ModelFolder,
     holds_longest,
-    model_folder,
     module_or_file,
     names,
     not_a_model,
@@ -35,7 +34,7 @@ _MODEL = beside("enable", True, notice=True)
 _BESIDE_MODELS = When(lambda own: root(own).reward_model.enable, "with reward_model.enable=true")
 
 
-class RewardTerm(BaseModel):
+class RewardTerm(Section):
     """One of several reward functions.
 
     Attributes:
@@ -46,13 +45,11 @@ class RewardTerm(BaseModel):
         reward_kwargs: further arguments.
     """
 
-    model_config = Section.model_config
-
     name: str
     label: str | None = None
     path: LocalPath | None = None
     weight: float = 1.0
-    reward_kwargs: dict[str, Any] = Field(default_factory=dict)
+    reward_kwargs: dict[str, Any] = key({})
 
 
 def _term_files(own: Any, name: str) -> Iterator[ConfigError]:
@@ -66,19 +63,20 @@ def _term_files(own: Any, name: str) -> Iterator[ConfigError]:
 
 
 class CustomRewardConfig(Section):
-    """Replaces the built-in reward functions for every data source."""
+    """Replaces the built-in reward functions for every data source.
 
-    path: LocalPath | None = key(
-        None, "Python file or module with it; null: built-in, by data source", needs=module_or_file
-    )
-    name: str = key("compute_score", "the function's name", when=_OWN)
-    reward_kwargs: dict[str, Any] = key({}, "further arguments of the function", when=_OWN)
-    terms: Annotated[tuple[RewardTerm, ...], AsTuple] = key(
-        (),
-        "several functions, whose weighted sum is the reward: [{name: …, label: …, path: …, "
-        "weight: 1.0, reward_kwargs: {}}, …]; unless given, path is as above",
-        needs=_term_files,
-    )
+    Attributes:
+        path: Python file or module with it; null: built-in, by data source
+        name: the function's name
+        reward_kwargs: further arguments of the function
+        terms: several functions, whose weighted sum is the reward: [{name: …, label: …, path: …, weight: 1.0,
+            reward_kwargs: {}}, …]; unless given, path is as above
+    """
+
+    path: LocalPath | None = key(None, needs=module_or_file)
+    name: str = key("compute_score", when=_OWN)
+    reward_kwargs: dict[str, Any] = key({}, when=_OWN)
+    terms: Annotated[tuple[RewardTerm, ...], AsTuple] = key((), needs=_term_files)
 
     @property
     def given(self) -> bool:
@@ -87,34 +85,39 @@ class CustomRewardConfig(Section):
 
 
 class SandboxConfig(Section):
-    """The programs that a reward runs on tests: where, and with what limits."""
+    """The programs that a reward runs on tests: where, and with what limits.
 
-    url: str | None = key(
-        None, "server that speaks SandboxFusion's protocol and runs them; null: a sandbox on this machine"
-    )
-    timeout: float = key(10.0, "seconds for a program on one test", gt=0)
-    memory_limit_mb: int = key(1024, "MiB of memory for each of a program's processes", ge=128)
-    max_concurrent: int = key(64, "programs that the server is asked to run at a time", when=_SERVER, ge=1)
+    Attributes:
+        url: server that speaks SandboxFusion's protocol and runs them; null: a sandbox on this machine
+        timeout: seconds for a program on one test
+        memory_limit_mb: MiB of memory for each of a program's processes
+        max_concurrent: programs that the server is asked to run at a time
+    """
+
+    url: str | None = None
+    timeout: float = key(10.0, gt=0)
+    memory_limit_mb: int = key(1024, ge=128)
+    max_concurrent: int = key(64, when=_SERVER, ge=1)
 
 
 class RewardConfig(Section):
-    """The calls of reward functions: processes, limits, and what becomes of a failed one."""
+    """The calls of reward functions: processes, limits, and what becomes of a failed one.
 
-    num_workers: int | None = key(
-        None,
-        "processes that call reward functions; null: as many as cores, 8 at most; 0: none, the functions are "
-        "called without limits where samples are collected",
-        ge=0,
-    )
-    timeout: float = key(300.0, "seconds for one call, after which its process is ended", gt=0)
-    retries: int = key(0, "further calls for a sample whose call failed", ge=0)
-    max_growth_mb: int | None = key(
-        1024, "MiB of growth at which a process is replaced, once its call has ended; null: any", ge=1
-    )
-    on_error: Literal["raise", "zero", "drop"] = key(
-        "raise",
-        "a failed score ends the run, counts as 0, or (in training) leaves its sample out of the batch",
-    )
+    Attributes:
+        num_workers: processes that call reward functions; null: as many as cores, 8 at most; 0: none, the
+            functions are called without limits where samples are collected
+        timeout: seconds for one call, after which its process is ended
+        retries: further calls for a sample whose call failed
+        max_growth_mb: MiB of growth at which a process is replaced, once its call has ended; null: any
+        on_error: a failed score ends the run, counts as 0, or (in training) leaves its sample out of the
+            batch
+    """
+
+    num_workers: int | None = key(None, ge=0)
+    timeout: float = key(300.0, gt=0)
+    retries: int = key(0, ge=0)
+    max_growth_mb: int | None = key(1024, ge=1)
+    on_error: Literal["raise", "zero", "drop"] = "raise"
     sandbox: SandboxConfig = SandboxConfig()
 
 
@@ -137,23 +140,20 @@ def _sums(own: Any, name: str) -> Iterator[ConfigError]:
 
 
 class CombinedRewardConfig(RewardConfig):
-    """Reward functions and reward models together."""
+    """Reward functions and reward models together.
 
-    weight: float | None = key(
-        None,
-        "weight of what reward functions say beside reward models; null: 1 with custom_reward_function, else "
-        "none are called",
-        when=_BESIDE_MODELS,
-    )
-    combine: str | None = key(
-        None,
-        "function of your own, file.py:function, that makes the reward out of a mapping of the parts' scores "
-        "by name; null: their weighted sum",
-        needs=(own_code, _sums),
-    )
+    Attributes:
+        weight: weight of what reward functions say beside reward models; null: 1 with custom_reward_function,
+            else none are called
+        combine: function of your own, file.py:function, that makes the reward out of a mapping of the parts'
+            scores by name; null: their weighted sum
+    """
+
+    weight: float | None = key(None, when=_BESIDE_MODELS)
+    combine: str | None = key(None, needs=(own_code, _sums))
 
 
-class ScorerTerm(BaseModel):
+class ScorerTerm(Section):
     """One of several reward models.
 
     Attributes:
@@ -167,39 +167,39 @@ class ScorerTerm(BaseModel):
         step_score: what the response's score is of its steps' scores.
     """
 
-    model_config = Section.model_config
-
     path: LocalPath
     weight: float = 1.0
     tokenizer_path: LocalPath | None = None
     custom_chat_template: str | None = None
     normalize: bool = False
-    step_separator: str | None = Field(default=None, min_length=1)
+    step_separator: str | None = key(None, min_length=1)
     step_score: Literal["sum", "min", "last"] = "sum"
 
 
 class RewardBackboneConfig(BackboneConfig):
-    """The reward models' backbone and head."""
+    """The reward models' backbone and head.
 
-    path: LocalPath = key(
-        "",
-        "Hugging Face folder of a sequence classifier with one label; several: reward_model.models",
-        needs=model_folder("config.json"),
-    )
+    Attributes:
+        path: Hugging Face folder of a sequence classifier with one label; several: reward_model.models
+    """
+
+    path: LocalPath = key("", needs=ModelFolder("config.json"))
 
 
-def _has_a_model(own: Any, name: str) -> Iterator[ConfigError]:
-    if own.enable and bool(own.model.path) == bool(own.models):
-        yield ConfigError(
-            f"named beside {path(own, 'models')}" if own.models else "missing",
-            field=path(own.model, "path"),
-            expected=f"one of the two, {path(own.model, 'path')} or {path(own, 'models')}"
-            if own.models
-            else "a Hugging Face folder of a sequence classifier with one label",
-            remedy=f"name it in {path(own, 'models')}"
-            if own.models
-            else f"add {path(own.model, 'path')}=…, or set {path(own, name)}=false",
-        )
+_NO_MODEL = Check(
+    lambda own, path: own.enable and not path and not own.models,
+    "missing",
+    field="model.path",
+    expected="a Hugging Face folder of a sequence classifier with one label",
+    remedy="add {}=…, or set {enable}=false",
+)
+_TWO_MODELS = Check(
+    lambda own, path: own.enable and path and own.models,
+    "named beside {models}",
+    field="model.path",
+    expected="one of the two, {} or {models}",
+    remedy="name it in {models}",
+)
 
 
 def _scorers(own: Any, name: str) -> Iterator[ConfigError]:
@@ -231,38 +231,36 @@ def _scorers(own: Any, name: str) -> Iterator[ConfigError]:
 
 
 class RewardModelConfig(Section):
-    """The reward models; they only compute. What is said here holds for each of them."""
+    """The reward models; they only compute. What is said here holds for each of them.
 
-    enable: bool = key(
-        False,
-        "score responses with reward models, in place of reward functions or beside them",
-        needs=_has_a_model,
-    )
+    Attributes:
+        enable: score responses with reward models, in place of reward functions or beside them
+        models: several reward models: {name: {path: …, weight: 1.0, tokenizer_path: …, custom_chat_template:
+            …, normalize: false, step_separator: …, step_score: sum}, …}; each is placed as reward_model.NAME,
+            or with reward_model
+        use_dynamic_bsz: cut micro-batches by tokens, not by samples
+        ulysses_sequence_parallel_size: devices that share one sequence
+        forward_micro_batch_size_per_gpu: samples per micro-batch and device; null: the whole share
+        forward_max_token_len_per_gpu: tokens per micro-batch and device, with use_dynamic_bsz
+    """
+
+    enable: bool = key(False, needs=(_NO_MODEL, _TWO_MODELS))
     models: Annotated[dict[str, ScorerTerm], ByName] = key(
-        {},
-        "several reward models: {name: {path: …, weight: 1.0, tokenizer_path: …, custom_chat_template: …, "
-        "normalize: false, step_separator: …, step_score: sum}, …}; each is placed as reward_model.NAME, or "
-        "with reward_model",
-        when=beside("enable", True),
-        needs=(names, _scorers),
+        {}, when=beside("enable", True), needs=(names, _scorers)
     )
     model: RewardBackboneConfig = section(
         RewardBackboneConfig(), when=_MODEL, below=dict.fromkeys(LEARNING, NOT_TRAINED)
     )
-    use_dynamic_bsz: bool = key(
-        False, "cut micro-batches by tokens, not by samples", inherits="critic.use_dynamic_bsz", when=_MODEL
-    )
-    ulysses_sequence_parallel_size: int = key(1, "devices that share one sequence", when=_MODEL, ge=1)
-    forward_micro_batch_size_per_gpu: int | None = key(
-        None, "samples per micro-batch and device; null: the whole share", when=(_MODEL, BY_SAMPLES), ge=1
-    )
+    use_dynamic_bsz: bool = key(False, inherits="critic.use_dynamic_bsz", when=_MODEL, resumed="told")
+    ulysses_sequence_parallel_size: int = key(1, when=_MODEL, ge=1, resumed="told")
+    forward_micro_batch_size_per_gpu: int | None = key(None, when=(_MODEL, BY_SAMPLES), ge=1, resumed="told")
     forward_max_token_len_per_gpu: int = key(
         32768,
-        "tokens per micro-batch and device, with use_dynamic_bsz",
         inherits="critic.forward_max_token_len_per_gpu",
         when=(_MODEL, BY_TOKENS),
         needs=holds_longest,
         ge=1,
+        resumed="told",
     )
     fsdp_config: FSDPConfig = section(FSDPConfig(), when=_MODEL, below=FORWARD_ALONE)
     overlong_buffer: OverlongBufferConfig = section(
@@ -280,7 +278,5 @@ class RewardModelConfig(Section):
     @property
     def forward_batching(self) -> Batching:
         return Batching.of(
-            dynamic=self.use_dynamic_bsz,
-            samples=self.forward_micro_batch_size_per_gpu,
-            tokens=self.forward_max_token_len_per_gpu,
+            self.use_dynamic_bsz, self.forward_micro_batch_size_per_gpu, self.forward_max_token_len_per_gpu
         )

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator
 
 from tandem.config import tables
-from tandem.config.needs import own_code
-from tandem.config.section import OneOf, Section, When, beside, key
+from tandem.config.needs import Check, own_code
+from tandem.config.section import Need, OneOf, Section, When, beside, key
 from tandem.errors import ConfigError
 
 AT = "algorithm.rollout_correction"
@@ -53,63 +53,55 @@ class Bounds:
 _WEIGHS = When(lambda own: own.rollout_is is not None, "with {rollout_is}")
 
 
-def _weights(own: Any, name: str) -> Iterator[ConfigError]:
-    try:
-        _ = own.weight_bounds
-    except ConfigError as error:
-        yield error
+def _readable(bounds: str) -> Need:
+    """Return the need that bounds can be read."""
+
+    def check(own: Any, name: str) -> Iterator[ConfigError]:
+        try:
+            getattr(own, bounds)
+        except ConfigError as error:
+            yield error
+
+    return check
 
 
-def _rejections(own: Any, name: str) -> Iterator[ConfigError]:
-    try:
-        _ = own.rejection_bounds
-    except ConfigError as error:
-        yield error
-
-
-def _normalised(own: Any, name: str) -> Iterator[ConfigError]:
-    if own.bypass_mode and getattr(own, name):
-        yield ConfigError(
-            "the mean over the batch is known before the update only with a forward, which bypass_mode saves",
-            remedy="set it to false, or set bypass_mode=false",
-        )
+_NORMALISED = Check(
+    lambda own, normalised: normalised and own.bypass_mode,
+    "the mean over the batch is known before the update only with a forward, which bypass_mode saves",
+    remedy="set it to false, or set bypass_mode=false",
+)
 
 
 class RolloutCorrectionConfig(Section):
-    """Importance weights and rejection, and which log-probs stand for the old ones."""
+    """Importance weights and rejection, and which log-probs stand for the old ones.
+
+    Attributes:
+        rollout_is: importance weights, by name or as file.py:function; null: none
+        rollout_is_threshold: one number: weights are cut there; lower_upper, such as 0.5_5.0 (both with a
+            point): weights outside become 0
+        rollout_is_batch_normalize: divide the weights by their mean over the batch
+        rollout_rs: what is rejected: one or several modes with commas between, or file.py:function
+        rollout_rs_threshold: one bound for all modes, or one for each with commas between: an upper one; for
+            k1 lower_upper of the ratio, one number u meaning 1/u_u
+        bypass_mode: the rollout's log-probs stand for the old ones, which are not recomputed
+        loss_type: policy loss with bypass_mode; reinforce takes importance weights
+    """
 
     rollout_is: Annotated[str | None, OneOf(tables.IMPORTANCE_WEIGHTS, own_code=True)] = key(
         None,
-        "importance weights, by name or as file.py:function; null: none",
         when=When(lambda own: own.takes_weights, "with {bypass_mode}=false or {loss_type}=reinforce"),
         needs=own_code,
     )
-    rollout_is_threshold: Threshold = key(
-        "2.0",
-        "one number: weights are cut there; lower_upper, such as 0.5_5.0 (both with a point): weights "
-        "outside become 0",
-        when=_WEIGHS,
-        needs=_weights,
-    )
-    rollout_is_batch_normalize: bool = key(
-        False, "divide the weights by their mean over the batch", when=_WEIGHS, needs=_normalised
-    )
-    rollout_rs: Annotated[tuple[Mode, ...], BeforeValidator(_as_modes)] = key(
-        (), "what is rejected: one or several modes with commas between, or file.py:function", needs=own_code
-    )
+    rollout_is_threshold: Threshold = key("2.0", when=_WEIGHS, needs=_readable("weight_bounds"))
+    rollout_is_batch_normalize: bool = key(False, when=_WEIGHS, needs=_NORMALISED)
+    rollout_rs: Annotated[tuple[Mode, ...], BeforeValidator(_as_modes)] = key((), needs=own_code)
     rollout_rs_threshold: Threshold | None = key(
         None,
-        "one bound for all modes, or one for each with commas between: an upper one; for k1 lower_upper of "
-        "the ratio, one number u meaning 1/u_u",
         when=When(lambda own: bool(own.rollout_rs), "with {rollout_rs}"),
-        needs=_rejections,
+        needs=_readable("rejection_bounds"),
     )
-    bypass_mode: bool = key(False, "the rollout's log-probs stand for the old ones, which are not recomputed")
-    loss_type: Literal["ppo_clip", "reinforce"] = key(
-        "ppo_clip",
-        "policy loss with bypass_mode; reinforce takes importance weights",
-        when=beside("bypass_mode", True),
-    )
+    bypass_mode: bool = False
+    loss_type: Literal["ppo_clip", "reinforce"] = key("ppo_clip", when=beside("bypass_mode", True))
 
     @property
     def takes_weights(self) -> bool:

@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from tandem.config.other_names import meant_elsewhere
-from tandem.config.section import Need, OneOf, Section, When, declared, nearest_remedy
+from tandem.config.section import Need, OneOf, Resumed, Section, When, declared, nearest_remedy
 from tandem.errors import ConfigError
 
 REQUIRED = PydanticUndefined
@@ -41,33 +41,26 @@ class Condition:
 
 
 @dataclass(frozen=True)
-class Group:
-    """A section, as its parent declares it.
+class Key:
+    """One key.
 
     Attributes:
         name: the dotted path from the root.
-        conditions: when keys below it count, outermost first.
+        conditions: when it counts, outermost first.
         needs: rules that are asked where it counts.
+        default: its value when nobody sets it; REQUIRED if there is none. Meaningless with `inherits`.
+        inherits: the dotted path of the key whose value stands in, if any.
+        info: pydantic's declaration.
+        resumed: what another value means where a run goes on.
     """
 
     name: str
     conditions: tuple[Condition, ...]
     needs: tuple[Need, ...]
-
-
-@dataclass(frozen=True)
-class Key(Group):
-    """One key.
-
-    Attributes:
-        default: its value when nobody sets it; REQUIRED if there is none. Meaningless with `inherits`.
-        inherits: the dotted path of the key whose value stands in, if any.
-        info: pydantic's declaration.
-    """
-
     default: Any
     inherits: str | None
     info: FieldInfo
+    resumed: Resumed
 
     @property
     def required(self) -> bool:
@@ -87,15 +80,9 @@ class Key(Group):
 
 
 @cache
-def declarations(root: type[Section]) -> tuple[Group, ...]:
-    """All sections and keys below a root, in the order of their declaration."""
-    return tuple(_walk(root, None, "", (), {}))
-
-
-@cache
 def keys(root: type[Section]) -> Mapping[str, Key]:
     """All keys of a config by dotted path, in the order of their declaration."""
-    return {item.name: item for item in declarations(root) if isinstance(item, Key)}
+    return {key.name: key for key in _walk(root, None, "", (), {}, "refused")}
 
 
 @cache
@@ -160,14 +147,17 @@ def _walk(
     at: str,
     outer: tuple[Condition, ...],
     below: Mapping[str, Condition],
-) -> Iterator[Group]:
-    """The keys and sections of `section`, which lies at path `at`.
+    resumed: Resumed,
+) -> Iterator[Key]:
+    """The keys of `section`, which lies at path `at`.
 
     Args:
         preset: the parent's default for it.
         outer: when any key of it counts.
         below: when single keys of it count.
+        resumed: what another value means at a resume, unless the section says it.
     """
+    resumed = section.all_resumed or resumed
     for name, info in section.model_fields.items():
         path, told = f"{at}{name}", declared(info)
         is_preset = preset is not None and name in preset.model_fields_set
@@ -178,15 +168,15 @@ def _walk(
             *(Condition(at, when) for when in told.when),
         )
         if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
-            yield Group(path, conditions, told.needs)
             inner = {child: Condition(at, when) for child, when in told.below.items()}
             preset_of_it = None if default is REQUIRED else default
-            yield from _walk(info.annotation, preset_of_it, f"{path}.", conditions, inner)
+            yield from _walk(info.annotation, preset_of_it, f"{path}.", conditions, inner, resumed)
             continue
         inherits = told.inherits
         if inherits is not None and inherits.startswith("."):
             inherits = at + inherits[1:]
-        yield Key(path, conditions, told.needs, default, None if is_preset else inherits, info)
+        inherits = None if is_preset else inherits
+        yield Key(path, conditions, told.needs, default, inherits, info, told.resumed or resumed)
 
 
 _SIMPLE = {int: "integer", float: "number", bool: "true or false", str: "text", dict: "mapping"}

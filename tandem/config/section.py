@@ -4,11 +4,13 @@ needs, and the few types that plain annotations cannot express."""
 from __future__ import annotations
 
 import difflib
+import inspect
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import (
     AfterValidator,
@@ -25,12 +27,56 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from tandem.errors import ConfigError
 
+_ENTRY = re.compile(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
+"""A name and its meaning, in the `Attributes:` of a docstring."""
+
+Resumed = Literal["refused", "told", "silent"]
+"""What another value means where a run goes on: refused unless it is allowed, as something else would be
+learnt; told; or not worth a word, as it says which run goes on."""
+
+
+class WrongValueRead(Exception):
+    """A rule has read a key whose value is a stand-in for a wrong one, and knows nothing from there on."""
+
+
+@dataclass
+class Place:
+    """Where a section lies in the config that rules look at.
+
+    Attributes:
+        at: what stands before its keys: a dotted path and a dot, or nothing at the root.
+        changed: the keys of the whole config that differ from what they would be had nobody set them.
+        root: the whole config.
+    """
+
+    at: str
+    changed: frozenset[str]
+    root: Any = None
+
 
 class Section(BaseModel):
-    """A part of the config: immutable, no unknown keys, no conversions between types."""
+    """A part of the config: immutable, no unknown keys, no conversions between types. Its docstring says
+    under `Attributes:` what each key means, with its unit."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    all_resumed: ClassVar[Resumed | None] = None
+    """What another value of its keys means at a resume, unless they say it themselves; None: as outside."""
     _from_environment: dict[str, tuple[Any, Any]] = PrivateAttr(default_factory=dict)
+    _place: Place | None = PrivateAttr(default=None)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name in type(self).model_fields:  # which only what `view_of` makes can lack
+                raise WrongValueRead(name)
+            return super().__getattr__(name)
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **further: Any) -> None:
+        super().__pydantic_init_subclass__(**further)
+        entries = inspect.cleandoc(cls.__doc__ or "").partition("\nAttributes:\n")[2]
+        for name, meaning in _ENTRY.findall(entries):
+            cls.model_fields[name].description = " ".join(meaning.split())
 
     @property
     def from_environment(self) -> dict[str, tuple[Any, Any]]:
@@ -78,12 +124,14 @@ class Declared:
         when: all of these must hold for it to count.
         needs: rules that are asked where it counts.
         below: further conditions of a section's own keys, by name.
+        resumed: what another value means at a resume; None: what the section says.
     """
 
     inherits: str | None = None
     when: tuple[When, ...] = ()
     needs: tuple[Need, ...] = ()
     below: Mapping[str, When] = field(default_factory=dict)
+    resumed: Resumed | None = None
 
 
 NOT_TRAINED = When(lambda own: False, "for a model that is trained")
@@ -101,50 +149,44 @@ def beside(name: str, *values: Any, notice: bool = False, neutral: tuple[Any, ..
 
 def key(
     default: Any = ...,
-    meaning: str = "",
     *,
     inherits: str | None = None,
     when: When | Sequence[When] = (),
     needs: Need | Sequence[Need] = (),
+    resumed: Resumed | None = None,
     **limits: Any,
 ) -> Any:
-    """Declares one setting of a section.
+    """Declare a setting that has more to say of itself than its type and default.
 
     Args:
         default: the value when nobody sets one; left out, the key is required or inherited.
-        meaning: what it does, with its unit.
         inherits: the key whose value stands in when nobody sets this one: ".name" in the same section,
             else a dotted path from the root. `default` then only serves a section built on its own.
         when: when it counts.
         needs: what it needs of other keys, of files or of the device, where it counts. An inherited value is
             asked for it at its source, unless that does not count.
+        resumed: what another value means at a resume; None: what the section says.
         limits: pydantic's constraints, such as ge=1.
     """
-    extra = _extra(Declared(inherits, _several(when), _several(needs)))
+    extra = _extra(Declared(inherits, _several(when), _several(needs), resumed=resumed))
     if inherits is not None and inherits.startswith("."):
-        return Field(
-            default_factory=_sibling(inherits[1:]), description=meaning, json_schema_extra=extra, **limits
-        )
-    return Field(default, description=meaning, json_schema_extra=extra, **limits)
+        return Field(default_factory=_sibling(inherits[1:]), json_schema_extra=extra, **limits)
+    return Field(default, json_schema_extra=extra, **limits)
 
 
 def section(
     default: Any = ...,
     *,
     when: When | Sequence[When] = (),
-    needs: Need | Sequence[Need] = (),
     below: Mapping[str, When] | None = None,
 ) -> Any:
     """Declares a section within a section, where there is more to say than its type.
 
     Args:
         when: when the keys below it count.
-        needs: as of a key.
         below: when single keys of it count, by name, as far as this depends on what is beside the section.
     """
-    return Field(
-        default, json_schema_extra=_extra(Declared(None, _several(when), _several(needs), below or {}))
-    )
+    return Field(default, json_schema_extra=_extra(Declared(None, _several(when), below=below or {})))
 
 
 def declared(info: FieldInfo) -> Declared:

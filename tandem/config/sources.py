@@ -13,9 +13,13 @@ from omegaconf import OmegaConf
 from tandem.config.flow import read_flow
 from tandem.config.hydra import UNREADABLE, compose, merged, take_options
 from tandem.config.own_code import in_run_folder, require_own
+from tandem.config.schema import nested
 from tandem.config.written import hide_secrets
 from tandem.errors import ConfigError
 from tandem.texts import TooLargeError, check_yaml
+
+Overrides = Sequence[str | Mapping[str, Any]]
+"""Of each `key=value`, the value in YAML; or values by key, dotted or nested, as they are."""
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
@@ -46,7 +50,7 @@ def _is_override(text: str) -> bool:
 
 
 def read_sources(
-    path: str | None, overrides: Sequence[str]
+    path: str | None, overrides: Overrides
 ) -> tuple[dict[str, Any], list[ConfigError], list[str], dict[str, Any]]:
     """The tree of what was given, errors, notices, and the same tree with all interpolations unresolved. In
     the first one, only interpolations of keys that were not given are unresolved.
@@ -54,8 +58,8 @@ def read_sources(
     Args:
         path: a YAML file, if any; one of Hydra's form is put together with the files of its `defaults:`. One
             that lies in a run folder may name code only if a run of this user wrote it.
-        overrides: `key=value` each, the value in YAML, lists and mappings also as Hydra writes them;
-            later ones win, over the file too. `~key` takes a key back.
+        overrides: `key=value` each, the value in YAML, lists and mappings also as Hydra writes them; or
+            values by key. Later ones win, over the file too. `~key` takes a key back.
     """
     tree: Any = {}
     errors: list[ConfigError] = []
@@ -73,17 +77,20 @@ def read_sources(
             tree = merged(tree, composed.tree)
         except ConfigError as error:
             errors.append(error)
-    for text in overrides:
-        if text.partition("=")[0].lstrip("+") not in groups:
-            tree = read.merge(tree, text)
+    for override in overrides:
+        if isinstance(override, Mapping):
+            for name, value in override.items():
+                tree = merged(tree, nested({name: value}))
+        elif override.partition("=")[0].lstrip("+") not in groups:
+            tree = read.merge(tree, override)
     tree = {str(name): value for name, value in tree.items()}
     filled = _with_references(tree)
     hide_secrets(filled)
     return filled, errors, read.notices(), tree
 
 
-def _choices(overrides: Sequence[str]) -> dict[str, str]:
-    pairs = (text.lstrip("+").partition("=") for text in overrides)
+def _choices(overrides: Overrides) -> dict[str, str]:
+    pairs = (text.lstrip("+").partition("=") for text in overrides if isinstance(text, str))
     return {name: value for name, _, value in pairs if "@" in name or "." not in name}
 
 

@@ -59,10 +59,12 @@ def to_dict(config: Section) -> dict[str, Any]:
     return written
 
 
-def hide_secrets(value: Any, name: str = "") -> None:
-    """Hides all secrets in a tree of what was given."""
-    for secret in _secrets(value, name):
-        hide(secret, LEFT_OUT)
+def hide_secrets(tree: Any) -> None:
+    """Hide all secrets in a tree of what was given."""
+    for key, text in _texts(tree):
+        if _is_secret(key, text):
+            login = _LOGIN.search(text)
+            hide(login[1] if login else text, LEFT_OUT)
 
 
 def with_references(config: C, given: Mapping[str, Any], raw: Mapping[str, Any], known: Iterable[Key]) -> C:
@@ -142,16 +144,18 @@ def plain(tree: DictConfig, name: str) -> Any:
     return OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
 
 
-def at_key(tree: Any, name: str) -> Any:
-    """What a nested mapping holds under a dotted key; None where there is no such key."""
+def at_key(tree: Any, name: str, absent: Any = None) -> Any:
+    """Return what a nested mapping holds under a dotted key; `absent` where there is no such key."""
     for part in name.split("."):
-        tree = tree.get(part) if isinstance(tree, Mapping) else None
+        if not isinstance(tree, Mapping) or part not in tree:
+            return absent
+        tree = tree[part]
     return tree
 
 
 def refers(value: Any) -> bool:
     """Whether a written value is a reference or was left out."""
-    return any("${" in text or text == LEFT_OUT for text in _texts(value))
+    return any("${" in text or text == LEFT_OUT for _, text in _texts(value))
 
 
 def places_left_out(value: Any, name: str) -> Iterator[str]:
@@ -175,15 +179,16 @@ def _value(tree: DictConfig, name: str) -> Any:
         return _UNRESOLVED
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _texts(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the texts of a tree, each with the name of the key that has it."""
     if isinstance(value, str):
-        yield value
+        yield name, value
     elif isinstance(value, Mapping):
-        for inner in value.values():
-            yield from _texts(inner)
+        for key, inner in value.items():
+            yield from _texts(inner, str(key))
     elif isinstance(value, list | tuple):
         for inner in value:
-            yield from _texts(inner)
+            yield from _texts(inner, name)
 
 
 def _is_secret(name: str, text: str) -> bool:
@@ -202,15 +207,3 @@ def without_secrets(value: Any, name: str = "") -> Any:
     if isinstance(value, list):
         return [without_secrets(inner, name) for inner in value]
     return LEFT_OUT if isinstance(value, str) and _is_secret(name, value) else value
-
-
-def _secrets(value: Any, name: str) -> Iterator[str]:
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _secrets(inner, str(key))
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _secrets(inner, name)
-    elif isinstance(value, str) and _is_secret(name, value):
-        login = _LOGIN.search(value)
-        yield login[1] if login else value

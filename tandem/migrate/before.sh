@@ -1,4 +1,4 @@
-# What every bash of a user's script reads first. Before each command the folder of shims is put first on PATH again,
+# What every bash of a user's script reads first. Before each command PATH is the folder of shims again,
 # and a Python given by its path that would start a trainer gives way to the shim.
 exec {BASH_XTRACEFD}>/dev/null
 set -o functrace
@@ -6,11 +6,7 @@ set -o functrace
 # Whether the command is to be skipped. After a `!`, so that `set -e` takes no notice.
 tandem_skips() {
   shopt -s extdebug # at a shell's start it would ask for a debugger
-  if [[ -e $tandem_root/dry ]]; then
-    PATH=$tandem_root/shims
-  elif [[ $PATH != "$tandem_root/shims:"* ]]; then
-    PATH=$tandem_root/shims:$PATH
-  fi
+  PATH=$tandem_root/shims
   local rest=$1 first program
   while [[ $rest =~ ^[A-Za-z_][A-Za-z_0-9]*=[^[:space:]\"\'\$\(]*[[:space:]]+(.*) ]]; do
     rest=${BASH_REMATCH[1]}
@@ -28,13 +24,10 @@ tandem_skips() {
       return 0
       ;;
   esac
-  [[ -e $tandem_root/dry ]] || return 1
   "$tandem_root/shims/.other" "$rest"
 }
 
-if [[ -e $tandem_root/dry ]]; then
-  command_not_found_handle() {
-    "$tandem_root/shims/.other" "$@"
-  }
-fi
+command_not_found_handle() {
+  "$tandem_root/shims/.other" "$@"
+}
 trap '! tandem_skips "$BASH_COMMAND"' DEBUG

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from tandem.config.root import TrainConfig
 from tandem.errors import ConfigError
-from tandem.migrate.peer import Peer, Verdict, names_of, read_tables, verdicts
+from tandem.migrate.peer import Peer
 from tandem.migrate.trl import Migrated
 from tandem.migrate.trl_source import options, typed
+from tandem.peers.table import Rule, by_name, read_table
 
 MODULE = "openrlhf.cli.train_ppo_ray"
 
@@ -17,12 +17,9 @@ _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _MODEL = "actor_rollout_ref.model"
 _UNBOUNDED = 1e9
-_ROWS = read_tables("openrlhf.yaml")
-_DEFAULTS: dict[str, Any] = {name: row["default"] for row in _ROWS for name in names_of(row)}
-TABLE: dict[str, tuple[Any, Verdict]] = {
-    name: (_DEFAULTS[name], verdict) for name, verdict in verdicts(_ROWS).items()
-}
+TABLE: dict[str, Rule] = by_name(read_table("openrlhf.yaml"))
 """By option of `train_ppo_ray`: its default, and what it is here."""
+_DEFAULTS = {name: rule.default for name, rule in TABLE.items()}
 
 
 def after_module(words: Sequence[str]) -> Sequence[str]:
@@ -40,7 +37,7 @@ def migrate_openrlhf(words: Sequence[str]) -> Migrated:
         ConfigError: a word that belongs to no option; samples of an update that are no whole groups.
     """
     given = {name: typed(values) for name, values in options(after_module(words))}
-    peer = Peer(TrainConfig, verdicts(_ROWS), _DEFAULTS, given)
+    peer = Peer(TrainConfig, TABLE, _DEFAULTS, given)
     peer.take()
     critic = peer["advantage_estimator"] == "gae"
     notes = [_sizes(peer, critic)]

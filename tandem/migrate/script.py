@@ -1,4 +1,4 @@
-"""A shell script, run by bash with verl's trainer taken out of it: its calls of the trainer are kept."""
+"""A shell script, read by bash: its calls of a trainer are kept, and no program runs but those that print."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,41 +25,13 @@ REPLACED = (
 
 HARMLESS = (
     *("awk", "basename", "bash", "cat", "cut", "date", "dirname", "env", "expr", "getconf", "grep", "head"),
-    *(
-        "hostname",
-        "id",
-        "ls",
-        "nohup",
-        "nproc",
-        "numactl",
-        "nvidia-smi",
-        "paste",
-        "readlink",
-        "realpath",
-        "rev",
-    ),
-    *(
-        "sed",
-        "seq",
-        "setsid",
-        "sort",
-        "stdbuf",
-        "tac",
-        "tail",
-        "timeout",
-        "tr",
-        "uname",
-        "uniq",
-        "wc",
-        "which",
-    ),
-    *("whoami",),
+    *("hostname", "id", "ls", "nohup", "nproc", "numactl", "nvidia-smi", "paste", "readlink", "realpath"),
+    *("rev", "sed", "seq", "setsid", "sort", "stdbuf", "tac", "tail", "timeout", "tr", "uname", "uniq"),
+    *("wc", "which", "whoami"),
 )
-"""Programs that run even where a script is only read: they print, or start another program."""
+"""Programs that run: they print, or start another program."""
 
-DRY_LIMIT_S = 60.0
-RUN_LIMIT_S = 1800.0
-_POLL_S = 0.02
+LIMIT_S = 60.0
 _OWN = frozenset({"BASH_ENV", "OLDPWD", "PATH", "PWD", "SHLVL", "_"})
 
 
@@ -82,14 +53,13 @@ class Call:
 
 
 class Script:
-    """A user's shell script on its way to a call of verl's trainer, and beyond.
+    """A user's shell script and its calls of verl's trainer. Programs that do not print are listed, not run.
 
     Args:
         path: the script.
         arguments: its own, `"$@"`.
         call: which of its calls is taken, from 1.
-        dry: reads the script only: programs other than those that print are not run, but listed.
-        limit_s: seconds that it may take up to the call, and as many after it.
+        limit_s: seconds that it may take.
         trainer: the module whose call is looked for.
 
     Used as a context; a script that still runs at its end is ended with all that it started.
@@ -101,19 +71,18 @@ class Script:
         arguments: Sequence[str] = (),
         *,
         call: int = 1,
-        dry: bool,
         limit_s: float | None = None,
         trainer: str = "verl.trainer.main_ppo",
     ) -> None:
         self.trainer = trainer
-        self.path, self.arguments, self.chosen, self.dry = path, tuple(arguments), call, dry
-        self.limit_s = limit_s if limit_s is not None else (DRY_LIMIT_S if dry else RUN_LIMIT_S)
+        self.path, self.arguments, self.chosen = path, tuple(arguments), call
+        self.limit_s = LIMIT_S if limit_s is None else limit_s
 
     def __enter__(self) -> Script:
         if not Path(self.path).is_file():
             raise ConfigError("no such script", field="--from-verl", got=self.path)
         if (bash := shutil.which("bash")) is None:
-            raise ConfigError("bash is not installed, which runs the script", field="--from-verl")
+            raise ConfigError("bash is not installed, which reads the script", field="--from-verl")
         self._temporary = make_scratch("script")
         self._root = self._temporary.resolve()
         environment = self._lay_out(bash)
@@ -137,34 +106,39 @@ class Script:
         remove_scratch(self._temporary)
 
     def reach(self) -> Call:
-        """Runs the script up to the chosen call, a script that is only read up to its end.
-
-        Returns:
-            the call.
+        """Read the script to its end, and return the chosen call.
 
         Raises:
             ConfigError: the script ends without it.
             TandemError: it takes longer than the limit.
         """
-        self._wait_for(self._root / "calls" / f"{self.chosen}.whole")
+        try:
+            status = self._process.wait(self.limit_s)
+        except subprocess.TimeoutExpired:
+            raise TandemError(
+                f"the script has not ended within {self.limit_s:g} s",
+                field=self.path,
+                remedy="look for a loop in it that waits for a program which is not run here, such as "
+                "`ray status`; or give what follows `-m verl.trainer.main_ppo` to tandem itself",
+            ) from None
         calls = self.calls
-        if len(calls) < self.chosen:
-            raise self._without(len(calls))
-        return calls[self.chosen - 1]
-
-    def finish(self, status: int) -> None:
-        """Lets the script go on after the call.
-
-        Args:
-            status: the exit status of the training that stood in for the call.
-
-        Raises:
-            TandemError: it takes longer than the limit.
-        """
-        written = self._root / "status.part"
-        written.write_text(str(status), encoding="utf-8")
-        written.rename(self._root / "status")
-        self._wait_for(None)
+        if len(calls) >= self.chosen:
+            return calls[self.chosen - 1]
+        if calls:
+            raise ConfigError(
+                "the script has fewer calls of verl",
+                field="--call",
+                got=self.chosen,
+                expected=f"1 to {len(calls)}",
+            )
+        raise ConfigError(
+            f"the script ended without a call of {self.trainer.split('.')[0]}'s trainer",
+            field=self.path,
+            got=f"exit status {status}",
+            expected=f"a command with `-m {self.trainer}` that bash comes to",
+            remedy="give the arguments that the script asks for after `--`; a program that calls verl on its "
+            "own, in a container or on another machine, is not seen",
+        )
 
     @property
     def calls(self) -> list[Call]:
@@ -181,66 +155,24 @@ class Script:
         return [(folder / str(number)).read_text(errors="replace").strip() for number in numbers]
 
     def _lay_out(self, bash: str) -> dict[str, str]:
-        """Makes the folder of shims; returns the script's environment."""
+        """Make the folder of shims; return the script's environment."""
         for name in ("calls", "others", "shims"):
             (self._root / name).mkdir()
-        (self._root / "chosen").write_text("0\n" if self.dry else f"{self.chosen}\n", encoding="utf-8")
-        (self._root / "parent").write_text(f"{os.getpid()}\n", encoding="utf-8")
-        os.mkfifo(self._root / "pipe")
-        if self.dry:
-            (self._root / "dry").touch()
         here = files("tandem.migrate")
         shims = self._root / "shims"
         shim = shims / ".other"
         shim.write_text(f"#!{bash} -p\n{here.joinpath('shim.sh').read_text(encoding='utf-8')}")
         shim.chmod(0o700)
-        for name in (*REPLACED, *(("sh", "sleep", "tee") if self.dry else ())):
+        for name in (*REPLACED, "sh", "sleep", "tee"):
             (shims / name).symlink_to(".other")
-        for name in HARMLESS if self.dry else ():
+        for name in HARMLESS:
             if program := shutil.which(name):
                 (shims / name).symlink_to(program)
-        own = os.environ.get("BASH_ENV")
         before = self._root / "before.sh"
         before.write_text(
-            f"tandem_root='{self._root}'\n"
-            + (f". '{own}'\n" if own and not self.dry else "")
-            + here.joinpath("before.sh").read_text(encoding="utf-8")
+            f"tandem_root='{self._root}'\n" + here.joinpath("before.sh").read_text(encoding="utf-8")
         )
-        path = str(shims) if self.dry else f"{shims}:{os.environ.get('PATH', os.defpath)}"
-        return {**os.environ, "PATH": path, "BASH_ENV": str(before)}
-
-    def _wait_for(self, file: Path | None) -> None:
-        """Waits until the script ends, or has written a file."""
-        end = time.monotonic() + self.limit_s
-        while self._process.poll() is None and (self.dry or file is None or not file.exists()):
-            if time.monotonic() > end:
-                raise TandemError(
-                    f"the script has neither ended nor called verl within {self.limit_s:g} s"
-                    if file is not None
-                    else f"the script has not ended within {self.limit_s:g} s after its call of verl",
-                    field=self.path,
-                    remedy="look for a loop in it that waits for a program which is not run here, such as "
-                    "`ray status`; or give what follows `-m verl.trainer.main_ppo` to tandem itself",
-                )
-            time.sleep(_POLL_S)
-
-    def _without(self, found: int) -> ConfigError:
-        status = self._process.poll()
-        if found:
-            return ConfigError(
-                "the script has fewer calls of verl",
-                field="--call",
-                got=self.chosen,
-                expected=f"1 to {found}",
-            )
-        return ConfigError(
-            f"the script ended without a call of {self.trainer.split('.')[0]}'s trainer",
-            field=self.path,
-            got=f"exit status {status}",
-            expected=f"a command with `-m {self.trainer}` that bash comes to",
-            remedy="give the arguments that the script asks for after `--`; a program that calls verl on its "
-            "own, in a container or on another machine, is not seen",
-        )
+        return {**os.environ, "PATH": str(shims), "BASH_ENV": str(before)}
 
 
 def _read(path: Path, number: int) -> Call:

@@ -40,19 +40,6 @@ keep_call() {
   : >"$root/calls/$number.whole"
 }
 
-# The chosen call lasts as long as the training that stands in for it, and ends with its status.
-wait_for_training() {
-  local chosen parent
-  read -r chosen <"$root/chosen"
-  read -r parent <"$root/parent"
-  [[ $number == "$chosen" ]] || exit 0
-  until [[ -e $root/status ]]; do
-    kill -0 "$parent" 2>/dev/null || exit 1
-    read -r -t 0.2 <>"$root/pipe"
-  done
-  exit "$(<"$root/status")"
-}
-
 keep_other() {
   number_in "$root/others"
   printf '%s ' "$@" >"$root/others/$number"
@@ -62,21 +49,10 @@ if [[ $name == .other ]]; then
   keep_other "$@"
 elif is_trainer "$@"; then
   keep_call "$name" "$@"
-  wait_for_training
-elif [[ $name == ray ]]; then
-  keep_other "$name" "$@"
-elif [[ -e $root/dry ]]; then
+else
   case $name in
     tee) exec cat ;;
     sh) exec bash "$@" ;;
     *) keep_other "$name" "$@" ;;
   esac
-else
-  PATH=${PATH//"$shims:"/}
-  program=$(type -P -- "$name") || {
-    printf '%s: command not found\n' "$name" >&2
-    exit 127
-  }
-  PATH=$shims:$PATH
-  exec "$program" "$@"
 fi

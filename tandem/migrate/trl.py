@@ -11,8 +11,8 @@ from tandem.config.section import Section
 from tandem.config.supervised import RMConfig, SFTConfig
 from tandem.errors import ConfigError
 from tandem.migrate.peer import Peer
-from tandem.migrate.table import Row
 from tandem.migrate.trl_table import FIELDS, MODEL, OLDER, OLDER_NAMES, SCRIPT, TABLES
+from tandem.peers.table import Reading
 
 COMMANDS: dict[str, tuple[str, type[Section]]] = {
     "GRPOConfig": ("train", TrainConfig),
@@ -48,7 +48,7 @@ class Migrated:
 
     command: str
     config: dict[str, Any]
-    rows: list[Row]
+    rows: list[Reading]
     notes: list[str] = field(default_factory=list)
 
 
@@ -87,7 +87,7 @@ def migrate(
     _data(peer, notes)
     rows = [replace(row, name=older.get(row.name, row.name)) for row in peer.rows]
     rows += [
-        Row(old, given[old], "ignored", f"{now} stands for it")
+        Reading(old, given[old], "ignored", f"{now} stands for it")
         for old, now in both.items()
         if now not in older
     ]

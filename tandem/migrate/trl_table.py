@@ -5,22 +5,20 @@ from __future__ import annotations
 from importlib.resources import files
 from typing import Any
 
-from tandem.migrate.peer import Verdict, read_tables, verdicts
+from tandem.peers.table import Rule, by_name, read_table
 from tandem.texts import parse_json
 
-FIELDS: dict[str, dict[str, Any]] = parse_json(
-    files("tandem.migrate").joinpath("trl_1_16.json").read_text(encoding="utf-8")
-)
+FIELDS: dict[str, dict[str, Any]] = parse_json(files("tandem.peers").joinpath("trl_1_16.json").read_bytes())
 """By class, the fields and their defaults."""
 
-_ROWS = read_tables("trl.yaml")
+_ROWS = read_table("trl.yaml")
 OLDER_NAMES: dict[str, str] = _ROWS.pop("names")
 """By the name that an earlier version of TRL has for a setting: that of 1.16."""
-_PARTS = {name: verdicts(rows) for name, rows in _ROWS.items()}
+_PARTS = {name: by_name(rows) for name, rows in _ROWS.items()}
 OLDER = _PARTS["older"]
 """Settings of earlier versions, of what trains on prompts."""
 MODEL, SCRIPT = _PARTS["model"], _PARTS["script"]
-TABLES: dict[str, dict[str, Verdict]] = {
+TABLES: dict[str, dict[str, Rule]] = {
     f"{own}Config": {**_PARTS["training"], **_PARTS[common], **_PARTS[own]}
     for own, common in {"GRPO": "online", "RLOO": "online", "SFT": "offline", "Reward": "offline"}.items()
 }

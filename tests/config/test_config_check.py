@@ -7,7 +7,8 @@ import pytest
 from tandem.config.check import check
 from tandem.config.root import TrainConfig
 from tandem.config.rules import RULES
-from tandem.config.view import WrongValueRead, changed, path, root, view_of
+from tandem.config.section import WrongValueRead
+from tandem.config.view import changed, path, root, view_of
 
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 

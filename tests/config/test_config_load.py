@@ -286,3 +286,18 @@ def test_what_is_written_as_yaml_is_read_as_the_same_values(tmp_path):
     assert not errors
     assert found == tree
     assert [type(value) for value in found["numbers"]] == [type(value) for value in numbers]
+
+
+def test_values_by_key_are_taken_as_they_are(required: list[str]) -> None:
+    """Dotted or nested, without a trip through YAML; later overrides win."""
+    given = {
+        "trainer.experiment_name": "1e5",
+        "algorithm": {"adv_kwargs": {"epsilon": 0.5}, "adv_estimator": "grpo"},
+        "trainer.seed": 1,
+    }
+    config = load_train_config(None, [*required, given, "trainer.seed=2"]).config
+    assert (config.trainer.experiment_name, config.trainer.seed) == ("1e5", 2)
+    assert config.algorithm.adv_kwargs == {"epsilon": 0.5}
+    with pytest.raises(ConfigErrors) as caught:
+        load_train_config(None, [*required, {"trainer.sed": 1, "trainer.nnodes": "2"}])
+    assert [error.field for error in caught.value.errors] == ["trainer.sed", "trainer.nnodes"]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.config import readers as derivation
+from docs import readers as derivation
+from docs.readers import readers
+from tandem.config import explain
 from tandem.config.generate import EvalConfig, GenerateConfig
-from tandem.config.readers import readers
 from tandem.config.root import TrainConfig
 from tandem.config.schema import keys
 from tandem.config.supervised import RMConfig, SFTConfig
@@ -14,6 +15,11 @@ from tandem.config.supervised import RMConfig, SFTConfig
 ROOTS = (TrainConfig, SFTConfig, RMConfig, GenerateConfig, EvalConfig)
 SETTLED = {"strategy", "tensor_model_parallel_size", "defaults"}
 """Keys with one allowed value in this build, or in a command, and what the config itself is loaded by."""
+
+
+def test_the_table_that_ships_is_that_of_the_code():
+    """Else `python -m docs.readers` writes it anew."""
+    assert {command: explain.readers(command) for command in explain.COMMANDS} == derivation.table()
 
 
 def test_every_key_is_read_by_a_module():
@@ -86,7 +92,7 @@ def test_what_a_module_reads_is_followed_by_types(tmp_path, monkeypatch):
     (package / "toy.py").write_text(TOY)
     monkeypatch.setattr(derivation, "PACKAGE", package)
     monkeypatch.setattr(derivation, "_reads", derivation._reads.__wrapped__)
-    found = {name for name, modules in readers.__wrapped__(TrainConfig).items() if modules == ("tandem.toy",)}
+    found = {name for name, modules in readers.__wrapped__(TrainConfig).items() if modules == ["tandem.toy"]}
     policy, everywhere = "actor_rollout_ref", ("critic", "reward_model")
     assert found == {
         "critic.optim.lr", "critic.optim.eps", f"{policy}.actor.optim.eps", "data.seed",

@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from tandem.config import resume
 from tandem.config.load import load_train_config
-from tandem.config.resume import Change, changes, is_free, side_by_side
+from tandem.config.resume import Change, changes, side_by_side
 from tandem.config.root import TrainConfig
 from tandem.config.schema import keys
 from tandem.config.supervised import RMConfig, SFTConfig
@@ -74,13 +73,18 @@ def test_a_folder_of_an_older_version(words: list[str]) -> None:
     ],
 )  # fmt: skip
 def test_which_keys_decide_what_is_learnt(name: str, free: bool) -> None:
-    assert is_free(name) is free
+    found = {
+        keys(root)[name].resumed != "refused"
+        for root in (TrainConfig, SFTConfig, RMConfig)
+        if name in keys(root)
+    }
+    assert found == {free}
 
 
-def test_each_pattern_is_of_some_key() -> None:
-    names = {name for root in (TrainConfig, SFTConfig, RMConfig) for name in keys(root)}
-    for pattern in (*resume._FREE, *resume._LEARNT, *resume._SILENT):
-        assert any(resume._matches(name, (pattern,)) for name in names), pattern
+def test_keys_that_say_which_run_goes_on_are_silent() -> None:
+    silent = {name for name, key in keys(TrainConfig).items() if key.resumed == "silent"}
+    names = ("resume_mode", "resume_from_path", "resume_with_changes", "default_local_dir")
+    assert silent == {f"trainer.{name}" for name in names}
 
 
 def test_side_by_side() -> None:

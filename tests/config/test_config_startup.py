@@ -15,7 +15,7 @@ try:
 except ConfigErrors as errors:
     print(len(errors.errors))
 heavy = {"torch", "transformers", "numpy", "ray", "pyarrow", "rich"} & set(sys.modules)
-heavy |= {"tandem.config.readers", "tandem.config.explain"} & set(sys.modules)
+heavy |= {"docs.readers", "tandem.config.explain"} & set(sys.modules)
 assert not heavy, heavy
 """
 

@@ -13,7 +13,7 @@ from tandem.config.rules import algorithm as pairs
 from tandem.config.schema import value_at
 from tandem.config.tables import LOSS_KEYS, LOW_ABOVE_ONE
 from tandem.config.tables import POLICY_LOSSES as LOSSES
-from tandem.config.verl.aggregation import DEAF
+from tandem.config.verl import DEAF
 
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 GRPO = ("algorithm.adv_estimator=grpo", f"{R}.n=4")

@@ -14,9 +14,9 @@ from docs.verl_versions import TRAINERS, flat
 from tandem.config.load import load_train_config
 from tandem.config.root import TrainConfig
 from tandem.config.schema import keys, value_at
-from tandem.config.verl.defaults import DEFAULTS, KEPT, differing
-from tandem.config.verl.table import former_names, rule_of
+from tandem.config.verl import DEFAULTS, KEPT, differing
 from tandem.errors import ConfigErrors
+from tandem.peers.table import former_names, rule_of
 
 PEER = Path(__file__).parents[2] / ".peers" / "verl"
 OF_OTHERS = json.loads(OTHERS.read_text())

@@ -47,9 +47,9 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_verdicts_name_keys_that_exist() -> None:
-    for name, (_, verdict) in TABLE.items():
-        assert verdict.kind != "key" or verdict.key in keys(TrainConfig), name
-        assert verdict.kind == "key" or verdict.why, name
+    for name, rule in TABLE.items():
+        assert not rule.is_one_key or set(rule.now) <= keys(TrainConfig).keys(), name
+        assert rule.is_one_key or rule.reason, name
 
 
 def test_the_defaults_load_and_are_openrlhfs(load) -> None:

@@ -52,11 +52,11 @@ def test_every_field_has_a_verdict_and_every_verdict_a_field(name: str) -> None:
 def test_verdicts_name_keys_that_exist(name: str) -> None:
     train = keys(COMMANDS["GRPOConfig"][1])
     offline = {"data.max_length", "center_rewards_coefficient"}
-    for verdict in [*TABLES[name].values(), *MODEL.values(), *SCRIPT.values()]:
-        if verdict.kind == "key" and verdict.key:
-            assert verdict.key in train or verdict.key in offline, verdict.key
-        if verdict.kind != "key":
-            assert verdict.why
+    for rule in [*TABLES[name].values(), *MODEL.values(), *SCRIPT.values()]:
+        if rule.is_one_key and rule.now:
+            assert rule.now[0] in train or rule.now[0] in offline, rule.now
+        if not rule.is_one_key:
+            assert rule.reason
 
 
 @pytest.mark.skipif(not PEER.exists(), reason="TRL has an environment of its own: make peers")

@@ -32,7 +32,7 @@ def write(tmp_path: Path) -> Write:
 
 
 def called(path: str, *arguments: str, call: int = 1) -> Call:
-    with Script(path, arguments, call=call, dry=True, limit_s=30) as script:
+    with Script(path, arguments, call=call, limit_s=30) as script:
         return script.reach()
 
 
@@ -157,7 +157,7 @@ def test_reading_a_script_runs_nothing_of_it(write: Write, tmp_path: Path) -> No
         f"sleep 100\npip install x\n[ $(nproc) -gt 0 ]\necho words | sort | tee {mark}\n"
         f"{MAIN} n=$(seq 3 | tail -1)\ncp a b"
     )
-    with Script(path, dry=True, limit_s=30) as script:
+    with Script(path, limit_s=30) as script:
         assert script.reach().words[-1] == "n=3"
         listed = [command.split()[0] for command in script.others]
     assert not mark.exists()
@@ -165,27 +165,23 @@ def test_reading_a_script_runs_nothing_of_it(write: Write, tmp_path: Path) -> No
     assert listed == kept
 
 
-def test_a_script_that_is_run_waits_at_its_call_and_goes_on(write: Write, tmp_path: Path) -> None:
+def test_a_script_is_read_to_its_end(write: Write, tmp_path: Path) -> None:
+    """A call answers with status 0, and what stands before and after it is listed and not run."""
     path = write(
         f'cd {tmp_path}\npython3 -c \'open("before", "w")\'\n'
         f"{MAIN} a=b\necho $? > status\n{MAIN} c=d\ntouch after"
     )
-    with Script(path, dry=False, limit_s=60) as script:
-        call = script.reach()
-        assert (tmp_path / "before").exists()
-        assert not (tmp_path / "status").exists()
-        assert call.words[-1] == "a=b"
-        script.finish(3)
-        assert (tmp_path / "status").read_text() == "3\n"
-        assert (tmp_path / "after").exists()
+    with Script(path, limit_s=60) as script:
+        assert script.reach().words[-1] == "a=b"
         assert [other.words[-1] for other in script.calls] == ["a=b", "c=d"]
+        assert [command.split()[0] for command in script.others] == ["python3", "touch"]
+    assert (tmp_path / "status").read_text() == "0\n"
+    assert not (tmp_path / "before").exists() and not (tmp_path / "after").exists()
 
 
 def test_a_later_call_is_taken(write: Write, tmp_path: Path) -> None:
     path = write(f"{MAIN} first=1\n{MAIN} second=2")
     assert called(path, call=2).words[-1] == "second=2"
-    with Script(path, call=2, dry=False, limit_s=60) as script:
-        assert script.reach().words[-1] == "second=2"
     with pytest.raises(ConfigError, match="fewer calls") as caught:
         called(path, call=3)
     assert caught.value.expected == "1 to 2"
@@ -220,12 +216,11 @@ def test_other_programs_of_verl_are_refused_by_name(write: Write, line: str, nam
     assert remedy in str(caught.value.remedy)
 
 
-@pytest.mark.parametrize("dry", [True, False])
-def test_a_script_that_waits_for_ever_is_ended(write: Write, tmp_path: Path, dry: bool) -> None:
+def test_a_script_that_waits_for_ever_is_ended(write: Write, tmp_path: Path) -> None:
     path = write(f"echo $$ > {tmp_path}/pid\nwhile ! ray status | grep -q ready; do :; done\n{MAIN}")
     with (
-        pytest.raises(TandemError, match="neither ended nor called verl within 1 s"),
-        Script(path, dry=dry, limit_s=1.0) as script,
+        pytest.raises(TandemError, match="not ended within 1 s"),
+        Script(path, limit_s=1.0) as script,
     ):
         script.reach()
     pid = int((tmp_path / "pid").read_text())

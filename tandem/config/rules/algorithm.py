@@ -17,7 +17,7 @@ from tandem.config.tables import (
     loss_options,
     needs,
 )
-from tandem.config.verl.aggregation import DEAF
+from tandem.config.verl import DEAF
 from tandem.errors import ConfigError
 
 ACTOR = "actor_rollout_ref.actor"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from tandem.config.cluster import CLASS_ROLES, HELPER_POOLS, PLACED_ROLES, ROLES
@@ -80,23 +80,10 @@ def rollout_split(config: TrainConfig) -> Iterator[Finding]:
     size = rollout.tensor_model_parallel_size
     refused = list(splitting(rollout, "actor_rollout_ref.rollout", engines=("native", "vllm")))
     uneven = _uneven(policy.model.path, size, copies_heads=rollout.name == "vllm")
+    refused = refused or list(_divides(field, size, devices, remedy=f"set {field}=1", whose="rollout"))
     yield from refused
-    if not refused and devices % size:
-        yield ConfigError(
-            "the rollout's devices cannot be shared out in groups of this size",
-            field=field,
-            got=f"{size}, of {devices} devices",
-            expected=f"a divisor of {devices}",
-            remedy=f"set {field}=1, or change the number of devices",
-        )
-    elif not refused and uneven:
-        yield ConfigError(
-            "the model's layers cannot be split evenly",
-            field=field,
-            got=f"{size} devices, {uneven} in {policy.model.path}",
-            expected="a divisor of each",
-            remedy=f"set {field}=1; further devices take further samples",
-        )
+    if uneven and not refused:
+        yield _unsplit(field, size, uneven, policy.model.path, "further devices take further samples")
 
 
 def model_split(config: TrainConfig) -> Iterator[ConfigError]:
@@ -151,13 +138,7 @@ def _model_split(at: str, section: Any, path: str, devices: int) -> Iterator[Con
     heads = "num_attention_heads"
     uneven = _uneven(path, tensor)
     if uneven and not wrong:
-        yield ConfigError(
-            "the model's layers cannot be split evenly",
-            field=by_layer,
-            got=f"{tensor} devices, {uneven} in {path}",
-            expected="a divisor of each",
-            remedy=f"set {by_layer}=1; FSDP shards over all devices",
-        )
+        yield _unsplit(by_layer, tensor, uneven, path, "FSDP shards over all devices")
     count = _number(path, heads) or 0
     each = count // tensor
     if not count % tensor and each % sequence:
@@ -183,6 +164,16 @@ def _uneven(path: str, parts: int, *, copies_heads: bool = False) -> str:
     return ", ".join(f"{name} {count}" for name, count in sizes.items() if count % parts)
 
 
+def _unsplit(field: str, size: int, uneven: str, path: str, else_: str) -> ConfigError:
+    return ConfigError(
+        "the model's layers cannot be split evenly",
+        field=field,
+        got=f"{size} devices, {uneven} in {path}",
+        expected="a divisor of each",
+        remedy=f"set {field}=1; {else_}",
+    )
+
+
 def _stages(field: str, stages: int, path: str, devices: int) -> Iterator[ConfigError]:
     uneven = list(_divides(field, stages, devices, remedy=f"set {field}=1"))
     yield from uneven
@@ -197,10 +188,12 @@ def _stages(field: str, stages: int, path: str, devices: int) -> Iterator[Config
         )
 
 
-def _divides(field: str, size: int, devices: int, *, remedy: str) -> Iterator[ConfigError]:
+def _divides(
+    field: str, size: int, devices: int, *, remedy: str, whose: str = "model"
+) -> Iterator[ConfigError]:
     if size < 1 or devices % size:
         yield ConfigError(
-            "the model's devices cannot be shared out in groups of this size",
+            f"the {whose}'s devices cannot be shared out in groups of this size",
             field=field,
             got=f"{size}, of {devices} devices",
             expected=f"a divisor of {devices}",
@@ -216,27 +209,26 @@ def _number(path: str, name: str) -> int | None:
 
 
 def _roles(field: str, names: Iterable[str], known: tuple[str, ...]) -> Iterator[ConfigError]:
-    for name in names:
-        if name not in known:
-            yield ConfigError(
-                "unknown role",
-                field=f"{field}.{name}",
-                got=name,
-                expected="one of " + ", ".join(known),
-                remedy=nearest_remedy(name, known),
-            )
+    yield from (_unknown("role", f"{field}.{name}", name, known) for name in names if name not in known)
 
 
 def _pools(trainer: TrainerConfig) -> Iterator[ConfigError]:
     for role, name in trainer.placement.items():
         if name not in trainer.pools:
-            yield ConfigError(
-                "unknown resource pool",
-                field=f"{PLACEMENT}.{role}",
-                got=name,
-                expected="one of " + ", ".join(trainer.pools),
-                remedy=nearest_remedy(name, trainer.pools) or f"add it: {POOLS}.{name}=[…]",
-            )
+            add = f"add it: {POOLS}.{name}=[…]"
+            yield _unknown("resource pool", f"{PLACEMENT}.{role}", name, trainer.pools, add)
+
+
+def _unknown(
+    what: str, field: str, name: str, known: Collection[str], remedy: str | None = None
+) -> ConfigError:
+    return ConfigError(
+        f"unknown {what}",
+        field=field,
+        got=name,
+        expected="one of " + ", ".join(known),
+        remedy=nearest_remedy(name, known) or remedy,
+    )
 
 
 def _reserved(trainer: TrainerConfig) -> Iterator[ConfigError]:

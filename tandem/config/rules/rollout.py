@@ -15,7 +15,7 @@ from tandem.errors import ConfigError
 def train_servers(config: TrainConfig) -> Iterator[ConfigError]:
     """`servers` of `tandem train`."""
     trains = not config.trainer.val_only
-    return servers(config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout", training=trains)
+    yield from servers(config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout", training=trains)
 
 
 def offline_servers(config: GenerateConfig | EvalConfig) -> Iterator[ConfigError]:

@@ -1,4 +1,6 @@
-"""Readers of keys, derived from the code: which modules read which key of which command.
+"""Writes tandem/config/readers.json, the table of what reads which key of which command, from the code.
+
+    python -m docs.readers
 
 The sources are parsed, not imported. A name is followed where its type is written: parameters, fields and
 attributes annotated with a section or with a class that holds one, and what is assigned from these. A
@@ -9,17 +11,19 @@ counts by the type it declares, wherever the section lies.
 from __future__ import annotations
 
 import ast
+import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from tandem.config import tables
+import tandem
+from tandem.config import explain, tables
 from tandem.config.schema import keys
 from tandem.config.section import Section
 
-PACKAGE = Path(__file__).parent.parent
+PACKAGE = Path(tandem.__file__).parent
 
 _NAMES = re.compile(r"Config\b|\.config\b")
 """A module without these knows no section, nor what holds one."""
@@ -47,8 +51,13 @@ class _Class:
     methods: dict[str, Function] = field(default_factory=dict)
 
 
+def table() -> dict[str, dict[str, list[str]]]:
+    """The modules that read each key, by command."""
+    return {command: readers(root) for command, root in explain.COMMANDS.items()}
+
+
 @cache
-def readers(root: type[Section]) -> Mapping[str, tuple[str, ...]]:
+def readers(root: type[Section]) -> dict[str, list[str]]:
     """The modules that read each key, by dotted path, in alphabetical order."""
     found: dict[str, set[str]] = {name: set() for name in keys(root)}
     holders = _holders(root)
@@ -57,7 +66,7 @@ def readers(root: type[Section]) -> Mapping[str, tuple[str, ...]]:
             name = ".".join([*([at] if at else []), *chain])
             if start in classes and name in found:
                 found[name].add(module)
-    return {name: tuple(sorted(modules)) for name, modules in found.items()}
+    return {name: sorted(modules) for name, modules in found.items()}
 
 
 def _holders(root: type[Section]) -> dict[str, frozenset[str]]:
@@ -385,3 +394,7 @@ def _last_name(node: ast.expr) -> str:
 
 def _is_self(node: ast.expr) -> bool:
     return isinstance(node, ast.Name) and node.id == "self"
+
+
+if __name__ == "__main__":
+    explain.READERS.write_text(json.dumps(table(), indent=1) + "\n", encoding="utf-8")

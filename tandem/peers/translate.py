@@ -4,27 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-from tandem.config.verl.table import Rule
 from tandem.errors import ConfigError
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """How one given key of another command line was read.
-
-    Attributes:
-        name: the key as it was given.
-        value: what was given.
-        verdict: renamed: it is another key here; ignored: nothing here depends on it.
-        sentence: the other key and value, or the reason.
-    """
-
-    name: str
-    value: Any
-    verdict: Literal["renamed", "ignored"]
-    sentence: str
+from tandem.peers.table import Reading, Rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +48,7 @@ Rules = Callable[[str], Rule | None]
 def translate(
     given: Mapping[str, Any], known: Collection[str], rules: Rules, devices_of: Callable[[str], int]
 ) -> Translation:
-    """Values under the keys that they have here.
+    """Return values under the keys that they have here.
 
     Args:
         given: values by dotted path, of keys that are known here or have a rule.
@@ -91,11 +74,10 @@ class _Translator:
         self.found = Translation()
 
     def take(self, origin: str, name: str, value: Any, shared: str = "") -> None:
-        """Follows `name`, which stands for the given `origin`, to where it counts."""
+        """Follow `name`, which stands for the given `origin`, to where it counts."""
         rule = self._rules(name)
         if name in self._known and not (rule and _in(value, rule.only or ())):
-            named = rule.values.get(value, value) if rule and _hashable(value) else value
-            self._set(origin, name, named, shared)
+            self._set(origin, name, rule.value(value) if rule else value, shared)
         elif rule is None:
             self.found.errors.append(_unknown(origin, name, value))
         elif value is None:
@@ -154,7 +136,7 @@ class _Translator:
             shared = f" ({value} over {devices} data-parallel device{'s' * (devices > 1)})"
             value //= devices
         for name in rule.now:
-            self.take(origin, name, rule.values.get(value, value) if _hashable(value) else value, shared)
+            self.take(origin, name, rule.value(value), shared)
 
     def _refuse(self, origin: str, value: Any, rule: Rule, expected: tuple[Any, ...] = ()) -> None:
         if _interpolated(value):
@@ -169,10 +151,6 @@ class _Translator:
             remedy=rule.instead or f"remove {origin}",
         )
         self.found.errors.append(error)
-
-
-def _hashable(value: Any) -> bool:
-    return isinstance(value, (str, int, float, bool))
 
 
 def _in(value: Any, values: tuple[Any, ...]) -> bool:

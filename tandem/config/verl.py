@@ -1,11 +1,37 @@
-"""The aggregation of the losses for which verl does not read the key."""
+"""Where verl does otherwise with a key of both: its defaults, and an aggregation that it does not read."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import replace
+from typing import Any
 
+from tandem.config.root import TrainConfig
+from tandem.config.schema import keys, shown
 from tandem.config.tables import POLICY_LOSS_ALIASES, published_aggregation
-from tandem.config.verl.translate import Reading, Translation
+from tandem.peers.table import Reading, read_table
+from tandem.peers.translate import Translation
+
+_FOUND = read_table("verl_defaults.yaml")
+
+DEFAULTS: Mapping[str, Any] = _FOUND["taken"]
+"""Key → verl's default, of those that `trainer.defaults=verl` takes."""
+
+KEPT: Mapping[str, tuple[Any, str]] = {name: (value, why) for name, (value, why) in _FOUND["kept"].items()}
+"""Key → verl's default, and why ours stays. Where files lie depends on none, what is learnt on
+`loss_agg_mode` alone, with gspo, and a notice says so."""
+
+
+def differing(given: Collection[str]) -> str:
+    """A sentence that lists the defaults that count, are others in verl, and were not given."""
+    ours = keys(TrainConfig)
+    rows = [
+        f"{name}={ours[name].inherits or shown(ours[name].default)} (verl: {shown(value)})"
+        for name, value in DEFAULTS.items()
+        if name not in given
+    ]
+    return f"Other defaults than verl's, which trainer.defaults=verl takes: {'; '.join(rows)}."
+
 
 DEAF = ("geo_mean", "sapo")
 """Policy losses that verl 0.9.1 averages by sequence, whatever `loss_agg_mode` says."""

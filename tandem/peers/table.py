@@ -1,0 +1,167 @@
+"""Tables of other systems' settings, in YAML files beside this one. A row says of settings what they are
+here; the head of each file explains the fields that it has."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+REFUSED = object()
+"""Stands in a rule's values for one that is not offered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What is said of settings, under the names that the tables have for it."""
+
+    keys: str
+    now: tuple[str, ...] = ()
+    values: Mapping[Any, Any] = field(default_factory=dict)
+    default: Any = None
+    why: str = ""
+    reckoned: str | None = None
+    shared: str | None = None
+    acts: str | None = None
+    nothing: str | None = None
+    only: tuple[Any, ...] | None = None
+    refused: str | None = None
+    neutral: tuple[Any, ...] = ()
+    instead: str | None = None
+    gate: str | None = None
+    idle: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def verdict(self) -> str:
+        """Where keys of this rule stand in a table: renamed, nothing to act on, or not offered."""
+        if self.now or self.values:
+            return "renamed"
+        return "not offered" if self.refused else "nothing to act on"
+
+    @property
+    def is_one_key(self) -> bool:
+        """Whether the setting's value is that of one key here."""
+        return (self.reckoned, self.nothing, self.refused) == (None, None, None)
+
+    @property
+    def reason(self) -> str:
+        """Why it is so, or how values are converted."""
+        return self.reckoned or self.acts or self.nothing or self.refused or self.why
+
+    def value(self, given: Any) -> Any:
+        """Return what a value is called here."""
+        return self.values.get(given, given) if isinstance(given, str | int | float | bool | None) else given
+
+    def __str__(self) -> str:
+        if self.now:
+            share = " = value / data-parallel size" if self.shared else ""
+            return " and ".join(self.now) + share
+        instead = f"; {self.instead}" if self.instead else ""
+        return f"{self.refused}{instead}" if self.refused else str(self.nothing)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What became of one given setting of another system.
+
+    Attributes:
+        name: as it was given: a key, an option, an environment variable.
+        value: what was given.
+        verdict: renamed: another key here; acts: under its own name; ignored: nothing here depends on it;
+            refused: it would change the run, and cannot.
+        sentence: the other key and value, or the reason.
+    """
+
+    name: str
+    value: Any
+    verdict: Literal["refused", "renamed", "acts", "ignored"]
+    sentence: str
+
+
+def read_table(name: str) -> Any:
+    """Return what a YAML file of this package holds."""
+    text = Path(__file__).with_name(name).read_text(encoding="utf-8")
+    return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
+def by_name(rows: Iterable[Mapping[str, Any]]) -> dict[str, Rule]:
+    """Return the rule of each setting that the rows spell out."""
+    return {name: rule for rule in map(_rule, rows) for name in _spelt_out(rule.keys)}
+
+
+@cache
+def rule_of(name: str) -> Rule | None:
+    """Return the rule of a key of verl's, with the names in it filled in; None where the table has none."""
+    for pattern, rule in _verls():
+        if (match := pattern.fullmatch(name)) is not None:
+            return _filled(rule, match)
+    return None
+
+
+def former_names(name: str) -> list[str]:
+    """Return the names that were once a key's, of those that verl's table spells out."""
+    return [
+        old
+        for _, rule in _verls()
+        if rule.now and not rule.shared and "*" not in rule.keys
+        for old in _spelt_out(rule.keys)
+        if (found := rule_of(old)) is not None and found.now == (name,)
+    ]
+
+
+@cache
+def _verls() -> list[tuple[re.Pattern[str], Rule]]:
+    return [(re.compile(_expression(rule.keys)), rule) for rule in map(_rule, read_table("verl.yaml"))]
+
+
+def _rule(row: Mapping[str, Any]) -> Rule:
+    found: dict[str, Any] = {**row, "values": {**row.get("values", {})}}
+    found["values"] |= dict.fromkeys(found.pop("except", ()), REFUSED)
+    found |= {name: tuple(row[name]) for name in ("only", "neutral") if name in row}
+    now = row.get("now", ())
+    return Rule(**found | {"now": (now,) if isinstance(now, str) else tuple(now)})
+
+
+_TOKENS = re.compile(r"(\{[^}]*\}|\*\*|\*)")
+
+
+def _expression(keys: str) -> str:
+    """Return the regular expression of a row's keys; every {}, * and ** outside of braces is a group."""
+
+    def part(text: str) -> str:
+        if text.startswith("{"):
+            inside = (_stars(choice) for choice in text[1:-1].split(","))
+            return f"({'|'.join(inside)})"
+        return f"({_stars(text)})" if text.startswith("*") else re.escape(text)
+
+    return "".join(part(text) for text in _TOKENS.split(keys))
+
+
+def _stars(text: str) -> str:
+    return re.escape(text).replace(r"\*\*", ".+").replace(r"\*", r"[^.]+")
+
+
+def _spelt_out(keys: str) -> list[str]:
+    names = [""]
+    for text in _TOKENS.split(keys):
+        choices = text[1:-1].split(",") if text.startswith("{") else [text]
+        names = [name + choice for name in names for choice in choices]
+    return names
+
+
+def _filled(rule: Rule, match: re.Match[str]) -> Rule:
+    def fill(text: str) -> str:
+        return re.sub(r"<(\d)>", lambda number: match[int(number[1])], text)
+
+    return replace(
+        rule,
+        keys=match.string,
+        now=tuple(fill(name) for name in rule.now),
+        gate=None if rule.gate is None else fill(rule.gate),
+        idle={fill(name): values for name, values in rule.idle.items()},
+    )
