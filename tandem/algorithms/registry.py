@@ -21,7 +21,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -30,25 +30,6 @@ from tandem.loading import load_function
 
 Option = bool | int | float | str | tuple[float, ...]
 Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-class Selection(Protocol):
-    """The choice of a policy loss's `selected_tokens`; see `tandem.algorithms.selection`."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def fn(self) -> Callable[..., Any]: ...
-    @property
-    def columns(self) -> tuple[str, ...]: ...
-    @property
-    def options(self) -> Mapping[str, Option]: ...
-
-    def __call__(self, columns: Mapping[str, Tensor], options: Mapping[str, Option]) -> Tensor: ...
-
-
-SELECTIONS: dict[Callable[..., Any], Selection] = {}
-"""By the loss's function."""
 
 
 class Advantages(NamedTuple):
@@ -106,12 +87,27 @@ class Spec:
                     f"an option of the {self.kind} '{self.name}' has the wrong type",
                     field=name,
                     got=repr(value),
-                    expected=_KINDS.get(type(self.options[name]), type(self.options[name]).__name__),
+                    expected="a list of numbers"
+                    if isinstance(self.options[name], tuple)
+                    else type(self.options[name]).__name__,
                 )
         return chosen
 
     def _call(self, columns: Mapping[str, Tensor], options: Mapping[str, Option]) -> Any:
         return self.fn(*(columns[name] for name in self.columns), **options)
+
+    def _tensor(
+        self,
+        result: Any,
+        like: Tensor,
+        expected: str = "a tensor",
+        fits: Callable[[Tensor], bool] = lambda result: True,
+    ) -> Tensor:
+        """Return the one tensor that a function gave, of the shape of another; refuse anything else."""
+        if not (_all_of_shape((result,), like.shape) and fits(result)):
+            raise self._wrong_result(result, f"{expected} of shape {tuple(like.shape)}")
+        tensor: Tensor = result
+        return tensor
 
     def _wrong_result(self, got: object, expected: str) -> ConfigError:
         return ConfigError(
@@ -162,6 +158,35 @@ class AdvantageSpec(Spec):
         return Advantages(*result)
 
 
+class SelectionSpec(Spec):
+    """A choice of tokens over a whole batch, before the updates on it; see `tandem.algorithms.selection`."""
+
+    kind = "choice of tokens"
+    known_columns = MappingProxyType(
+        {
+            "old_log_probs": "(N) fp32, nats, of the policy before this batch's updates",
+            "advantages": "(N) fp32",
+            "response_mask": "(N) bool, tokens that the policy wrote",
+            "offsets": "(B+1) int64, where each sequence starts",
+        }
+    )
+    result = "(N) bool"
+
+    def __call__(self, columns: Mapping[str, Tensor], options: Mapping[str, Option]) -> Tensor:
+        """Calls the function with the columns it declares, and those of the options that are its own.
+
+        Raises:
+            ConfigError: it returned something else than a bool per token.
+        """
+        chosen = self._call(columns, {name: options[name] for name in self.options if name in options})
+        mask = columns["response_mask"]
+        return self._tensor(chosen, mask, "bools", lambda each: each.dtype == mask.dtype)
+
+
+SELECTIONS: dict[Callable[..., Any], SelectionSpec] = {}
+"""By the loss's function."""
+
+
 class PolicyLossSpec(Spec):
     """A policy loss."""
 
@@ -183,7 +208,7 @@ class PolicyLossSpec(Spec):
     result = "(losses per token, {metric: per token})"
 
     @property
-    def selection(self) -> Selection | None:
+    def selection(self) -> SelectionSpec | None:
         """The choice of its `selected_tokens`, whose options are among the loss's own."""
         return SELECTIONS.get(self.fn)
 
@@ -223,12 +248,7 @@ class KLSpec(Spec):
         Raises:
             ConfigError: it returned something else than per-token estimates.
         """
-        result = self._call(columns, {})
-        shape = columns["log_probs"].shape
-        if not _all_of_shape((result,), shape):
-            raise self._wrong_result(result, f"a tensor of shape {tuple(shape)}")
-        estimates: Tensor = result
-        return estimates
+        return self._tensor(self._call(columns, {}), columns["log_probs"])
 
 
 AnySpec = TypeVar("AnySpec", bound=Spec)
@@ -327,9 +347,6 @@ def declared(spec: type[AnySpec], name: str, fn: Callable[..., Any]) -> AnySpec:
             "    and the defaults are numbers, bools, strings or tuples of numbers",
         )
     return spec(name, fn, tuple(columns), MappingProxyType(options))
-
-
-_KINDS: dict[type, str] = {tuple: "a list of numbers"}
 
 
 def _join_selection(fn: Callable[..., Any], columns: list[str], options: dict[str, Option]) -> Iterator[str]:

@@ -64,12 +64,7 @@ class _PerToken(Spec):
             ConfigError: it returned something else than a floating tensor of the tokens' shape.
         """
         result = self._call(columns, options)
-        shape = columns["response_mask"].shape
-        fits = isinstance(result, Tensor) and result.shape == shape and result.is_floating_point()
-        if not fits:
-            raise self._wrong_result(result, f"a floating tensor of shape {tuple(shape)}")
-        value: Tensor = result
-        return value
+        return self._tensor(result, columns["response_mask"], "a floating tensor", Tensor.is_floating_point)
 
 
 class ImportanceWeightSpec(_PerToken):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from tandem.algorithms.masked import require_same_shape
 from tandem.algorithms.policy_losses.vanilla import vanilla
 from tandem.algorithms.registry import register_policy_loss
 from tandem.errors import ConfigError
@@ -58,5 +59,5 @@ def bypass_mode(
         )
     if loss_type != "reinforce":
         raise ConfigError("unknown value", field="loss_type", got=loss_type, expected="ppo_clip or reinforce")
-    assert log_probs.shape == advantages.shape, (log_probs.shape, advantages.shape)
+    require_same_shape(log_probs, advantages)
     return -advantages * log_probs, {"ppo_kl": (old_log_probs - log_probs).detach()}
