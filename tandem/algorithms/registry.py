@@ -158,7 +158,7 @@ class AdvantageSpec(Spec):
         return Advantages(*result)
 
 
-class SelectionSpec(Spec):
+class Selection(Spec):
     """A choice of tokens over a whole batch, before the updates on it; see `tandem.algorithms.selection`."""
 
     kind = "choice of tokens"
@@ -183,7 +183,7 @@ class SelectionSpec(Spec):
         return self._tensor(chosen, mask, "bools", lambda each: each.dtype == mask.dtype)
 
 
-SELECTIONS: dict[Callable[..., Any], SelectionSpec] = {}
+SELECTIONS: dict[Callable[..., Any], Selection] = {}
 """By the loss's function."""
 
 
@@ -208,7 +208,7 @@ class PolicyLossSpec(Spec):
     result = "(losses per token, {metric: per token})"
 
     @property
-    def selection(self) -> SelectionSpec | None:
+    def selection(self) -> Selection | None:
         """The choice of its `selected_tokens`, whose options are among the loss's own."""
         return SELECTIONS.get(self.fn)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tandem.algorithms.masked import masked_mean, require_same_shape
-from tandem.algorithms.registry import SELECTIONS, Function, SelectionSpec, declared
+from tandem.algorithms.registry import SELECTIONS, Function, Selection, declared
 
 
 def selects_tokens(choice: Callable[..., Tensor]) -> Callable[[Function], Function]:
@@ -31,7 +31,7 @@ def selects_tokens(choice: Callable[..., Tensor]) -> Callable[[Function], Functi
     """
 
     def decorate(fn: Function) -> Function:
-        SELECTIONS[fn] = declared(SelectionSpec, choice.__name__, choice)
+        SELECTIONS[fn] = declared(Selection, choice.__name__, choice)
         return fn
 
     return decorate

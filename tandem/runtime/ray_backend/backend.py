@@ -25,8 +25,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tandem.errors import ConfigError, WorkerFailure
 from tandem.runtime.failure import Place
-from tandem.runtime.host import Setup
-from tandem.runtime.ray_backend.actor import Actor, HostActor, Whereabouts
+from tandem.runtime.ray_backend.actor import Actor, HostActor, Setup, Whereabouts
 from tandem.runtime.ray_backend.cluster import actor_options, connect, has_gpus, reserve
 from tandem.runtime.ray_backend.watch import Watch
 from tandem.runtime.ray_backend.workers import RayWorkers

@@ -170,7 +170,13 @@ def reserve(pools: Sequence[ResourcePool], *, gpus: bool, timeout_s: float) -> d
     Raises:
         ConfigError: it has not got that room; nothing stays reserved.
     """
-    groups = {pool.name: placement_group(_bundles(pool, gpus), strategy=_strategy(pool)) for pool in pools}
+    groups = {
+        pool.name: placement_group(
+            [_bundle(count, gpus and pool.on_device) for count in pool.process_on_nodes],
+            strategy="STRICT_SPREAD" if pool.nnodes > 1 else "PACK",
+        )
+        for pool in pools
+    }
     deadline = time.monotonic() + (timeout_s if _may_fit(pools, gpus) else 0.0)
     missing = [pool for pool in pools if not groups[pool.name].wait(max(0.1, deadline - time.monotonic()))]
     if missing:
@@ -196,18 +202,6 @@ def _bundle(count: int, gpus: bool) -> dict[str, float]:
     return {counted: float(count)} | ({"GPU": float(count)} if gpus else {})
 
 
-def _bundles(pool: ResourcePool, gpus: bool) -> list[dict[str, float]]:
-    return [_bundle(count, gpus and pool.on_device) for count in pool.process_on_nodes]
-
-
-def _strategy(pool: ResourcePool) -> str:
-    return "STRICT_SPREAD" if pool.nnodes > 1 else "PACK"
-
-
-def _nodes() -> list[dict[str, Any]]:
-    return [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
-
-
 def _may_fit(pools: Sequence[ResourcePool], gpus: bool) -> bool:
     """Tells whether waiting may help: a Ray of this run's own does not grow."""
     there = _resources()
@@ -223,16 +217,17 @@ def _does_not_fit(pools: Sequence[ResourcePool], gpus: bool) -> ConfigError:
         f"{pool.name}: {' + '.join(map(str, pool.process_on_nodes))} {unit} on {pool.nnodes} node(s)"
         for pool in pools
     )
+    nodes = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
     there = "; ".join(
         f"{node['NodeManagerAddress']}: {node['Resources'].get('CPU', 0):g} CPU, "
         f"{node['Resources'].get('GPU', 0):g} GPU"
-        for node in _nodes()
+        for node in nodes
     )
     return ConfigError(
         "the cluster has not got what the resource pools ask for",
         field="trainer.resource_pools",
         got=f"asked for {asked}",
-        expected=f"at most what {len(_nodes())} node(s) have: {there}; a pool's nodes are different machines",
+        expected=f"at most what {len(nodes)} node(s) have: {there}; a pool's nodes are different machines",
         remedy="lower trainer.nnodes, trainer.n_gpus_per_node or the pools; or start more nodes with "
         "'tandem node' and set trainer.cluster.address=auto",
     )

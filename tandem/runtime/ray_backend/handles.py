@@ -12,9 +12,10 @@ from ray.exceptions import RayTaskError
 
 from tandem.errors import DataError
 from tandem.protocol import DataProto, Ragged
+from tandem.runtime.backend import Usage
 from tandem.runtime.future import owned
-from tandem.runtime.host import INPUTS
 from tandem.runtime.index import Index
+from tandem.runtime.ray_backend.actor import INPUTS
 from tandem.runtime.ray_backend.together import Together
 from tandem.runtime.ray_backend.watch import Watch
 
@@ -102,10 +103,8 @@ def _brought_here(value: ray.ObjectRef[Any]) -> Any:
         result = ray.get(value)
     except RayTaskError as error:
         raise error.cause or error from None
-    INPUTS.wait_s += there - start
-    INPUTS.transfer_s += time.monotonic() - there
-    if isinstance(result, DataProto):
-        INPUTS.transfer_bytes += batch_bytes(result)
+    size = batch_bytes(result) if isinstance(result, DataProto) else 0
+    INPUTS.append(Usage(0.0, there - start, time.monotonic() - there, size))
     return result
 
 
