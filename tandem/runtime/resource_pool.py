@@ -81,14 +81,15 @@ class Placement:
     mapping: Mapping[Role | str, str]
 
     def __post_init__(self) -> None:
+        pools = self.pools
         for role, name in self.mapping.items():
-            if name not in self.pools:
-                near = difflib.get_close_matches(name, self.pools, n=1)
+            if name not in pools:
+                near = difflib.get_close_matches(name, pools, n=1)
                 raise ConfigError(
                     "no such resource pool",
                     field=f"pool of role {role_name(role)}",
                     got=name,
-                    expected=f"one of {', '.join(self.pools) or 'no pools'}",
+                    expected=f"one of {', '.join(pools) or 'no pools'}",
                     remedy=f"did you mean '{near[0]}'?" if near else "add it to the resource pools",
                 )
 

@@ -1,5 +1,5 @@
-"""The process of a pool's rank, a Ray actor. One lane runs the calls of all roles placed there, in the order in
-which the controller made them. Beside that lane it answers what the controller asks."""
+"""The process of a pool's rank, a Ray actor. One lane runs the calls of all roles placed there, in the order
+in which the controller made them. Beside that lane it answers what the controller asks."""
 
 from __future__ import annotations
 
