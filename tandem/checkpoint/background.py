@@ -126,19 +126,16 @@ class PendingSave:
     def _run(self) -> None:
         try:
             with self._staging:
-                self._await_marks()
+                while not all(mark.exists() for mark in self._marks):
+                    if self._given_up.wait(_LOOK_S):
+                        assert self._reason is not None
+                        raise self._reason
+                for mark in self._marks:
+                    mark.unlink()
                 self._seal()
             self._after()
         except BaseException as error:  # raised again by `check`
             self._error = error
-
-    def _await_marks(self) -> None:
-        while not all(mark.exists() for mark in self._marks):
-            if self._given_up.wait(_LOOK_S):
-                assert self._reason is not None
-                raise self._reason
-        for mark in self._marks:
-            mark.unlink()
 
 
 def await_pending(pending: PendingSave, ask: Callable[[], None], limit_s: float) -> None:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tandem.config.actor import ActorConfig
-from tandem.config.batching import Batching
 from tandem.config.critic import CriticConfig
 from tandem.config.root import TrainConfig
 from tandem.memory.cache import DeviceMemory
@@ -284,8 +283,10 @@ class _Planner:
         else:
             yield self._phase("rollout", held, None, gathered=whole, cache=cache)
 
-    def _load(self, samples: int, batching: Batching) -> Load:
-        return Load(samples, self.longest, batching)
+    def _training_load(self, section: CriticConfig | ActorConfig) -> Load:
+        """A mini-batch of a model that learns."""
+        samples = section.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
+        return Load(samples, self.longest, section.train_batching)
 
     def _forwards(self) -> Iterator[Phase]:
         config, policy = self.config, self.config.actor_rollout_ref
@@ -301,20 +302,19 @@ class _Planner:
                 kind, _, one = name.partition(".")
                 if kind == role:
                     entropy = role == "actor" and config.trainer.samples_freq > 0  # for the samples' files
-                    moment = held.forward(self._load(samples, batching), entropy=entropy)
+                    moment = held.forward(Load(samples, self.longest, batching), entropy=entropy)
                     yield self._phase(f"{phase} of {one}" if one else phase, held, moment)
 
     def _updates(self) -> Iterator[Phase]:
-        policy, n = self.config.actor_rollout_ref, self.config.actor_rollout_ref.rollout.n
         every: list[tuple[str, str, CriticConfig | ActorConfig]] = [
             ("critic", "critic update", self.config.critic),
-            ("actor", "actor update", policy.actor),
+            ("actor", "actor update", self.config.actor_rollout_ref.actor),
         ]
         for name, phase, section in every:
             held = self.held.get(name)
             if held is None:
                 continue
-            load = self._load(section.ppo_mini_batch_size * n, section.train_batching)
+            load = self._training_load(section)
             free = self.device - self._phase(phase, held, None, trains=True).total
             moment, again = held.update(load, free, self.device)
             tokens, count = held.tokens(load)
@@ -339,18 +339,15 @@ class _Planner:
             if trainer.async_save and held.optim is not None:
                 parts["checkpoints"] += here * (held.weights + held.state + held.host_state)
             if held.way().setup.offloaded and held.optim is not None:
-                parts["activations"] = max(parts["activations"], here * self._activations_on_host(name, held))
+                section = config.critic if name == "critic" else config.actor_rollout_ref.actor
+                tokens, _ = held.tokens(self._training_load(section))
+                # the inputs of all layers but those on the device, which run again
+                inputs = tokens * held.shape.decoder.hidden * held.compute * held.gathered.layers
+                parts["activations"] = max(parts["activations"], float(here * inputs))
         parts["processes"] = max(processes.values()) * _PROCESS
         rollout = config.actor_rollout_ref.rollout
         parts["samples"] = config.data.train_batch_size * rollout.n * self.longest * float(_SAMPLE_BYTES)
         return parts
-
-    def _activations_on_host(self, name: str, held: Held) -> float:
-        """The inputs of all layers but those on the device, which run again."""
-        section: Any = self.config.critic if name == "critic" else self.config.actor_rollout_ref.actor
-        n = self.config.actor_rollout_ref.rollout.n
-        tokens, _ = held.tokens(self._load(section.ppo_mini_batch_size * n, section.train_batching))
-        return float(tokens * held.shape.decoder.hidden * held.compute * held.gathered.layers)
 
     def _disk(self) -> dict[str, float]:
         """Bytes of a checkpoint: weights and optimizer state of what learns, once."""

@@ -15,7 +15,6 @@ from functools import partial
 from importlib.machinery import PathFinder
 from pathlib import Path
 from tempfile import mkdtemp
-from types import ModuleType
 from typing import Any
 
 import ray
@@ -350,15 +349,10 @@ def _ship_modules_of(worker: WorkerFactory) -> None:
     for value in values:
         function = getattr(value, "function", value)
         module = sys.modules.get(getattr(function, "__module__", None) or "")
-        if module is not None and module.__name__ != "__main__" and not _importable(module):
+        if module is None or module.__name__ == "__main__" or getattr(module, "__file__", None) is None:
+            continue  # the last is part of the interpreter
+        if PathFinder.find_spec(module.__name__.split(".")[0]) is None:
             ray.cloudpickle.register_pickle_by_value(module)  # type: ignore[no-untyped-call]
-
-
-def _importable(module: ModuleType) -> bool:
-    """Tells whether a process with the same import path finds the module by its name."""
-    if getattr(module, "__file__", None) is None:
-        return True  # part of the interpreter
-    return PathFinder.find_spec(module.__name__.split(".")[0]) is not None
 
 
 def _await_end(places: Sequence[Place], timeout_s: float) -> None:

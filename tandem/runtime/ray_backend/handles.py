@@ -66,22 +66,20 @@ class RayHandle:
         return value
 
     def index(self, timeout_s: float | None = None) -> Index:
-        if self._known is None:
-            packed = self._packed_index(timeout_s)
-            self._known = pickle.loads(packed)
-        return self._known
-
-    def _packed_index(self, timeout_s: float | None) -> bytes:
-        if isinstance(self._index, bytes):
-            return self._index
+        if self._known is not None:
+            return self._known
         if self._index is None:
             raise DataError("only a batch has an index", expected="a method that returns a DataProto")
-        if self._watch is None:
-            packed: bytes = _brought_here(self._index)
+        packed: bytes
+        if isinstance(self._index, bytes):
+            packed = self._index
+        elif self._watch is None:
+            packed = _brought_here(self._index)
         else:
             packed = self._watch.get(self._index, timeout_s, together=self._together)
             self._watch.index_bytes += len(packed)
-        return packed
+        self._known = known = pickle.loads(packed)
+        return known
 
     def wait(self, timeout_s: float | None = None) -> None:
         if not isinstance(self._index, bytes):

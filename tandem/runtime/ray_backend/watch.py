@@ -299,9 +299,13 @@ class Watch:
             answer = answers[known.place]
             if isinstance(answer, Dead):
                 return Fault(known.place, f"its process died ({answer.why})", *known.at())
-        first = first_failure([*self._unreported(patient), *([record] if record else [])])
+        known_since = time.monotonic() - (GRACE_S if patient else 0)
+        raised = [each for since, each in self._raised if since <= known_since]
+        first = first_failure([*raised, *([record] if record else [])])
         if first is not None:
-            return self._fault_of(first)
+            places = {(known.place.pool, known.place.rank): known.place for known in self._processes}
+            place = places[first.pool, first.rank]
+            return Fault(place, first.error, first.role, first.method, first.trace, first.cause)
         for known in self._processes:
             answer = answers[known.place]
             if isinstance(answer, Silent) and answer.since_s > self._answer_s:
@@ -314,16 +318,6 @@ class Watch:
         if any(isinstance(answer, Silent) for answer in answers.values()):
             return None  # whoever has run for too long may be waiting for that one
         return self._overrun(answers)
-
-    def _unreported(self, patient: bool) -> list[Record]:
-        known_since = time.monotonic() - (GRACE_S if patient else 0)
-        return [record for since, record in self._raised if since <= known_since]
-
-    def _fault_of(self, record: Record) -> Fault:
-        place = next(
-            known.place for known in self._processes if (known.place.pool, known.place.rank) == record.key[:2]
-        )
-        return Fault(place, record.error, record.role, record.method, record.trace, record.cause)
 
     def _overrun(self, answers: Mapping[Place, Answer]) -> Fault | None:
         """All that have run for too long are shown: which of them the others wait for is for the reader."""
