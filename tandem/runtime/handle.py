@@ -4,7 +4,7 @@ know it where it is a batch."""
 from __future__ import annotations
 
 from concurrent.futures import Future as Running
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from tandem.errors import DataError
@@ -78,6 +78,7 @@ class Aside:
         return self.running.done()
 
 
+@dataclass(slots=True, eq=False)
 class Source:
     """One worker's promised batch; the leaves of expressions.
 
@@ -88,13 +89,10 @@ class Source:
             ask for them again.
     """
 
-    __slots__ = ("_index", "handle", "method", "shape")
-
-    def __init__(self, handle: Handle, method: str, shape: tuple[int, tuple[str, ...]] | None = None) -> None:
-        self.handle = handle
-        self.method = method
-        self.shape = shape
-        self._index: Index | None = None
+    handle: Handle
+    method: str
+    shape: tuple[int, tuple[str, ...]] | None = None
+    _index: Index | None = field(default=None, init=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Source, (self.handle, self.method, self.shape)

@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -54,6 +54,7 @@ class Hosts:
     group: PlacementGroup | None
 
 
+@dataclass(eq=False)
 class RayBackend:
     """See `Backend`.
 
@@ -81,42 +82,37 @@ class RayBackend:
         ConfigError: no cluster at the address.
     """
 
-    def __init__(
-        self,
-        name: str = "tandem",
-        log_dir: Path | None = None,
-        *,
-        device: str = "auto",
-        address: str | None = None,
-        namespace: str | None = None,
-        interface: str | None = None,
-        master_port: int = 0,
-        object_store_gb: float | None = None,
-        temp_dir: str | None = None,
-        ray_init: Mapping[str, Any] | None = None,
-        start_s: float = 300.0,
-        call_s: float = 7200.0,
-        answer_s: float = 30.0,
-        collective_s: float = 1800.0,
-        resources_s: float = 60.0,
-        stop_s: float = 10.0,
-        say: Callable[[str], None] = print,
-    ) -> None:
+    name: str = "tandem"
+    log_dir: Path | None = None
+    _: KW_ONLY
+    device: str = "auto"
+    address: str | None = None
+    namespace: str | None = None
+    interface: str | None = None
+    master_port: int = 0
+    object_store_gb: float | None = None
+    temp_dir: str | None = None
+    ray_init: Mapping[str, Any] | None = None
+    start_s: float = 300.0
+    call_s: float = 7200.0
+    answer_s: float = 30.0
+    collective_s: float = 1800.0
+    resources_s: float = 60.0
+    stop_s: float = 10.0
+    say: Callable[[str], None] = print
+
+    def __post_init__(self) -> None:
         self._started_ray = connect(
-            address, temp_dir=temp_dir, object_store_gb=object_store_gb, ray_init=ray_init
+            self.address,
+            temp_dir=self.temp_dir,
+            object_store_gb=self.object_store_gb,
+            ray_init=self.ray_init,
         )
-        self.gpus = device == "cuda" or (device == "auto" and has_gpus())
-        self._name = name
-        self._id = f"{name}-{uuid.uuid4().hex[:8]}"
-        self._namespace = namespace or self._id
-        self._logs = Path(mkdtemp(prefix="tandem-")) if log_dir is None else log_dir.absolute()
-        self._interface = interface
-        self._master_port = master_port
-        self._start_s = start_s
-        self._collective_s = collective_s
-        self._resources_s = resources_s
-        self._stop_s = stop_s
-        self._watch = Watch(call_s=call_s, answer_s=answer_s, say=say)
+        self.gpus = self.device == "cuda" or (self.device == "auto" and has_gpus())
+        self._id = f"{self.name}-{uuid.uuid4().hex[:8]}"
+        self._namespace = self.namespace or self._id
+        self._logs = Path(mkdtemp(prefix="tandem-")) if self.log_dir is None else self.log_dir.absolute()
+        self._watch = Watch(call_s=self.call_s, answer_s=self.answer_s, say=self.say)
         self._pools: dict[str, Hosts] = {}
         self._ports: dict[str, int] = {}
         self._closed = False
@@ -130,9 +126,9 @@ class RayBackend:
         """
         new = [pool for pool in pools if pool.name not in self._pools]
         groups = reserve(
-            [pool for pool in new if not pool.beside_controller], gpus=self.gpus, timeout_s=self._resources_s
+            [pool for pool in new if not pool.beside_controller], gpus=self.gpus, timeout_s=self.resources_s
         )
-        deadline = time.monotonic() + self._start_s
+        deadline = time.monotonic() + self.start_s
         for pool in new:
             group = groups.get(pool.name)
             self._pools[pool.name] = Hosts(pool, self._spawn(pool, group), [], [], group)
@@ -250,7 +246,7 @@ class RayBackend:
             return {}
         address = hosts.found[0].address
         served = hosts.actors[0].serve_rendezvous.remote(
-            address, self._port_of(hosts.pool), self._collective_s
+            address, self._port_of(hosts.pool), self.collective_s
         )
         return {
             "MASTER_ADDR": address,
@@ -258,15 +254,15 @@ class RayBackend:
             "WORLD_SIZE": str(hosts.pool.world_size),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": "0",
-            **_interface_names(self._interface),
+            **_interface_names(self.interface),
         }
 
     def _port_of(self, pool: ResourcePool) -> int:
         """The first pool's port is the one asked for, the next ones' follow: they may share a machine."""
-        if self._master_port == 0:
+        if self.master_port == 0:
             return 0
         taken = {port for name, port in self._ports.items() if name in self._pools}
-        self._ports[pool.name] = next(p for p in itertools.count(self._master_port) if p not in taken)
+        self._ports[pool.name] = next(p for p in itertools.count(self.master_port) if p not in taken)
         return self._ports[pool.name]
 
     def _did_not_start(self, hosts: Hosts, error: TimeoutError | WorkerFailure) -> WorkerFailure:
@@ -274,7 +270,7 @@ class RayBackend:
         if isinstance(error, WorkerFailure):
             what, restartable = str(error), error.restartable
         else:
-            what = f"not all were up within trainer.timeouts.start={self._start_s:g} s"
+            what = f"not all were up within trainer.timeouts.start={self.start_s:g} s"
             restartable = True
         return WorkerFailure(
             f"resource pool '{pool.name}' could not be started: {what}\n"
@@ -299,13 +295,13 @@ class RayBackend:
             self._watch.check()
             closing = [actor.close.remote() for actor in actors]
             if closing:
-                ray.wait(closing, num_returns=len(closing), timeout=self._stop_s)
+                ray.wait(closing, num_returns=len(closing), timeout=self.stop_s)
         for actor in actors:
             ray.kill(actor)
         for hosts in ending:
             if hosts.group is not None:
                 remove_placement_group(hosts.group)
-        _await_end([place for hosts in ending for place in hosts.places], self._stop_s)
+        _await_end([place for hosts in ending for place in hosts.places], self.stop_s)
 
     def _write_hosts(self) -> None:
         places = [place for hosts in self._pools.values() for place in hosts.places]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pickle
 import time
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -20,33 +21,27 @@ from tandem.runtime.ray_backend.together import Together
 from tandem.runtime.ray_backend.watch import Watch
 
 
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class RayHandle:
     """See `Handle`.
 
     Args:
-        value: the result.
-        index: its pickled index, if it is a batch that stays with its worker.
-        watch: the controller's; None elsewhere.
-        together: what the workers of the same call return.
+        _value: the result.
+        _index: its pickled index, if it is a batch that stays with its worker.
+        _watch: the controller's; None elsewhere.
+        _together: what the workers of the same call return.
     """
 
     borrowed = True
-    __slots__ = ("__weakref__", "_index", "_known", "_together", "_value", "_watch")
+    _value: ray.ObjectRef[Any]
+    _index: ray.ObjectRef[bytes] | bytes | None
+    _watch: Watch | None = None
+    _together: Together | None = None
+    _known: Index | None = field(default=None, init=False)
 
-    def __init__(
-        self,
-        value: ray.ObjectRef[Any],
-        index: ray.ObjectRef[bytes] | bytes | None,
-        watch: Watch | None = None,
-        together: Together | None = None,
-    ) -> None:
-        self._value = value
-        self._index = index
-        self._watch = watch
-        self._together = together
-        if together is not None:
-            together.refs.append(self.first)
-        self._known: Index | None = None
+    def __post_init__(self) -> None:
+        if self._together is not None:
+            self._together.refs.append(self.first)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RayHandle, (self._value, self._index)
