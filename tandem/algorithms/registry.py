@@ -122,23 +122,21 @@ class AdvantageSpec(Spec):
     """An advantage estimator."""
 
     kind = "advantage estimator"
-    known_columns = MappingProxyType(
-        {
-            "token_level_scores": "(N) fp32, the rewards as scored",
-            "token_level_rewards": "(N) fp32, scores less the KL penalty where one is taken",
-            "values": "(N) fp32, the critic's, predicted before each token",
-            "response_mask": "(N) bool, tokens that the policy wrote",
-            "old_log_probs": "(N) fp32, nats",
-            "ref_log_probs": "(N) fp32, nats",
-            "rollout_log_probs": "(N) fp32, nats, of the engine that sampled",
-            "rollout_is_weights": "(N) fp32, the rollout correction's importance weights; ones without",
-            "sum_pi_squared": "(N) fp32, sum over the vocabulary of pi(v)**2 at the token's position",
-            "reward_baselines": "(B) fp32, total reward of the prompt's greedy response",
-            "reward_components": "(B, K) fp32, a sequence's rewards by component",
-            "group": "(B) int64, which prompt each sequence answers",
-            "offsets": "(B+1) int64, where each sequence starts",
-        }
-    )
+    known_columns: ClassVar[Mapping[str, str]] = {
+        "token_level_scores": "(N) fp32, the rewards as scored",
+        "token_level_rewards": "(N) fp32, scores less the KL penalty where one is taken",
+        "values": "(N) fp32, the critic's, predicted before each token",
+        "response_mask": "(N) bool, tokens that the policy wrote",
+        "old_log_probs": "(N) fp32, nats",
+        "ref_log_probs": "(N) fp32, nats",
+        "rollout_log_probs": "(N) fp32, nats, of the engine that sampled",
+        "rollout_is_weights": "(N) fp32, the rollout correction's importance weights; ones without",
+        "sum_pi_squared": "(N) fp32, sum over the vocabulary of pi(v)**2 at the token's position",
+        "reward_baselines": "(B) fp32, total reward of the prompt's greedy response",
+        "reward_components": "(B, K) fp32, a sequence's rewards by component",
+        "group": "(B) int64, which prompt each sequence answers",
+        "offsets": "(B+1) int64, where each sequence starts",
+    }
     result = "Advantages(advantages, returns)"
 
     @property
@@ -162,14 +160,12 @@ class Selection(Spec):
     """A choice of tokens over a whole batch, before the updates on it; see `tandem.algorithms.selection`."""
 
     kind = "choice of tokens"
-    known_columns = MappingProxyType(
-        {
-            "old_log_probs": "(N) fp32, nats, of the policy before this batch's updates",
-            "advantages": "(N) fp32",
-            "response_mask": "(N) bool, tokens that the policy wrote",
-            "offsets": "(B+1) int64, where each sequence starts",
-        }
-    )
+    known_columns: ClassVar[Mapping[str, str]] = {
+        "old_log_probs": "(N) fp32, nats, of the policy before this batch's updates",
+        "advantages": "(N) fp32",
+        "response_mask": "(N) bool, tokens that the policy wrote",
+        "offsets": "(B+1) int64, where each sequence starts",
+    }
     result = "(N) bool"
 
     def __call__(self, columns: Mapping[str, Tensor], options: Mapping[str, Option]) -> Tensor:
@@ -191,20 +187,18 @@ class PolicyLossSpec(Spec):
     """A policy loss."""
 
     kind = "policy loss"
-    known_columns = MappingProxyType(
-        {
-            "log_probs": "(N) fp32, nats, of the policy being trained; carries the gradient",
-            "old_log_probs": "(N) fp32, nats, of the policy before this batch's updates",
-            "advantages": "(N) fp32",
-            "response_mask": "(N) bool, tokens that the policy wrote",
-            "offsets": "(B+1) int64, where each sequence starts",
-            "entropy": "(N) fp32, nats; carries the gradient",
-            "rollout_log_probs": "(N) fp32, nats, of the engine that sampled",
-            "rollout_is_weights": "(N) importance weights of the rollout correction, bounded; ones without; "
-            "the losses of a function that does not take them are multiplied by them",
-            "selected_tokens": "(N) bool, chosen over the whole batch, see `selects_tokens`",
-        }
-    )
+    known_columns: ClassVar[Mapping[str, str]] = {
+        "log_probs": "(N) fp32, nats, of the policy being trained; carries the gradient",
+        "old_log_probs": "(N) fp32, nats, of the policy before this batch's updates",
+        "advantages": "(N) fp32",
+        "response_mask": "(N) bool, tokens that the policy wrote",
+        "offsets": "(B+1) int64, where each sequence starts",
+        "entropy": "(N) fp32, nats; carries the gradient",
+        "rollout_log_probs": "(N) fp32, nats, of the engine that sampled",
+        "rollout_is_weights": "(N) importance weights of the rollout correction, bounded; ones without; "
+        "the losses of a function that does not take them are multiplied by them",
+        "selected_tokens": "(N) bool, chosen over the whole batch, see `selects_tokens`",
+    }
     result = "(losses per token, {metric: per token})"
 
     @property
@@ -234,12 +228,10 @@ class KLSpec(Spec):
     """An estimator of KL(policy || reference) from the tokens sampled."""
 
     kind = "KL estimator"
-    known_columns = MappingProxyType(
-        {
-            "log_probs": "(N) fp32, nats, of the policy; may carry the gradient",
-            "ref_log_probs": "(N) fp32, nats, of the reference",
-        }
-    )
+    known_columns: ClassVar[Mapping[str, str]] = {
+        "log_probs": "(N) fp32, nats, of the policy; may carry the gradient",
+        "ref_log_probs": "(N) fp32, nats, of the reference",
+    }
     result = "an estimate per token"
 
     def __call__(self, columns: Mapping[str, Tensor]) -> Tensor:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -144,13 +145,9 @@ class CheckpointManager:
             folder = staging.enter_context(self._staging(step))
             _begin(folder, starters)
             pickled, judged = _pickled(state), dict(metrics)
-            return PendingSave(
-                self._path(step),
-                staging.pop_all(),
-                [written_mark(folder / name) for name in starters],
-                lambda: self._seal(folder, step, pickled, judged),
-                lambda: self._prune(step),
-            )
+            marks = [written_mark(folder / name) for name in starters]
+            seal = partial(self._seal, folder, step, pickled, judged)
+            return PendingSave(self._path(step), staging.pop_all(), marks, seal, partial(self._prune, step))
 
     def _path(self, step: int) -> Path:
         return self._root / f"step_{step:06d}"

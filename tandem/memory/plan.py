@@ -138,18 +138,9 @@ class _Planner:
         def held(
             name: str, section: Any, model: Any, optim: Any = None, path: str | None = None, **more: Any
         ) -> Held:
+            shape, fsdp = shapes(path or model.path), section.fsdp_config
             sequence = section.ulysses_sequence_parallel_size
-            options = {"cuda": self.cuda, **more}
-            return Held(
-                name,
-                shapes(path or model.path),
-                devices(name),
-                model,
-                section.fsdp_config,
-                sequence,
-                optim,
-                **options,
-            )
+            return Held(name, shape, devices(name), model, fsdp, sequence, optim, self.cuda, **more)
 
         entropy = policy.actor.entropy_coeff != 0 or policy.actor.adaptive_entropy.enabled
         yield held("actor", policy.actor, policy.model, policy.actor.optim, entropy=entropy)

@@ -169,7 +169,6 @@ class Held:
             sequence=self.sequence,
             lora_rank=self.model.lora_rank if self.optim else 0,
             fused=fused,
-            rectangles=False,
             offloaded=self.cuda and self.model.enable_activation_offload,
             held=held,
         )

@@ -49,12 +49,8 @@ class Index(Table):
                 expected="DataProto",
                 remedy='register the method with collect="first" or another dispatch mode',
             )
-        return cls(
-            batch.non_tensor_batch.get("uid"),
-            torch.arange(len(batch)),
-            _shared((name, c.lengths) for name, c in batch.batch.items() if isinstance(c, Ragged)),
-            batch.columns,
-        )
+        lengths = _shared((name, c.lengths) for name, c in batch.batch.items() if isinstance(c, Ragged))
+        return cls(batch.non_tensor_batch.get("uid"), torch.arange(len(batch)), lengths, batch.columns)
 
     def __len__(self) -> int:
         return len(self.row_ids)
@@ -87,14 +83,10 @@ class Index(Table):
 
     def _below(self, others: Sequence[Self]) -> Self:
         parts = (self, *others)
-        uids = [part.uids for part in parts if part.uids is not None]
-        lengths = {name: torch.cat([part.lengths[name] for part in parts]) for name in self.lengths}
-        return replace(
-            self,
-            uids=np.concatenate(uids) if len(uids) == len(parts) else None,
-            row_ids=torch.arange(sum(map(len, parts))),
-            lengths=_shared(lengths.items()),
-        )
+        given = [part.uids for part in parts if part.uids is not None]
+        uids = np.concatenate(given) if len(given) == len(parts) else None
+        lengths = _shared((n, torch.cat([part.lengths[n] for part in parts])) for n in self.lengths)
+        return replace(self, uids=uids, row_ids=torch.arange(sum(map(len, parts))), lengths=lengths)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Built-in types only, which pickle small: each family of lengths once, integers in as few bytes
@@ -134,12 +126,9 @@ def _unpacked(
     columns: tuple[str, ...],
 ) -> Index:
     tensors = [_integers(family) for family in families]
-    return Index(
-        None if uids is None else object_array(uids),
-        torch.arange(row_ids) if isinstance(row_ids, int) else _integers(row_ids),
-        {name: tensors[place] for name, place in lengths},
-        columns,
-    )
+    rows = torch.arange(row_ids) if isinstance(row_ids, int) else _integers(row_ids)
+    places = {name: tensors[place] for name, place in lengths}
+    return Index(None if uids is None else object_array(uids), rows, places, columns)
 
 
 def _shared(lengths: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

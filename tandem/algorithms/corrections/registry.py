@@ -12,8 +12,7 @@ Options keep their defaults. Shapes: N tokens of all sequences together, B seque
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,14 +22,12 @@ from tandem.algorithms.registry import Option, Registry, Spec
 LOG_RATIO_LIMIT = 20.0
 """Logarithms of ratios are clamped to this on both sides before they are exponentiated."""
 
-_COLUMNS = MappingProxyType(
-    {
-        "old_log_probs": "(N) fp64, nats, of the policy before this batch's updates, computed by training",
-        "rollout_log_probs": "(N) fp64, nats, of the engine that sampled",
-        "response_mask": "(N) bool, tokens that the policy wrote",
-        "offsets": "(B+1) int64, where each sequence starts",
-    }
-)
+_COLUMNS = {
+    "old_log_probs": "(N) fp64, nats, of the policy before this batch's updates, computed by training",
+    "rollout_log_probs": "(N) fp64, nats, of the engine that sampled",
+    "response_mask": "(N) bool, tokens that the policy wrote",
+    "offsets": "(B+1) int64, where each sequence starts",
+}
 
 
 class Observation(NamedTuple):
@@ -50,7 +47,7 @@ class Observation(NamedTuple):
 class _PerToken(Spec):
     """A function of log-probs that gives a number for each token."""
 
-    known_columns = _COLUMNS
+    known_columns: ClassVar[Mapping[str, str]] = _COLUMNS
 
     @property
     def by_sequence(self) -> bool:

@@ -49,14 +49,8 @@ def bypass_mode(
     Liu et al. 2025, https://richardli.xyz/rl-collapse.
     """
     if loss_type == "ppo_clip":
-        return vanilla(
-            log_probs,
-            old_log_probs,
-            advantages,
-            clip_ratio_low=clip_ratio_low,
-            clip_ratio_high=clip_ratio_high,
-            clip_ratio_c=clip_ratio_c,
-        )
+        bounds = {"clip_ratio_low": clip_ratio_low, "clip_ratio_high": clip_ratio_high}
+        return vanilla(log_probs, old_log_probs, advantages, **bounds, clip_ratio_c=clip_ratio_c)
     if loss_type != "reinforce":
         raise ConfigError("unknown value", field="loss_type", got=loss_type, expected="ppo_clip or reinforce")
     require_same_shape(log_probs, advantages)

@@ -293,10 +293,7 @@ Item = TypeVar("Item")
 
 def _drained(items: deque[Item]) -> tuple[Item, ...]:
     """All that is there, taken out; the lane may add to it meanwhile."""
-    taken = []
-    while items:
-        taken.append(items.popleft())
-    return tuple(taken)
+    return tuple(items.popleft() for _ in range(len(items)))
 
 
 def _beyond_this_file(trace: TracebackType | None) -> TracebackType | None:
@@ -329,8 +326,8 @@ def _redirect_output(log: Path) -> Any:
 
 
 def _resident_bytes() -> int:
-    with open("/proc/self/statm", encoding="utf-8") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    pages = Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 Actor = Any

@@ -193,17 +193,12 @@ class RayBackend:
     def _spawn(self, pool: ResourcePool, group: PlacementGroup | None) -> list[Actor]:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         nodes = [node for node, count in enumerate(pool.process_on_nodes) for _ in range(count)]
+        cwd, trusted = os.getcwd(), os.environ.get(TRUST, "")
+        path = tuple(each or cwd for each in sys.path)
         actors = []
         for rank, node in enumerate(nodes):
-            setup = Setup(
-                pool.name,
-                rank,
-                pool.world_size,
-                os.getcwd(),
-                tuple(path or os.getcwd() for path in sys.path),
-                self._log_of(pool, rank),
-                os.environ.get(TRUST, ""),
-            )
+            log = self._log_of(pool, rank)
+            setup = Setup(pool.name, rank, pool.world_size, cwd, path, log, trusted)
             where = (
                 {"num_cpus": 0, "scheduling_strategy": here}
                 if group is None
