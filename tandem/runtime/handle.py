@@ -7,9 +7,8 @@ from concurrent.futures import Future as Running
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from tandem.errors import DataError
 from tandem.protocol import DataProto
-from tandem.runtime.index import Index
+from tandem.runtime.index import Index, require_batch
 
 
 class Handle(Protocol):
@@ -114,12 +113,4 @@ class Source:
         Raises:
             DataError: the method returned something else.
         """
-        value = self.handle.get(timeout_s)
-        if not isinstance(value, DataProto):
-            raise DataError(
-                f"{self.method} did not return a batch",
-                got=type(value).__name__,
-                expected="DataProto",
-                remedy='register it with collect="first" or another dispatch mode',
-            )
-        return value
+        return require_batch(self.handle.get(timeout_s), f"{self.method} did not return a batch")

@@ -42,13 +42,7 @@ class Index(Table):
         Raises:
             DataError: something else than a batch.
         """
-        if not isinstance(batch, DataProto):
-            raise DataError(
-                "only a batch has an index",
-                got=type(batch).__name__,
-                expected="DataProto",
-                remedy='register the method with collect="first" or another dispatch mode',
-            )
+        require_batch(batch, "only a batch has an index")
         lengths = _shared((name, c.lengths) for name, c in batch.batch.items() if isinstance(c, Ragged))
         return cls(batch.non_tensor_batch.get("uid"), torch.arange(len(batch)), lengths, batch.columns)
 
@@ -101,6 +95,22 @@ class Index(Table):
             [(name, place[id(column)]) for name, column in self.lengths.items()],
             self.columns,
         )
+
+
+def require_batch(value: Any, message: str) -> DataProto:
+    """Return what a method returned, if that is a batch.
+
+    Raises:
+        DataError: it is something else; `message` says what for a batch is needed.
+    """
+    if isinstance(value, DataProto):
+        return value
+    raise DataError(
+        message,
+        got=type(value).__name__,
+        expected="DataProto",
+        remedy='register the method with collect="first" or another dispatch mode',
+    )
 
 
 Packed = tuple[str, bytes]
