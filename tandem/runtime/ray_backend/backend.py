@@ -240,9 +240,12 @@ class RayBackend:
         if hosts.pool.world_size == 1:
             return {}
         address = hosts.found[0].address
-        served = hosts.actors[0].serve_rendezvous.remote(
-            address, self._port_of(hosts.pool), self.collective_s
-        )
+        port = 0
+        if self.master_port != 0:  # the first pool's is the one asked for, the next ones' follow
+            taken = {port for name, port in self._ports.items() if name in self._pools}
+            port = next(port for port in itertools.count(self.master_port) if port not in taken)
+            self._ports[hosts.pool.name] = port
+        served = hosts.actors[0].serve_rendezvous.remote(address, port, self.collective_s)
         return {
             "MASTER_ADDR": address,
             "MASTER_PORT": str(self._by(deadline, served)),
@@ -251,14 +254,6 @@ class RayBackend:
             "TORCHELASTIC_RESTART_COUNT": "0",
             **_interface_names(self.interface),
         }
-
-    def _port_of(self, pool: ResourcePool) -> int:
-        """The first pool's port is the one asked for, the next ones' follow: they may share a machine."""
-        if self.master_port == 0:
-            return 0
-        taken = {port for name, port in self._ports.items() if name in self._pools}
-        self._ports[pool.name] = next(p for p in itertools.count(self.master_port) if p not in taken)
-        return self._ports[pool.name]
 
     def _did_not_start(self, hosts: Hosts, error: TimeoutError | WorkerFailure) -> WorkerFailure:
         pool = hosts.pool
@@ -284,7 +279,7 @@ class RayBackend:
         return self._watch.get(ref, max(0.0, deadline - time.monotonic()))
 
     def _end(self, ending: Sequence[Hosts]) -> None:
-        """Orderly where they still answer, then in any case."""
+        """Orderly where they still answer, then in any case; waits until those on this machine are gone."""
         actors = [actor for hosts in ending for actor in hosts.actors]
         with suppress(RayError, WorkerFailure):  # they are killed below, whatever state they are in
             self._watch.check()
@@ -296,7 +291,11 @@ class RayBackend:
         for hosts in ending:
             if hosts.group is not None:
                 remove_placement_group(hosts.group)
-        _await_end([place for hosts in ending for place in hosts.places], self.stop_s)
+        here = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        pids = [place.pid for hosts in ending for place in hosts.places if place.node == here]
+        deadline = time.monotonic() + self.stop_s
+        while any(map(_alive, pids)) and time.monotonic() < deadline:
+            time.sleep(0.05)
 
     def _write_hosts(self) -> None:
         places = [place for hosts in self._pools.values() for place in hosts.places]
@@ -344,14 +343,6 @@ def _ship_modules_of(worker: WorkerFactory) -> None:
             continue  # the last is part of the interpreter
         if PathFinder.find_spec(module.__name__.split(".")[0]) is None:
             ray.cloudpickle.register_pickle_by_value(module)  # type: ignore[no-untyped-call]
-
-
-def _await_end(places: Sequence[Place], timeout_s: float) -> None:
-    """Until the processes on this machine are gone."""
-    here = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-    deadline = time.monotonic() + timeout_s
-    while any(place.node == here and _alive(place.pid) for place in places) and time.monotonic() < deadline:
-        time.sleep(0.05)
 
 
 def _alive(pid: int) -> bool:
