@@ -128,7 +128,13 @@ class _Planner:
         self.recomputed = "none"
         self.held = {held.name: held for held in self._models(shapes)}
         self.pools = {name: config.trainer.placed(name) or "" for name in self.held}
-        self.longest = config.actor_rollout_ref.rollout.longest(config.data)
+        self.rollout = config.actor_rollout_ref.rollout
+        self.share = self.rollout.gpu_memory_utilization or 0.5
+        self.longest = self.rollout.longest(config.data)
+        self.sampler = self.held.get("rollout", self.held["actor"])
+        self.token = self.sampler.shape.kv_bytes(self.sampler.compute, self.rollout.split)
+        blocks = -(-self.longest // self.rollout.block_size)
+        self.one_sequence = blocks * self.rollout.block_size * self.token
 
     def _models(self, shapes: Callable[[str], ModelShape]) -> Iterator[Held]:
         """The roles' models. A rollout apart from the actor has a frozen copy."""
@@ -179,12 +185,7 @@ class _Planner:
         if name == "rollout" and self.cuda:  # once the engine has copied the weights, they may leave
             parts["weights"] = held.idle["weights"]
         if moment is not None:
-            parts |= {
-                "gathered": moment.gathered,
-                "gradients": moment.gradients,
-                "activations": moment.activations,
-                "head": moment.head,
-            }
+            parts |= {part: size for part, size in moment._asdict().items() if part in _DYNAMIC}
         parts |= {**more, **self._beside(pool, held.name)}
         if self.cuda:
             dynamic = sum(size for part, size in parts.items() if part in _DYNAMIC)
@@ -198,69 +199,57 @@ class _Planner:
             parts = {"weights": held.weights, "optimizer": held.state, **self._beside(self.pools[name], name)}
             yield Phase(f"load {name}", self.pools[name], parts)
 
-    def _sampler(self) -> Held:
-        return self.held.get("rollout", self.held["actor"])
-
     def _left_over(self) -> float:
         """What the rollout engine holds outside generation."""
-        rollout = self.config.actor_rollout_ref.rollout
+        rollout = self.rollout
         if rollout.free_cache_engine or rollout.on_named_servers or rollout.name == "hf":
             return 0.0
         if rollout.name == "vllm":
-            return (rollout.gpu_memory_utilization or 0.5) * self.device
+            return self.share * self.device
         weights, cache, _ = self._native()
         return weights + cache
 
     def _native(self) -> tuple[float, float, float]:
         """Bytes of the native engine's weights, its cache, and what both leave alone. The cache is what its
         sequences need, and no more than `DeviceMemory` gives."""
-        rollout, held = self.config.actor_rollout_ref.rollout, self._sampler()
+        rollout, held = self.rollout, self.sampler
         weights = held.compute * held.shape.parameters / rollout.split
-        wanted = self._wanted(rollout.split)
+        wanted = self._wanted()
         if not self.cuda:
-            return weights, min(wanted, (rollout.gpu_memory_utilization or 0.5) * self.device), 0.0
+            return weights, min(wanted, self.share * self.device), 0.0
         others = self._beside(self.pools[held.name], held.name)["others"]
         others += sum(held.idle.values())
         memory = DeviceMemory(int(self.device), int(others + weights), int(weights))
         share = rollout.gpu_memory_utilization or (0.9 if rollout.free_cache_engine else 0.5)
         cache = min(wanted, memory.cache(share))
-        sequences = self.slots = int(cache // self._one_sequence(rollout.split))
+        sequences = self.slots = int(cache // self.one_sequence)
         if sequences == 0:
             self.notes.append("the KV cache cannot hold one sequence of the greatest length")
         elif cache < wanted:
             self.notes.append(f"the KV cache holds {sequences} sequences of {self.longest} tokens at a time")
-        cache = max(cache, self._one_sequence(rollout.split))
-        return weights, cache, float(memory.reserved)
+        return weights, max(cache, self.one_sequence), float(memory.reserved)
 
-    def _wanted(self, split: int) -> float:
+    def _wanted(self) -> float:
         """Bytes of the cache of all sequences that run at the same time, at their longest."""
-        config, rollout = self.config, self.config.actor_rollout_ref.rollout
-        held = self._sampler()
-        engines = max(1, held.ranks // split)
-        samples = -(-config.data.prompts_at_a_time * rollout.n // engines)
-        sequences = min(rollout.max_num_seqs, samples)
+        rollout = self.rollout
         if rollout.num_gpu_blocks_override is not None:
-            token = held.shape.kv_bytes(held.compute, split)
-            return rollout.num_gpu_blocks_override * rollout.block_size * token
-        return sequences * self._one_sequence(split)
-
-    def _one_sequence(self, split: int) -> float:
-        """Bytes of the blocks of a sequence of the greatest length."""
-        size, held = self.config.actor_rollout_ref.rollout.block_size, self._sampler()
-        return -(-self.longest // size) * size * held.shape.kv_bytes(held.compute, split)
+            return rollout.num_gpu_blocks_override * rollout.block_size * self.token
+        engines = max(1, self.sampler.ranks // rollout.split)
+        samples = -(-self.config.data.prompts_at_a_time * rollout.n // engines)
+        return min(rollout.max_num_seqs, samples) * self.one_sequence
 
     def _rollout(self) -> Iterator[Phase]:
-        rollout, held = self.config.actor_rollout_ref.rollout, self._sampler()
+        rollout, held = self.rollout, self.sampler
         if rollout.on_named_servers:
             self.notes.append("responses come from servers elsewhere, whose memory is theirs")
             return
         if rollout.name == "vllm":
-            share = rollout.gpu_memory_utilization or 0.5
+            engine = self.share * self.device
             weights = held.compute * held.shape.parameters / rollout.split
-            self.slots = int((share * self.device - weights) // self._one_sequence(rollout.split))
+            self.slots = int((engine - weights) // self.one_sequence)
             bucket = rollout.update_weights_bucket_megabytes * 2.0**20
-            yield self._phase("reshard", held, None, engine=share * self.device, gathered=bucket)
-            yield self._phase("rollout", held, None, engine=share * self.device)
+            yield self._phase("reshard", held, None, engine=engine, gathered=bucket)
+            yield self._phase("rollout", held, None, engine=engine)
             return
         weights, cache, reserve = self._native()
         split = held.fsdp.tensor_parallel_size * held.fsdp.pipeline_parallel_size > 1
@@ -270,18 +259,18 @@ class _Planner:
             yield self._phase("reshard", held, None, gathered=whole, engine=weights)
             reserve = max(0.0, reserve - self._beside(self.pools[held.name])["context"])
             phase = self._phase("rollout", held, None, engine=weights, cache=cache, reserve=reserve)
-            yield replace(phase, flexible=cache - self._one_sequence(rollout.split))
+            yield replace(phase, flexible=cache - self.one_sequence)
         else:
             yield self._phase("rollout", held, None, gathered=whole, cache=cache)
 
     def _training_load(self, section: CriticConfig | ActorConfig) -> Load:
         """A mini-batch of a model that learns."""
-        samples = section.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
+        samples = section.ppo_mini_batch_size * self.rollout.n
         return Load(samples, self.longest, section.train_batching)
 
     def _forwards(self) -> Iterator[Phase]:
         config, policy = self.config, self.config.actor_rollout_ref
-        samples = config.data.train_batch_size * policy.rollout.n
+        samples = config.data.train_batch_size * self.rollout.n
         every = {
             "actor": ("old log-probs", policy.rollout.log_prob_batching),
             "ref": ("ref log-probs", policy.ref.log_prob_batching),
@@ -336,8 +325,7 @@ class _Planner:
                 inputs = tokens * held.shape.decoder.hidden * held.compute * held.gathered.layers
                 parts["activations"] = max(parts["activations"], float(here * inputs))
         parts["processes"] = max(processes.values()) * _PROCESS
-        rollout = config.actor_rollout_ref.rollout
-        parts["samples"] = config.data.train_batch_size * rollout.n * self.longest * float(_SAMPLE_BYTES)
+        parts["samples"] = config.data.train_batch_size * self.rollout.n * self.longest * float(_SAMPLE_BYTES)
         return parts
 
     def _disk(self) -> dict[str, float]:
