@@ -252,8 +252,7 @@ class _Planner:
             yield self._phase("rollout", held, None, engine=engine)
             return
         weights, cache, reserve = self._native()
-        split = held.fsdp.tensor_parallel_size * held.fsdp.pipeline_parallel_size > 1
-        streamed = held.model.lora_rank > 0 or split  # tensor by tensor
+        streamed = held.model.lora_rank > 0 or held.split > 1  # tensor by tensor
         whole = held.compute * (held.shape.embedding if streamed else held.gathered.whole)
         if self.cuda and rollout.name == "native":
             yield self._phase("reshard", held, None, gathered=whole, engine=weights)
@@ -335,8 +334,7 @@ class _Planner:
             if held.optim is not None:
                 own = held.gathered
                 state = (held.state + held.host_state) * held.shards
-                split = held.fsdp.tensor_parallel_size * held.fsdp.pipeline_parallel_size
-                parts[name] = (held.master * own.trained + state) * split
+                parts[name] = (held.master * own.trained + state) * held.split
         return {"checkpoint": sum(parts.values())}
 
 

@@ -229,20 +229,18 @@ class Watch:
     def _run(self) -> None:
         while not self._closed.wait(min(5.0, self._answer_s / 6)):
             with self._lock:
+                if self._failure is not None:
+                    continue
                 try:
-                    self._look()
+                    answers = self._survey()
+                    fault = self._fault(answers, patient=True)
+                    if fault is not None:
+                        self._failure = self._report(fault, answers)
                 except Exception as error:  # or nobody would watch any more, and nobody know it
                     self._failure = WorkerFailure(
                         f"the watch over the workers failed: {error}", restartable=True
                     )
                     self._failure.__cause__ = error
-
-    def _look(self) -> None:
-        if self._failure is None:
-            answers = self._survey()
-            fault = self._fault(answers, patient=True)
-            if fault is not None:
-                self._failure = self._report(fault, answers)
 
     def _failure_behind(self, error: RayError) -> WorkerFailure:
         """The report on a result that cannot be had: whatever failed first, here or elsewhere."""
