@@ -128,6 +128,10 @@ class _Planner:
         self.recomputed = "none"
         self.held = {held.name: held for held in self._models(shapes)}
         self.pools = {name: config.trainer.placed(name) or "" for name in self.held}
+        self.learn: dict[str, CriticConfig | ActorConfig] = {
+            "critic": config.critic,
+            "actor": config.actor_rollout_ref.actor,
+        }
         self.rollout = config.actor_rollout_ref.rollout
         self.share = self.rollout.gpu_memory_utilization or 0.5
         self.longest = self.rollout.longest(config.data)
@@ -285,12 +289,8 @@ class _Planner:
                     yield self._phase(f"{phase} of {one}" if one else phase, held, moment)
 
     def _updates(self) -> Iterator[Phase]:
-        every: list[tuple[str, str, CriticConfig | ActorConfig]] = [
-            ("critic", "critic update", self.config.critic),
-            ("actor", "actor update", self.config.actor_rollout_ref.actor),
-        ]
-        for name, phase, section in every:
-            held = self.held.get(name)
+        for name, section in self.learn.items():
+            held, phase = self.held.get(name), f"{name} update"
             if held is None:
                 continue
             load = self._training_load(section)
@@ -318,8 +318,7 @@ class _Planner:
             if trainer.async_save and held.optim is not None:
                 parts["checkpoints"] += here * (held.weights + held.state + held.host_state)
             if held.way().setup.offloaded and held.optim is not None:
-                section = config.critic if name == "critic" else config.actor_rollout_ref.actor
-                tokens, _ = held.tokens(self._training_load(section))
+                tokens, _ = held.tokens(self._training_load(self.learn[name]))
                 # the inputs of all layers but those on the device, which run again
                 inputs = tokens * held.shape.decoder.hidden * held.compute * held.gathered.layers
                 parts["activations"] = max(parts["activations"], float(here * inputs))

@@ -73,8 +73,8 @@ class RayHandle:
         else:
             packed = self._watch.get(self._index, timeout_s, together=self._together)
             self._watch.index_bytes += len(packed)
-        self._known = known = pickle.loads(packed)
-        return known
+        self._known = pickle.loads(packed)
+        return self._known
 
     def wait(self, timeout_s: float | None = None) -> None:
         if not isinstance(self._index, bytes):
