@@ -69,7 +69,7 @@ class BackgroundWrite:
             self._error = error
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class PendingSave:
     """A checkpoint that others are writing.
 

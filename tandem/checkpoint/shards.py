@@ -12,7 +12,7 @@ from torch import Tensor
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class ShardWriter:
     """Fills a folder with safetensors files; `close` ends the last one and, of several, writes the index.
 

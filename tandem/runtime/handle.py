@@ -77,7 +77,7 @@ class Aside:
         return self.running.done()
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Source:
     """One worker's promised batch; the leaves of expressions.
 

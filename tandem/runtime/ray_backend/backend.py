@@ -54,7 +54,7 @@ class Hosts:
     group: PlacementGroup | None
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class RayBackend:
     """See `Backend`.
 

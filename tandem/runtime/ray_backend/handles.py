@@ -21,7 +21,7 @@ from tandem.runtime.ray_backend.together import Together
 from tandem.runtime.ray_backend.watch import Watch
 
 
-@dataclass(slots=True, weakref_slot=True, eq=False)
+@dataclass(slots=True, weakref_slot=True, eq=False, repr=False)
 class RayHandle:
     """See `Handle`.
 
