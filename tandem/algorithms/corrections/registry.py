@@ -44,6 +44,12 @@ class Observation(NamedTuple):
     reduction: str
 
 
+def sequence_observations(values: Tensor, counted: Tensor) -> dict[str, Observation]:
+    """Report one number per sequence by its mean, deviation, maximum and minimum."""
+    reductions = {"mean": "mean", "std": "sample_std", "max": "max", "min": "min"}
+    return {f"seq_{name}": Observation(values, counted, how) for name, how in reductions.items()}
+
+
 class _PerToken(Spec):
     """A function of log-probs that gives a number for each token."""
 
