@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tandem.algorithms.masked import segment_sum, spread
+from tandem.algorithms.masked import require_same_shape, segment_sum, spread
 from tandem.errors import ConfigError
 
 AGGREGATIONS = (
@@ -67,7 +67,7 @@ def aggregate(
     seq-mean-token-mean, Shao et al. 2024 (GRPO), https://arxiv.org/abs/2402.03300, eq. 3;
     seq-mean-token-sum-norm, Liu et al. 2025 (Dr. GRPO), https://arxiv.org/abs/2503.20783, section 3.2.
     """
-    assert values.shape == mask.shape, (values.shape, mask.shape)
+    require_same_shape(values, mask)
     assert mask.dtype == torch.bool, mask.dtype
     counted = torch.where(mask, values, 0)
     if mode == "seq-mean-token-mean":

@@ -5,6 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from tandem.algorithms.masked import require_same_shape
+
 
 def bradley_terry_loss(
     chosen: Tensor, rejected: Tensor, margin: Tensor, *, center_coefficient: float = 0.0
@@ -32,6 +34,6 @@ def bradley_terry_loss(
     https://arxiv.org/abs/2307.09288, equation 2; the second term: Eisenstein et al. 2023,
     https://arxiv.org/abs/2312.09244.
     """
-    assert chosen.shape == rejected.shape == margin.shape, (chosen.shape, rejected.shape, margin.shape)
+    require_same_shape(chosen, rejected, margin)
     loss = -logsigmoid(chosen - rejected - margin)
     return loss + center_coefficient * (chosen + rejected).square()

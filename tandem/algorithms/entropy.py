@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass, field
 
+
+@dataclass
 class AdaptiveEntropyController:
     """An entropy coefficient that answers to the entropy:
 
@@ -26,30 +29,29 @@ class AdaptiveEntropyController:
         minimum, maximum: the bounds of c.
     """
 
-    def __init__(
-        self, coefficient: float, *, target: float, delta: float, minimum: float, maximum: float
-    ) -> None:
-        self.target = target
-        self.delta = delta
-        self.minimum, self.maximum = minimum, maximum
-        self._coefficient = coefficient
-        self._active = True
+    coefficient: float
+    _: KW_ONLY
+    target: float
+    delta: float
+    minimum: float
+    maximum: float
+    _active: bool = field(default=True, init=False)
 
     @property
     def value(self) -> float:
         """The weight of the entropy bonus in the next update."""
-        return self._coefficient if self._active else 0.0
+        return self.coefficient if self._active else 0.0
 
     def update(self, entropy: float) -> None:
         """Moves the coefficient after a step whose mean entropy, nats per token, was `entropy`."""
         gap = self.target - entropy
-        moved = self._coefficient + self.delta * ((gap > 0) - (gap < 0))
-        self._coefficient = min(max(moved, self.minimum), self.maximum)
+        moved = self.coefficient + self.delta * ((gap > 0) - (gap < 0))
+        self.coefficient = min(max(moved, self.minimum), self.maximum)
         self._active = gap >= 0
 
     def state_dict(self) -> dict[str, float | bool]:
-        return {"coefficient": self._coefficient, "active": self._active}
+        return {"coefficient": self.coefficient, "active": self._active}
 
     def load_state_dict(self, state: dict[str, float | bool]) -> None:
         """Goes on from a saved coefficient."""
-        self._coefficient, self._active = float(state["coefficient"]), bool(state["active"])
+        self.coefficient, self._active = float(state["coefficient"]), bool(state["active"])

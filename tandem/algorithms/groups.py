@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.algorithms.masked import segment_sum
+from tandem.algorithms.masked import require_same_shape, segment_sum
 
 
 class GroupStatistics(NamedTuple):
@@ -24,21 +24,15 @@ class GroupStatistics(NamedTuple):
     size: Tensor
 
 
-class _Sorted(NamedTuple):
-    """Sequences by group.
+def _sorted(group: Tensor) -> tuple[Tensor, Tensor]:
+    """Sort sequences by group.
 
-    Attributes:
-        order: (B) int64, the sequences of one group after those of another, in their own order.
-        offsets: (G+1) int64, where each group starts in that order.
+    Returns:
+        (B) int64, the sequences of one group after those of another, in their own order; (G+1) int64, where
+        each group starts in that order.
     """
-
-    order: Tensor
-    offsets: Tensor
-
-
-def _sorted(group: Tensor) -> _Sorted:
     sizes = group.bincount()
-    return _Sorted(group.argsort(stable=True), torch.cat((sizes.new_zeros(1), sizes.cumsum(0))))
+    return group.argsort(stable=True), torch.cat((sizes.new_zeros(1), sizes.cumsum(0)))
 
 
 def group_sum(values: Tensor, group: Tensor) -> Tensor:
@@ -48,39 +42,31 @@ def group_sum(values: Tensor, group: Tensor) -> Tensor:
         values: (B) float64.
         group: (B) int64 from 0, in any order.
     """
-    assert values.shape == group.shape, (values.shape, group.shape)
+    require_same_shape(values, group)
     if values.device.type == "cpu":
         return group.bincount(weights=values)[group]
     order, offsets = _sorted(group)  # for on other devices weighted counts come to other bits each time
     return segment_sum(values[order], offsets)[group]
 
 
-class BestTwo(NamedTuple):
-    """The two best of each group that has members.
-
-    Attributes:
-        best: int64, which sequence has the greatest score; the first of several.
-        second: the score next to it, zero where the best is alone.
-    """
-
-    best: Tensor
-    second: Tensor
-
-
-def best_two(scores: Tensor, group: Tensor) -> BestTwo:
-    """The best sequence of every group and the score of the second best.
+def best_two(scores: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
+    """Find the best sequence of every group that has members, and the score of the second best.
 
     Args:
         scores: (B).
         group: (B) int64 from 0, in any order.
+
+    Returns:
+        int64, which sequence has the greatest score, the first of several; the score next to it, zero where
+        the best is alone.
     """
-    assert scores.shape == group.shape, (scores.shape, group.shape)
+    require_same_shape(scores, group)
     falling = scores.argsort(descending=True, stable=True)
     order, offsets = _sorted(group[falling])
     order, sizes = falling[order], offsets.diff()
     first = offsets[:-1][sizes > 0]
     second = scores[order[(first + 1).clamp(max=max(len(order) - 1, 0))]]
-    return BestTwo(order[first], second.masked_fill(sizes[sizes > 0] == 1, 0))
+    return order[first], second.masked_fill(sizes[sizes > 0] == 1, 0)
 
 
 def group_mean(scores: Tensor, group: Tensor) -> Tensor:
@@ -96,7 +82,7 @@ def group_statistics(scores: Tensor, group: Tensor) -> GroupStatistics:
         scores: (B) float64, so that equal scores deviate from their mean by exactly zero.
         group: (B) int64 from 0, in any order.
     """
-    assert scores.shape == group.shape, (scores.shape, group.shape)
+    require_same_shape(scores, group)
     assert scores.dtype == torch.float64, scores.dtype
     size = group.bincount()[group]
     means = group_sum(scores, group) / size

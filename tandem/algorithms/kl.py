@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tandem.algorithms.kl_estimators import straight_through
-from tandem.algorithms.masked import segment_sum
+from tandem.algorithms.masked import require_same_shape, segment_sum
 from tandem.algorithms.registry import KL_ESTIMATORS, kl_estimator
 from tandem.errors import ConfigError
 
@@ -40,7 +40,7 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
 
     Source: Schulman 2020, http://joschu.net/blog/kl-approx.html.
     """
-    assert log_probs.shape == ref_log_probs.shape, (log_probs.shape, ref_log_probs.shape)
+    require_same_shape(log_probs, ref_log_probs)
     estimator = kl_estimator(kind.removesuffix("+"))
     values = estimator({"log_probs": log_probs, "ref_log_probs": ref_log_probs})
     return straight_through(values, log_probs, ref_log_probs) if kind.endswith("+") else values

@@ -16,6 +16,12 @@ _TILE = 2**16
 """Values at a time where they are summed."""
 
 
+def require_same_shape(*tensors: Tensor) -> None:
+    """Assert that all tensors have one shape."""
+    shapes = [tuple(tensor.shape) for tensor in tensors]
+    assert len(set(shapes)) == 1, shapes
+
+
 class Kept(NamedTuple):
     """The masked tokens of a batch.
 

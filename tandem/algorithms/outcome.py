@@ -8,13 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tandem.algorithms.masked import segment_sum, spread
+from tandem.algorithms.masked import require_same_shape, segment_sum, spread
 from tandem.algorithms.registry import Advantages
 
 
 def total_rewards(token_level_rewards: Tensor, response_mask: Tensor, offsets: Tensor) -> Tensor:
     """(B) float64: the sum of each sequence's rewards, so that differences of equal totals are zero."""
-    assert token_level_rewards.shape == response_mask.shape, (token_level_rewards.shape, response_mask.shape)
+    require_same_shape(token_level_rewards, response_mask)
     return segment_sum(token_level_rewards, offsets, dtype=torch.float64)
 
 

@@ -21,7 +21,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -30,25 +30,6 @@ from tandem.loading import load_function
 
 Option = bool | int | float | str | tuple[float, ...]
 Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-class Selection(Protocol):
-    """The choice of a policy loss's `selected_tokens`; see `tandem.algorithms.selection`."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def fn(self) -> Callable[..., Any]: ...
-    @property
-    def columns(self) -> tuple[str, ...]: ...
-    @property
-    def options(self) -> Mapping[str, Option]: ...
-
-    def __call__(self, columns: Mapping[str, Tensor], options: Mapping[str, Option]) -> Tensor: ...
-
-
-SELECTIONS: dict[Callable[..., Any], Selection] = {}
-"""By the loss's function."""
 
 
 class Advantages(NamedTuple):
@@ -106,12 +87,27 @@ class Spec:
                     f"an option of the {self.kind} '{self.name}' has the wrong type",
                     field=name,
                     got=repr(value),
-                    expected=_KINDS.get(type(self.options[name]), type(self.options[name]).__name__),
+                    expected="a list of numbers"
+                    if isinstance(self.options[name], tuple)
+                    else type(self.options[name]).__name__,
                 )
         return chosen
 
     def _call(self, columns: Mapping[str, Tensor], options: Mapping[str, Option]) -> Any:
         return self.fn(*(columns[name] for name in self.columns), **options)
+
+    def _tensor(
+        self,
+        result: Any,
+        like: Tensor,
+        expected: str = "a tensor",
+        fits: Callable[[Tensor], bool] = lambda result: True,
+    ) -> Tensor:
+        """Return the one tensor that a function gave, of the shape of another; refuse anything else."""
+        if not (_all_of_shape((result,), like.shape) and fits(result)):
+            raise self._wrong_result(result, f"{expected} of shape {tuple(like.shape)}")
+        tensor: Tensor = result
+        return tensor
 
     def _wrong_result(self, got: object, expected: str) -> ConfigError:
         return ConfigError(
@@ -126,23 +122,21 @@ class AdvantageSpec(Spec):
     """An advantage estimator."""
 
     kind = "advantage estimator"
-    known_columns = MappingProxyType(
-        {
-            "token_level_scores": "(N) fp32, the rewards as scored",
-            "token_level_rewards": "(N) fp32, scores less the KL penalty where one is taken",
-            "values": "(N) fp32, the critic's, predicted before each token",
-            "response_mask": "(N) bool, tokens that the policy wrote",
-            "old_log_probs": "(N) fp32, nats",
-            "ref_log_probs": "(N) fp32, nats",
-            "rollout_log_probs": "(N) fp32, nats, of the engine that sampled",
-            "rollout_is_weights": "(N) fp32, the rollout correction's importance weights; ones without",
-            "sum_pi_squared": "(N) fp32, sum over the vocabulary of pi(v)**2 at the token's position",
-            "reward_baselines": "(B) fp32, total reward of the prompt's greedy response",
-            "reward_components": "(B, K) fp32, a sequence's rewards by component",
-            "group": "(B) int64, which prompt each sequence answers",
-            "offsets": "(B+1) int64, where each sequence starts",
-        }
-    )
+    known_columns: ClassVar[Mapping[str, str]] = {
+        "token_level_scores": "(N) fp32, the rewards as scored",
+        "token_level_rewards": "(N) fp32, scores less the KL penalty where one is taken",
+        "values": "(N) fp32, the critic's, predicted before each token",
+        "response_mask": "(N) bool, tokens that the policy wrote",
+        "old_log_probs": "(N) fp32, nats",
+        "ref_log_probs": "(N) fp32, nats",
+        "rollout_log_probs": "(N) fp32, nats, of the engine that sampled",
+        "rollout_is_weights": "(N) fp32, the rollout correction's importance weights; ones without",
+        "sum_pi_squared": "(N) fp32, sum over the vocabulary of pi(v)**2 at the token's position",
+        "reward_baselines": "(B) fp32, total reward of the prompt's greedy response",
+        "reward_components": "(B, K) fp32, a sequence's rewards by component",
+        "group": "(B) int64, which prompt each sequence answers",
+        "offsets": "(B+1) int64, where each sequence starts",
+    }
     result = "Advantages(advantages, returns)"
 
     @property
@@ -162,24 +156,49 @@ class AdvantageSpec(Spec):
         return Advantages(*result)
 
 
+class Selection(Spec):
+    """A choice of tokens over a whole batch, before the updates on it; see `tandem.algorithms.selection`."""
+
+    kind = "choice of tokens"
+    known_columns: ClassVar[Mapping[str, str]] = {
+        "old_log_probs": "(N) fp32, nats, of the policy before this batch's updates",
+        "advantages": "(N) fp32",
+        "response_mask": "(N) bool, tokens that the policy wrote",
+        "offsets": "(B+1) int64, where each sequence starts",
+    }
+    result = "(N) bool"
+
+    def __call__(self, columns: Mapping[str, Tensor], options: Mapping[str, Option]) -> Tensor:
+        """Calls the function with the columns it declares, and those of the options that are its own.
+
+        Raises:
+            ConfigError: it returned something else than a bool per token.
+        """
+        chosen = self._call(columns, {name: options[name] for name in self.options if name in options})
+        mask = columns["response_mask"]
+        return self._tensor(chosen, mask, "bools", lambda each: each.dtype == mask.dtype)
+
+
+SELECTIONS: dict[Callable[..., Any], Selection] = {}
+"""By the loss's function."""
+
+
 class PolicyLossSpec(Spec):
     """A policy loss."""
 
     kind = "policy loss"
-    known_columns = MappingProxyType(
-        {
-            "log_probs": "(N) fp32, nats, of the policy being trained; carries the gradient",
-            "old_log_probs": "(N) fp32, nats, of the policy before this batch's updates",
-            "advantages": "(N) fp32",
-            "response_mask": "(N) bool, tokens that the policy wrote",
-            "offsets": "(B+1) int64, where each sequence starts",
-            "entropy": "(N) fp32, nats; carries the gradient",
-            "rollout_log_probs": "(N) fp32, nats, of the engine that sampled",
-            "rollout_is_weights": "(N) importance weights of the rollout correction, bounded; ones without; "
-            "the losses of a function that does not take them are multiplied by them",
-            "selected_tokens": "(N) bool, chosen over the whole batch, see `selects_tokens`",
-        }
-    )
+    known_columns: ClassVar[Mapping[str, str]] = {
+        "log_probs": "(N) fp32, nats, of the policy being trained; carries the gradient",
+        "old_log_probs": "(N) fp32, nats, of the policy before this batch's updates",
+        "advantages": "(N) fp32",
+        "response_mask": "(N) bool, tokens that the policy wrote",
+        "offsets": "(B+1) int64, where each sequence starts",
+        "entropy": "(N) fp32, nats; carries the gradient",
+        "rollout_log_probs": "(N) fp32, nats, of the engine that sampled",
+        "rollout_is_weights": "(N) importance weights of the rollout correction, bounded; ones without; "
+        "the losses of a function that does not take them are multiplied by them",
+        "selected_tokens": "(N) bool, chosen over the whole batch, see `selects_tokens`",
+    }
     result = "(losses per token, {metric: per token})"
 
     @property
@@ -209,12 +228,10 @@ class KLSpec(Spec):
     """An estimator of KL(policy || reference) from the tokens sampled."""
 
     kind = "KL estimator"
-    known_columns = MappingProxyType(
-        {
-            "log_probs": "(N) fp32, nats, of the policy; may carry the gradient",
-            "ref_log_probs": "(N) fp32, nats, of the reference",
-        }
-    )
+    known_columns: ClassVar[Mapping[str, str]] = {
+        "log_probs": "(N) fp32, nats, of the policy; may carry the gradient",
+        "ref_log_probs": "(N) fp32, nats, of the reference",
+    }
     result = "an estimate per token"
 
     def __call__(self, columns: Mapping[str, Tensor]) -> Tensor:
@@ -223,12 +240,7 @@ class KLSpec(Spec):
         Raises:
             ConfigError: it returned something else than per-token estimates.
         """
-        result = self._call(columns, {})
-        shape = columns["log_probs"].shape
-        if not _all_of_shape((result,), shape):
-            raise self._wrong_result(result, f"a tensor of shape {tuple(shape)}")
-        estimates: Tensor = result
-        return estimates
+        return self._tensor(self._call(columns, {}), columns["log_probs"])
 
 
 AnySpec = TypeVar("AnySpec", bound=Spec)
@@ -327,9 +339,6 @@ def declared(spec: type[AnySpec], name: str, fn: Callable[..., Any]) -> AnySpec:
             "    and the defaults are numbers, bools, strings or tuples of numbers",
         )
     return spec(name, fn, tuple(columns), MappingProxyType(options))
-
-
-_KINDS: dict[type, str] = {tuple: "a list of numbers"}
 
 
 def _join_selection(fn: Callable[..., Any], columns: list[str], options: dict[str, Option]) -> Iterator[str]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tandem.algorithms.masked import require_same_shape
+
 _BLOCK = 64
 """K: a block's sums are one row of a matrix product, which costs 2K operations a value."""
 
@@ -49,7 +51,7 @@ def reverse_linear_scan_(values: Tensor, coefficients: Tensor, longest: int) -> 
     Returns:
         `values`.
     """
-    assert values.shape == coefficients.shape, (values.shape, coefficients.shape)
+    require_same_shape(values, coefficients)
     step, stop = 1, min(longest, values.shape[-1])
     while step < stop:
         head = coefficients[..., :-step]

@@ -6,41 +6,13 @@ Shapes: N tokens of all sequences together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from tandem.algorithms.masked import masked_mean
-from tandem.algorithms.registry import SELECTIONS, Function, Option, Spec, declared
-
-
-class SelectionSpec(Spec):
-    """A choice of tokens over a whole batch, before the updates on it."""
-
-    kind = "choice of tokens"
-    known_columns = MappingProxyType(
-        {
-            "old_log_probs": "(N) fp32, nats, of the policy before this batch's updates",
-            "advantages": "(N) fp32",
-            "response_mask": "(N) bool, tokens that the policy wrote",
-            "offsets": "(B+1) int64, where each sequence starts",
-        }
-    )
-    result = "(N) bool"
-
-    def __call__(self, columns: Mapping[str, Tensor], options: Mapping[str, Option]) -> Tensor:
-        """Calls the function with the columns it declares, and those of the options that are its own.
-
-        Raises:
-            ConfigError: it returned something else than a bool per token.
-        """
-        chosen = self._call(columns, {name: options[name] for name in self.options if name in options})
-        mask = columns["response_mask"]
-        if not (isinstance(chosen, Tensor) and chosen.shape == mask.shape and chosen.dtype == mask.dtype):
-            raise self._wrong_result(chosen, f"bools of shape {tuple(mask.shape)}")
-        return chosen
+from tandem.algorithms.masked import masked_mean, require_same_shape
+from tandem.algorithms.registry import SELECTIONS, Function, Selection, declared
 
 
 def selects_tokens(choice: Callable[..., Tensor]) -> Callable[[Function], Function]:
@@ -59,7 +31,7 @@ def selects_tokens(choice: Callable[..., Tensor]) -> Callable[[Function], Functi
     """
 
     def decorate(fn: Function) -> Function:
-        SELECTIONS[fn] = declared(SelectionSpec, choice.__name__, choice)
+        SELECTIONS[fn] = declared(Selection, choice.__name__, choice)
         return fn
 
     return decorate
@@ -83,11 +55,7 @@ def token_covariances(log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Te
 
     Source: Cui et al. 2025, https://arxiv.org/abs/2505.22617, section 4.2, eq. 10; theorem 2.
     """
-    assert log_probs.shape == advantages.shape == mask.shape, (
-        log_probs.shape,
-        advantages.shape,
-        mask.shape,
-    )
+    require_same_shape(log_probs, advantages, mask)
     log_probs, advantages = log_probs.double(), advantages.double()
     products = (log_probs - masked_mean(log_probs, mask)) * (advantages - masked_mean(advantages, mask))
     return torch.where(mask, products, -torch.inf)

@@ -5,27 +5,14 @@ Shapes: N tokens of all sequences together.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
+from tandem.algorithms.masked import require_same_shape
 from tandem.errors import ConfigError
 
 _MOST = 20.0
 """Nats. A ratio of e^20 is no estimate of anything, and its exponential stays finite."""
-
-
-class Surrogate(NamedTuple):
-    """Losses clipped as PPO's are; both (N).
-
-    Attributes:
-        losses: carry the gradient.
-        clipped: bool, where the clipped term is the larger, so that no gradient flows.
-    """
-
-    losses: Tensor
-    clipped: Tensor
 
 
 def log_ratio(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor) -> Tensor:
@@ -36,15 +23,11 @@ def log_ratio(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor) -> T
         old_log_probs: (N) nats.
         advantages: (N); only its shape is looked at.
     """
-    assert log_probs.shape == old_log_probs.shape == advantages.shape, (
-        log_probs.shape,
-        old_log_probs.shape,
-        advantages.shape,
-    )
+    require_same_shape(log_probs, old_log_probs, advantages)
     return (log_probs - old_log_probs).clamp(-_MOST, _MOST)
 
 
-def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Surrogate:
+def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
     """max(-rho * A, -clip(rho, 1 - low, 1 + high) * A).
 
     Args:
@@ -52,11 +35,15 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float
         advantages: (N) A.
         low, high: how far the ratio may fall below and rise above one.
 
+    Returns:
+        (N) losses, which carry the gradient; (N) bool, where the clipped term is the larger, so that no
+        gradient flows.
+
     Source: Schulman et al. 2017, https://arxiv.org/abs/1707.06347, eq. 7.
     """
     plain = -advantages * ratio
     bounded = -advantages * ratio.clamp(1 - low, 1 + high)
-    return Surrogate(torch.maximum(plain, bounded), bounded > plain)
+    return torch.maximum(plain, bounded), bounded > plain
 
 
 def require_positive(name: str, value: float) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tandem.algorithms.masked import require_same_shape
+
 
 def clipped_value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, *, cliprange_value: float
@@ -30,7 +32,7 @@ def clipped_value_loss(
     Source: Schulman et al. 2017, https://arxiv.org/abs/1707.06347, section 5; the clipping is that of the
     authors' code, described in Engstrom et al. 2020, https://arxiv.org/abs/2005.12729.
     """
-    assert values.shape == old_values.shape == returns.shape, (values.shape, old_values.shape, returns.shape)
+    require_same_shape(values, old_values, returns)
     clipped_values = values.clamp(old_values - cliprange_value, old_values + cliprange_value)
     plain, clipped = (values - returns).square(), (clipped_values - returns).square()
     return 0.5 * torch.maximum(plain, clipped), {"clip_fraction": (clipped > plain).to(values.dtype)}

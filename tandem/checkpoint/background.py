@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.device import set_threads
@@ -68,31 +69,26 @@ class BackgroundWrite:
             self._error = error
 
 
+@dataclass(eq=False, repr=False)
 class PendingSave:
     """A checkpoint that others are writing.
 
     Args:
         path: its folder in the end.
-        staging: makes that folder of the staged one when it is left in order, and removes it when left by
+        _staging: makes that folder of the staged one when it is left in order, and removes it when left by
             an error, whose translation for the user it raises; already entered.
-        marks: the files that say that a member is written.
-        seal: completes the staged folder, once they are there.
-        after: what follows when the checkpoint is there.
+        _marks: the files that say that a member is written.
+        _seal: completes the staged folder, once they are there.
+        _after: what follows when the checkpoint is there.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        staging: AbstractContextManager[object],
-        marks: Sequence[Path],
-        seal: Callable[[], None],
-        after: Callable[[], None],
-    ) -> None:
-        self.path = path
-        self._staging = staging
-        self._marks = marks
-        self._seal = seal
-        self._after = after
+    path: Path
+    _staging: AbstractContextManager[object]
+    _marks: Sequence[Path]
+    _seal: Callable[[], None]
+    _after: Callable[[], None]
+
+    def __post_init__(self) -> None:
         self._reason: BaseException | None = None
         self._given_up = threading.Event()
         self._error: BaseException | None = None
@@ -126,19 +122,16 @@ class PendingSave:
     def _run(self) -> None:
         try:
             with self._staging:
-                self._await_marks()
+                while not all(mark.exists() for mark in self._marks):
+                    if self._given_up.wait(_LOOK_S):
+                        assert self._reason is not None
+                        raise self._reason
+                for mark in self._marks:
+                    mark.unlink()
                 self._seal()
             self._after()
         except BaseException as error:  # raised again by `check`
             self._error = error
-
-    def _await_marks(self) -> None:
-        while not all(mark.exists() for mark in self._marks):
-            if self._given_up.wait(_LOOK_S):
-                assert self._reason is not None
-                raise self._reason
-        for mark in self._marks:
-            mark.unlink()
 
 
 def await_pending(pending: PendingSave, ask: Callable[[], None], limit_s: float) -> None:

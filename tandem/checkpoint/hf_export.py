@@ -86,11 +86,19 @@ def _checked(
     shared: dict[str, bytes] = dict.fromkeys(tied.values(), b"")
     for given, tensor in weights:
         name = tied.get(given, given)
-        host = _host_copy(tensor, dtype)
+        wanted = dtype if tensor.is_floating_point() else tensor.dtype
+        host = torch.empty(tensor.shape, dtype=wanted).copy_(tensor.detach())
         if name in shared:
-            digest = _digest(host)
-            if shared[name]:
-                _check_same(given, name, shared[name] == digest)
+            digest = hashlib.sha256(host.view(-1).view(torch.uint8).numpy().data).digest()
+            known = shared[name]
+            if known not in (b"", digest):
+                raise CheckpointError(
+                    "two weights that the config ties have different values",
+                    field=given,
+                    expected=f"the values of {name}",
+                    remedy="set tie_word_embeddings=false in the model's config",
+                )
+            if known:
                 continue
             shared[name] = digest
         expected = left.pop(name, None)
@@ -109,25 +117,6 @@ def _checked(
             field=missing,
             got="missing",
             expected=left[missing],
-        )
-
-
-def _host_copy(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    wanted = dtype if tensor.is_floating_point() else tensor.dtype
-    return torch.empty(tensor.shape, dtype=wanted).copy_(tensor.detach())
-
-
-def _digest(tensor: Tensor) -> bytes:
-    return hashlib.sha256(tensor.view(-1).view(torch.uint8).numpy().data).digest()
-
-
-def _check_same(target: str, source: str, same: bool) -> None:
-    if not same:
-        raise CheckpointError(
-            "two weights that the config ties have different values",
-            field=target,
-            expected=f"the values of {source}",
-            remedy="set tie_word_embeddings=false in the model's config",
         )
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -55,7 +56,8 @@ class Checkpoint:
 class CheckpointManager:
     """The checkpoints below `root`, for the one process that writes them.
 
-    On construction, what a killed save left behind is removed, unless only reading is wanted.
+    On construction, what a killed process was writing or deleting is removed, and its replacements are ended,
+    unless only reading is wanted.
 
     Args:
         root: the folder of checkpoints; made if missing.
@@ -88,9 +90,14 @@ class CheckpointManager:
         self._keep = keep
         self._best = best
         self._log = log
-        if not read_only:
-            self._root.mkdir(parents=True, exist_ok=True)
-            self._clean_up()
+        if read_only:
+            return
+        self._root.mkdir(parents=True, exist_ok=True)
+        for path in sorted(self._root.iterdir()):
+            if _NAME.fullmatch(path.stem) and path.suffix == TEMPORARY:
+                shutil.rmtree(path)
+            elif _NAME.fullmatch(path.stem) and path.suffix == REPLACED:
+                recover(path.with_suffix(""))
 
     def save(
         self,
@@ -138,13 +145,9 @@ class CheckpointManager:
             folder = staging.enter_context(self._staging(step))
             _begin(folder, starters)
             pickled, judged = _pickled(state), dict(metrics)
-            return PendingSave(
-                self._path(step),
-                staging.pop_all(),
-                [written_mark(folder / name) for name in starters],
-                lambda: self._seal(folder, step, pickled, judged),
-                lambda: self._prune(step),
-            )
+            marks = [written_mark(folder / name) for name in starters]
+            seal = partial(self._seal, folder, step, pickled, judged)
+            return PendingSave(self._path(step), staging.pop_all(), marks, seal, partial(self._prune, step))
 
     def _path(self, step: int) -> Path:
         return self._root / f"step_{step:06d}"
@@ -217,14 +220,6 @@ class CheckpointManager:
         paths = self._root.iterdir() if self._root.is_dir() else ()
         found = ((_NAME.fullmatch(path.name), path) for path in paths)
         return {int(match[1]): path for match, path in found if match is not None}
-
-    def _clean_up(self) -> None:
-        """Removes what a killed process was writing or deleting, and ends its replacements."""
-        for path in sorted(self._root.iterdir()):
-            if _NAME.fullmatch(path.stem) and path.suffix == TEMPORARY:
-                shutil.rmtree(path)
-            elif _NAME.fullmatch(path.stem) and path.suffix == REPLACED:
-                recover(path.with_suffix(""))
 
     def _prune(self, newest: int) -> None:
         """Keeps the last ones up to `newest`, and the best up to there. Later ones, which a run that went

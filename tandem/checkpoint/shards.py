@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -11,6 +12,7 @@ from torch import Tensor
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
+@dataclass(eq=False, repr=False)
 class ShardWriter:
     """Fills a folder with safetensors files; `close` ends the last one and, of several, writes the index.
 
@@ -19,9 +21,10 @@ class ShardWriter:
         max_bytes: of the tensors in one file; a larger tensor has a file of its own.
     """
 
-    def __init__(self, folder: Path, max_bytes: int) -> None:
-        self._folder = folder
-        self._max_bytes = max_bytes
+    folder: Path
+    max_bytes: int
+
+    def __post_init__(self) -> None:
         self._held: dict[str, Tensor] = {}
         self._bytes = 0
         self._shard_of: dict[str, int] = {}
@@ -30,7 +33,7 @@ class ShardWriter:
 
     def add(self, name: str, tensor: Tensor) -> None:
         """A tensor on the host that nobody changes any more, under a name that is new."""
-        if self._held and self._bytes + tensor.nbytes > self._max_bytes:
+        if self._held and self._bytes + tensor.nbytes > self.max_bytes:
             self._write()
         self._held[name] = tensor.contiguous()
         self._bytes += tensor.nbytes
@@ -45,14 +48,14 @@ class ShardWriter:
         if self._shards == 1:
             names = [WEIGHTS]
         for number, name in enumerate(names):
-            (self._folder / _unfinished(number)).rename(self._folder / name)
+            (self.folder / _unfinished(number)).rename(self.folder / name)
         if self._shards > 1:
             places = {name: names[self._shard_of[name]] for name in sorted(self._shard_of)}
             index = {"metadata": {"total_size": self._total}, "weight_map": places}
-            (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+            (self.folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
     def _write(self) -> None:
-        save_file(self._held, self._folder / _unfinished(self._shards), metadata={"format": "pt"})
+        save_file(self._held, self.folder / _unfinished(self._shards), metadata={"format": "pt"})
         self._held.clear()
         self._bytes = 0
         self._shards += 1

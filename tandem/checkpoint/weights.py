@@ -28,14 +28,10 @@ def read_weights(path: Path, section: str = "model.") -> Iterator[tuple[str, Ten
     for key, entry in reader.contents.state_dict_metadata.items():
         if key.startswith(section) and isinstance(entry, TensorStorageMetadata):
             value = torch.empty(entry.size, dtype=entry.properties.dtype)
-            _read_into(value, key, reader, path)
+            try:
+                load_shards({key: value}, reader, alone=True)
+            except (CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
+                raise CheckpointError(
+                    "a weight cannot be read", field=key.removeprefix("model."), got=f"{path}: {cause(error)}"
+                ) from error
             yield key.removeprefix(section), value
-
-
-def _read_into(value: Tensor, key: str, reader: ShardReader, path: Path) -> None:
-    try:
-        load_shards({key: value}, reader, alone=True)
-    except (CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
-        raise CheckpointError(
-            "a weight cannot be read", field=key.removeprefix("model."), got=f"{path}: {cause(error)}"
-        ) from error

@@ -43,13 +43,13 @@ def levers(
     before = _needed(replan(config), phase)
     found = []
     for changes in _changes(config):
-        changed = config
-        for key, value in changes.items():
-            changed = with_value(changed, key, value)
-        after = replan(changed)
+        after = replan(with_values(config, changes))
         gain = before - _needed(after, phase)
         if gain > before / 200:
-            words = tuple(f"{key}={_word(value)}" for key, value in changes.items())
+            words = tuple(
+                f"{key}={str(value).lower() if isinstance(value, bool) else value}"
+                for key, value in changes.items()
+            )
             found.append(Lever(words, gain, after.fits))
     return sorted(found, key=lambda lever: (not lever.fits, -lever.gain))
 
@@ -125,7 +125,3 @@ def with_values(section: Any, values: Mapping[str, Any]) -> Any:
             update[name] = value
     inner = {name: with_values(getattr(section, name), each) for name, each in below.items()}
     return section.model_copy(update=update | inner)
-
-
-def _word(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tandem.config.actor import ActorConfig
-from tandem.config.batching import Batching
 from tandem.config.critic import CriticConfig
 from tandem.config.root import TrainConfig
 from tandem.memory.cache import DeviceMemory
@@ -129,7 +128,17 @@ class _Planner:
         self.recomputed = "none"
         self.held = {held.name: held for held in self._models(shapes)}
         self.pools = {name: config.trainer.placed(name) or "" for name in self.held}
-        self.longest = config.actor_rollout_ref.rollout.longest(config.data)
+        self.learn: dict[str, CriticConfig | ActorConfig] = {
+            "critic": config.critic,
+            "actor": config.actor_rollout_ref.actor,
+        }
+        self.rollout = config.actor_rollout_ref.rollout
+        self.share = self.rollout.gpu_memory_utilization or 0.5
+        self.longest = self.rollout.longest(config.data)
+        self.sampler = self.held.get("rollout", self.held["actor"])
+        self.token = self.sampler.shape.kv_bytes(self.sampler.compute, self.rollout.split)
+        blocks = -(-self.longest // self.rollout.block_size)
+        self.one_sequence = blocks * self.rollout.block_size * self.token
 
     def _models(self, shapes: Callable[[str], ModelShape]) -> Iterator[Held]:
         """The roles' models. A rollout apart from the actor has a frozen copy."""
@@ -139,18 +148,9 @@ class _Planner:
         def held(
             name: str, section: Any, model: Any, optim: Any = None, path: str | None = None, **more: Any
         ) -> Held:
+            shape, fsdp = shapes(path or model.path), section.fsdp_config
             sequence = section.ulysses_sequence_parallel_size
-            options = {"cuda": self.cuda, **more}
-            return Held(
-                name,
-                shapes(path or model.path),
-                devices(name),
-                model,
-                section.fsdp_config,
-                sequence,
-                optim,
-                **options,
-            )
+            return Held(name, shape, devices(name), model, fsdp, sequence, optim, self.cuda, **more)
 
         entropy = policy.actor.entropy_coeff != 0 or policy.actor.adaptive_entropy.enabled
         yield held("actor", policy.actor, policy.model, policy.actor.optim, entropy=entropy)
@@ -189,12 +189,7 @@ class _Planner:
         if name == "rollout" and self.cuda:  # once the engine has copied the weights, they may leave
             parts["weights"] = held.idle["weights"]
         if moment is not None:
-            parts |= {
-                "gathered": moment.gathered,
-                "gradients": moment.gradients,
-                "activations": moment.activations,
-                "head": moment.head,
-            }
+            parts |= {part: size for part, size in moment._asdict().items() if part in _DYNAMIC}
         parts |= {**more, **self._beside(pool, held.name)}
         if self.cuda:
             dynamic = sum(size for part, size in parts.items() if part in _DYNAMIC)
@@ -208,88 +203,77 @@ class _Planner:
             parts = {"weights": held.weights, "optimizer": held.state, **self._beside(self.pools[name], name)}
             yield Phase(f"load {name}", self.pools[name], parts)
 
-    def _sampler(self) -> Held:
-        return self.held.get("rollout", self.held["actor"])
-
     def _left_over(self) -> float:
         """What the rollout engine holds outside generation."""
-        rollout = self.config.actor_rollout_ref.rollout
+        rollout = self.rollout
         if rollout.free_cache_engine or rollout.on_named_servers or rollout.name == "hf":
             return 0.0
         if rollout.name == "vllm":
-            return (rollout.gpu_memory_utilization or 0.5) * self.device
+            return self.share * self.device
         weights, cache, _ = self._native()
         return weights + cache
 
     def _native(self) -> tuple[float, float, float]:
         """Bytes of the native engine's weights, its cache, and what both leave alone. The cache is what its
         sequences need, and no more than `DeviceMemory` gives."""
-        rollout, held = self.config.actor_rollout_ref.rollout, self._sampler()
+        rollout, held = self.rollout, self.sampler
         weights = held.compute * held.shape.parameters / rollout.split
-        wanted = self._wanted(rollout.split)
+        wanted = self._wanted()
         if not self.cuda:
-            return weights, min(wanted, (rollout.gpu_memory_utilization or 0.5) * self.device), 0.0
+            return weights, min(wanted, self.share * self.device), 0.0
         others = self._beside(self.pools[held.name], held.name)["others"]
         others += sum(held.idle.values())
         memory = DeviceMemory(int(self.device), int(others + weights), int(weights))
         share = rollout.gpu_memory_utilization or (0.9 if rollout.free_cache_engine else 0.5)
         cache = min(wanted, memory.cache(share))
-        sequences = self.slots = int(cache // self._one_sequence(rollout.split))
+        sequences = self.slots = int(cache // self.one_sequence)
         if sequences == 0:
             self.notes.append("the KV cache cannot hold one sequence of the greatest length")
         elif cache < wanted:
             self.notes.append(f"the KV cache holds {sequences} sequences of {self.longest} tokens at a time")
-        cache = max(cache, self._one_sequence(rollout.split))
-        return weights, cache, float(memory.reserved)
+        return weights, max(cache, self.one_sequence), float(memory.reserved)
 
-    def _wanted(self, split: int) -> float:
+    def _wanted(self) -> float:
         """Bytes of the cache of all sequences that run at the same time, at their longest."""
-        config, rollout = self.config, self.config.actor_rollout_ref.rollout
-        held = self._sampler()
-        engines = max(1, held.ranks // split)
-        samples = -(-config.data.prompts_at_a_time * rollout.n // engines)
-        sequences = min(rollout.max_num_seqs, samples)
+        rollout = self.rollout
         if rollout.num_gpu_blocks_override is not None:
-            token = held.shape.kv_bytes(held.compute, split)
-            return rollout.num_gpu_blocks_override * rollout.block_size * token
-        return sequences * self._one_sequence(split)
-
-    def _one_sequence(self, split: int) -> float:
-        """Bytes of the blocks of a sequence of the greatest length."""
-        size, held = self.config.actor_rollout_ref.rollout.block_size, self._sampler()
-        return -(-self.longest // size) * size * held.shape.kv_bytes(held.compute, split)
+            return rollout.num_gpu_blocks_override * rollout.block_size * self.token
+        engines = max(1, self.sampler.ranks // rollout.split)
+        samples = -(-self.config.data.prompts_at_a_time * rollout.n // engines)
+        return min(rollout.max_num_seqs, samples) * self.one_sequence
 
     def _rollout(self) -> Iterator[Phase]:
-        rollout, held = self.config.actor_rollout_ref.rollout, self._sampler()
+        rollout, held = self.rollout, self.sampler
         if rollout.on_named_servers:
             self.notes.append("responses come from servers elsewhere, whose memory is theirs")
             return
         if rollout.name == "vllm":
-            share = rollout.gpu_memory_utilization or 0.5
+            engine = self.share * self.device
             weights = held.compute * held.shape.parameters / rollout.split
-            self.slots = int((share * self.device - weights) // self._one_sequence(rollout.split))
+            self.slots = int((engine - weights) // self.one_sequence)
             bucket = rollout.update_weights_bucket_megabytes * 2.0**20
-            yield self._phase("reshard", held, None, engine=share * self.device, gathered=bucket)
-            yield self._phase("rollout", held, None, engine=share * self.device)
+            yield self._phase("reshard", held, None, engine=engine, gathered=bucket)
+            yield self._phase("rollout", held, None, engine=engine)
             return
         weights, cache, reserve = self._native()
-        split = held.fsdp.tensor_parallel_size * held.fsdp.pipeline_parallel_size > 1
-        streamed = held.model.lora_rank > 0 or split  # tensor by tensor
+        streamed = held.model.lora_rank > 0 or held.split > 1  # tensor by tensor
         whole = held.compute * (held.shape.embedding if streamed else held.gathered.whole)
         if self.cuda and rollout.name == "native":
             yield self._phase("reshard", held, None, gathered=whole, engine=weights)
             reserve = max(0.0, reserve - self._beside(self.pools[held.name])["context"])
             phase = self._phase("rollout", held, None, engine=weights, cache=cache, reserve=reserve)
-            yield replace(phase, flexible=cache - self._one_sequence(rollout.split))
+            yield replace(phase, flexible=cache - self.one_sequence)
         else:
             yield self._phase("rollout", held, None, gathered=whole, cache=cache)
 
-    def _load(self, samples: int, batching: Batching) -> Load:
-        return Load(samples, self.longest, batching)
+    def _training_load(self, section: CriticConfig | ActorConfig) -> Load:
+        """A mini-batch of a model that learns."""
+        samples = section.ppo_mini_batch_size * self.rollout.n
+        return Load(samples, self.longest, section.train_batching)
 
     def _forwards(self) -> Iterator[Phase]:
         config, policy = self.config, self.config.actor_rollout_ref
-        samples = config.data.train_batch_size * policy.rollout.n
+        samples = config.data.train_batch_size * self.rollout.n
         every = {
             "actor": ("old log-probs", policy.rollout.log_prob_batching),
             "ref": ("ref log-probs", policy.ref.log_prob_batching),
@@ -301,20 +285,15 @@ class _Planner:
                 kind, _, one = name.partition(".")
                 if kind == role:
                     entropy = role == "actor" and config.trainer.samples_freq > 0  # for the samples' files
-                    moment = held.forward(self._load(samples, batching), entropy=entropy)
+                    moment = held.forward(Load(samples, self.longest, batching), entropy=entropy)
                     yield self._phase(f"{phase} of {one}" if one else phase, held, moment)
 
     def _updates(self) -> Iterator[Phase]:
-        policy, n = self.config.actor_rollout_ref, self.config.actor_rollout_ref.rollout.n
-        every: list[tuple[str, str, CriticConfig | ActorConfig]] = [
-            ("critic", "critic update", self.config.critic),
-            ("actor", "actor update", policy.actor),
-        ]
-        for name, phase, section in every:
-            held = self.held.get(name)
+        for name, section in self.learn.items():
+            held, phase = self.held.get(name), f"{name} update"
             if held is None:
                 continue
-            load = self._load(section.ppo_mini_batch_size * n, section.train_batching)
+            load = self._training_load(section)
             free = self.device - self._phase(phase, held, None, trains=True).total
             moment, again = held.update(load, free, self.device)
             tokens, count = held.tokens(load)
@@ -339,18 +318,13 @@ class _Planner:
             if trainer.async_save and held.optim is not None:
                 parts["checkpoints"] += here * (held.weights + held.state + held.host_state)
             if held.way().setup.offloaded and held.optim is not None:
-                parts["activations"] = max(parts["activations"], here * self._activations_on_host(name, held))
+                tokens, _ = held.tokens(self._training_load(self.learn[name]))
+                # the inputs of all layers but those on the device, which run again
+                inputs = tokens * held.shape.decoder.hidden * held.compute * held.gathered.layers
+                parts["activations"] = max(parts["activations"], float(here * inputs))
         parts["processes"] = max(processes.values()) * _PROCESS
-        rollout = config.actor_rollout_ref.rollout
-        parts["samples"] = config.data.train_batch_size * rollout.n * self.longest * float(_SAMPLE_BYTES)
+        parts["samples"] = config.data.train_batch_size * self.rollout.n * self.longest * float(_SAMPLE_BYTES)
         return parts
-
-    def _activations_on_host(self, name: str, held: Held) -> float:
-        """The inputs of all layers but those on the device, which run again."""
-        section: Any = self.config.critic if name == "critic" else self.config.actor_rollout_ref.actor
-        n = self.config.actor_rollout_ref.rollout.n
-        tokens, _ = held.tokens(self._load(section.ppo_mini_batch_size * n, section.train_batching))
-        return float(tokens * held.shape.decoder.hidden * held.compute * held.gathered.layers)
 
     def _disk(self) -> dict[str, float]:
         """Bytes of a checkpoint: weights and optimizer state of what learns, once."""
@@ -359,8 +333,7 @@ class _Planner:
             if held.optim is not None:
                 own = held.gathered
                 state = (held.state + held.host_state) * held.shards
-                split = held.fsdp.tensor_parallel_size * held.fsdp.pipeline_parallel_size
-                parts[name] = (held.master * own.trained + state) * split
+                parts[name] = (held.master * own.trained + state) * held.split
         return {"checkpoint": sum(parts.values())}
 
 

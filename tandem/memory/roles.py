@@ -81,15 +81,19 @@ class Held:
         return SIZES.get(self.fsdp.dtype, 2 if self.cuda else self.master)
 
     @property
+    def split(self) -> int:
+        """Ranks that hold one copy of the layers together, before these are sharded."""
+        return self.fsdp.tensor_parallel_size * self.fsdp.pipeline_parallel_size
+
+    @property
     def shards(self) -> int:
-        parts = self.ranks // (self.fsdp.tensor_parallel_size * self.fsdp.pipeline_parallel_size)
+        parts = self.ranks // self.split
         return parts if self.fsdp.fsdp_size == -1 else self.fsdp.fsdp_size
 
     @property
     def data_ranks(self) -> int:
         """Ranks that take different samples."""
-        split = self.fsdp.tensor_parallel_size * self.fsdp.pipeline_parallel_size * self.sequence
-        return max(1, self.ranks // split)
+        return max(1, self.ranks // (self.split * self.sequence))
 
     @property
     def gathered(self) -> Gathered:
@@ -169,7 +173,6 @@ class Held:
             sequence=self.sequence,
             lora_rank=self.model.lora_rank if self.optim else 0,
             fused=fused,
-            rectangles=False,
             offloaded=self.cuda and self.model.enable_activation_offload,
             held=held,
         )

@@ -93,21 +93,14 @@ def _schedule(
     config: TrainConfig, keys: Mapping[str, Any], made: Plan, stages: Stages, *, ahead: bool
 ) -> Schedule:
     step, apart = stages.step(ahead=ahead), bool(keys)
+    devices = config.trainer.devices_of("actor"), config.trainer.devices_of("rollout")
     busy = {"training": stages.training, "rollout": stages.generation}
     left: dict[str, float] = {}
     for phase in made.phases:
         left[phase.pool] = min(left.get(phase.pool, made.device), made.device - phase.needed)
-    return Schedule(
-        "one step off, apart" if ahead else f"synchronous, {'apart' if apart else 'together'}",
-        int(ahead),
-        config.trainer.devices_of("actor"),
-        config.trainer.devices_of("rollout"),
-        stages,
-        step,
-        {role: (1 - (each + stages.transfer) / step) * apart for role, each in busy.items()},
-        left,
-        keys,
-    )
+    waits = {role: (1 - (each + stages.transfer) / step) * apart for role, each in busy.items()}
+    name = "one step off, apart" if ahead else f"synchronous, {'apart' if apart else 'together'}"
+    return Schedule(name, int(ahead), *devices, stages, step, waits, left, keys)
 
 
 def _splits(config: TrainConfig) -> Iterator[dict[str, Any]]:

@@ -172,13 +172,9 @@ class _Batch:
         attended = 2 * d.layers * d.heads * d.head_width * float((self.lengths**2).sum())
         operations = 2 * shape.layers * self.tokens + 2 * shape.head * int(self.responses.sum()) + attended
         streamed = 2 * self.item * d.hidden * d.layers * self.tokens
-        return Work(
-            operations / devices,
-            micro * self.item * (shape.layers + shape.head) / split + streamed / devices,
-            micro * d.layers / fsdp.pipeline_parallel_size,
-            self.tokens / devices,
-            self.samples / devices,
-        )
+        moved = micro * self.item * (shape.layers + shape.head) / split + streamed / devices
+        calls = micro * d.layers / fsdp.pipeline_parallel_size
+        return Work(operations / devices, moved, calls, self.tokens / devices, self.samples / devices)
 
     def micro_batches(self, batching: Batching, devices: int, parts: int = 1) -> int:
         """Of one of so many devices that have other tokens, where the batch is cut into mini-batches."""
@@ -200,14 +196,10 @@ class _Batch:
         width = d.layers * d.head_width
         prefill = 2 * width * d.heads * float((self.prompts**2).sum()) / devices
         operations = 2 * shape.layers * (tokens + prompt) + 2 * shape.head * tokens
-        return Work(
-            operations + 4 * width * d.heads * context + prefill,
-            steps * self.item * (shape.layers + shape.head) / split
-            + 2 * self.item * width * d.key_heads * context,
-            steps * d.layers,
-            tokens,
-            self.samples / devices,
-        )
+        operations = operations + 4 * width * d.heads * context + prefill
+        moved = steps * self.item * (shape.layers + shape.head) / split
+        moved += 2 * self.item * width * d.key_heads * context
+        return Work(operations, moved, steps * d.layers, tokens, self.samples / devices)
 
 
 def _update(batch: _Batch, section: ActorConfig | CriticConfig, model: BackboneConfig, devices: int) -> Work:
@@ -226,14 +218,11 @@ def _update(batch: _Batch, section: ActorConfig | CriticConfig, model: BackboneC
     query, keys = d.heads * d.head_width, d.key_heads * d.head_width
     adapters = d.layers * model.lora_rank * (7 * d.hidden + 2 * (query + keys) + 3 * d.intermediate)
     learning = adapters or shape.layers + shape.head
-    return Work(
-        epochs * (passes * (once.operations - head) + 4 * head),
-        epochs * (passes * micro * batch.item * (shape.layers + shape.head) / split + 2 * kept)
-        + epochs * minis * _ADAM_BYTES * learning / devices,
-        epochs * micro * d.layers * passes / fsdp.pipeline_parallel_size,
-        epochs * once.tokens,
-        epochs * once.samples,
-    )
+    operations = epochs * (passes * (once.operations - head) + 4 * head)
+    moved = epochs * (passes * micro * batch.item * (shape.layers + shape.head) / split + 2 * kept)
+    moved += epochs * minis * _ADAM_BYTES * learning / devices
+    calls = epochs * micro * d.layers * passes / fsdp.pipeline_parallel_size
+    return Work(operations, moved, calls, epochs * once.tokens, epochs * once.samples)
 
 
 def decode_steps(responses: Sequence[int], slots: int) -> int:

@@ -62,9 +62,7 @@ def default_space(config: TrainConfig, shape: ModelShape, per_node: int = 8) -> 
 
 def changes(config: TrainConfig, space: Space, choice: Choice) -> dict[str, Any]:
     """The keys that a choice sets: of all models that are trained, and of the reference's size."""
-    at = dict(
-        zip(LEVERS, (space[name][place] for name, place in zip(LEVERS, choice, strict=True)), strict=True)
-    )
+    at = _values(space, choice)
     sections = [f"{_POLICY}.actor", *(["critic"] if config.needs_critic else [])]
     found: dict[str, Any] = {}
     for section in [*sections, *([f"{_POLICY}.ref"] if config.needs_reference else [])]:
@@ -90,9 +88,13 @@ def changes(config: TrainConfig, space: Space, choice: Choice) -> dict[str, Any]
     return found
 
 
+def _values(space: Space, choice: Choice) -> dict[str, Any]:
+    return {name: space[name][place] for name, place in zip(LEVERS, choice, strict=True)}
+
+
 def possible(config: TrainConfig, shape: ModelShape, space: Space, choice: Choice) -> bool:
     """Whether sizes divide devices, heads and layers, and budgets hold the longest sequence."""
-    at = {name: space[name][place] for name, place in zip(LEVERS, choice, strict=True)}
+    at = _values(space, choice)
     longest = config.actor_rollout_ref.rollout.longest(config.data)
     devices, d = config.trainer.devices_of("actor"), shape.decoder
     split = at["tensor"] * at["stages"]

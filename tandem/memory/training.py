@@ -263,13 +263,10 @@ def update_moments(own: Gathered, decoder: Decoder, way: Way, tokens: int) -> It
     yield Moment("last layer, backward", held_layer, summed + head_gradient, activations + layer, 0.0)
     reducing = 0.0 if way.sums else m * own.trained_layer * min(1, layers - 1)
     if layers > 1:
-        yield Moment(
-            "layer before, backward",
-            held_layer if way.resharding or way.sums else held - w,
-            summed + head_gradient + reducing + m * own.trained_layer / way.shards,
-            activations - (0 if way.setup.offloaded else kept) + layer,
-            0.0,
-        )
+        gathered = held_layer if way.resharding or way.sums else held - w
+        gradients = summed + head_gradient + reducing + m * own.trained_layer / way.shards
+        held_activations = activations - (0 if way.setup.offloaded else kept) + layer
+        yield Moment("layer before, backward", gathered, gradients, held_activations, 0.0)
     single = activations - way.setup.held * on_device * kept + kept + layer
     yield from _last_moments(own, way, single, around, head_gradient)
 

@@ -283,11 +283,8 @@ class DataProto:
         return self[torch.as_tensor(np.asarray(mask), dtype=torch.bool)]
 
     def to(self, device: torch.device | str) -> DataProto:
-        return DataProto(
-            {name: column.to(device) for name, column in self.batch.items()},
-            self.non_tensor_batch,
-            self.meta_info,
-        )
+        moved = {name: column.to(device) for name, column in self.batch.items()}
+        return DataProto(moved, self.non_tensor_batch, self.meta_info)
 
     def clone(self) -> DataProto:
         """Copies the table to memory of its own (the objects in its arrays are shared)."""

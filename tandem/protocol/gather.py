@@ -91,10 +91,7 @@ class Gather:
         if self.is_view:
             table, start, stop = self._only()
             return columns[table][start:stop]
-        whole = columns[0] if len(columns) == 1 else np.concatenate(columns)
-        return (
-            whole[self.picks.start : self.picks.stop] if isinstance(self.picks, range) else whole[self.picks]
-        )
+        return _rows(columns[0] if len(columns) == 1 else np.concatenate(columns), self.picks)
 
     def _family(self, offsets: Sequence[Tensor]) -> tuple[Tensor, np.ndarray, np.ndarray]:
         """New offsets, and where each run's values begin and end in its table."""
@@ -107,19 +104,12 @@ class Gather:
                 low, high = int(old[start]), int(old[stop])
                 self._families[key] = picked, np.array([low]), np.array([high])
             else:
-                self._families[key] = self._new_family([part.numpy() for part in offsets])
+                bases = np.cumsum([0, *(len(part) for part in offsets)])[self._table]
+                flat = np.concatenate([part.numpy() for part in offsets])
+                lengths = _rows(np.concatenate([part.diff().numpy() for part in offsets]), self.picks)
+                picked = offsets_of(torch.from_numpy(lengths))
+                self._families[key] = picked, flat[bases + self._start], flat[bases + self._stop]
         return self._families[key]
-
-    def _new_family(self, offsets: list[np.ndarray]) -> tuple[Tensor, np.ndarray, np.ndarray]:
-        bases = np.cumsum([0, *(len(part) for part in offsets)])[self._table]
-        flat = np.concatenate(offsets)
-        lengths = np.concatenate([np.diff(part) for part in offsets])
-        if not self.everything:
-            rows = self.picks
-            lengths = lengths[rows.start : rows.stop] if isinstance(rows, range) else lengths[rows]
-        picked = torch.zeros(len(lengths) + 1, dtype=torch.int64)
-        np.cumsum(lengths, out=picked.numpy()[1:])
-        return picked, flat[bases + self._start], flat[bases + self._stop]
 
     def _only(self) -> tuple[int, int, int]:
         """Table, first row and row behind the last of the only run; of none, an empty one."""
@@ -130,6 +120,11 @@ class Gather:
     def _index(self) -> Tensor:
         rows = self.picks
         return torch.arange(rows.start, rows.stop) if isinstance(rows, range) else torch.from_numpy(rows)
+
+
+def _rows(column: np.ndarray, picks: Picks) -> np.ndarray:
+    """The picked rows: a view of successive ones."""
+    return column[picks.start : picks.stop] if isinstance(picks, range) else column[picks]
 
 
 def _below(columns: Sequence[Tensor], tables: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> Tensor:

@@ -41,11 +41,8 @@ def together(metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     metrics: dict[str, list[Any]] = {}
     for meta in metas:
-        merge(
-            facts,
-            {name: fact for name, fact in meta.items() if name != METRICS},
-            "select or change meta_info before the tables are put together",
-        )
+        own = {name: fact for name, fact in meta.items() if name != METRICS}
+        merge(facts, own, "select or change meta_info before the tables are put together")
         found = meta.get(METRICS) or {}
         for each in found if isinstance(found, list) else [found]:
             if not isinstance(each, Mapping):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Protocol
 
 from tandem.runtime.dispatch import Call
@@ -29,12 +30,7 @@ class Usage:
     transfer_bytes: int = 0
 
     def __add__(self, other: Usage) -> Usage:
-        return Usage(
-            self.busy_s + other.busy_s,
-            self.wait_s + other.wait_s,
-            self.transfer_s + other.transfer_s,
-            self.transfer_bytes + other.transfer_bytes,
-        )
+        return Usage(*map(operator.add, astuple(self), astuple(other)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tandem.errors import TandemError, WorkerFailure
 
+OTHERS = 16
+"""Other processes that the report names."""
 LOG_LINES = 30
 """Last lines of a failed worker's log that the report shows."""
 
@@ -138,7 +140,10 @@ class Fault:
             *_indented(tail(self.place.log, self.place.pid, but=self.detail) or "(nothing)"),
         ]
         if others:
-            lines += ["  meanwhile:", *(f"    {place}: {doing}" for place, doing in _grouped(others))]
+            shown = list(others.items())[:OTHERS]
+            lines += ["  meanwhile:", *(f"    {place}: {doing}" for place, doing in shown)]
+        if len(others) > OTHERS:
+            lines.append(f"    {len(others) - OTHERS} more processes: not shown")
         failure = WorkerFailure("\n".join(lines), restartable=not actionable)
         failure.__cause__ = self.cause
         return failure
@@ -181,11 +186,3 @@ def first_failure(records: Iterable[Record]) -> Record | None:
 
 def _indented(text: str) -> list[str]:
     return [f"    {line}" for line in text.rstrip().splitlines()]
-
-
-def _grouped(others: Mapping[Place, str], most: int = 16) -> Sequence[tuple[str, str]]:
-    """One line for each process; of many only the first, and how many more."""
-    shown = [(str(place), doing) for place, doing in list(others.items())[:most]]
-    if len(others) > most:
-        shown.append((f"{len(others) - most} more processes", "not shown"))
-    return shown

@@ -4,12 +4,11 @@ know it where it is a batch."""
 from __future__ import annotations
 
 from concurrent.futures import Future as Running
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from tandem.errors import DataError
 from tandem.protocol import DataProto
-from tandem.runtime.index import Index
+from tandem.runtime.index import Index, require_batch
 
 
 class Handle(Protocol):
@@ -78,6 +77,7 @@ class Aside:
         return self.running.done()
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Source:
     """One worker's promised batch; the leaves of expressions.
 
@@ -88,13 +88,10 @@ class Source:
             ask for them again.
     """
 
-    __slots__ = ("_index", "handle", "method", "shape")
-
-    def __init__(self, handle: Handle, method: str, shape: tuple[int, tuple[str, ...]] | None = None) -> None:
-        self.handle = handle
-        self.method = method
-        self.shape = shape
-        self._index: Index | None = None
+    handle: Handle
+    method: str
+    shape: tuple[int, tuple[str, ...]] | None = None
+    _index: Index | None = field(default=None, init=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Source, (self.handle, self.method, self.shape)
@@ -116,12 +113,4 @@ class Source:
         Raises:
             DataError: the method returned something else.
         """
-        value = self.handle.get(timeout_s)
-        if not isinstance(value, DataProto):
-            raise DataError(
-                f"{self.method} did not return a batch",
-                got=type(value).__name__,
-                expected="DataProto",
-                remedy='register it with collect="first" or another dispatch mode',
-            )
-        return value
+        return require_batch(self.handle.get(timeout_s), f"{self.method} did not return a batch")

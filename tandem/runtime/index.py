@@ -42,19 +42,9 @@ class Index(Table):
         Raises:
             DataError: something else than a batch.
         """
-        if not isinstance(batch, DataProto):
-            raise DataError(
-                "only a batch has an index",
-                got=type(batch).__name__,
-                expected="DataProto",
-                remedy='register the method with collect="first" or another dispatch mode',
-            )
-        return cls(
-            batch.non_tensor_batch.get("uid"),
-            torch.arange(len(batch)),
-            _shared((name, c.lengths) for name, c in batch.batch.items() if isinstance(c, Ragged)),
-            batch.columns,
-        )
+        require_batch(batch, "only a batch has an index")
+        lengths = _shared((name, c.lengths) for name, c in batch.batch.items() if isinstance(c, Ragged))
+        return cls(batch.non_tensor_batch.get("uid"), torch.arange(len(batch)), lengths, batch.columns)
 
     def __len__(self) -> int:
         return len(self.row_ids)
@@ -87,14 +77,10 @@ class Index(Table):
 
     def _below(self, others: Sequence[Self]) -> Self:
         parts = (self, *others)
-        uids = [part.uids for part in parts if part.uids is not None]
-        lengths = {name: torch.cat([part.lengths[name] for part in parts]) for name in self.lengths}
-        return replace(
-            self,
-            uids=np.concatenate(uids) if len(uids) == len(parts) else None,
-            row_ids=torch.arange(sum(map(len, parts))),
-            lengths=_shared(lengths.items()),
-        )
+        given = [part.uids for part in parts if part.uids is not None]
+        uids = np.concatenate(given) if len(given) == len(parts) else None
+        lengths = _shared((n, torch.cat([part.lengths[n] for part in parts])) for n in self.lengths)
+        return replace(self, uids=uids, row_ids=torch.arange(sum(map(len, parts))), lengths=lengths)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Built-in types only, which pickle small: each family of lengths once, integers in as few bytes
@@ -109,6 +95,22 @@ class Index(Table):
             [(name, place[id(column)]) for name, column in self.lengths.items()],
             self.columns,
         )
+
+
+def require_batch(value: Any, message: str) -> DataProto:
+    """Return what a method returned, if that is a batch.
+
+    Raises:
+        DataError: it is something else; `message` says what for a batch is needed.
+    """
+    if isinstance(value, DataProto):
+        return value
+    raise DataError(
+        message,
+        got=type(value).__name__,
+        expected="DataProto",
+        remedy='register the method with collect="first" or another dispatch mode',
+    )
 
 
 Packed = tuple[str, bytes]
@@ -134,12 +136,9 @@ def _unpacked(
     columns: tuple[str, ...],
 ) -> Index:
     tensors = [_integers(family) for family in families]
-    return Index(
-        None if uids is None else object_array(uids),
-        torch.arange(row_ids) if isinstance(row_ids, int) else _integers(row_ids),
-        {name: tensors[place] for name, place in lengths},
-        columns,
-    )
+    rows = torch.arange(row_ids) if isinstance(row_ids, int) else _integers(row_ids)
+    places = {name: tensors[place] for name, place in lengths}
+    return Index(None if uids is None else object_array(uids), rows, places, columns)
 
 
 def _shared(lengths: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

@@ -55,7 +55,9 @@ class Strip:
         holder = np.searchsorted(ends, self.picks, side="right")
         used, place = np.unique(holder, return_inverse=True)
         shifts = (ends - sizes)[used] - (np.cumsum(sizes[used]) - sizes[used])
-        return self._only(used.tolist(), _tidy(self.picks - shifts[place]))
+        rows = self.picks - shifts[place]
+        successive = bool((np.diff(rows) == 1).all())
+        return self._only(used.tolist(), range(int(rows[0]), int(rows[-1]) + 1) if successive else rows)
 
     def _only(self, used: Sequence[int], rows: Picks) -> Strip:
         return Strip(tuple(self.sources[i] for i in used), tuple(self.sizes[i] for i in used), rows)
@@ -168,13 +170,6 @@ def compact(rows: RowIndex) -> slice | np.ndarray:
         return array
     fits = len(array) == 0 or (array.min() >= -(2**31) and array.max() < 2**31)
     return array.astype(np.int32 if fits else np.int64)
-
-
-def _tidy(rows: np.ndarray) -> Picks:
-    """Successive rows as a range."""
-    if len(rows) and bool((np.diff(rows) == 1).all()):
-        return range(int(rows[0]), int(rows[-1]) + 1)
-    return rows
 
 
 def _composed(outer: Picks, inner: Picks) -> Picks:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
+from functools import cached_property
 
 from tandem.errors import ConfigError
 
@@ -78,17 +79,9 @@ class Placement:
 
     resource_pool_spec: Mapping[str, Sequence[int]]
     mapping: Mapping[Role | str, str]
-    pools: Mapping[str, ResourcePool] = field(init=False)
 
     def __post_init__(self) -> None:
-        helpers = {  # reward functions need no device
-            pool for pool in self.resource_pool_spec if self.roles(pool) == (Role.Reward,)
-        }
-        pools = {
-            name: ResourcePool(counts, name, on_device=name not in helpers)
-            for name, counts in self.resource_pool_spec.items()
-        }
-        object.__setattr__(self, "pools", pools)
+        pools = self.pools
         for role, name in self.mapping.items():
             if name not in pools:
                 near = difflib.get_close_matches(name, pools, n=1)
@@ -99,6 +92,14 @@ class Placement:
                     expected=f"one of {', '.join(pools) or 'no pools'}",
                     remedy=f"did you mean '{near[0]}'?" if near else "add it to the resource pools",
                 )
+
+    @cached_property
+    def pools(self) -> Mapping[str, ResourcePool]:
+        """The pools by name. Reward functions alone need no device."""
+        return {
+            name: ResourcePool(counts, name, on_device=self.roles(name) != (Role.Reward,))
+            for name, counts in self.resource_pool_spec.items()
+        }
 
     def pool(self, role: Role) -> ResourcePool:
         """The pool of a role.

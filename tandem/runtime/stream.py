@@ -58,10 +58,17 @@ class BatchStream:
         before = 0
         for rank in sorted(by_rank):
             rows = [np.asarray(self._parts[position][0].rows, dtype=np.int64) for position in by_rank[rank]]
-            self._check_rows(rank, np.concatenate(rows))
-            for position, named in zip(by_rank[rank], rows, strict=True):
-                places[position] = named + before
-            before += sum(map(len, rows))
+            named = np.concatenate(rows)
+            if not np.array_equal(np.sort(named), np.arange(len(named))):
+                raise DataError(
+                    f"the parts of {self._method} do not make a whole",
+                    field=f"data-parallel rank {rank}",
+                    got=f"{len(named)} rows: {named.tolist()[:8]}…",
+                    expected="each of 0 … B-1 once",
+                )
+            for position, own in zip(by_rank[rank], rows, strict=True):
+                places[position] = own + before
+            before += len(named)
         return BatchFuture.arranged(results, places)
 
     def all(self) -> BatchFuture:
@@ -81,12 +88,3 @@ class BatchStream:
             self._failure = failure
             raise
         return False
-
-    def _check_rows(self, rank: int, rows: np.ndarray) -> None:
-        if not np.array_equal(np.sort(rows), np.arange(len(rows))):
-            raise DataError(
-                f"the parts of {self._method} do not make a whole",
-                field=f"data-parallel rank {rank}",
-                got=f"{len(rows)} rows: {rows.tolist()[:8]}…",
-                expected="each of 0 … B-1 once",
-            )

@@ -71,15 +71,11 @@ class WorkerGroup:
         self._workers.shutdown()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name.startswith("_") or name not in self._registrations:
-            raise AttributeError(
-                f"no registered method '{name}'"
-                + (
-                    ""
-                    if name.startswith("_")
-                    else f" in {self._class_name}: {', '.join(self._registrations)}"
-                )
-            )
+        if name.startswith("_"):
+            raise AttributeError(f"no registered method '{name}'")
+        if name not in self._registrations:
+            known = ", ".join(self._registrations)
+            raise AttributeError(f"no registered method '{name}' in {self._class_name}: {known}")
         return functools.partial(self._call, name, self._registrations[name])
 
     def __dir__(self) -> list[str]:

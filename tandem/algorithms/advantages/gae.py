@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from tandem.algorithms.masked import require_same_shape
 from tandem.algorithms.registry import Advantages, register_advantage
 from tandem.algorithms.responses import Responses
 from tandem.algorithms.scan import following, reverse_discounted_cumsum_
@@ -42,11 +43,7 @@ def gae(
     Cost: a critic: a second model, its forward and its update.
     Source: Schulman et al. 2016, https://arxiv.org/abs/1506.02438, eq. 11 to 16.
     """
-    assert token_level_rewards.shape == values.shape == response_mask.shape, (
-        token_level_rewards.shape,
-        values.shape,
-        response_mask.shape,
-    )
+    require_same_shape(token_level_rewards, values, response_mask)
     tokens = Responses.of(response_mask, offsets)
     kept_values = tokens.take(values)
     sums = following(kept_values, tokens.offsets).mul_(gamma).sub_(kept_values)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from tandem.algorithms.groups import group_mean
+from tandem.algorithms.masked import require_same_shape
 from tandem.algorithms.outcome import total_rewards, whitened_at_every_token
 from tandem.algorithms.registry import Advantages, register_advantage
 from tandem.algorithms.responses import Responses
@@ -35,7 +36,7 @@ def reinforce_plus_plus(
     Cost: nothing.
     Source: Hu et al. 2025, https://arxiv.org/abs/2501.03262, section 3.1.
     """
-    assert token_level_rewards.shape == response_mask.shape, (token_level_rewards.shape, response_mask.shape)
+    require_same_shape(token_level_rewards, response_mask)
     tokens = Responses.of(response_mask, offsets)
     sums = reverse_discounted_cumsum_(tokens.take(token_level_rewards), tokens.offsets, gamma)
     returns = tokens.put(sums)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tandem.algorithms.masked import spread
+from tandem.algorithms.masked import require_same_shape, spread
 from tandem.algorithms.registry import Advantages, register_advantage
 from tandem.algorithms.responses import Responses
 from tandem.algorithms.scan import reverse_discounted_cumsum_
@@ -29,7 +29,7 @@ def remax(
     Cost: one greedy response per prompt and its reward.
     Source: Li et al. 2024, https://arxiv.org/abs/2310.10505, algorithm 1.
     """
-    assert token_level_rewards.shape == response_mask.shape, (token_level_rewards.shape, response_mask.shape)
+    require_same_shape(token_level_rewards, response_mask)
     assert len(reward_baselines) == len(offsets) - 1, (len(reward_baselines), len(offsets))
     tokens = Responses.of(response_mask, offsets)
     sums = reverse_discounted_cumsum_(tokens.take(token_level_rewards), tokens.offsets, 1.0)

@@ -12,8 +12,7 @@ Options keep their defaults. Shapes: N tokens of all sequences together, B seque
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,14 +22,12 @@ from tandem.algorithms.registry import Option, Registry, Spec
 LOG_RATIO_LIMIT = 20.0
 """Logarithms of ratios are clamped to this on both sides before they are exponentiated."""
 
-_COLUMNS = MappingProxyType(
-    {
-        "old_log_probs": "(N) fp64, nats, of the policy before this batch's updates, computed by training",
-        "rollout_log_probs": "(N) fp64, nats, of the engine that sampled",
-        "response_mask": "(N) bool, tokens that the policy wrote",
-        "offsets": "(B+1) int64, where each sequence starts",
-    }
-)
+_COLUMNS = {
+    "old_log_probs": "(N) fp64, nats, of the policy before this batch's updates, computed by training",
+    "rollout_log_probs": "(N) fp64, nats, of the engine that sampled",
+    "response_mask": "(N) bool, tokens that the policy wrote",
+    "offsets": "(B+1) int64, where each sequence starts",
+}
 
 
 class Observation(NamedTuple):
@@ -47,10 +44,16 @@ class Observation(NamedTuple):
     reduction: str
 
 
+def sequence_observations(values: Tensor, counted: Tensor) -> dict[str, Observation]:
+    """Report one number per sequence by its mean, deviation, maximum and minimum."""
+    reductions = {"mean": "mean", "std": "sample_std", "max": "max", "min": "min"}
+    return {f"seq_{name}": Observation(values, counted, how) for name, how in reductions.items()}
+
+
 class _PerToken(Spec):
     """A function of log-probs that gives a number for each token."""
 
-    known_columns = _COLUMNS
+    known_columns: ClassVar[Mapping[str, str]] = _COLUMNS
 
     @property
     def by_sequence(self) -> bool:
@@ -64,12 +67,7 @@ class _PerToken(Spec):
             ConfigError: it returned something else than a floating tensor of the tokens' shape.
         """
         result = self._call(columns, options)
-        shape = columns["response_mask"].shape
-        fits = isinstance(result, Tensor) and result.shape == shape and result.is_floating_point()
-        if not fits:
-            raise self._wrong_result(result, f"a floating tensor of shape {tuple(shape)}")
-        value: Tensor = result
-        return value
+        return self._tensor(result, columns["response_mask"], "a floating tensor", Tensor.is_floating_point)
 
 
 class ImportanceWeightSpec(_PerToken):

@@ -18,7 +18,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tandem.algorithms.corrections.registry import Observation, clamped_log_ratio, register_rejection
+from tandem.algorithms.corrections.registry import (
+    Observation,
+    clamped_log_ratio,
+    register_rejection,
+    sequence_observations,
+)
 from tandem.algorithms.masked import segment_max, segment_sum, spread
 
 DIVERGENCES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -135,10 +140,7 @@ def rejection_observations(
         "min": Observation(statistic, mask, "min"),
         "fraction_high": Observation(seen > upper, counted, "mean"),
         "masked_fraction": Observation(~kept, mask, "mean"),
-        "seq_mean": Observation(sequence, there, "mean"),
-        "seq_std": Observation(sequence, there, "sample_std"),
-        "seq_max": Observation(sequence, there, "max"),
-        "seq_min": Observation(sequence, there, "min"),
+        **sequence_observations(sequence, there),
         "seq_max_deviation": Observation(sequence.abs(), there, "max"),
         "seq_fraction_high": Observation(sequence > upper, there, "mean"),
         "seq_masked_fraction": Observation(segment_sum(mask & ~kept, offsets) > 0, there, "mean"),

@@ -13,6 +13,7 @@ from tandem.algorithms.corrections.registry import (
     Observation,
     clamped_log_ratio,
     register_importance_weight,
+    sequence_observations,
 )
 from tandem.algorithms.masked import segment_sum, spread
 
@@ -171,10 +172,7 @@ def weight_observations(
         "min": Observation(extreme, mask, "min"),
         "ratio_fraction_high": Observation(seen > upper, counted, "mean"),
         "ratio_fraction_low": Observation(seen < below, counted, "mean"),
-        "seq_mean": Observation(bounded_means, there, "mean"),
-        "seq_std": Observation(bounded_means, there, "sample_std"),
-        "seq_max": Observation(bounded_means, there, "max"),
-        "seq_min": Observation(bounded_means, there, "min"),
+        **sequence_observations(bounded_means, there),
         "seq_max_deviation": Observation((bounded_means - 1).abs(), there, "max"),
         "seq_fraction_high": Observation(raw_means > upper, there, "mean"),
         "seq_fraction_low": Observation(raw_means < below, there, "mean"),

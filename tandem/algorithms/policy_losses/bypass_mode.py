@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from tandem.algorithms.masked import require_same_shape
 from tandem.algorithms.policy_losses.vanilla import vanilla
 from tandem.algorithms.registry import register_policy_loss
 from tandem.errors import ConfigError
@@ -48,15 +49,9 @@ def bypass_mode(
     Liu et al. 2025, https://richardli.xyz/rl-collapse.
     """
     if loss_type == "ppo_clip":
-        return vanilla(
-            log_probs,
-            old_log_probs,
-            advantages,
-            clip_ratio_low=clip_ratio_low,
-            clip_ratio_high=clip_ratio_high,
-            clip_ratio_c=clip_ratio_c,
-        )
+        bounds = {"clip_ratio_low": clip_ratio_low, "clip_ratio_high": clip_ratio_high}
+        return vanilla(log_probs, old_log_probs, advantages, **bounds, clip_ratio_c=clip_ratio_c)
     if loss_type != "reinforce":
         raise ConfigError("unknown value", field="loss_type", got=loss_type, expected="ppo_clip or reinforce")
-    assert log_probs.shape == advantages.shape, (log_probs.shape, advantages.shape)
+    require_same_shape(log_probs, advantages)
     return -advantages * log_probs, {"ppo_kl": (old_log_probs - log_probs).detach()}

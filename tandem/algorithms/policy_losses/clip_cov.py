@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from tandem.algorithms.masked import require_same_shape
 from tandem.algorithms.registry import register_policy_loss
 from tandem.algorithms.selection import selects_tokens, token_covariances
 from tandem.algorithms.surrogate import clipped_surrogate, log_ratio, require_positive
@@ -90,7 +91,7 @@ def clip_cov(
 
     Source: Cui et al. 2025, https://arxiv.org/abs/2505.22617, section 4.2, eq. 12 (Clip-Cov).
     """
-    assert selected_tokens.shape == log_probs.shape, (selected_tokens.shape, log_probs.shape)
+    require_same_shape(selected_tokens, log_probs)
     difference = log_ratio(log_probs, old_log_probs, advantages)
     losses, clipped = clipped_surrogate(difference.exp(), advantages, clip_ratio_low, clip_ratio_high)
     silent = selected_tokens & ~clipped

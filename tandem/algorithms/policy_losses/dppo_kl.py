@@ -53,9 +53,7 @@ def dppo_kl(
     """
     now = log_probs.detach()
     divergence = binary_kl(old_log_probs, now)
-    inside = torch.where(
-        advantages > 0,
-        (divergence <= clip_ratio_high) | (now <= old_log_probs),
-        (divergence <= clip_ratio_low) | (now >= old_log_probs),
-    )
+    may_rise = (divergence <= clip_ratio_high) | (now <= old_log_probs)
+    may_fall = (divergence <= clip_ratio_low) | (now >= old_log_probs)
+    inside = torch.where(advantages > 0, may_rise, may_fall)
     return masked_policy_gradient(log_probs, old_log_probs, advantages, inside, clip_ratio_c)

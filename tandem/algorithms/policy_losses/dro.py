@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from tandem.algorithms.masked import require_same_shape
 from tandem.algorithms.registry import register_policy_loss
 from tandem.algorithms.surrogate import require_positive
 
@@ -41,11 +42,7 @@ def dro(
 
     Source: Richemond et al. 2024, https://arxiv.org/abs/2405.19107 (the policy's part of DRO-V).
     """
-    assert log_probs.shape == old_log_probs.shape == advantages.shape, (
-        log_probs.shape,
-        old_log_probs.shape,
-        advantages.shape,
-    )
+    require_same_shape(log_probs, old_log_probs, advantages)
     require_positive("dro_beta", dro_beta)
     difference = log_probs - old_log_probs
     penalty = 0.5 * dro_beta * difference.square()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tandem.algorithms.masked import segment_sum, spread
+from tandem.algorithms.masked import require_same_shape, segment_sum, spread
 from tandem.algorithms.registry import register_policy_loss
 from tandem.algorithms.surrogate import log_ratio
 
@@ -55,7 +55,7 @@ def geo_mean(
 
     Source: Zhao et al. 2025, https://arxiv.org/abs/2507.20673, eq. 4, clipped token by token.
     """
-    assert advantages.shape == response_mask.shape, (advantages.shape, response_mask.shape)
+    require_same_shape(advantages, response_mask)
     difference = log_ratio(log_probs, old_log_probs, advantages)
     rises, falls = advantages > 0, advantages < 0
     bounded = torch.where(rises, difference.clamp(max=clip_ratio_high), difference.clamp(min=-clip_ratio_low))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tandem.algorithms.masked import segment_sum, spread
+from tandem.algorithms.masked import require_same_shape, segment_sum, spread
 from tandem.algorithms.registry import register_policy_loss
 from tandem.algorithms.surrogate import clipped_surrogate
 
@@ -53,12 +53,7 @@ def gspo(
     Source: Zheng et al. 2025, https://arxiv.org/abs/2507.18071, sections 4.1 and 4.3 (GSPO-token); its
     clips, section 5.1.
     """
-    assert log_probs.shape == old_log_probs.shape == advantages.shape == response_mask.shape, (
-        log_probs.shape,
-        old_log_probs.shape,
-        advantages.shape,
-        response_mask.shape,
-    )
+    require_same_shape(log_probs, old_log_probs, advantages, response_mask)
     difference = torch.where(response_mask, log_probs - old_log_probs, 0).detach()
     lengths = segment_sum(response_mask, offsets).clamp(min=1)
     sequence = spread(segment_sum(difference, offsets) / lengths, response_mask, offsets)

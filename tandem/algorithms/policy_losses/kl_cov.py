@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from tandem.algorithms.masked import require_same_shape
 from tandem.algorithms.registry import register_policy_loss
 from tandem.algorithms.selection import selects_tokens, token_covariances
 from tandem.algorithms.surrogate import log_ratio, require_positive
@@ -76,7 +77,7 @@ def kl_cov(
 
     Source: Cui et al. 2025, https://arxiv.org/abs/2505.22617, section 4.2, listing 1 (KL-Cov).
     """
-    assert selected_tokens.shape == log_probs.shape, (selected_tokens.shape, log_probs.shape)
+    require_same_shape(selected_tokens, log_probs)
     ratio = log_ratio(log_probs, old_log_probs, advantages).exp()
     difference = log_probs - old_log_probs
     penalty = torch.where(selected_tokens, ppo_kl_coef * difference.abs(), 0)

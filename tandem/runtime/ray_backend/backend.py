@@ -10,12 +10,11 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from importlib.machinery import PathFinder
 from pathlib import Path
 from tempfile import mkdtemp
-from types import ModuleType
 from typing import Any
 
 import ray
@@ -25,8 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tandem.errors import ConfigError, WorkerFailure
 from tandem.runtime.failure import Place
-from tandem.runtime.host import Setup
-from tandem.runtime.ray_backend.actor import Actor, HostActor, Whereabouts
+from tandem.runtime.ray_backend.actor import Actor, HostActor, Setup, Whereabouts
 from tandem.runtime.ray_backend.cluster import actor_options, connect, has_gpus, reserve
 from tandem.runtime.ray_backend.watch import Watch
 from tandem.runtime.ray_backend.workers import RayWorkers
@@ -56,6 +54,7 @@ class Hosts:
     group: PlacementGroup | None
 
 
+@dataclass(eq=False, repr=False)
 class RayBackend:
     """See `Backend`.
 
@@ -83,42 +82,37 @@ class RayBackend:
         ConfigError: no cluster at the address.
     """
 
-    def __init__(
-        self,
-        name: str = "tandem",
-        log_dir: Path | None = None,
-        *,
-        device: str = "auto",
-        address: str | None = None,
-        namespace: str | None = None,
-        interface: str | None = None,
-        master_port: int = 0,
-        object_store_gb: float | None = None,
-        temp_dir: str | None = None,
-        ray_init: Mapping[str, Any] | None = None,
-        start_s: float = 300.0,
-        call_s: float = 7200.0,
-        answer_s: float = 30.0,
-        collective_s: float = 1800.0,
-        resources_s: float = 60.0,
-        stop_s: float = 10.0,
-        say: Callable[[str], None] = print,
-    ) -> None:
+    name: str = "tandem"
+    log_dir: Path | None = None
+    _: KW_ONLY
+    device: str = "auto"
+    address: str | None = None
+    namespace: str | None = None
+    interface: str | None = None
+    master_port: int = 0
+    object_store_gb: float | None = None
+    temp_dir: str | None = None
+    ray_init: Mapping[str, Any] | None = None
+    start_s: float = 300.0
+    call_s: float = 7200.0
+    answer_s: float = 30.0
+    collective_s: float = 1800.0
+    resources_s: float = 60.0
+    stop_s: float = 10.0
+    say: Callable[[str], None] = print
+
+    def __post_init__(self) -> None:
         self._started_ray = connect(
-            address, temp_dir=temp_dir, object_store_gb=object_store_gb, ray_init=ray_init
+            self.address,
+            temp_dir=self.temp_dir,
+            object_store_gb=self.object_store_gb,
+            ray_init=self.ray_init,
         )
-        self.gpus = device == "cuda" or (device == "auto" and has_gpus())
-        self._name = name
-        self._id = f"{name}-{uuid.uuid4().hex[:8]}"
-        self._namespace = namespace or self._id
-        self._logs = Path(mkdtemp(prefix="tandem-")) if log_dir is None else log_dir.absolute()
-        self._interface = interface
-        self._master_port = master_port
-        self._start_s = start_s
-        self._collective_s = collective_s
-        self._resources_s = resources_s
-        self._stop_s = stop_s
-        self._watch = Watch(call_s=call_s, answer_s=answer_s, say=say)
+        self.gpus = self.device == "cuda" or (self.device == "auto" and has_gpus())
+        self._id = f"{self.name}-{uuid.uuid4().hex[:8]}"
+        self._namespace = self.namespace or self._id
+        self._logs = Path(mkdtemp(prefix="tandem-")) if self.log_dir is None else self.log_dir.absolute()
+        self._watch = Watch(call_s=self.call_s, answer_s=self.answer_s, say=self.say)
         self._pools: dict[str, Hosts] = {}
         self._ports: dict[str, int] = {}
         self._closed = False
@@ -132,9 +126,9 @@ class RayBackend:
         """
         new = [pool for pool in pools if pool.name not in self._pools]
         groups = reserve(
-            [pool for pool in new if not pool.beside_controller], gpus=self.gpus, timeout_s=self._resources_s
+            [pool for pool in new if not pool.beside_controller], gpus=self.gpus, timeout_s=self.resources_s
         )
-        deadline = time.monotonic() + self._start_s
+        deadline = time.monotonic() + self.start_s
         for pool in new:
             group = groups.get(pool.name)
             self._pools[pool.name] = Hosts(pool, self._spawn(pool, group), [], [], group)
@@ -199,17 +193,12 @@ class RayBackend:
     def _spawn(self, pool: ResourcePool, group: PlacementGroup | None) -> list[Actor]:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         nodes = [node for node, count in enumerate(pool.process_on_nodes) for _ in range(count)]
+        cwd, trusted = os.getcwd(), os.environ.get(TRUST, "")
+        path = tuple(each or cwd for each in sys.path)
         actors = []
         for rank, node in enumerate(nodes):
-            setup = Setup(
-                pool.name,
-                rank,
-                pool.world_size,
-                os.getcwd(),
-                tuple(path or os.getcwd() for path in sys.path),
-                self._log_of(pool, rank),
-                os.environ.get(TRUST, ""),
-            )
+            log = self._log_of(pool, rank)
+            setup = Setup(pool.name, rank, pool.world_size, cwd, path, log, trusted)
             where = (
                 {"num_cpus": 0, "scheduling_strategy": here}
                 if group is None
@@ -251,32 +240,27 @@ class RayBackend:
         if hosts.pool.world_size == 1:
             return {}
         address = hosts.found[0].address
-        served = hosts.actors[0].serve_rendezvous.remote(
-            address, self._port_of(hosts.pool), self._collective_s
-        )
+        port = 0
+        if self.master_port != 0:  # the first pool's is the one asked for, the next ones' follow
+            taken = {port for name, port in self._ports.items() if name in self._pools}
+            port = next(port for port in itertools.count(self.master_port) if port not in taken)
+            self._ports[hosts.pool.name] = port
+        served = hosts.actors[0].serve_rendezvous.remote(address, port, self.collective_s)
         return {
             "MASTER_ADDR": address,
             "MASTER_PORT": str(self._by(deadline, served)),
             "WORLD_SIZE": str(hosts.pool.world_size),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": "0",
-            **_interface_names(self._interface),
+            **_interface_names(self.interface),
         }
-
-    def _port_of(self, pool: ResourcePool) -> int:
-        """The first pool's port is the one asked for, the next ones' follow: they may share a machine."""
-        if self._master_port == 0:
-            return 0
-        taken = {port for name, port in self._ports.items() if name in self._pools}
-        self._ports[pool.name] = next(p for p in itertools.count(self._master_port) if p not in taken)
-        return self._ports[pool.name]
 
     def _did_not_start(self, hosts: Hosts, error: TimeoutError | WorkerFailure) -> WorkerFailure:
         pool = hosts.pool
         if isinstance(error, WorkerFailure):
             what, restartable = str(error), error.restartable
         else:
-            what = f"not all were up within trainer.timeouts.start={self._start_s:g} s"
+            what = f"not all were up within trainer.timeouts.start={self.start_s:g} s"
             restartable = True
         return WorkerFailure(
             f"resource pool '{pool.name}' could not be started: {what}\n"
@@ -295,19 +279,23 @@ class RayBackend:
         return self._watch.get(ref, max(0.0, deadline - time.monotonic()))
 
     def _end(self, ending: Sequence[Hosts]) -> None:
-        """Orderly where they still answer, then in any case."""
+        """Orderly where they still answer, then in any case; waits until those on this machine are gone."""
         actors = [actor for hosts in ending for actor in hosts.actors]
         with suppress(RayError, WorkerFailure):  # they are killed below, whatever state they are in
             self._watch.check()
             closing = [actor.close.remote() for actor in actors]
             if closing:
-                ray.wait(closing, num_returns=len(closing), timeout=self._stop_s)
+                ray.wait(closing, num_returns=len(closing), timeout=self.stop_s)
         for actor in actors:
             ray.kill(actor)
         for hosts in ending:
             if hosts.group is not None:
                 remove_placement_group(hosts.group)
-        _await_end([place for hosts in ending for place in hosts.places], self._stop_s)
+        here = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        pids = [place.pid for hosts in ending for place in hosts.places if place.node == here]
+        deadline = time.monotonic() + self.stop_s
+        while any(map(_alive, pids)) and time.monotonic() < deadline:
+            time.sleep(0.05)
 
     def _write_hosts(self) -> None:
         places = [place for hosts in self._pools.values() for place in hosts.places]
@@ -351,23 +339,10 @@ def _ship_modules_of(worker: WorkerFactory) -> None:
     for value in values:
         function = getattr(value, "function", value)
         module = sys.modules.get(getattr(function, "__module__", None) or "")
-        if module is not None and module.__name__ != "__main__" and not _importable(module):
+        if module is None or module.__name__ == "__main__" or getattr(module, "__file__", None) is None:
+            continue  # the last is part of the interpreter
+        if PathFinder.find_spec(module.__name__.split(".")[0]) is None:
             ray.cloudpickle.register_pickle_by_value(module)  # type: ignore[no-untyped-call]
-
-
-def _importable(module: ModuleType) -> bool:
-    """Tells whether a process with the same import path finds the module by its name."""
-    if getattr(module, "__file__", None) is None:
-        return True  # part of the interpreter
-    return PathFinder.find_spec(module.__name__.split(".")[0]) is not None
-
-
-def _await_end(places: Sequence[Place], timeout_s: float) -> None:
-    """Until the processes on this machine are gone."""
-    here = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-    deadline = time.monotonic() + timeout_s
-    while any(place.node == here and _alive(place.pid) for place in places) and time.monotonic() < deadline:
-        time.sleep(0.05)
 
 
 def _alive(pid: int) -> bool:

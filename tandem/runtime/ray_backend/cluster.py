@@ -57,8 +57,13 @@ def connect(
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # the watch reports them
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     hook = os.environ.get("PYTHONBREAKPOINT")
+    shared = _QUIET | dict(ray_init or {})
     try:
-        return _join(address, temp_dir, object_store_gb, dict(ray_init or {}))
+        if address is None:
+            _start(temp_dir, object_store_gb, shared)
+        else:
+            _join(address, shared)
+        return True
     finally:
         # Ray names its own debugger there, and the controller's `breakpoint()` is the user's.
         if hook is None:
@@ -67,13 +72,7 @@ def connect(
             os.environ["PYTHONBREAKPOINT"] = hook
 
 
-def _join(
-    address: str | None, temp_dir: str | None, object_store_gb: float | None, ray_init: dict[str, Any]
-) -> bool:
-    shared = _QUIET | ray_init
-    if address is None:
-        _start(temp_dir, object_store_gb, shared)
-        return True
+def _join(address: str, shared: Mapping[str, Any]) -> None:
     try:
         ray.init(address=address, **shared)
     except (ConnectionError, RuntimeError, ValueError) as error:
@@ -84,7 +83,6 @@ def _join(
             expected="HOST:PORT of the head node, or auto on one of the cluster's machines",
             remedy="start it (tandem node, or ray start --head), or set trainer.cluster.address=null",
         ) from error
-    return True
 
 
 def _start(temp_dir: str | None, object_store_gb: float | None, shared: Mapping[str, Any]) -> None:
@@ -170,8 +168,18 @@ def reserve(pools: Sequence[ResourcePool], *, gpus: bool, timeout_s: float) -> d
     Raises:
         ConfigError: it has not got that room; nothing stays reserved.
     """
-    groups = {pool.name: placement_group(_bundles(pool, gpus), strategy=_strategy(pool)) for pool in pools}
-    deadline = time.monotonic() + (timeout_s if _may_fit(pools, gpus) else 0.0)
+    groups = {
+        pool.name: placement_group(
+            [_bundle(count, gpus and pool.on_device) for count in pool.process_on_nodes],
+            strategy="STRICT_SPREAD" if pool.nnodes > 1 else "PACK",
+        )
+        for pool in pools
+    }
+    there = _resources()
+    asked = sum(pool.world_size for pool in pools if pool.on_device)
+    fits = all(pool.nnodes == 1 for pool in pools) and (not gpus or asked <= there.get("GPU", 0))
+    own = bool(there.get(PROCESS))  # a Ray of this run's own does not grow
+    deadline = time.monotonic() + (timeout_s if fits or not own else 0.0)
     missing = [pool for pool in pools if not groups[pool.name].wait(max(0.1, deadline - time.monotonic()))]
     if missing:
         for group in groups.values():
@@ -196,43 +204,23 @@ def _bundle(count: int, gpus: bool) -> dict[str, float]:
     return {counted: float(count)} | ({"GPU": float(count)} if gpus else {})
 
 
-def _bundles(pool: ResourcePool, gpus: bool) -> list[dict[str, float]]:
-    return [_bundle(count, gpus and pool.on_device) for count in pool.process_on_nodes]
-
-
-def _strategy(pool: ResourcePool) -> str:
-    return "STRICT_SPREAD" if pool.nnodes > 1 else "PACK"
-
-
-def _nodes() -> list[dict[str, Any]]:
-    return [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
-
-
-def _may_fit(pools: Sequence[ResourcePool], gpus: bool) -> bool:
-    """Tells whether waiting may help: a Ray of this run's own does not grow."""
-    there = _resources()
-    asked = sum(pool.world_size for pool in pools if pool.on_device)
-    return not there.get(PROCESS) or (
-        all(pool.nnodes == 1 for pool in pools) and (not gpus or asked <= there.get("GPU", 0))
-    )
-
-
 def _does_not_fit(pools: Sequence[ResourcePool], gpus: bool) -> ConfigError:
     unit = "GPU(s)" if gpus else "process(es)"
     asked = "; ".join(
         f"{pool.name}: {' + '.join(map(str, pool.process_on_nodes))} {unit} on {pool.nnodes} node(s)"
         for pool in pools
     )
+    nodes = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
     there = "; ".join(
         f"{node['NodeManagerAddress']}: {node['Resources'].get('CPU', 0):g} CPU, "
         f"{node['Resources'].get('GPU', 0):g} GPU"
-        for node in _nodes()
+        for node in nodes
     )
     return ConfigError(
         "the cluster has not got what the resource pools ask for",
         field="trainer.resource_pools",
         got=f"asked for {asked}",
-        expected=f"at most what {len(_nodes())} node(s) have: {there}; a pool's nodes are different machines",
+        expected=f"at most what {len(nodes)} node(s) have: {there}; a pool's nodes are different machines",
         remedy="lower trainer.nnodes, trainer.n_gpus_per_node or the pools; or start more nodes with "
         "'tandem node' and set trainer.cluster.address=auto",
     )

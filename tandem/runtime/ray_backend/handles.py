@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pickle
 import time
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -12,40 +13,35 @@ from ray.exceptions import RayTaskError
 
 from tandem.errors import DataError
 from tandem.protocol import DataProto, Ragged
+from tandem.runtime.backend import Usage
 from tandem.runtime.future import owned
-from tandem.runtime.host import INPUTS
 from tandem.runtime.index import Index
+from tandem.runtime.ray_backend.actor import INPUTS
 from tandem.runtime.ray_backend.together import Together
 from tandem.runtime.ray_backend.watch import Watch
 
 
+@dataclass(slots=True, weakref_slot=True, eq=False, repr=False)
 class RayHandle:
     """See `Handle`.
 
     Args:
-        value: the result.
-        index: its pickled index, if it is a batch that stays with its worker.
-        watch: the controller's; None elsewhere.
-        together: what the workers of the same call return.
+        _value: the result.
+        _index: its pickled index, if it is a batch that stays with its worker.
+        _watch: the controller's; None elsewhere.
+        _together: what the workers of the same call return.
     """
 
     borrowed = True
-    __slots__ = ("__weakref__", "_index", "_known", "_together", "_value", "_watch")
+    _value: ray.ObjectRef[Any]
+    _index: ray.ObjectRef[bytes] | bytes | None
+    _watch: Watch | None = None
+    _together: Together | None = None
+    _known: Index | None = field(default=None, init=False)
 
-    def __init__(
-        self,
-        value: ray.ObjectRef[Any],
-        index: ray.ObjectRef[bytes] | bytes | None,
-        watch: Watch | None = None,
-        together: Together | None = None,
-    ) -> None:
-        self._value = value
-        self._index = index
-        self._watch = watch
-        self._together = together
-        if together is not None:
-            together.refs.append(self.first)
-        self._known: Index | None = None
+    def __post_init__(self) -> None:
+        if self._together is not None:
+            self._together.refs.append(self.first)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RayHandle, (self._value, self._index)
@@ -65,22 +61,20 @@ class RayHandle:
         return value
 
     def index(self, timeout_s: float | None = None) -> Index:
-        if self._known is None:
-            packed = self._packed_index(timeout_s)
-            self._known = pickle.loads(packed)
-        return self._known
-
-    def _packed_index(self, timeout_s: float | None) -> bytes:
-        if isinstance(self._index, bytes):
-            return self._index
+        if self._known is not None:
+            return self._known
         if self._index is None:
             raise DataError("only a batch has an index", expected="a method that returns a DataProto")
-        if self._watch is None:
-            packed: bytes = _brought_here(self._index)
+        packed: bytes
+        if isinstance(self._index, bytes):
+            packed = self._index
+        elif self._watch is None:
+            packed = _brought_here(self._index)
         else:
             packed = self._watch.get(self._index, timeout_s, together=self._together)
             self._watch.index_bytes += len(packed)
-        return packed
+        self._known = pickle.loads(packed)
+        return self._known
 
     def wait(self, timeout_s: float | None = None) -> None:
         if not isinstance(self._index, bytes):
@@ -102,10 +96,8 @@ def _brought_here(value: ray.ObjectRef[Any]) -> Any:
         result = ray.get(value)
     except RayTaskError as error:
         raise error.cause or error from None
-    INPUTS.wait_s += there - start
-    INPUTS.transfer_s += time.monotonic() - there
-    if isinstance(result, DataProto):
-        INPUTS.transfer_bytes += batch_bytes(result)
+    size = batch_bytes(result) if isinstance(result, DataProto) else 0
+    INPUTS.append(Usage(0.0, there - start, time.monotonic() - there, size))
     return result
 
 

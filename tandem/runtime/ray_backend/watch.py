@@ -229,20 +229,18 @@ class Watch:
     def _run(self) -> None:
         while not self._closed.wait(min(5.0, self._answer_s / 6)):
             with self._lock:
+                if self._failure is not None:
+                    continue
                 try:
-                    self._look()
+                    answers = self._survey()
+                    fault = self._fault(answers, patient=True)
+                    if fault is not None:
+                        self._failure = self._report(fault, answers)
                 except Exception as error:  # or nobody would watch any more, and nobody know it
                     self._failure = WorkerFailure(
                         f"the watch over the workers failed: {error}", restartable=True
                     )
                     self._failure.__cause__ = error
-
-    def _look(self) -> None:
-        if self._failure is None:
-            answers = self._survey()
-            fault = self._fault(answers, patient=True)
-            if fault is not None:
-                self._failure = self._report(fault, answers)
 
     def _failure_behind(self, error: RayError) -> WorkerFailure:
         """The report on a result that cannot be had: whatever failed first, here or elsewhere."""
@@ -299,9 +297,13 @@ class Watch:
             answer = answers[known.place]
             if isinstance(answer, Dead):
                 return Fault(known.place, f"its process died ({answer.why})", *known.at())
-        first = first_failure([*self._unreported(patient), *([record] if record else [])])
+        known_since = time.monotonic() - (GRACE_S if patient else 0)
+        raised = [each for since, each in self._raised if since <= known_since]
+        first = first_failure([*raised, *([record] if record else [])])
         if first is not None:
-            return self._fault_of(first)
+            places = {(known.place.pool, known.place.rank): known.place for known in self._processes}
+            place = places[first.pool, first.rank]
+            return Fault(place, first.error, first.role, first.method, first.trace, first.cause)
         for known in self._processes:
             answer = answers[known.place]
             if isinstance(answer, Silent) and answer.since_s > self._answer_s:
@@ -314,16 +316,6 @@ class Watch:
         if any(isinstance(answer, Silent) for answer in answers.values()):
             return None  # whoever has run for too long may be waiting for that one
         return self._overrun(answers)
-
-    def _unreported(self, patient: bool) -> list[Record]:
-        known_since = time.monotonic() - (GRACE_S if patient else 0)
-        return [record for since, record in self._raised if since <= known_since]
-
-    def _fault_of(self, record: Record) -> Fault:
-        place = next(
-            known.place for known in self._processes if (known.place.pool, known.place.rank) == record.key[:2]
-        )
-        return Fault(place, record.error, record.role, record.method, record.trace, record.cause)
 
     def _overrun(self, answers: Mapping[Place, Answer]) -> Fault | None:
         """All that have run for too long are shown: which of them the others wait for is for the reader."""
