@@ -21,6 +21,7 @@ from tandem.cli.fitting import (
     write_fit,
 )
 from tandem.cli.probing import Probing
+from tandem.cli.typed import worded
 from tandem.config.load import load_train_config
 from tandem.config.root import TrainConfig
 from tandem.config.sources import split_arguments
@@ -36,29 +37,6 @@ from tandem.memory.shapes import shape_of
 from tandem.memory.timing import Clock
 from tandem.observability.terminal import say
 
-USAGE = """usage: tandem plan [CONFIG.yaml] key=value … [--device 80GB | --devices 8x80GB] [--json]
-       tandem plan [CONFIG.yaml] key=value … --fit 8x80GB [--out FILE.yaml]
-       tandem plan [CONFIG.yaml] key=value … --probe [32]
-       tandem plan [CONFIG.yaml] key=value … --schedule --devices 8xH100
-
-Says what every phase of a run will hold on a device, from the config alone: neither the model's weights nor
-the data need to be here, but for --probe. A model that is not here is known by its name, such as
-Qwen/Qwen2.5-7B.
-  --device SIZE     memory of a device; 80GB where this is not said. With trainer.device=cpu, this host's
-  --devices NxSIZE  so many devices, for trainer.nnodes and trainer.n_gpus_per_node; 8 on a node at most
-  --fit NxSIZE      searches parallel sizes, token budgets, recomputation, offload and the rollout's cache
-                    for the fastest config that fits so many devices, and writes it; all else stays
-  --out FILE        where to; fit-NxSIZE.yaml where this is not said
-  SIZE may be a kind, whose factors and peaks then count: A10, A100-40, A100, H100, H200
-  --lengths, --prompt-lengths  tokens as of tandem bench, for the seconds; the greatest where this is not said
-  --probe [N]       answers and scores N prompts (32), drawn from the data, with the model, the engine and the
-                    reward: what share of groups will teach anything, how long responses are, what rewards
-                    cost, and the seconds with these. Nothing is left in the run folder
-  --probe-seconds S for sampling, by the pace of the first few prompts: 600
-  --schedule        compares generation and learning on the same devices, on devices of their own, and at the
-                    same time, each with its best split
-  --json            the plan for programs
-Exit status 1 where the run does not fit."""
 _DEVICE = re.compile(
     rf"(?:(?P<count>\d+)x)?(?:(?P<size>\d+(?:\.\d+)?)\s*(?:GB|GiB|G)|(?P<kind>{'|'.join(CLASSES)}))",
     re.IGNORECASE,
@@ -79,10 +57,33 @@ _BAR = 32
 _SHOWN = 6
 
 
+@worded
 def plan_memory(arguments: list[str]) -> int:
-    if {"-h", "--help"} & set(arguments):
-        print(USAGE)
-        return 0
+    """usage: tandem plan [CONFIG.yaml] key=value … [--device 80GB | --devices 8x80GB] [--json]
+           tandem plan [CONFIG.yaml] key=value … --fit 8x80GB [--out FILE.yaml]
+           tandem plan [CONFIG.yaml] key=value … --probe [32]
+           tandem plan [CONFIG.yaml] key=value … --schedule --devices 8xH100
+
+    Says what every phase of a run will hold on a device, from the config alone: neither the model's weights
+    nor the data need to be here, but for --probe. A model that is not here is known by its name, such as
+    Qwen/Qwen2.5-7B.
+      --device SIZE     memory of a device; 80GB where this is not said. With trainer.device=cpu, this host's
+      --devices NxSIZE  so many devices, for trainer.nnodes and trainer.n_gpus_per_node; 8 on a node at most
+      --fit NxSIZE      searches parallel sizes, token budgets, recomputation, offload and the rollout's cache
+                        for the fastest config that fits so many devices, and writes it; all else stays
+      --out FILE        where to; fit-NxSIZE.yaml where this is not said
+      SIZE may be a kind, whose factors and peaks then count: A10, A100-40, A100, H100, H200
+      --lengths, --prompt-lengths  tokens as of tandem bench, for the seconds; the greatest where this is not
+                        said
+      --probe [N]       answers and scores N prompts (32), drawn from the data, with the model, the engine and
+                        the reward: what share of groups will teach anything, how long responses are, what
+                        rewards cost, and the seconds with these. Nothing is left in the run folder
+      --probe-seconds S for sampling, by the pace of the first few prompts: 600
+      --schedule        compares generation and learning on the same devices, on devices of their own, and at
+                        the same time, each with its best split
+      --json            the plan for programs
+    Exit status 1 where the run does not fit.
+    """
     words, options = _options(arguments)
     asked = _Devices.of(options)
     path, overrides = split_arguments([*words, *asked.words])

@@ -4,8 +4,9 @@ its docstring."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial, wraps
 from inspect import Parameter, getdoc, signature
 from typing import Annotated, Any, get_type_hints
 
@@ -103,3 +104,45 @@ def _declare(function: Callable[..., None], meanings: Mapping[str, str]) -> None
             hints[name] = Annotated[hints[name], declared[0]]
         declared[0].help = meaning
     function.__annotations__ = hints
+
+
+def worded(function: Command) -> Command:
+    """Make a function that reads its words itself a command: --help prints its docstring."""
+
+    @wraps(function)
+    def run(arguments: list[str]) -> int:
+        if {"-h", "--help"} & set(arguments):
+            print(getdoc(function))
+            return 0
+        return function(arguments)
+
+    return run
+
+
+def valued(
+    arguments: Sequence[str], options: Collection[str], *, equals: bool = False, remedy: str | None = None
+) -> tuple[list[str], dict[str, str]]:
+    """Cut options out of a command line whose other words are somebody else's.
+
+    Args:
+        options: each has a value, the next word.
+        equals: whether the value may also follow in the same word, after "=".
+        remedy: of the error.
+
+    Returns:
+        the other words, and the value of each option that was given.
+
+    Raises:
+        UsageError: an option without its value.
+    """
+    words, given, rest = list[str](), dict[str, str](), deque(arguments)
+    while rest:
+        word = rest.popleft()
+        name, sign, value = word.partition("=") if equals else (word, "", "")
+        if name not in options:
+            words.append(word)
+        elif sign or rest:
+            given[name] = value if sign else rest.popleft()
+        else:
+            raise UsageError("an option without its value", got=name, remedy=remedy)
+    return words, given
