@@ -160,10 +160,8 @@ def _lead(settings: Settings, processes: Processes, ray: RayNode) -> int:
 def _serve(settings: Settings, processes: Processes, ray: RayNode, variables: Mapping[str, str]) -> int:
     """Runs the command, or waits for a signal; the exit status."""
     if not settings.command:
-        names = [
-            name for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH") if name in variables
-        ]
-        exports = " ".join(f"{name}={variables[name]}" for name in names)
+        names = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")
+        exports = " ".join(f"{name}={variables[name]}" for name in names if name in variables)
         settings.say(f"other programs reach the cluster after: export {exports}")
         while not processes.stop_asked:
             _check_ray(ray)
@@ -181,9 +179,8 @@ def _serve(settings: Settings, processes: Processes, ray: RayNode, variables: Ma
 
 def _check_ray(ray: RayNode) -> None:
     if ray.ended:
-        raise TandemError(
-            f"Ray ended on this machine while it was needed; its last lines:\n{ray.last_lines()}"
-        )
+        lines = ray.last_lines()
+        raise TandemError(f"Ray ended on this machine while it was needed; its last lines:\n{lines}")
 
 
 def _stopped(settings: Settings, processes: Processes) -> int:

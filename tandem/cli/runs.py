@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from tandem.cli.pruning import Doomed, doomed, remove
+from tandem.cli.pruning import doomed, remove
 from tandem.cli.signals import import_module
 from tandem.cli.typed import run_typed, run_work
 from tandem.errors import ConfigError, TandemError
@@ -143,7 +143,13 @@ def _prune(folders: Folders = None, yes: bool = False) -> None:
     if not yes:
         say(f"{len(going)} folders, {total}; nothing was deleted, --yes deletes them")
         return
-    gone = [each for each in going if _removed(each)]
+    gone = []
+    for each in going:
+        try:
+            remove(each)
+            gone.append(each)
+        except TandemError as error:  # begun meanwhile
+            say(f"{each.path} stays: {error}")
     say(f"deleted {len(gone)} folders, {_size(sum(each.bytes for each in gone))}")
 
 
@@ -152,15 +158,6 @@ ACTIONS = {
     "plot": (_plot, "tandem runs plot runs/a runs/b --metric actor/entropy"),
     "prune": (_prune, "tandem runs prune runs --yes"),
 }
-
-
-def _removed(each: Doomed) -> bool:
-    try:
-        remove(each)
-    except TandemError as error:  # begun meanwhile
-        say(f"{each.path} stays: {error}")
-        return False
-    return True
 
 
 def _under(folders: Iterable[Path] | None) -> list[Run]:

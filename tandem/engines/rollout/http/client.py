@@ -169,6 +169,15 @@ class HTTPEngine(ABC):
             remedy="train with rollout.name=native, vllm or sglang",
         )
 
+    @staticmethod
+    def stream_of(source: WeightSource) -> WeightStream:
+        """The source, which must be a stream."""
+        if not isinstance(source, WeightStream):
+            raise EngineError(
+                "a server takes weights as a stream", got=type(source).__name__, expected="a WeightStream"
+            )
+        return source
+
     def sleep(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
         """Leaves the server's memory alone."""
         check_idle(self.pending())

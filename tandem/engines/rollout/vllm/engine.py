@@ -165,19 +165,15 @@ class VLLMEngine:
             if self._finished or not self._writing:
                 break
             self._step()
-            if timeout_s <= 0 or self._over(step, deadline):
+            over = time.monotonic() >= deadline
+            if self._shared:  # those that share the engine ask each other
+                over = step % _STEPS_ALONE == 0 and agreed(self._tokens_sum, over)
+            if timeout_s <= 0 or over:
                 break
         if self._shared and self._finished and not self._writing:
             agreed(self._tokens_sum)
         finished, self._finished = self._finished, []
         return finished
-
-    def _over(self, step: int, deadline: float) -> bool:
-        """Whether to stop after this step of a poll. Ranks that share the engine ask each other."""
-        over = time.monotonic() >= deadline
-        if self._shared:
-            return step % _STEPS_ALONE == 0 and agreed(self._tokens_sum, over)
-        return over
 
     def _step(self) -> None:
         if self._version is None:

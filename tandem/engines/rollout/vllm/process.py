@@ -193,7 +193,13 @@ def serve(
         EngineError: it ends, or does not answer in time.
     """
     check_installed()
-    port, on_host = _free_port(), device.type == "cpu"
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    # Instead of the model folder's, whose stop tokens vLLM bars wherever min_tokens bars those asked for.
+    generation = log.with_suffix(".generation")
+    generation.mkdir(parents=True, exist_ok=True)
+    (generation / "generation_config.json").write_text("{}\n", encoding="utf-8")
+    on_host = device.type == "cpu"
     options: dict[str, Any] = {
         "host": "127.0.0.1",
         "port": port,
@@ -205,7 +211,7 @@ def serve(
         "load-format": "dummy",
         "logprobs-mode": "processed_logprobs",
         "uvicorn-log-level": "warning",  # no line for each request
-        "generation-config": _neutral_generation(log.with_suffix(".generation")),
+        "generation-config": generation,
         "worker-extension-cls": "tandem.engines.rollout.vllm.worker.WorkerExtension",
     }
     flags = ["--skip-tokenizer-init", "--enable-scale-out"]  # the latter for the route of token ids
@@ -226,19 +232,6 @@ def serve(
         start_timeout_s=start_timeout_s,
         keeps_log=keeps_log,
     )
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
-def _neutral_generation(folder: Path) -> Path:
-    """Instead of the model folder's, whose stop tokens vLLM bars wherever min_tokens bars those asked for."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "generation_config.json").write_text("{}\n", encoding="utf-8")
-    return folder
 
 
 def check_temperature(request: Request) -> None:
