@@ -45,7 +45,7 @@ def make_vllm_engine(
         log: is told when a server is lost.
         log_file: takes what a server prints; None: a temporary one does.
         share: see `on_servers`.
-        tensor_parallel_size: see `VLLMEngine`, of an engine in this process.
+        tensor_parallel_size: of an engine in this process: ranks that split its layers.
         common: max_length, max_num_seqs, decode and log, the same for `VLLMEngine` and `VLLMServerEngine`.
 
     Raises:
