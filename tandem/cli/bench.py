@@ -12,7 +12,7 @@ import typer
 from tandem.bench.asked import Asked
 from tandem.bench.prediction import predicted, told
 from tandem.cli.signals import import_module
-from tandem.cli.typed import run_typed, run_work
+from tandem.cli.typed import Works, run_typed, run_work
 from tandem.errors import DataError
 from tandem.lifetime import scratch_folder
 from tandem.memory.device_file import default_path
@@ -111,7 +111,7 @@ def _predict(
     say(json.dumps(found) if as_json else told(found))
 
 
-ACTIONS = {
+ACTIONS: Works = {
     "compare": (_compare, "tandem bench compare before.json after.json"),
     "predict": (_predict, "tandem bench predict config.yaml trainer.total_training_steps=500 --lengths 900"),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -15,7 +15,7 @@ import typer
 
 from tandem.cli.samples import LONGEST, framed
 from tandem.cli.signals import import_module
-from tandem.cli.typed import described, run_work
+from tandem.cli.typed import Works, described, run_work
 from tandem.config.data_files import files_of
 from tandem.config.load import load_data_config
 from tandem.config.root import TrainConfig
@@ -288,7 +288,7 @@ def _tokenizer(config: Any) -> Any:
     )
 
 
-ACTIONS: Mapping[str, tuple[Callable[..., None], str]] = {
+ACTIONS: Works = {
     "validate": (_validate, "tandem data validate train.parquet val.jsonl data.max_prompt_length=512"),
     "convert": (_convert, "tandem data convert gsm8k/train.parquet train.parquet --from gsm8k"),
     "show": (_show, "tandem data show train.parquet --n 3 actor_rollout_ref.model.path=MODEL"),

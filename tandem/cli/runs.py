@@ -15,7 +15,7 @@ from rich.table import Table
 
 from tandem.cli.pruning import doomed, remove
 from tandem.cli.signals import import_module
-from tandem.cli.typed import run_typed, run_work
+from tandem.cli.typed import Works, run_typed, run_work
 from tandem.errors import ConfigError, TandemError
 from tandem.observability.config_file import flat
 from tandem.observability.reading import METRICS, Run, find_runs
@@ -153,7 +153,7 @@ def _prune(folders: Folders = None, yes: bool = False) -> None:
     say(f"deleted {len(gone)} folders, {_size(sum(each.bytes for each in gone))}")
 
 
-ACTIONS = {
+ACTIONS: Works = {
     "compare": (_compare, "tandem runs compare runs/a runs/b"),
     "plot": (_plot, "tandem runs plot runs/a runs/b --metric actor/entropy"),
     "prune": (_prune, "tandem runs prune runs --yes"),

@@ -17,6 +17,9 @@ from tandem.errors import ConfigError
 Command = Callable[[list[str]], int]
 """Takes the words after the command's name, and gives the exit status."""
 
+Works = Mapping[str, tuple[Callable[..., None], str]]
+"""The works of a command by name, each with an example."""
+
 _CommandLineError: type[Exception] = typer.BadParameter.__mro__[2]
 """Typer's base of what may be wrong with a command line, click's own or its copy of it."""
 
@@ -37,14 +40,11 @@ def command(function: Callable[..., None]) -> Command:
     return partial(run_typed, function.__name__, function)
 
 
-def run_work(
-    name: str, works: Mapping[str, tuple[Callable[..., None], str]], arguments: list[str], alone: Command
-) -> int:
+def run_work(name: str, works: Works, arguments: list[str], alone: Command) -> int:
     """Run a command of several works, of which the first word names one.
 
     Args:
         name: the command's.
-        works: each with an example.
         alone: runs where no work is named.
     """
     if not arguments or arguments[0] not in works:

@@ -77,23 +77,29 @@ def check_fits_model(requests: Sequence[Request], config: Any) -> None:
     """
     text = config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
-    for request in requests if positions is not None else ():
-        _check_length(
-            request,
-            positions,
-            "the model's positions",
-            name="max_position_embeddings = ",
-            remedy="lower data.max_prompt_length or data.max_response_length",
-        )
+    if positions is not None:
+        for request in requests:
+            _check_length(
+                request,
+                positions,
+                "the model's positions",
+                name="max_position_embeddings = ",
+                remedy="lower data.max_prompt_length or data.max_response_length",
+            )
     check_vocabulary(requests, text.vocab_size)
 
 
-def check_vocabulary(requests: Sequence[Request], vocabulary: int) -> None:
+def check_vocabulary(requests: Sequence[Request], vocabulary: int | None) -> None:
     """Refuses tokens that do not exist.
+
+    Args:
+        vocabulary: how many there are; None: not known here, and nothing is refused.
 
     Raises:
         EngineError: a token of the prompt or a biased one that is not among the first `vocabulary`.
     """
+    if vocabulary is None:
+        return
     for request in requests:
         biased = np.array([token for token, _ in request.params.logit_bias], dtype=np.int64)
         named = {"prompt_ids": request.prompt_ids, "logit_bias": biased}

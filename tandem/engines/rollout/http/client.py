@@ -111,8 +111,7 @@ class HTTPEngine(ABC):
         if self._connection.closed:
             raise EngineError("the engine is closed", got=self.server.url, remedy="make a new one")
         check_new(requests, self._answers, self.max_length, can_decode=True)
-        if self.vocabulary is not None:
-            check_vocabulary(requests, self.vocabulary)
+        check_vocabulary(requests, self.vocabulary)
         if not self._connected:
             self._connection.wait(self.connect())
             self._connected = True

@@ -48,10 +48,12 @@ def relay(source: WeightStream, readers: Sequence[Callable[[WeightStream], Diges
         thread.join(_LIMIT_S)
         if thread.is_alive():
             raise _too_slow("a reader", "what it does with the weights")
+    found: list[Outcome] = []
     for result in outcomes:
         if isinstance(result, Exception) and not isinstance(result, EngineError):
             raise result
-    return outcomes
+        found.append(result)
+    return found
 
 
 class _Steps:
