@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -45,10 +46,8 @@ def is_name(path: str) -> bool:
 def find(name: str) -> Found:
     """The snapshot of a model: that in the cache if there is one, so that a run goes on with the same; else
     the hub's newest, of which everything but the weights is downloaded."""
-    try:
+    with suppress(FileNotFoundError):  # not in the cache
         return Found(_snapshot(name, local_files_only=True))
-    except FileNotFoundError:  # not in the cache
-        pass
     try:
         return Found(_snapshot(name, allow_patterns=list(SMALL)))
     except Exception as error:  # of many libraries: no network, no such name, no permission

@@ -86,12 +86,17 @@ def children_of(pid: int) -> list[int]:
     return found
 
 
-def kill_trees(roots: Iterable[int]) -> None:
-    """Kill processes and all that they have started, as far as it is still below them."""
+def trees(roots: Iterable[int]) -> list[int]:
+    """Return processes, and after them all that they have started, as far as it is still below them."""
     found = list(roots)
     for pid in found:  # grows meanwhile
         found.extend(children_of(pid))
-    for pid in found:
+    return found
+
+
+def kill_trees(roots: Iterable[int]) -> None:
+    """Kill processes and all that is below them."""
+    for pid in trees(roots):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 

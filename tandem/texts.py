@@ -24,14 +24,17 @@ class TooLargeError(yaml.YAMLError):  # type: ignore[misc] # its base has no typ
     """A YAML text that is nested too deep, or whose aliases stand for too much."""
 
 
-def parse_json(text: str | bytes | bytearray) -> Any:
+def parse_json(text: str | bytes | bytearray, **kinds: Any) -> Any:
     """Return the value of a JSON text.
+
+    Args:
+        kinds: what makes numbers, as of `json.loads`.
 
     Raises:
         ValueError: it is not JSON, or nested too deep.
     """
     try:
-        return json.loads(text)
+        return json.loads(text, **kinds)
     except RecursionError:
         raise ValueError("nested too deep") from None
 
@@ -42,10 +45,7 @@ def parse_exact(text: str | bytes | bytearray) -> Any:
     Raises:
         ValueError: it is not JSON, or nested too deep.
     """
-    try:
-        return json.loads(text, parse_int=_whole, parse_float=_with_point)
-    except RecursionError:
-        raise ValueError("nested too deep") from None
+    return parse_json(text, parse_int=_whole, parse_float=_with_point)
 
 
 def _whole(text: str) -> int | TooLongNumber:

@@ -11,13 +11,13 @@ from tandem.memory.device_file import Device, add_observation
 from tandem.memory.seconds import Rates, Work
 from tandem.observability.reading import PHASES
 
-_COUNTED = {"gen": "response", "old_log_prob": "total", "update_actor": "total", "step": "total"}
 RATES = {
-    "gen": "gen throughput",
-    "old_log_prob": "prev logprob throughput",
-    "update_actor": "training throughput",
-    "step": "step throughput",
+    "gen": ("gen throughput", "response", "rollout devices"),
+    "old_log_prob": ("prev logprob throughput", "total", "actor devices"),
+    "update_actor": ("training throughput", "total", "actor devices"),
+    "step": ("step throughput", "total", "devices"),
 }
+"""Of a phase: the name, which tokens count, and on which devices."""
 
 
 def throughput(report: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
@@ -25,11 +25,10 @@ def throughput(report: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
     prompts and responses of the others; training counts each pass over them."""
     rows, machine, passes = report["rows"], report["machine"], report["passes"]
     out = {}
-    for phase, name in RATES.items():
+    for phase, (name, counted, devices) in RATES.items():
         if phase in rows:
-            tokens = report["lengths"][_COUNTED[phase]] * (passes if phase == "update_actor" else 1)
+            tokens = report["lengths"][counted] * (passes if phase == "update_actor" else 1)
             whole = tokens / rows[phase]["median"]
-            devices = {"gen": "rollout devices", "step": "devices"}.get(phase, "actor devices")
             out[name] = (whole / machine[devices], whole)
     return out
 
@@ -85,7 +84,7 @@ def compared(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
             ratio = f"{values[0] / values[1]:.2f}" if both else ""
             lines += _row([phase, *("" if value is None else _number(value) for value in values), ratio])
     rates = throughput(first), throughput(second)
-    for name in RATES.values():
+    for name, *_ in RATES.values():
         if all(name in each for each in rates):
             one, other = (each[name][0] for each in rates)
             lines += _row([f"{name}, per device", f"{one:,.0f}", f"{other:,.0f}", f"{one / other:.2f}"])

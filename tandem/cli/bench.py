@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,50 +12,53 @@ import typer
 from tandem.bench.asked import Asked
 from tandem.bench.prediction import predicted, told
 from tandem.cli.signals import import_module
-from tandem.cli.typed import run_typed
+from tandem.cli.typed import Works, run_typed, run_work
 from tandem.errors import DataError
 from tandem.lifetime import scratch_folder
 from tandem.memory.device_file import default_path
 from tandem.observability.terminal import say, warn
 from tandem.texts import parse_json
 
-Words = Annotated[list[str] | None, typer.Argument(help="[CONFIG.yaml] key=value …, as of tandem train")]
-_FORMS = "N, uniform:LOW:HIGH, lognormal:MEAN:P95 (P95 below 3.8 × MEAN), run:FOLDER; the greatest"
-Prompts = Annotated[str, typer.Option(help=f"of prompts, tokens: {_FORMS}")]
-Responses = Annotated[str, typer.Option("--lengths", help=f"of responses, tokens: {_FORMS}")]
-DeviceFile = Annotated[Path | None, typer.Option(help="where factors are kept; ~/.cache/tandem/device.json")]
+Words = Annotated[list[str] | None, typer.Argument()]
 
 
 def bench(arguments: list[str]) -> int:
-    word, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
-    if word in ACTIONS:
-        function, example = ACTIONS[word]
-        return run_typed(f"bench {word}", function, rest, example=example)
-    return run_typed("bench", _bench, arguments)
+    return run_work("bench", ACTIONS, arguments, partial(run_typed, "bench", _bench))
 
 
 def _bench(
     words: Words = None,
-    dummy: Annotated[
-        bool, typer.Option("--dummy", help="random weights, for a config.json, a folder with one, or a name")
-    ] = False,
-    lengths: Responses = "",
-    prompt_lengths: Prompts = "",
-    steps: Annotated[int, typer.Option(min=1, help="that are measured")] = 5,
-    warm_up: Annotated[int, typer.Option(min=0, help="steps before them")] = 1,
-    save: Annotated[bool, typer.Option(help="write a checkpoint after the last step")] = True,
-    folder: Annotated[
-        Path | None, typer.Option(help="for what it makes; a temporary one. Workers elsewhere must see it")
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="the report as JSON")] = None,
-    device_file: DeviceFile = None,
+    dummy: bool = False,
+    lengths: str = "",
+    prompt_lengths: str = "",
+    steps: Annotated[int, typer.Option(min=1)] = 5,
+    warm_up: Annotated[int, typer.Option(min=0)] = 1,
+    save: Annotated[bool, typer.Option()] = True,
+    folder: Path | None = None,
+    out: Path | None = None,
+    device_file: Path | None = None,
 ) -> None:
     """Measures the phases of real training steps: the run that the config describes, with prompts of random
     tokens, responses of given lengths and a reward of chance. Prints each phase beside its floor on this
     device, and beside what the users' benchmark document says of the same model. What it found also teaches
     `tandem bench predict`.
 
-    More with --help: tandem bench compare A.json B.json · tandem bench predict [CONFIG.yaml] key=value …"""
+    More with --help: tandem bench compare A.json B.json · tandem bench predict [CONFIG.yaml] key=value …
+
+    Args:
+        words: [CONFIG.yaml] key=value …, as of tandem train
+        dummy: random weights, for a config.json, a folder with one, or a name
+        lengths: of responses, tokens: N, uniform:LOW:HIGH, lognormal:MEAN:P95 (P95 below 3.8 × MEAN),
+            run:FOLDER; the greatest
+        prompt_lengths: of prompts, tokens: N, uniform:LOW:HIGH, lognormal:MEAN:P95 (P95 below 3.8 × MEAN),
+            run:FOLDER; the greatest
+        steps: that are measured
+        warm_up: steps before them
+        save: write a checkpoint after the last step
+        folder: for what it makes; a temporary one. Workers elsewhere must see it
+        out: the report as JSON
+        device_file: where factors are kept; ~/.cache/tandem/device.json
+    """
     measure, report = import_module("tandem.bench.measure"), import_module("tandem.bench.report")
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -84,19 +88,30 @@ def _compare(a: Path, b: Path) -> None:
 
 def _predict(
     words: Words = None,
-    lengths: Responses = "",
-    prompt_lengths: Prompts = "",
-    device: Annotated[str, typer.Option(help="its name in the file; the one that is there alone")] = "",
-    device_file: DeviceFile = None,
-    as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = False,
+    lengths: str = "",
+    prompt_lengths: str = "",
+    device: str = "",
+    device_file: Path | None = None,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """Says what a step and a run of a config take on a device that `tandem bench` has measured; nothing is
-    run."""
+    run.
+
+    Args:
+        words: [CONFIG.yaml] key=value …, as of tandem train
+        lengths: of responses, tokens: N, uniform:LOW:HIGH, lognormal:MEAN:P95 (P95 below 3.8 × MEAN),
+            run:FOLDER; the greatest
+        prompt_lengths: of prompts, tokens: N, uniform:LOW:HIGH, lognormal:MEAN:P95 (P95 below 3.8 × MEAN),
+            run:FOLDER; the greatest
+        device: its name in the file; the one that is there alone
+        device_file: where factors are kept; ~/.cache/tandem/device.json
+        as_json: as JSON
+    """
     found = predicted(words or (), prompt_lengths, lengths, device_file or default_path(), device)
     say(json.dumps(found) if as_json else told(found))
 
 
-ACTIONS: dict[str, tuple[Any, str]] = {
+ACTIONS: Works = {
     "compare": (_compare, "tandem bench compare before.json after.json"),
     "predict": (_predict, "tandem bench predict config.yaml trainer.total_training_steps=500 --lengths 900"),
 }

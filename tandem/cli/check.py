@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from tandem.cli import from_verl
+from tandem.cli.resolved import LOADERS
 from tandem.cli.signals import import_module
-from tandem.config.load import Loaded, load_rm_config, load_sft_config, load_train_config
+from tandem.cli.typed import worded
+from tandem.config.load import Loaded
 from tandem.config.root import TrainConfig
 from tandem.config.sizes import derived
 from tandem.config.sources import split_arguments
@@ -18,35 +18,35 @@ from tandem.observability.sinks.registry import absent_sinks
 from tandem.observability.terminal import say
 from tandem.trainer.here import missing_here, refuse, unfit
 
-USAGE = f"""usage: tandem check [CONFIG.yaml] key=value … [--sft | --rm | --run | --here]
-       tandem check --from-verl SCRIPT.sh [key=value …] [-- ARGUMENTS…]
-       tandem check --model DIR
-
-Says everything that is wrong with a config, with the data and the model that it names, which are read as
-its run reads them, and what the run would lack here.
-  --here  exit status 1 also where this machine lacks what the run needs, such as a GPU or Ray. What it
-          lacks is listed either way.
-  --sft   a config of `tandem sft`, not of `tandem train`
-  --rm    a config of `tandem rm`
-  --run   then builds the run and takes two steps with learning rate 0, in a temporary folder: rollout and
-          training must agree within rounding, and the weights must stay. Exit status 1 where they do not.
-  --model DIR   tries the architecture of a model folder on the CPU, by a small copy in float64: do sequences
-          packed into one row see nothing of each other, and get the log-probs that transformers' own model
-          gives each alone, also beyond its windows? Can the native rollout engine run it? Exit status 1 where
-          training, or what the native engine writes, would be wrong.
-{from_verl.USAGE}"""
 OPTIONS = ("--sft", "--rm", "--run", "--here")
-LOADERS: dict[str, Callable[..., Loaded[Any]]] = {
-    "--train": partial(load_train_config, count_rows=count_rows),
-    "--sft": load_sft_config,
-    "--rm": load_rm_config,
-}
 
 
+@worded
 def check(arguments: list[str]) -> int:
-    if {"-h", "--help"} & set(arguments):
-        print(USAGE)
-        return 0
+    """usage: tandem check [CONFIG.yaml] key=value … [--sft | --rm | --run | --here]
+           tandem check --from-verl SCRIPT.sh [key=value …] [-- ARGUMENTS…]
+           tandem check --model DIR
+
+    Says everything that is wrong with a config, with the data and the model that it names, which are read as
+    its run reads them, and what the run would lack here.
+      --here  exit status 1 also where this machine lacks what the run needs, such as a GPU or Ray. What it
+              lacks is listed either way.
+      --sft   a config of `tandem sft`, not of `tandem train`
+      --rm    a config of `tandem rm`
+      --run   then builds the run and takes two steps with learning rate 0, in a temporary folder: rollout and
+              training must agree within rounding, and the weights must stay. Exit status 1 where they do not.
+      --model DIR   tries the architecture of a model folder on the CPU, by a small copy in float64: do
+              sequences packed into one row see nothing of each other, and get the log-probs that
+              transformers' own model gives each alone, also beyond its windows? Can the native rollout engine
+              run it? Exit status 1 where training, or what the native engine writes, would be wrong.
+      --from-verl SCRIPT.sh [-- ARGUMENTS…]
+                  takes the settings from a shell script that calls verl: bash reads it with verl's trainer
+                  replaced, what it would have been told is shown as a table, and key=value given here win.
+                  ARGUMENTS are the script's own, "$@". Nothing else of the script runs but programs that
+                  print (redirections still write); the rest is listed
+      --call N    the script's N-th call of verl, where it has several
+      --script-limit SECONDS   how long reading the script may take
+    """
     if "--model" in arguments:
         return _model([word for word in arguments if word != "--model"])
     given = [option for option in OPTIONS if option in arguments]
@@ -59,15 +59,16 @@ def check(arguments: list[str]) -> int:
     words = [word for word in arguments if word not in OPTIONS]
     request = from_verl.requested(words)
     if request is None:
-        command = next((option for option in ("--sft", "--rm") if option in given), "--train")
-        loaded = LOADERS[command](*split_arguments(words))
+        command = next((name for name in ("sft", "rm") if f"--{name}" in given), "train")
+        counting = {"count_rows": count_rows} if command == "train" else {}
+        loaded = LOADERS[command](*split_arguments(words), **counting)
         for notice in loaded.said:
             say(f"note: {notice}")
         return _said(loaded, command, given)
     if {"--sft", "--rm"} & set(given):
         raise ConfigError("--from-verl is of `tandem train`", got=" ".join(given), remedy="leave one out")
     asked = from_verl.asked_by(request)
-    return _said(from_verl.load_with_table(from_verl.words_of(request, asked)), "--train", given)
+    return _said(from_verl.load_with_table(from_verl.words_of(request, asked)), "train", given)
 
 
 def _said(loaded: Loaded[Any], command: str, given: list[str]) -> int:
@@ -76,7 +77,7 @@ def _said(loaded: Loaded[Any], command: str, given: list[str]) -> int:
     Raises:
         TandemError: the run would refuse its data or its model; with --here, also what this machine lacks.
     """
-    for name, value in (derived(loaded.config) if command == "--train" else {}).items():
+    for name, value in (derived(loaded.config) if command == "train" else {}).items():
         print(f"{name}: {value}")
     missing = [*missing_here(loaded.config), *absent_sinks(loaded.config.trainer.logger).values()]
     known = set(map(str, missing))
@@ -86,7 +87,7 @@ def _said(loaded: Loaded[Any], command: str, given: list[str]) -> int:
     refuse([*missing, *wrong] if "--here" in given else wrong)
     print("the config is sound")
     if missing:
-        say(f"to run it here, `tandem {command.removeprefix('--')}` would need more:")
+        say(f"to run it here, `tandem {command}` would need more:")
     for error in missing:
         say(str(error))
     return _control(loaded) if "--run" in given else 0

@@ -2,42 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from inspect import getdoc
 
+from tandem.cli.resolved import LOADERS
 from tandem.config.explain import explain, overview
-from tandem.config.load import Loaded, load_rm_config, load_sft_config, load_train_config
 from tandem.config.sources import split_arguments, to_yaml
 from tandem.config.written import to_dict
 from tandem.errors import ConfigError
 from tandem.observability.terminal import warn
 
-USAGE = """usage: tandem config show [CONFIG.yaml] key=value … [--sft | --rm]
-       tandem config explain KEY …
-
-show      prints the resolved config as YAML, every key; without arguments, all keys and their defaults
-explain   prints a key's type, default, meaning and what reads it; for a section, its keys
-  --sft   a config of `tandem sft`, not of `tandem train`
-  --rm    a config of `tandem rm`"""
-
-LOADERS: dict[str, Callable[..., Loaded[Any]]] = {
-    "train": load_train_config,
-    "sft": load_sft_config,
-    "rm": load_rm_config,
-}
-
 
 def config(arguments: list[str]) -> int:
+    """usage: tandem config show [CONFIG.yaml] key=value … [--sft | --rm]
+           tandem config explain KEY …
+
+    show      prints the resolved config as YAML, every key; without arguments, all keys and their defaults
+    explain   prints a key's type, default, meaning and what reads it; for a section, its keys
+      --sft   a config of `tandem sft`, not of `tandem train`
+      --rm    a config of `tandem rm`
+    """
     match arguments:
         case [] | ["-h" | "--help", *_]:
-            print(USAGE)
+            print(getdoc(config))
         case ["show", *rest]:
             command = "sft" if "--sft" in rest else "rm" if "--rm" in rest else "train"
             _show([word for word in rest if word not in ("--sft", "--rm")], command)
         case ["explain", name, *more]:
             print("\n\n".join(explain(key) for key in (name, *more)))
         case _:
-            raise ConfigError("unknown use", got=" ".join(arguments), expected=USAGE)
+            raise ConfigError("unknown use", got=" ".join(arguments), expected=getdoc(config))
     return 0
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from inspect import getdoc
+from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +15,7 @@ import typer
 
 from tandem.cli.samples import LONGEST, framed
 from tandem.cli.signals import import_module
-from tandem.cli.typed import run_typed
+from tandem.cli.typed import Works, described, run_work
 from tandem.config.data_files import files_of
 from tandem.config.load import load_data_config
 from tandem.config.root import TrainConfig
@@ -25,37 +25,41 @@ from tandem.data.rows import write_rows
 from tandem.errors import ConfigError, DataError
 from tandem.observability.terminal import say
 
-Words = Annotated[list[str], typer.Argument(help="data files, and key=value words as of the training")]
-Source = Annotated[str, typer.Argument(help="data file, folder, pattern, or hf:OWNER/NAME?…", metavar="IN")]
-Output = Annotated[Path, typer.Argument(help="file to write, .parquet or .jsonl", metavar="OUT")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="replace files that are there")]
+Source = Annotated[str, typer.Argument(metavar="IN")]
+Output = Annotated[Path, typer.Argument(metavar="OUT")]
 SUFFIXES = (".parquet", ".jsonl")
 _KEY = re.compile(r"[+~]{0,2}\w+(\.\w+)+=|~")
 
 
 def data(arguments: list[str]) -> int:
-    word, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
-    if word in ACTIONS:
-        function, example = ACTIONS[word]
-        return run_typed(f"data {word}", function, rest, example=example)
+    return run_work("data", ACTIONS, arguments, _overview)
+
+
+def _overview(arguments: list[str]) -> int:
+    """Print all works, where help was asked for.
+
+    Raises:
+        ConfigError: something else was.
+    """
+    word = next(iter(arguments), None)
     if word not in ("-h", "--help"):
         raise ConfigError("no such work on data", got=word or None, expected=", ".join(ACTIONS))
-    lines = [f"  {example}\n      {getdoc(work)}" for work, example in ACTIONS.values()]
+    lines = [f"  {example}\n      {described(work)[0]}" for work, example in ACTIONS.values()]
     print("\n".join(["usage: tandem data WORK …", "", *lines, "", "tandem data WORK --help says more."]))
     return 0
 
 
-def _validate(
-    words: Words,
-    sft: Annotated[bool, typer.Option("--sft", help="rows of `tandem sft`, not of `tandem train`")] = False,
-    rm: Annotated[bool, typer.Option("--rm", help="rows of `tandem rm`")] = False,
-    allow: Annotated[
-        list[str] | None, typer.Option(help="duplicate or role: rows that training takes are no problem")
-    ] = None,
-) -> None:
+def _validate(words: list[str], sft: bool = False, rm: bool = False, allow: list[str] | None = None) -> None:
     """Says everything that is wrong with rows, with their numbers: from 0 as in the messages of training,
     and the line in a text file. Exit status 1 where there is anything. With a model
-    (actor_rollout_ref.model.path=…; with --sft and --rm model.path=…) tokens are counted too."""
+    (actor_rollout_ref.model.path=…; with --sft and --rm model.path=…) tokens are counted too.
+
+    Args:
+        words: data files, and key=value words as of the training
+        sft: rows of `tandem sft`, not of `tandem train`
+        rm: rows of `tandem rm`
+        allow: duplicate or role: rows that training takes are no problem
+    """
     module = import_module("tandem.offline.validate")
     if sft and rm:
         raise ConfigError("one or the other", field="--sft, --rm", got="both")
@@ -77,23 +81,28 @@ def _validate(
 
 
 def _convert(
-    source: Annotated[
-        str, typer.Argument(help="data file, folder, pattern, or hf:OWNER/NAME?…", metavar="IN")
-    ],
+    source: Source,
     output: Output,
-    form: Annotated[
-        str | None, typer.Option("--from", help="the format; found by the columns unless named")
-    ] = None,
-    columns: Annotated[str, typer.Option(help="prompt=YOURS,answer=YOURS: the format's columns in IN")] = "",
-    data_source: Annotated[str | None, typer.Option("--source", help="data_source of all rows")] = None,
-    instruction: Annotated[
-        str | None, typer.Option(help="put after each question; the format has its own")
-    ] = None,
-    skip: Annotated[bool, typer.Option("--skip", help="leave out rows that cannot be converted")] = False,
-    overwrite: Overwrite = False,
+    form: Annotated[str | None, typer.Option("--from")] = None,
+    columns: str = "",
+    data_source: Annotated[str | None, typer.Option("--source")] = None,
+    instruction: str | None = None,
+    skip: bool = False,
+    overwrite: bool = False,
 ) -> None:
     """Writes rows of a known format as rows that training reads: gsm8k, math, deepmath, dapo and table (any
-    columns of prompts and answers) for `tandem train`, sharegpt and alpaca for sft, preference for rm."""
+    columns of prompts and answers) for `tandem train`, sharegpt and alpaca for sft, preference for rm.
+
+    Args:
+        source: data file, folder, pattern, or hf:OWNER/NAME?…
+        output: file to write, .parquet or .jsonl
+        form: the format; found by the columns unless named
+        columns: prompt=YOURS,answer=YOURS: the format's columns in IN
+        data_source: data_source of all rows
+        instruction: put after each question; the format has its own
+        skip: leave out rows that cannot be converted
+        overwrite: replace files that are there
+    """
     module = import_module("tandem.offline.convert")
     _check_outputs([output], overwrite)
     pairs = [pair.partition("=") for pair in columns.split(",") if pair]
@@ -111,73 +120,79 @@ def _convert(
     say(f"{found}wrote {output}: {len(table):,} rows for `tandem {module.FORMATS[named].reader}`{without}")
 
 
-def _show(
-    words: Words,
-    n: Annotated[int, typer.Option("--n", min=0, help="examples")] = 2,
-    full: Annotated[bool, typer.Option("--full", help="long texts to their end")] = False,
-) -> None:
+def _show(words: list[str], n: Annotated[int, typer.Option("--n", min=0)] = 2, full: bool = False) -> None:
     """Shows what is in data files: rows, columns, data sources, lengths, examples. With a model
-    (actor_rollout_ref.model.path=…) lengths are of tokens, and the first prompt is as the model gets it."""
+    (actor_rollout_ref.model.path=…) lengths are of tokens, and the first prompt is as the model gets it.
+
+    Args:
+        words: data files, and key=value words as of the training
+        n: examples
+        full: long texts to their end
+    """
     module = import_module("tandem.offline.show")
     config = _config(words)
     rows = read_files(config.data.train_files, (), optional=None)
     tokenizer, key = _tokenizer(config), config.data.prompt_key
     for line in module.summary(rows, config.data.reward_fn_key):
         say(line)
-    form = _Form(tokenizer, config) if tokenizer else None
-    for line in module.lengths(rows, key, form and form.count):
+    as_ids = partial(_as_ids, tokenizer, config.data.apply_chat_template_kwargs) if tokenizer else None
+    count = None if as_ids is None else lambda values: list(map(len, as_ids(values)))
+    for line in module.lengths(rows, key, count):
         say(line)
     for row, record in islice(rows.records(), n):
         say(f"── {rows.where(row)}")
         for name, value in record.items():
             say(f"{name}:\n{framed(module.plain(value), None if full else LONGEST)}", end="")
-    if form is not None and key in rows.columns:
+    if as_ids is not None and key in rows.columns:
         (first,) = rows.take([0])
-        (ids,) = form.ids([first[key]])
+        (ids,) = as_ids([first[key]])
         say(f"── the first prompt as the model gets it, {len(ids):,} tokens")
         say(framed(tokenizer.decode(ids), None), end="")
         for line in module.pieces(tokenizer, ids):
             say(line)
 
 
-class _Form:
-    """The form in which a model gets what stands in a row."""
+def _as_ids(tokenizer: Any, options: Mapping[str, Any], values: Sequence[Any]) -> list[list[int]]:
+    """The token ids of values that stand in rows, in the form in which a model gets them.
 
-    def __init__(self, tokenizer: Any, config: TrainConfig) -> None:
-        self._tokenizer, self._encoded = tokenizer, import_module("tandem.data.tokens").encoded
-        options = config.data.apply_chat_template_kwargs
-        self._template = import_module("tandem.data.chat").ChatTemplate(tokenizer, options)
+    Args:
+        options: of the chat template.
+    """
+    template = import_module("tandem.data.chat").ChatTemplate(tokenizer, options)
 
-    def _pieces(self, value: Any) -> Any:
+    def pieces(value: Any) -> Any:
         """Texts, or token ids."""
         if isinstance(value, str):
-            return self._template.prompt(value)
+            return template.prompt(value)
         if isinstance(value, list) and value and isinstance(value[0], Mapping):
             answered = value[-1].get("role") == "assistant"
-            return [(self._template.render(value, generation_prompt=not answered), False)]
+            return [(template.render(value, generation_prompt=not answered), False)]
         is_ids = isinstance(value, list) and all(isinstance(token, int) for token in value)
         return [(value, False)] if is_ids else []
 
-    def ids(self, values: list[Any]) -> list[list[int]]:
-        """The token ids of each."""
-        made = self._encoded(self._tokenizer, list(map(self._pieces, values)))
-        return [[int(token) for part in parts for token in part] for parts in made]
-
-    def count(self, values: list[Any]) -> list[int]:
-        """The tokens of each."""
-        return list(map(len, self.ids(values)))
+    made = import_module("tandem.data.tokens").encoded(tokenizer, list(map(pieces, values)))
+    return [[int(token) for part in parts for token in part] for parts in made]
 
 
 def _split(
     source: Source,
-    most: Annotated[Path, typer.Argument(help="file to write", metavar="OUT_A")],
-    part: Annotated[Path, typer.Argument(help="file to write the share to", metavar="OUT_B")],
-    share: Annotated[float, typer.Option(help="of each data source's rows that go to OUT_B")] = 0.1,
-    seed: Annotated[int, typer.Option(min=0, help="the same seed gives the same files")] = 0,
-    overwrite: Overwrite = False,
+    most: Annotated[Path, typer.Argument(metavar="OUT_A")],
+    part: Annotated[Path, typer.Argument(metavar="OUT_B")],
+    share: float = 0.1,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    overwrite: bool = False,
 ) -> None:
     """Divides rows by chance: a share of each data source goes to OUT_B, the rest to OUT_A. Rows whose
-    prompts are the same but for blanks and case stay together, and all keep their order."""
+    prompts are the same but for blanks and case stay together, and all keep their order.
+
+    Args:
+        source: data file, folder, pattern, or hf:OWNER/NAME?…
+        most: file to write
+        part: file to write the share to
+        share: of each data source's rows that go to OUT_B
+        seed: the same seed gives the same files
+        overwrite: replace files that are there
+    """
     if not 0 < share < 1:
         raise ConfigError("out of range", field="--share", got=share, expected="a number between 0 and 1")
     _check_outputs([most, part], overwrite)
@@ -195,17 +210,22 @@ def _split(
 def _dedupe(
     source: Source,
     output: Output,
-    against: Annotated[
-        str | None, typer.Option(help="data whose prompts no row may have, nor nearly")
-    ] = None,
-    ngram: Annotated[int, typer.Option(min=0, help="words of an n-gram; 0: only rows that are the same")] = 5,
-    overlap: Annotated[
-        float, typer.Option(min=0, max=1, help="share of n-grams in common from which texts are near")
-    ] = 0.7,
-    overwrite: Overwrite = False,
+    against: str | None = None,
+    ngram: Annotated[int, typer.Option(min=0)] = 5,
+    overlap: Annotated[float, typer.Option(min=0, max=1)] = 0.7,
+    overwrite: bool = False,
 ) -> None:
     """Leaves out rows that repeat an earlier one but for blanks and case, or nearly: most of their word
-    n-grams are shared, and all numbers. With --against also those whose prompt is in other data."""
+    n-grams are shared, and all numbers. With --against also those whose prompt is in other data.
+
+    Args:
+        source: data file, folder, pattern, or hf:OWNER/NAME?…
+        output: file to write, .parquet or .jsonl
+        against: data whose prompts no row may have, nor nearly
+        ngram: words of an n-gram; 0: only rows that are the same
+        overlap: share of n-grams in common from which texts are near
+        overwrite: replace files that are there
+    """
     module = import_module("tandem.offline.parts")
     _check_outputs([output], overwrite)
     rows = read_files(files_of(source), (), optional=None)
@@ -268,7 +288,7 @@ def _tokenizer(config: Any) -> Any:
     )
 
 
-ACTIONS: Mapping[str, tuple[Callable[..., None], str]] = {
+ACTIONS: Works = {
     "validate": (_validate, "tandem data validate train.parquet val.jsonl data.max_prompt_length=512"),
     "convert": (_convert, "tandem data convert gsm8k/train.parquet train.parquet --from gsm8k"),
     "show": (_show, "tandem data show train.parquet --n 3 actor_rollout_ref.model.path=MODEL"),

@@ -9,33 +9,31 @@ from rich.table import Table
 
 from tandem.cli.resolved import resolved
 from tandem.cli.signals import import_module
+from tandem.cli.typed import worded
 from tandem.config.load import load_eval_config
 from tandem.observability.terminal import plain_console, printable, say, warn
 
-USAGE = """usage: tandem eval [CONFIG.yaml] key=value … [--overwrite] [--dry-run]
 
-Accuracy, pass@k and maj@k, with confidence intervals, for each data source and overall:
-  data.path=PROBLEMS model.path=MODEL rollout.n=8 data.output_path=REPORT.json
-  data.path=RESPONSES data.output_path=REPORT.json        of what `tandem generate` wrote
-Rewards go by data source, or are your own: custom_reward_function.path=FILE.py. The scored responses
-are written beside the report, as REPORT.samples.parquet. Killed at any moment, the same command goes on
-from what was finished. `tandem config explain eval` lists the keys.
-  --overwrite   replace the report, and drop unfinished work
-  --dry-run     print the resolved config and stop"""
-
-
+@worded
 def evaluate(arguments: list[str]) -> int:
-    config = resolved(arguments, USAGE, load_eval_config, ("--overwrite",))
+    """usage: tandem eval [CONFIG.yaml] key=value … [--overwrite] [--dry-run]
+
+    Accuracy, pass@k and maj@k, with confidence intervals, for each data source and overall:
+      data.path=PROBLEMS model.path=MODEL rollout.n=8 data.output_path=REPORT.json
+      data.path=RESPONSES data.output_path=REPORT.json        of what `tandem generate` wrote
+    Rewards go by data source, or are your own: custom_reward_function.path=FILE.py. The scored responses
+    are written beside the report, as REPORT.samples.parquet. Killed at any moment, the same command goes on
+    from what was finished. `tandem config explain eval` lists the keys.
+      --overwrite   replace the report, and drop unfinished work
+      --dry-run     print the resolved config and stop
+    """
+    config = resolved(arguments, load_eval_config, ("--overwrite",))
     if config is None:
         return 0
     whose = "" if config.model.path is None else f"what {config.model.path} answers to "
     warn(f"scores {whose}{', '.join(config.data.path)}, to {config.data.output_path}")
     evaluate_file = import_module("tandem.offline.eval").evaluate_file
-    sources = evaluate_file(
-        config,
-        overwrite="--overwrite" in arguments,
-        say=warn,
-    )
+    sources = evaluate_file(config, overwrite="--overwrite" in arguments, say=warn)
     plain_console().print(_table(sources, config.eval.confidence))
     say(f"wrote {config.data.output_path}")
     return 0

@@ -52,6 +52,9 @@ class Task:
     shapes: Shapes
     lengths: Lengths
 
+    def plan(self, config: TrainConfig) -> Plan:
+        return plan(config, self.shapes, self.device)
+
     def timer(self, config: TrainConfig) -> tuple[Clock, Shape]:
         """
         Raises:
@@ -128,11 +131,11 @@ def fit_config(config: TrainConfig, task: Task) -> Found:
     """What a search finds for the task's devices."""
     clock, timed = task.timer(config)
     prompts, responses = task.lengths.prompts, task.lengths.responses.ravel()
-    judge = Judge(
-        lambda changed: plan(changed, task.shapes, task.device),
-        lambda changed, slots: clock.step(changed, timed, prompts, responses, slots)["step"],
-        task.accepts,
-    )
+
+    def seconds(changed: TrainConfig, slots: int | None) -> float:
+        return clock.step(changed, timed, prompts, responses, slots)["step"]
+
+    judge = Judge(task.plan, seconds, task.accepts)
     shape = task.shapes(config.actor_rollout_ref.model.path)
     return search(config, shape, default_space(config, shape), judge)
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tandem.cli.typed import UsageError
+from tandem.cli.typed import UsageError, valued
 from tandem.config.hydra import VERLS_DEFAULTS
 from tandem.config.load import Loaded, load_train_config
 from tandem.config.root import TrainConfig
@@ -21,13 +21,6 @@ from tandem.peers.table import Reading
 from tandem.peers.translate import Translation
 
 OPTION, CALL, LIMIT = "--from-verl", "--call", "--script-limit"
-USAGE = f"""  {OPTION} SCRIPT.sh [-- ARGUMENTS…]
-              takes the settings from a shell script that calls verl: bash reads it with verl's trainer
-              replaced, what it would have been told is shown as a table, and key=value given here win.
-              ARGUMENTS are the script's own, "$@". Nothing else of the script runs but programs that
-              print (redirections still write); the rest is listed
-  {CALL} N    the script's N-th call of verl, where it has several
-  {LIMIT} SECONDS   how long reading the script may take"""
 
 
 @dataclass(frozen=True)
@@ -59,21 +52,11 @@ def requested(arguments: Sequence[str]) -> Request | None:
     if not any(word.split("=", 1)[0] == OPTION for word in own):
         return None
     at = own.index("--") if "--" in own else len(own)
-    own, script_arguments = own[:at], own[at + 1 :]
-    given: dict[str, str] = {}
-    words: list[str] = []
-    while own:
-        name, equals, value = own.pop(0).partition("=")
-        if name not in (OPTION, CALL, LIMIT):
-            words.append(name + equals + value)
-        elif equals or own:
-            given[name] = value if equals else own.pop(0)
-        else:
-            raise UsageError("an option without its value", got=name, remedy="tandem train --help")
+    words, given = valued(own[:at], (OPTION, CALL, LIMIT), equals=True, remedy="tandem train --help")
     call, limit_s = _number(given, CALL), _number(given, LIMIT)
     if call is not None and call != int(call):
         raise UsageError("not a whole number", field=CALL, got=given[CALL])
-    return Request(given[OPTION], tuple(script_arguments), int(call or 1), limit_s, tuple(words))
+    return Request(given[OPTION], tuple(own[at + 1 :]), int(call or 1), limit_s, tuple(words))
 
 
 def _number(given: dict[str, str], name: str) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tandem.config.generate import EvalConfig, GenerateConfig
 from tandem.config.root import TrainConfig
-from tandem.config.schema import Key, keys, shown
+from tandem.config.schema import keys, shown
 from tandem.config.section import Section
 from tandem.config.supervised import RMConfig, SFTConfig
 
@@ -67,11 +67,10 @@ def guide(command: str) -> str:
     if command in CONFIGS:
         root, names = CONFIGS[command]
         lines += ["keys that matter most (`tandem config explain KEY` says more):"]
-        lines += [line for name in names for line in _lines(keys(root)[name])]
+        known = keys(root)
+        for key in (known[name] for name in names):
+            simple = not key.required and key.inherits is None and key.default not in (None, ())
+            lines += [f"  {key.name}={shown(key.default) if simple else '…'}"]
+            lines += [f"      {key.info.description}"]
         lines += [""]
     return "\n".join(lines)
-
-
-def _lines(key: Key) -> list[str]:
-    simple = not key.required and key.inherits is None and key.default not in (None, ())
-    return [f"  {key.name}={shown(key.default) if simple else '…'}", f"      {key.info.description}"]

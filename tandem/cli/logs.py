@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from tandem.cli.typed import run_typed
+from tandem.cli.typed import command
 from tandem.errors import ConfigError
 from tandem.observability.inside import opened
 from tandem.observability.terminal import say
@@ -19,32 +19,29 @@ _PIECE = 1 << 20
 """Characters that are read at a time."""
 
 
-def logs(arguments: list[str]) -> int:
-    return run_typed("logs", _logs, arguments)
-
-
-def _logs(
-    run: Annotated[Path, typer.Argument(help="the run folder")],
-    name: Annotated[
-        str, typer.Argument(help="run, or POOL_RANK such as global_pool_1; none lists them")
-    ] = "",
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="go on printing until Ctrl-C")] = False,
+@command
+def logs(
+    run: Path,
+    name: Annotated[str, typer.Argument()] = "",
+    follow: Annotated[bool, typer.Option("--follow", "-f")] = False,
 ) -> None:
-    """Prints what the run said, or what one of its processes printed."""
+    """Prints what the run said, or what one of its processes printed.
+
+    Args:
+        run: the run folder
+        name: run, or POOL_RANK such as global_pool_1; none lists them
+        follow: go on printing until Ctrl-C
+    """
     found = {path.stem: path for path in sorted((run / "log").glob("*.log"))}
     if not found:
         raise ConfigError("no logs there", field=str(run / "log"), remedy="name a run folder")
     if name and name not in found:
         raise ConfigError("no such log", field=str(run), got=name, expected=f"one of {', '.join(found)}")
-    if name:
-        _print(found[name], run, follow=follow)
-    else:
+    if not name:
         for log, path in found.items():
             say(f"{log:<24} {path.stat().st_size:>10,} bytes")
-
-
-def _print(path: Path, run: Path, *, follow: bool) -> None:
-    with TextIOWrapper(opened(path, run), encoding="utf-8", errors="replace") as file:
+        return
+    with TextIOWrapper(opened(found[name], run), encoding="utf-8", errors="replace") as file:
         while (text := file.read(_PIECE)) or follow:
             say(text, end="")
             if not text:

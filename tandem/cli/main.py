@@ -14,7 +14,7 @@ COMMANDS = {
     "demo": ("demo:demo", "a small policy learns arithmetic or another task, on any machine, in minutes"),
     "train": ("train:train", "reinforcement learning: PPO, GRPO, RLOO, REINFORCE++"),
     "sft": ("sft:sft", "supervised fine-tuning"),
-    "rm": ("rm:rm", "a reward model from preferences"),
+    "rm": ("sft:rm", "a reward model from preferences"),
     "generate": ("generate:generate", "a file of prompts to a file of responses"),
     "eval": ("eval:evaluate", "accuracy, pass@k and maj@k of a model, or of responses it wrote"),
     "runs": ("runs:runs", "lists runs; compares, plots and prunes them"),

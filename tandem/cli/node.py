@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import secrets
@@ -12,20 +11,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from tandem.cli.node_address import is_free, own_address
 from tandem.cli.node_file import Head, HeadFile, known_token
 from tandem.cli.node_processes import Processes
 from tandem.cli.node_ray import RayNode, environment
+from tandem.cli.typed import run_typed
 from tandem.errors import ConfigError, TandemError
-
-DESCRIPTION = """Joins this machine to a Ray cluster. Run it on every machine with the same words.
-
-RANK (0 is the head) and MASTER_PORT (the head's port) come from the environment; the head's address is found
-through a file on a shared file system. Rank 0 runs COMMAND with RAY_ADDRESS set, ends with it and exits with
-its status; without COMMAND it stays until a signal. The others stay until the head is gone. Signals go on to
-COMMAND; after a first one the other ranks stay for --grace seconds, since schedulers signal all machines at
-once and the head may still have to save. Everything runs in the foreground, and ends with this command."""
 
 JOIN_S = 60.0  # for Ray to join a head that is up, at the least
 RETRY_S = 5.0  # between two tries
@@ -67,61 +62,68 @@ class Settings:
 
 
 def node(arguments: list[str]) -> int:
-    settings = _settings(arguments, os.environ)
+    cut = arguments.index("--") if "--" in arguments else len(arguments)
+    given: list[Settings] = []
+
+    def options(
+        head_file: Path | None = None,
+        timeout: float = 360.0,
+        grace: float = 120.0,
+        address: str | None = None,
+        interface: str | None = None,
+        num_cpus: int | None = None,
+        num_gpus: int | None = None,
+        temp_dir: Path | None = None,
+        ray: Annotated[list[str] | None, typer.Option(metavar="WORD")] = None,
+    ) -> None:
+        """Joins this machine to a Ray cluster. Run it on every machine with the same words.
+
+        RANK (0 is the head) and MASTER_PORT (the head's port) come from the environment; the head's
+        address is found through a file on a shared file system. Rank 0 runs COMMAND with RAY_ADDRESS
+        set, ends with it and exits with its status; without COMMAND it stays until a signal. The
+        others stay until the head is gone. Signals go on to COMMAND; after a first one the other ranks
+        stay for --grace seconds, since schedulers signal all machines at once and the head may still
+        have to save. Everything runs in the foreground, and ends with this command.
+
+        Args:
+            head_file: default: TANDEM_HEAD_FILE, or ./ray_head.json
+            timeout: seconds until the head must be up
+            grace: seconds after a first signal, see above
+            address: this machine's own address (default: the one that routes outward)
+            interface: the network interface whose address to take
+            num_cpus: CPUs to offer (default: all)
+            num_gpus: GPUs to offer (default: all)
+            temp_dir: folder of Ray's session files (default: Ray's own)
+            ray: a further word for `ray start`; repeatable
+        """
+        offered = {"num-cpus": num_cpus, "num-gpus": num_gpus, "temp-dir": temp_dir}
+        words = [f"--{name}={amount}" for name, amount in offered.items() if amount is not None]
+        given.append(
+            Settings(
+                rank=_whole("RANK", 0, 1_000_000),
+                port=_whole("MASTER_PORT", 1, 65_535),
+                job=os.environ.get("TANDEM_JOB_ID") or os.environ.get("SLURM_JOB_ID") or None,
+                file=HeadFile(head_file or Path(os.environ.get("TANDEM_HEAD_FILE") or "ray_head.json")),
+                timeout_s=timeout,
+                grace_s=grace,
+                address=address,
+                interface=interface,
+                words=[*words, *(ray or ())],
+                command=arguments[cut + 1 :],
+            )
+        )
+
+    run_typed("node", options, arguments[:cut], example="tandem node OPTIONS -- COMMAND …")
+    if not given:  # help was asked for
+        return 0
+    (settings,) = given
     with tempfile.TemporaryFile() as log, Processes() as processes:
         ray = RayNode(processes, log, settings.words)
         return (_lead if settings.rank == 0 else _follow)(settings, processes, ray)
 
 
-def _settings(arguments: list[str], variables: Mapping[str, str]) -> Settings:
-    cut = arguments.index("--") if "--" in arguments else len(arguments)
-    options = _parser(variables).parse_args(arguments[:cut])
-    amounts = {name: getattr(options, name) for name in ("num_cpus", "num_gpus", "temp_dir")}
-    words = [f"--{name.replace('_', '-')}={amount}" for name, amount in amounts.items() if amount is not None]
-    return Settings(
-        rank=_whole(variables, "RANK", 0, 1_000_000),
-        port=_whole(variables, "MASTER_PORT", 1, 65_535),
-        job=variables.get("TANDEM_JOB_ID") or variables.get("SLURM_JOB_ID") or None,
-        file=HeadFile(options.head_file),
-        timeout_s=options.timeout,
-        grace_s=options.grace,
-        address=options.address,
-        interface=options.interface,
-        words=[*words, *options.ray],
-        command=arguments[cut + 1 :],
-    )
-
-
-def _parser(variables: Mapping[str, str]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="tandem node",
-        usage="tandem node [options] [-- COMMAND …]",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    default = Path(variables.get("TANDEM_HEAD_FILE") or "ray_head.json")
-    add = parser.add_argument
-    add("--head-file", type=Path, default=default, help="default: TANDEM_HEAD_FILE, or ./ray_head.json")
-    add("--timeout", type=float, default=360.0, help="seconds until the head must be up (default: 360)")
-    add("--grace", type=float, default=120.0, help="seconds after a first signal, see above (default: 120)")
-    add("--address", help="this machine's own address (default: the one that routes outward)")
-    add("--interface", help="the network interface whose address to take")
-    add("--num-cpus", type=int, help="CPUs to offer (default: all)")
-    add("--num-gpus", type=int, help="GPUs to offer (default: all)")
-    add("--temp-dir", type=Path, help="folder of Ray's session files (default: Ray's own)")
-    add(
-        "--ray",
-        action="append",
-        default=[],
-        metavar="WORD",
-        help="a further word for `ray start`; repeatable",
-    )
-    return parser
-
-
-def _whole(variables: Mapping[str, str], name: str, least: int, most: int) -> int:
-    text = variables.get(name)
+def _whole(name: str, least: int, most: int) -> int:
+    text = os.environ.get(name)
     if text is None:
         raise ConfigError(f"the environment variable {name} is not set; it must be a whole number")
     if not (text.isascii() and text.isdigit() and least <= int(text) <= most):
@@ -158,10 +160,8 @@ def _lead(settings: Settings, processes: Processes, ray: RayNode) -> int:
 def _serve(settings: Settings, processes: Processes, ray: RayNode, variables: Mapping[str, str]) -> int:
     """Runs the command, or waits for a signal; the exit status."""
     if not settings.command:
-        names = [
-            name for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH") if name in variables
-        ]
-        exports = " ".join(f"{name}={variables[name]}" for name in names)
+        names = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")
+        exports = " ".join(f"{name}={variables[name]}" for name in names if name in variables)
         settings.say(f"other programs reach the cluster after: export {exports}")
         while not processes.stop_asked:
             _check_ray(ray)
@@ -179,9 +179,8 @@ def _serve(settings: Settings, processes: Processes, ray: RayNode, variables: Ma
 
 def _check_ray(ray: RayNode) -> None:
     if ray.ended:
-        raise TandemError(
-            f"Ray ended on this machine while it was needed; its last lines:\n{ray.last_lines()}"
-        )
+        lines = ray.last_lines()
+        raise TandemError(f"Ray ended on this machine while it was needed; its last lines:\n{lines}")
 
 
 def _stopped(settings: Settings, processes: Processes) -> int:

@@ -8,13 +8,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import wait
-from pathlib import Path
-from typing import IO, Any, NamedTuple, Self
+from typing import IO, Any, Self
 
 from tandem.errors import TandemError
-from tandem.lifetime import PR_SET_CHILD_SUBREAPER, end_with_parent, prctl
+from tandem.lifetime import PR_SET_CHILD_SUBREAPER, end_with_parent, prctl, trees
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 STOPS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
@@ -93,76 +93,42 @@ class Processes:
     def pass_on(self, child: subprocess.Popen[bytes]) -> None:
         """Gives the signals received so far to the child and its group, as a terminal would."""
         for number in self.received:
-            if child.poll() is None:
-                _signal(os.killpg, child.pid, number)
+            self._tell(child, number)
         self.received.clear()
 
     def end(self) -> None:
         """Asks all to end, first what was started here, then what it left; kills what does not."""
-        for group in {child.pid for child in self._children} & set(self._living().values()):
-            _signal(os.killpg, group, signal.SIGTERM)
+        for child in self._children:
+            self._tell(child, signal.SIGTERM)
         _await(lambda: all(child.poll() is not None for child in self._children), STOP_S)
         for number in (signal.SIGTERM, signal.SIGKILL):
-            for pid in self._living():
-                _signal(os.kill, pid, number)
-            if _await(lambda: not self._living(), LEFT_S):
+            for pid in self._left():
+                with suppress(ProcessLookupError):  # it has ended meanwhile
+                    os.kill(pid, number)
+            if _await(lambda: not self._left(), LEFT_S):
                 return
+
+    @staticmethod
+    def _tell(child: subprocess.Popen[bytes], number: signal.Signals) -> None:
+        """Give a signal to a child that lives, and to its group."""
+        if child.poll() is None:
+            with suppress(ProcessLookupError):  # it has ended meanwhile
+                os.killpg(child.pid, number)
 
     def _put_to_rest(self) -> None:
         """Takes note of the children that have ended, those too that became ours when their parent ended."""
         known = {child.pid: child for child in self._children}
-        while (pid := _ended_child()) is not None:
-            if pid in known:
-                known[pid].wait()
-            else:
-                os.waitpid(pid, 0)
+        with suppress(ChildProcessError):  # no child is left
+            while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                if ended.si_pid in known:
+                    known[ended.si_pid].wait()
+                else:
+                    os.waitpid(ended.si_pid, 0)
 
-    def _living(self) -> dict[int, int]:
-        """The group of each process below this one, until it is put to rest."""
+    def _left(self) -> list[int]:
+        """The processes below this one, until they are put to rest."""
         self._put_to_rest()
-        table, me = _processes(), os.getpid()
-        below = {me}
-        while grown := {pid for pid, process in table.items() if process.parent in below} - below:
-            below |= grown
-        gone = {pid for pid in below if table[pid].ended and table[pid].parent != me}
-        return {pid: table[pid].group for pid in below - gone - {me}}
-
-
-def _ended_child() -> int | None:
-    try:
-        found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return None
-    return None if found is None else found.si_pid
-
-
-class _Process(NamedTuple):
-    parent: int
-    group: int
-    ended: bool
-
-
-def _processes() -> dict[int, _Process]:
-    """All processes of this machine."""
-    table = {}
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdigit():
-            continue
-        try:
-            state, parent, group = (
-                (folder / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[:3]
-            )
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        table[int(folder.name)] = _Process(int(parent), int(group), ended=state in "ZX")
-    return table
-
-
-def _signal(send: Callable[[int, int], None], target: int, number: signal.Signals) -> None:
-    try:
-        send(target, number)
-    except ProcessLookupError:
-        return  # it has ended meanwhile
+        return trees([os.getpid()])[1:]
 
 
 def _await(condition: Callable[[], bool], limit_s: float) -> bool:

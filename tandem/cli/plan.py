@@ -6,7 +6,7 @@ import json
 import re
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from tandem.cli.fitting import (
     write_fit,
 )
 from tandem.cli.probing import Probing
+from tandem.cli.typed import worded
 from tandem.config.load import load_train_config
 from tandem.config.root import TrainConfig
 from tandem.config.sources import split_arguments
@@ -30,35 +31,12 @@ from tandem.memory.device_file import default_path, read_devices
 from tandem.memory.host import host_total
 from tandem.memory.levers import Lever, levers
 from tandem.memory.peaks import CLASSES
-from tandem.memory.plan import GIB, Phase, Plan, gib, plan
+from tandem.memory.plan import GIB, Phase, Plan, gib
 from tandem.memory.schedules import chosen, refuse_apart
 from tandem.memory.shapes import shape_of
 from tandem.memory.timing import Clock
 from tandem.observability.terminal import say
 
-USAGE = """usage: tandem plan [CONFIG.yaml] key=value … [--device 80GB | --devices 8x80GB] [--json]
-       tandem plan [CONFIG.yaml] key=value … --fit 8x80GB [--out FILE.yaml]
-       tandem plan [CONFIG.yaml] key=value … --probe [32]
-       tandem plan [CONFIG.yaml] key=value … --schedule --devices 8xH100
-
-Says what every phase of a run will hold on a device, from the config alone: neither the model's weights nor
-the data need to be here, but for --probe. A model that is not here is known by its name, such as
-Qwen/Qwen2.5-7B.
-  --device SIZE     memory of a device; 80GB where this is not said. With trainer.device=cpu, this host's
-  --devices NxSIZE  so many devices, for trainer.nnodes and trainer.n_gpus_per_node; 8 on a node at most
-  --fit NxSIZE      searches parallel sizes, token budgets, recomputation, offload and the rollout's cache
-                    for the fastest config that fits so many devices, and writes it; all else stays
-  --out FILE        where to; fit-NxSIZE.yaml where this is not said
-  SIZE may be a kind, whose factors and peaks then count: A10, A100-40, A100, H100, H200
-  --lengths, --prompt-lengths  tokens as of tandem bench, for the seconds; the greatest where this is not said
-  --probe [N]       answers and scores N prompts (32), drawn from the data, with the model, the engine and the
-                    reward: what share of groups will teach anything, how long responses are, what rewards
-                    cost, and the seconds with these. Nothing is left in the run folder
-  --probe-seconds S for sampling, by the pace of the first few prompts: 600
-  --schedule        compares generation and learning on the same devices, on devices of their own, and at the
-                    same time, each with its best split
-  --json            the plan for programs
-Exit status 1 where the run does not fit."""
 _DEVICE = re.compile(
     rf"(?:(?P<count>\d+)x)?(?:(?P<size>\d+(?:\.\d+)?)\s*(?:GB|GiB|G)|(?P<kind>{'|'.join(CLASSES)}))",
     re.IGNORECASE,
@@ -79,13 +57,36 @@ _BAR = 32
 _SHOWN = 6
 
 
+@worded
 def plan_memory(arguments: list[str]) -> int:
-    if {"-h", "--help"} & set(arguments):
-        print(USAGE)
-        return 0
+    """usage: tandem plan [CONFIG.yaml] key=value … [--device 80GB | --devices 8x80GB] [--json]
+           tandem plan [CONFIG.yaml] key=value … --fit 8x80GB [--out FILE.yaml]
+           tandem plan [CONFIG.yaml] key=value … --probe [32]
+           tandem plan [CONFIG.yaml] key=value … --schedule --devices 8xH100
+
+    Says what every phase of a run will hold on a device, from the config alone: neither the model's weights
+    nor the data need to be here, but for --probe. A model that is not here is known by its name, such as
+    Qwen/Qwen2.5-7B.
+      --device SIZE     memory of a device; 80GB where this is not said. With trainer.device=cpu, this host's
+      --devices NxSIZE  so many devices, for trainer.nnodes and trainer.n_gpus_per_node; 8 on a node at most
+      --fit NxSIZE      searches parallel sizes, token budgets, recomputation, offload and the rollout's cache
+                        for the fastest config that fits so many devices, and writes it; all else stays
+      --out FILE        where to; fit-NxSIZE.yaml where this is not said
+      SIZE may be a kind, whose factors and peaks then count: A10, A100-40, A100, H100, H200
+      --lengths, --prompt-lengths  tokens as of tandem bench, for the seconds; the greatest where this is not
+                        said
+      --probe [N]       answers and scores N prompts (32), drawn from the data, with the model, the engine and
+                        the reward: what share of groups will teach anything, how long responses are, what
+                        rewards cost, and the seconds with these. Nothing is left in the run folder
+      --probe-seconds S for sampling, by the pace of the first few prompts: 600
+      --schedule        compares generation and learning on the same devices, on devices of their own, and at
+                        the same time, each with its best split
+      --json            the plan for programs
+    Exit status 1 where the run does not fit.
+    """
     words, options = _options(arguments)
-    asked = _Devices.of(options)
-    path, overrides = split_arguments([*words, *asked.words])
+    sized, size, kind = _devices(options)
+    path, overrides = split_arguments([*words, *sized])
     loaded = load_train_config(path, overrides, count_rows=count_rows, elsewhere=True)
     config = loaded.config
     overrides = [*as_words({name: value for name, (value, _) in loaded.chosen.items()}), *overrides]
@@ -95,17 +96,19 @@ def plan_memory(arguments: list[str]) -> int:
     probing = Probing(*split_arguments(words), options) if "--probe" in options else None
     if probing is not None:
         config, lengths = probing.placed(config), probing.lengths(config)
-    device = _device_bytes(config, asked.size)
     cuda = config.trainer.device != "cpu"
-    clock = Clock.of(read_devices(default_path()), asked.kind, asked.size or _DEFAULT, cuda=cuda)
+    device = _DEFAULT * GIB if cuda else float(host_total())
+    if size is not None:
+        device = size * GIB
+    clock = Clock.of(read_devices(default_path()), kind, size or _DEFAULT, cuda=cuda)
     task = Task(path, overrides, device, clock, shape_of, lengths)
     changed: list[str] = []
     if "--fit" in options:
         out = Path(options.get("--out") or f"fit-{options['--fit']}.yaml")
         changed = write_fit(config, task, out)
         config = load_train_config(str(out), elsewhere=True).config
-    made = plan(config, shape_of, device)
-    found = [] if made.fits else levers(config, lambda other: plan(other, shape_of, device))
+    made = task.plan(config)
+    found = [] if made.fits else levers(config, task.plan)
     timed = time_of(config, made, task, probing)
     schedules = compare_schedules(config, task) if "--schedule" in options else []
     if "--json" in options:
@@ -146,56 +149,31 @@ def _options(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
     return words, options
 
 
-@dataclass(frozen=True, slots=True)
-class _Devices:
-    """The devices that were asked for.
-
-    Attributes:
-        count: how many; None: as the config says.
-        size: GiB of each; None was not said.
-        kind: of `CLASSES`, where one was named.
-    """
-
-    count: int | None = None
-    size: float | None = None
-    kind: str | None = None
-
-    @classmethod
-    def of(cls, options: Mapping[str, str]) -> _Devices:
-        found = cls()
-        for name in ("--device", "--devices", "--fit"):
-            if name not in options:
-                continue
-            match = _DEVICE.fullmatch(options[name])
-            kind = match["kind"].upper() if match and match["kind"] else None
-            size = CLASSES[kind].size if kind else float(match["size"] if match else 0)
-            if match is None or size <= 0 or match["count"] == "0":
-                raise ConfigError(
-                    "no size of devices",
-                    field=name,
-                    got=options[name] or "nothing",
-                    expected="such as 80GB, 8x80GB or 8xH100",
-                )
-            found = cls(int(match["count"]) if match["count"] else found.count, size, kind)
-        return found
-
-    @property
-    def words(self) -> list[str]:
-        """The keys of so many devices."""
-        if self.count is None:
-            return []
-        nodes = -(-self.count // _PER_NODE)
-        if self.count % nodes:
+def _devices(options: Mapping[str, str]) -> tuple[list[str], float | None, str | None]:
+    """The devices that were asked for: the keys of so many, GiB of each, and their kind, one of `CLASSES`;
+    nothing of what was not said."""
+    count, size, kind = 0, None, None
+    for name in ("--device", "--devices", "--fit"):
+        if name not in options:
+            continue
+        match = _DEVICE.fullmatch(options[name])
+        kind = match["kind"].upper() if match and match["kind"] else None
+        size = CLASSES[kind].size if kind else float(match["size"] if match else 0)
+        if match is None or size <= 0 or match["count"] == "0":
             raise ConfigError(
-                "so many devices are not spread evenly over nodes of 8", field="--devices", got=self.count
+                "no size of devices",
+                field=name,
+                got=options[name] or "nothing",
+                expected="such as 80GB, 8x80GB or 8xH100",
             )
-        return [f"trainer.nnodes={nodes}", f"trainer.n_gpus_per_node={self.count // nodes}"]
-
-
-def _device_bytes(config: TrainConfig, size: float | None) -> float:
-    if size is not None:
-        return size * GIB
-    return float(host_total()) if config.trainer.device == "cpu" else _DEFAULT * GIB
+        count = int(match["count"] or count)
+    nodes = -(-count // _PER_NODE)
+    if not count:
+        return [], size, kind
+    if count % nodes:
+        message = "so many devices are not spread evenly over nodes of 8"
+        raise ConfigError(message, field="--devices", got=count)
+    return [f"trainer.nnodes={nodes}", f"trainer.n_gpus_per_node={count // nodes}"], size, kind
 
 
 def _print(config: TrainConfig, made: Plan, found: list[Lever]) -> None:

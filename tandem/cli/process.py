@@ -82,31 +82,18 @@ def outcome(words: list[str], run: Callable[[list[str]], int]) -> int:
         status = run(words)
         sys.stdout.flush()
         return status
-    except ReaderGoneError as error:
-        _drop_output()
-        return error.exit_code
-    except OutputError as error:
-        _drop_output()
-        return _failed(words, error)
-    except TandemError as error:
-        return _failed(words, error)
-    except OSError as error:
-        return _failed(words, FileError.of(error))
+    except (TandemError, OSError) as error:
+        told = error if isinstance(error, TandemError) else FileError.of(error)
+        if isinstance(told, OutputError):  # let nothing more go where what was printed could not be written
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, 1)
+            os.close(nowhere)
+        if not isinstance(told, ReaderGoneError):
+            import_module("tandem.observability.terminal").warn(f"tandem {' '.join(words[:1])}: {told}")
+        return told.exit_code
     except KeyboardInterrupt:
         say_stopped()
         return INTERRUPTED
-
-
-def _failed(words: list[str], error: TandemError) -> int:
-    import_module("tandem.observability.terminal").warn(f"tandem {' '.join(words[:1])}: {error}")
-    return error.exit_code
-
-
-def _drop_output() -> None:
-    """Let nothing more go to standard output, where what was printed could not be written."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.close(nowhere)
 
 
 def _speak_utf8() -> None:

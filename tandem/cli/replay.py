@@ -11,52 +11,41 @@ from typing import Annotated
 import typer
 
 from tandem.cli.signals import import_module
-from tandem.cli.typed import run_typed
+from tandem.cli.typed import command
 from tandem.errors import DataError
 from tandem.observability.reading import Run
 from tandem.observability.terminal import say
 
 
-def replay(arguments: list[str]) -> int:
-    return run_typed("replay", _replay, arguments)
-
-
-def _replay(
-    run: Annotated[Path, typer.Argument(help="the run folder, which is only read")],
-    changes: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="key=value",
-            help="keys of what is learnt from given samples, for a changed step beside it",
-        ),
-    ] = None,
-    step: Annotated[int | None, typer.Option(min=1, help="the step; the last one done")] = None,
-    reward: Annotated[
-        str | None, typer.Option(metavar="FILE.py:FUNCTION", help="a reward in place of the recorded scores")
-    ] = None,
-    without: Annotated[
-        str, typer.Option(metavar="UID,…", help="leave out prompts' samples, or single ones, uid#sample")
-    ] = "",
-    attribute: Annotated[
-        bool, typer.Option("--attribute", help="which samples and tokens the gradient is made of")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="one JSON object, for programs")] = False,
+@command
+def replay(
+    run: Path,
+    changes: Annotated[list[str] | None, typer.Argument(metavar="key=value")] = None,
+    step: Annotated[int | None, typer.Option(min=1)] = None,
+    reward: Annotated[str | None, typer.Option(metavar="FILE.py:FUNCTION")] = None,
+    without: Annotated[str, typer.Option(metavar="UID,…")] = "",
+    attribute: bool = False,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """Takes a step of a run again, from the checkpoint before it and the samples that the run kept, and
     shows what it gives beside what was recorded; on a CPU they are the same, bit for bit. With changes it
-    shows what the step would have been, too. Exit status 1 where the replay differs."""
+    shows what the step would have been, too. Exit status 1 where the replay differs.
+
+    Args:
+        run: the run folder, which is only read
+        changes: keys of what is learnt from given samples, for a changed step beside it
+        step: the step; the last one done
+        reward: a reward in place of the recorded scores
+        without: leave out prompts' samples, or single ones, uid#sample
+        attribute: which samples and tokens the gradient is made of
+        as_json: one JSON object, for programs
+    """
     reader = Run(run)
     number = reader.steps if step is None else step
     report = import_module("tandem.trainer.replay_report")
     with redirect_stdout(sys.stderr):  # what workers say
-        told = report.replay_found(
-            reader,
-            number,
-            changes or (),
-            reward,
-            tuple(filter(None, without.split(","))),
-            attribute=attribute,
-        )
+        left_out = tuple(filter(None, without.split(",")))
+        told = report.replay_found(reader, number, changes or (), reward, left_out, attribute=attribute)
     if as_json:
         say(json.dumps(report.without_nan(told), allow_nan=False))
     else:

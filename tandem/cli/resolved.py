@@ -1,11 +1,11 @@
-"""The beginning that commands share: their help, their config, and the dry run."""
+"""The beginning that commands share: their config, and the dry run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from tandem.config.load import Loaded
+from tandem.config.load import Loaded, load_rm_config, load_sft_config, load_train_config
 from tandem.config.section import Section
 from tandem.config.sources import split_arguments, to_yaml
 from tandem.config.written import to_dict
@@ -14,9 +14,16 @@ from tandem.observability.terminal import warn
 C = TypeVar("C", bound=Section)
 Load = Callable[[str | None, Sequence[str]], Loaded[C]]
 
+LOADERS: dict[str, Callable[..., Loaded[Any]]] = {
+    "train": load_train_config,
+    "sft": load_sft_config,
+    "rm": load_rm_config,
+}
+"""Of the configs of the commands that train."""
 
-def resolved(arguments: list[str], usage: str, load: Load[C], options: Collection[str] = ()) -> C | None:
-    """The config of `[CONFIG.yaml] key=value …`; None where help or a dry run was asked for and given. What
+
+def resolved(arguments: list[str], load: Load[C], options: Collection[str] = ()) -> C | None:
+    """Return the config of `[CONFIG.yaml] key=value …`; None where a dry run was asked for and given. What
     the user should know about the config goes to stderr.
 
     Args:
@@ -25,9 +32,6 @@ def resolved(arguments: list[str], usage: str, load: Load[C], options: Collectio
     Raises:
         ConfigError: whatever is wrong with the config, or an unknown option.
     """
-    if {"-h", "--help"} & set(arguments):
-        print(usage)
-        return None
     words = [word for word in arguments if word not in ("--dry-run", *options)]
     loaded = load(*split_arguments(words))
     for notice in loaded.notices:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
-from tandem.cli.pruning import Doomed, doomed, remove
+from tandem.cli.pruning import doomed, remove
 from tandem.cli.signals import import_module
-from tandem.cli.typed import run_typed
+from tandem.cli.typed import Works, run_typed, run_work
 from tandem.errors import ConfigError, TandemError
 from tandem.observability.config_file import flat
 from tandem.observability.reading import METRICS, Run, find_runs
@@ -38,25 +39,24 @@ COMPARED = (
     "timing/step",
     "perf/step_tokens_per_s",
 )
-Folders = Annotated[list[Path] | None, typer.Argument(help="folders under which runs are sought")]
-Named = Annotated[list[Path], typer.Argument(help="run folders")]
-AsJson = Annotated[bool, typer.Option("--json", help="one JSON object a line, for programs")]
+Folders = Annotated[list[Path] | None, typer.Argument()]
 
 
 def runs(arguments: list[str]) -> int:
-    word, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
-    if word in ACTIONS:
-        function, example = ACTIONS[word]
-        return run_typed(f"runs {word}", function, rest, example=example)
-    return run_typed("runs", _list, arguments)
+    return run_work("runs", ACTIONS, arguments, partial(run_typed, "runs", _list))
 
 
-def _list(folders: Folders = None, as_json: AsJson = False) -> None:
+def _list(folders: Folders = None, as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
     """Lists the runs under a folder, runs/ if none is named: algorithm, model, steps done, state, the reward
     of the first, the last and the best step, time, size. A run is running, finished, interrupted (also when
     it was killed), failed, or empty: it did nothing.
 
-    More with --help: tandem runs compare A B … · tandem runs plot A [B …] · tandem runs prune [FOLDER …]"""
+    More with --help: tandem runs compare A B … · tandem runs plot A [B …] · tandem runs prune [FOLDER …]
+
+    Args:
+        folders: folders under which runs are sought
+        as_json: one JSON object a line, for programs
+    """
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("run", "algorithm", "model", "steps", "state", "first → last → best", "time", "size"):
         table.add_column(name, justify="right" if name in ("steps", "time", "size") else "left", no_wrap=True)
@@ -66,24 +66,22 @@ def _list(folders: Folders = None, as_json: AsJson = False) -> None:
             say(json.dumps(facts))
             continue
         total = "?" if facts["total_steps"] is None else facts["total_steps"]
-        cells = (
-            facts["run"],
-            facts["algorithm"],
-            facts["model"],
-            f"{facts['steps']}/{total}",
-            facts["state"],
-        )
-        spent = (duration(facts["seconds"]), _size(facts["bytes"]))
-        table.add_row(*(printable(str(cell)) for cell in (*cells, _progress(facts), *spent)))
+        cells = [facts[name] for name in ("run", "algorithm", "model")]
+        cells += [f"{facts['steps']}/{total}", facts["state"], _progress(facts)]
+        cells += [duration(facts["seconds"]), _size(facts["bytes"])]
+        table.add_row(*(printable(str(cell)) for cell in cells))
     if not as_json:
         _print(table)
 
 
-def _compare(
-    named: Named, metric: Annotated[list[str] | None, typer.Option(help="a further metric")] = None
-) -> None:
+def _compare(named: list[Path], metric: list[str] | None = None) -> None:
     """Shows what differs between the configs of runs, and their metrics side by side: the first and the last
-    value of each, and the best of what a run is judged by."""
+    value of each, and the best of what a run is judged by.
+
+    Args:
+        named: run folders
+        metric: a further metric
+    """
     compared = [Run(folder) for folder in named]
     settings = [dict(flat(run.config)) for run in compared]
     table = Table(box=None, padding=(0, 2, 0, 0))
@@ -104,11 +102,13 @@ def _compare(
     _print(table)
 
 
-def _plot(
-    named: Named,
-    metric: Annotated[str, typer.Option(help="its name in metrics.jsonl; what the run is judged by")] = "",
-) -> None:
-    """Draws a metric over the steps of one run or several."""
+def _plot(named: list[Path], metric: str = "") -> None:
+    """Draws a metric over the steps of one run or several.
+
+    Args:
+        named: run folders
+        metric: its name in metrics.jsonl; what the run is judged by
+    """
     drawn = [Run(folder) for folder in named]
     name = metric or drawn[0].metric or ""
     curves: dict[str, list[tuple[int, float]]] = {}
@@ -128,12 +128,14 @@ def _plot(
     say(plot(curves, name, size=(min(width, 120), max(min(height - 2, 24), 12))))
 
 
-def _prune(
-    folders: Folders = None,
-    yes: Annotated[bool, typer.Option("--yes", help="delete what is shown")] = False,
-) -> None:
+def _prune(folders: Folders = None, yes: bool = False) -> None:
     """Shows what may go, with sizes: all checkpoints of a run but the newest whole one and the best, and runs
-    that did nothing. Nothing is deleted without --yes, and nothing of a run that is running."""
+    that did nothing. Nothing is deleted without --yes, and nothing of a run that is running.
+
+    Args:
+        folders: folders under which runs are sought
+        yes: delete what is shown
+    """
     going = [each for run in _under(folders) for each in doomed(run)]
     for each in going:
         say(f"{_size(each.bytes):>9}  {each.path}  {each.why}")
@@ -141,24 +143,21 @@ def _prune(
     if not yes:
         say(f"{len(going)} folders, {total}; nothing was deleted, --yes deletes them")
         return
-    gone = [each for each in going if _removed(each)]
+    gone = []
+    for each in going:
+        try:
+            remove(each)
+            gone.append(each)
+        except TandemError as error:  # begun meanwhile
+            say(f"{each.path} stays: {error}")
     say(f"deleted {len(gone)} folders, {_size(sum(each.bytes for each in gone))}")
 
 
-ACTIONS: Mapping[str, tuple[Callable[..., None], str]] = {
+ACTIONS: Works = {
     "compare": (_compare, "tandem runs compare runs/a runs/b"),
     "plot": (_plot, "tandem runs plot runs/a runs/b --metric actor/entropy"),
     "prune": (_prune, "tandem runs prune runs --yes"),
 }
-
-
-def _removed(each: Doomed) -> bool:
-    try:
-        remove(each)
-    except TandemError as error:  # begun meanwhile
-        say(f"{each.path} stays: {error}")
-        return False
-    return True
 
 
 def _under(folders: Iterable[Path] | None) -> list[Run]:

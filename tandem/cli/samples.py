@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tandem.cli.typed import run_typed
+from tandem.cli.typed import command
 from tandem.errors import ConfigError
 from tandem.observability.reading import Run
 from tandem.observability.terminal import say
@@ -19,25 +19,32 @@ LONGEST = 2000
 """Characters of a text; of a longer one the middle is left out."""
 
 
-def samples(arguments: list[str]) -> int:
-    return run_typed("samples", _samples, arguments)
-
-
-def _samples(
-    run: Annotated[Path, typer.Argument(help="the run folder, of a run that is alive or ended")],
-    step: Annotated[
-        int | None, typer.Option(help="the step; the last one whose samples were written")
-    ] = None,
-    worst: Annotated[bool, typer.Option("--worst", help="lowest scores first")] = False,
-    best: Annotated[bool, typer.Option("--best", help="highest scores first")] = False,
-    prompt: Annotated[str, typer.Option(help="of prompts that contain this text, or have this uid")] = "",
-    n: Annotated[int | None, typer.Option("--n", min=1, help=f"how many; {SHOWN}, with --json all")] = None,
-    val: Annotated[bool, typer.Option("--val", help="of the validation after that step")] = False,
-    full: Annotated[bool, typer.Option("--full", help="long texts to their end")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="one JSON object a line, for programs")] = False,
+@command
+def samples(
+    run: Path,
+    step: int | None = None,
+    worst: bool = False,
+    best: bool = False,
+    prompt: str = "",
+    n: Annotated[int | None, typer.Option("--n", min=1)] = None,
+    val: bool = False,
+    full: bool = False,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """Prints what the policy wrote at a step of a run: prompts, responses, scores, what rewards add to them
-    and say of them, lengths, and why each response ended."""
+    and say of them, lengths, and why each response ended.
+
+    Args:
+        run: the run folder, of a run that is alive or ended
+        step: the step; the last one whose samples were written
+        worst: lowest scores first
+        best: highest scores first
+        prompt: of prompts that contain this text, or have this uid
+        n: how many; 4, with --json all
+        val: of the validation after that step
+        full: long texts to their end
+        as_json: one JSON object a line, for programs
+    """
     if worst and best:
         raise ConfigError("one or the other", field="--worst, --best", got="both")
     reader = Run(run)

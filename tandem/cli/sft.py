@@ -1,38 +1,38 @@
-"""`tandem sft [CONFIG.yaml] key=value …`"""
+"""`tandem sft` and `tandem rm`: training on examples."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-from tandem.cli.resolved import resolved
+from tandem.cli.resolved import LOADERS, resolved
 from tandem.cli.signals import import_module
-from tandem.config.load import Loaded, load_sft_config
+from tandem.cli.typed import worded
 from tandem.observability.terminal import say
 from tandem.trainer.here import lacking, refuse
 
-USAGE = """usage: tandem sft [CONFIG.yaml] key=value … [--dry-run]
 
-Fine-tunes a model on demonstrations: a column of messages, or of prompts and responses.
-  --dry-run   print the resolved config and stop"""
-
-
+@worded
 def sft(arguments: list[str]) -> int:
-    return supervised(arguments, USAGE, load_sft_config, "tandem.trainer.run:run_sft")
+    """usage: tandem sft [CONFIG.yaml] key=value … [--dry-run]
 
-
-def supervised(arguments: list[str], usage: str, load: Callable[..., Loaded[Any]], run: str) -> int:
-    """A command that trains on examples.
-
-    Args:
-        load: its config.
-        run: what trains, "module:function".
+    Fine-tunes a model on demonstrations: a column of messages, or of prompts and responses.
+      --dry-run   print the resolved config and stop
     """
-    config = resolved(arguments, usage, load)
+    return _train(arguments, "sft")
+
+
+@worded
+def rm(arguments: list[str]) -> int:
+    """usage: tandem rm [CONFIG.yaml] key=value … [--dry-run]
+
+    Trains a reward model on preferences: columns of chosen and rejected answers.
+      --dry-run   print the resolved config and stop
+    """
+    return _train(arguments, "rm")
+
+
+def _train(arguments: list[str], command: str) -> int:
+    config = resolved(arguments, LOADERS[command])
     if config is None:
         return 0
     refuse(lacking(config))
-    module, function = run.split(":")
-    trains: Callable[..., bool] = getattr(import_module(module), function)
-    interrupted = trains(config, say=say)
-    return 130 if interrupted else 0
+    run = getattr(import_module("tandem.trainer.run"), f"run_{command}")
+    return 130 if run(config, say=say) else 0

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from tandem.cli.signals import import_module
-from tandem.cli.typed import run_typed
+from tandem.cli.typed import command
 from tandem.errors import DataError
 from tandem.observability.stacks import ask_stacks
 from tandem.observability.terminal import say
 from tandem.texts import parse_json
 
 
-def stacks(arguments: list[str]) -> int:
-    return run_typed("stacks", _stacks, arguments)
+@command
+def stacks(run: Path) -> None:
+    """Prints the Python stacks of all processes of a run, which goes on undisturbed.
 
-
-def _stacks(run: Annotated[Path, typer.Argument(help="the run folder")]) -> None:
-    """Prints the Python stacks of all processes of a run, which goes on undisturbed."""
+    Args:
+        run: the run folder
+    """
     logs = run / "log"
     _show(*ask_stacks(logs))
     file = logs / "processes.json"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tandem.cli import from_verl
 from tandem.cli.signals import import_module
+from tandem.cli.typed import worded
 from tandem.config.load import Loaded, load_train_config
 from tandem.config.root import TrainConfig
 from tandem.config.sizes import derived
@@ -13,20 +14,24 @@ from tandem.data.files import count_rows
 from tandem.observability.terminal import say, warn
 from tandem.trainer.here import lacking, refuse
 
-USAGE = f"""usage: tandem train [CONFIG.yaml] key=value … [--dry-run]
-       tandem train --from-verl SCRIPT.sh [key=value …] [-- ARGUMENTS…]
 
-Trains a policy by reinforcement. Keys are those of `tandem config show`; values are YAML. What follows
-`-m verl.trainer.main_ppo` on a command line may stand here as it is, --config-path and --config-name too.
-  --dry-run   print the resolved config and the sizes that follow from it, and stop
-{from_verl.USAGE}
-Ctrl-C or SIGTERM ends it after the step at hand, saved, with exit status 130; a second one at once."""
-
-
+@worded
 def train(arguments: list[str]) -> int:
-    if {"-h", "--help"} & set(arguments):
-        print(USAGE)
-        return 0
+    """usage: tandem train [CONFIG.yaml] key=value … [--dry-run]
+           tandem train --from-verl SCRIPT.sh [key=value …] [-- ARGUMENTS…]
+
+    Trains a policy by reinforcement. Keys are those of `tandem config show`; values are YAML. What follows
+    `-m verl.trainer.main_ppo` on a command line may stand here as it is, --config-path and --config-name too.
+      --dry-run   print the resolved config and the sizes that follow from it, and stop
+      --from-verl SCRIPT.sh [-- ARGUMENTS…]
+                  takes the settings from a shell script that calls verl: bash reads it with verl's trainer
+                  replaced, what it would have been told is shown as a table, and key=value given here win.
+                  ARGUMENTS are the script's own, "$@". Nothing else of the script runs but programs that
+                  print (redirections still write); the rest is listed
+      --call N    the script's N-th call of verl, where it has several
+      --script-limit SECONDS   how long reading the script may take
+    Ctrl-C or SIGTERM ends it after the step at hand, saved, with exit status 130; a second one at once.
+    """
     dry = "--dry-run" in arguments
     words = [word for word in arguments if word != "--dry-run"]
     request = from_verl.requested(words)
@@ -42,14 +47,11 @@ def train(arguments: list[str]) -> int:
 def _train(loaded: Loaded[TrainConfig], *, dry: bool) -> int:
     if dry:
         data = loaded.config.data
+        rows = count_rows(data.train_files, data.train_max_samples)
         print(to_yaml(to_dict(loaded.config)))
-        for name, value in derived(
-            loaded.config, train_rows=count_rows(data.train_files, data.train_max_samples)
-        ).items():
+        for name, value in derived(loaded.config, train_rows=rows).items():
             print(f"# {name}: {value}")
         return 0
     refuse(lacking(loaded.config))
     say(f"loading {loaded.config.actor_rollout_ref.model.path} for {loaded.config.trainer.default_local_dir}")
-    run_ppo = import_module("tandem.trainer.run").run_ppo
-    interrupted = run_ppo(loaded.config, say=say)
-    return 130 if interrupted else 0
+    return 130 if import_module("tandem.trainer.run").run_ppo(loaded.config, say=say) else 0

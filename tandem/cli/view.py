@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from tandem.cli.typed import run_typed
+from tandem.cli.typed import command
 from tandem.errors import ConfigError
 from tandem.observability.terminal import say
 from tandem.viewer.api import Api
@@ -16,19 +16,20 @@ from tandem.viewer.server import Server
 from tandem.viewer.shelf import Shelf
 
 
-def view(arguments: list[str]) -> int:
-    return run_typed("view", _view, arguments)
-
-
-def _view(
-    runs: Annotated[
-        list[Path] | None, typer.Argument(help="run folders, or folders under which runs are sought; runs/")
-    ] = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="of the page; 0: a free one")] = 0,
-    no_browser: Annotated[bool, typer.Option("--no-browser", help="only print the address")] = False,
+@command
+def view(
+    runs: Annotated[list[Path] | None, typer.Argument()] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535)] = 0,
+    no_browser: Annotated[bool, typer.Option("--no-browser")] = False,
 ) -> None:
     """Shows runs in a browser, alive or ended: curves, samples token by token, time, and what warns of
-    trouble. The page is on this machine alone, loads nothing from elsewhere and sends nothing."""
+    trouble. The page is on this machine alone, loads nothing from elsewhere and sends nothing.
+
+    Args:
+        runs: run folders, or folders under which runs are sought; runs/
+        port: of the page; 0: a free one
+        no_browser: only print the address
+    """
     with Shelf(runs or [Path("runs")]) as shelf:
         try:
             server = Server(Api(shelf), port)

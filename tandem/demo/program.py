@@ -122,8 +122,9 @@ def run_demo(
         say: prints to the user.
     """
     gym.check_task(task)
-    _check("--algo", algorithm, ALGORITHMS)
-    _check("--control", control, tuple(CONTROLS))
+    for option, given, choices in (("--algo", algorithm, ALGORITHMS), ("--control", control, CONTROLS)):
+        if given not in choices:
+            raise ConfigError("unknown value", field=option, got=given, expected=" or ".join(choices))
     if ranks > 1:
         ray_backend(asked=f"--ranks {ranks}")  # refuses now what it would refuse after the warm-up
     began = time.perf_counter()
@@ -137,7 +138,18 @@ def run_demo(
     run = Path(chosen[-1]) if chosen else folder / ("run" if control == "none" else f"run_{control}")
     devices = f"trainer.n_gpus_per_node={ranks}"
     words = [*SETTINGS[algorithm], *_sizes(task, algorithm), *CONTROLS[control], devices, *overrides]
-    _reinforce(folder, warm, run, words, seed, say)
+    places = [
+        f"actor_rollout_ref.model.path={warm}",
+        f"data.train_files={folder / 'train.parquet'}",
+        f"data.val_files={folder / 'val.parquet'}",
+        "trainer.project_name=tandem-demo",
+        f"trainer.experiment_name={run.name}",
+        f"trainer.default_local_dir={run}",
+        f"trainer.seed={seed}",
+        "trainer.resume_mode=disable",
+        "trainer.logger=[console,tensorboard]",
+    ]
+    run_ppo(load_train_config(None, [*places, *words]).config, say=say)
     curve = [
         (row["step"], row["val/accuracy"])
         for row in read_metrics(run / "metrics.jsonl")
@@ -148,32 +160,24 @@ def run_demo(
     return outcome
 
 
-def _check(option: str, given: str, choices: tuple[str, ...]) -> None:
-    if given not in choices:
-        raise ConfigError("unknown value", field=option, got=given, expected=" or ".join(choices))
-
-
 def make_task(folder: Path, seed: int, task: str = gym.ARITHMETIC) -> None:
     """Model, tokenizer, problems and demonstrations, as files in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    if task != gym.ARITHMETIC:
-        _make_gym(folder, seed, task)
-        return
-    write_model(folder / "model", seed=seed)
-    problems = split(seed=seed, train=TRAIN_PROBLEMS, validation=VALIDATION_PROBLEMS)
-    write_problems(folder / "train.parquet", problems.train, part="train")
-    write_problems(folder / "val.parquet", problems.validation, part="validation")
-    sloppy = demonstrations(problems.train, seed=seed, count=SFT_STEPS * SFT_BATCH, forget_carry=FORGET_CARRY)
-    shown = [(problem.question, response) for problem, response in sloppy]
-    write_demonstrations(folder / "demonstrations.parquet", shown)
-
-
-def _make_gym(folder: Path, seed: int, task: str) -> None:
-    train, validation = gym.draw(task, seed=seed, train=TRAIN_PROBLEMS, validation=GYM_VALIDATION)
-    write_model(folder / "model", seed=seed, phrases=gym.phrases(train))
-    for name, rows in (("train", train), ("val", validation)):
-        write_rows(folder / f"{name}.parquet", rows)
-    shown = gym.demonstrations(train, seed=seed, count=gym.GYMS[task].warm_up * SFT_BATCH)
+    phrases: list[str] = []
+    if task == gym.ARITHMETIC:
+        problems = split(seed=seed, train=TRAIN_PROBLEMS, validation=VALIDATION_PROBLEMS)
+        write_problems(folder / "train.parquet", problems.train, part="train")
+        write_problems(folder / "val.parquet", problems.validation, part="validation")
+        count = SFT_STEPS * SFT_BATCH
+        sloppy = demonstrations(problems.train, seed=seed, count=count, forget_carry=FORGET_CARRY)
+        shown = [(problem.question, response) for problem, response in sloppy]
+    else:
+        train, validation = gym.draw(task, seed=seed, train=TRAIN_PROBLEMS, validation=GYM_VALIDATION)
+        write_rows(folder / "train.parquet", train)
+        write_rows(folder / "val.parquet", validation)
+        phrases = gym.phrases(train)
+        shown = gym.demonstrations(train, seed=seed, count=gym.GYMS[task].warm_up * SFT_BATCH)
+    write_model(folder / "model", seed=seed, phrases=phrases)
     write_demonstrations(folder / "demonstrations.parquet", shown)
 
 
@@ -214,24 +218,6 @@ def warm_up(folder: Path, seed: int, say: Callable[[str], None], task: str = gym
     for old in sorted(out.glob("*")):
         old.unlink()
     return export_checkpoint(folder / "warm_up", out, dtype=torch.float32)
-
-
-def _reinforce(
-    folder: Path, model: Path, run: Path, settings: list[str], seed: int, say: Callable[[str], None]
-) -> None:
-    words = [
-        f"actor_rollout_ref.model.path={model}",
-        f"data.train_files={folder / 'train.parquet'}",
-        f"data.val_files={folder / 'val.parquet'}",
-        "trainer.project_name=tandem-demo",
-        f"trainer.experiment_name={run.name}",
-        f"trainer.default_local_dir={run}",
-        f"trainer.seed={seed}",
-        "trainer.resume_mode=disable",
-        "trainer.logger=[console,tensorboard]",
-        *settings,
-    ]
-    run_ppo(load_train_config(None, words).config, say=say)
 
 
 def _report(

@@ -27,19 +27,16 @@ def check_new(
                 "this request is already there", field="id", got=request.id, expected="a new id"
             )
         seen.add(request.id)
-        length = len(request.prompt_ids) + request.params.max_tokens
         if not len(request.prompt_ids):
             raise EngineError(
                 "empty prompt", field="prompt_ids", got=request.id, expected="at least one token"
             )
-        if length > max_length:
-            raise EngineError(
-                f"request {request.id} can grow beyond the longest sequence",
-                field="prompt_ids + max_tokens",
-                got=f"{len(request.prompt_ids)} + {request.params.max_tokens} = {length} tokens",
-                expected=f"<= {max_length}",
-                remedy="shorten the prompt or max_tokens, or raise data.max_response_length",
-            )
+        _check_length(
+            request,
+            max_length,
+            "the longest sequence",
+            remedy="shorten the prompt or max_tokens, or raise data.max_response_length",
+        )
         if request.params.stop and not can_decode:
             raise EngineError(
                 "stop strings need a tokenizer",
@@ -47,6 +44,18 @@ def check_new(
                 got=request.params.stop,
                 remedy="give the engine a tokenizer, or use stop_token_ids",
             )
+
+
+def _check_length(request: Request, most: int, what: str, *, name: str = "", remedy: str) -> None:
+    prompt, new = len(request.prompt_ids), request.params.max_tokens
+    if prompt + new > most:
+        raise EngineError(
+            f"request {request.id} can grow beyond {what}",
+            field="prompt_ids + max_tokens",
+            got=f"{prompt} + {new} = {prompt + new} tokens",
+            expected=f"<= {name}{most}",
+            remedy=remedy,
+        )
 
 
 def check_idle(pending: int) -> None:
@@ -68,25 +77,29 @@ def check_fits_model(requests: Sequence[Request], config: Any) -> None:
     """
     text = config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
-    for request in requests:
-        length = len(request.prompt_ids) + request.params.max_tokens
-        if positions is not None and length > positions:
-            raise EngineError(
-                f"request {request.id} can grow beyond the model's positions",
-                field="prompt_ids + max_tokens",
-                got=f"{len(request.prompt_ids)} + {request.params.max_tokens} = {length} tokens",
-                expected=f"<= max_position_embeddings = {positions}",
+    if positions is not None:
+        for request in requests:
+            _check_length(
+                request,
+                positions,
+                "the model's positions",
+                name="max_position_embeddings = ",
                 remedy="lower data.max_prompt_length or data.max_response_length",
             )
     check_vocabulary(requests, text.vocab_size)
 
 
-def check_vocabulary(requests: Sequence[Request], vocabulary: int) -> None:
+def check_vocabulary(requests: Sequence[Request], vocabulary: int | None) -> None:
     """Refuses tokens that do not exist.
+
+    Args:
+        vocabulary: how many there are; None: not known here, and nothing is refused.
 
     Raises:
         EngineError: a token of the prompt or a biased one that is not among the first `vocabulary`.
     """
+    if vocabulary is None:
+        return
     for request in requests:
         biased = np.array([token for token, _ in request.params.logit_bias], dtype=np.int64)
         named = {"prompt_ids": request.prompt_ids, "logit_bias": biased}

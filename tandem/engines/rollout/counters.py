@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, fields
 
 _LOG_EVERY_S = 2.0
-_NAMES = (
-    "generated_tokens",
-    "prefill_tokens",
-    "cached_prefix_tokens",
-    "decode_steps",
-    "peak_running",
-    "cache_bytes",
-    "cache_use",
-    "preemptions",
-)
 
 
-class Counters:
+@dataclass(slots=True)
+class _Sums:
+    """The counters by the protocol's names."""
+
+    generated_tokens: int = 0
+    prefill_tokens: int = 0
+    cached_prefix_tokens: int = 0
+    decode_steps: int = 0
+    peak_running: int = 0
+    cache_bytes: int = 0
+    cache_use: float = 0.0
+    preemptions: int = 0
+
+
+class Counters(_Sums):
     """Sums since the last `take`, and a line to `log` about every two seconds of work.
 
     Attributes:
@@ -26,27 +31,17 @@ class Counters:
     """
 
     def __init__(self, log: Callable[[str], None] | None) -> None:
+        super().__init__()
         self._log = log
         self.written = 0
         self._logged_at = time.monotonic()
         self._logged_tokens = 0
-        self._reset()
-
-    def _reset(self) -> None:
-        self.generated_tokens = 0
-        self.prefill_tokens = 0
-        self.decode_steps = 0
-        self.peak_running = 0
-        self.cached_prefix_tokens = 0
-        self.cache_bytes = 0
-        self.cache_use = 0.0
-        self.preemptions = 0
 
     def take(self) -> dict[str, float]:
         """The counters by the protocol's names; all zero afterwards."""
-        out = {name: float(getattr(self, name)) for name in _NAMES}
+        out = {part.name: float(getattr(self, part.name)) for part in fields(_Sums)}
         self._logged_tokens -= self.generated_tokens
-        self._reset()
+        _Sums.__init__(self)
         return out
 
     def wrote(self, tokens: int) -> None:

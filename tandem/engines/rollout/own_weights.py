@@ -107,14 +107,11 @@ class OwnWeights:
             raise EngineError("a weight came twice", field=name, expected="each weight once")
         if name not in self._names:
             first = next((first for first, names in self._names.items() if name in names), None)
-            raise EngineError(
-                "a weight came that the model has not" if first is None else "a tied weight came by itself",
-                field=name,
-                expected=f"the parameters of {model}"
-                if first is None
-                else f"{first} alone, which is the same",
-                remedy="send the parameters of this model, tied ones once",
-            )
+            wrong, expected = "a weight came that the model has not", f"the parameters of {model}"
+            if first is not None:
+                wrong, expected = "a tied weight came by itself", f"{first} alone, which is the same"
+            remedy = "send the parameters of this model, tied ones once"
+            raise EngineError(wrong, field=name, expected=expected, remedy=remedy)
         shape = module.get_parameter(name).shape
         if tensor.shape != shape:
             raise EngineError(

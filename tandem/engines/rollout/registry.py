@@ -60,15 +60,24 @@ def make_rollout_engine(
     Raises:
         ConfigError: no such engine, or one whose package is not installed.
     """
-    common: dict[str, Any] = {"max_length": max_length, "log": log}
+    common: dict[str, Any] = {"max_length": max_length, "max_num_seqs": rollout.max_num_seqs}
+    common["log"] = None if rollout.disable_log_stats else log
     if name in HTTP_ENGINES:
-        return make_http_engine(name, rollout, tokenizer=tokenizer, share=share, **common)
-    decode = None if tokenizer is None else decoder(tokenizer)
+        return make_http_engine(name, rollout, common, tokenizer=tokenizer, log=log, share=share)
+    common["decode"] = None if tokenizer is None else decoder(tokenizer)
     if name == "vllm":
         assert model_path is not None and dtype is not None
-        made: dict[str, Any] = {"model_path": model_path, "dtype": dtype, "log_file": log_file}
-        made |= {"share": share, "tensor_parallel_size": split.size}
-        return make_vllm_engine(rollout, decode=decode, device=device, **made, **common)
+        return make_vllm_engine(
+            rollout,
+            common,
+            model_path=model_path,
+            dtype=dtype,
+            device=device,
+            log=log,
+            log_file=log_file,
+            share=share,
+            tensor_parallel_size=split.size,
+        )
     if name not in _ENGINES:
         known = " or ".join((*_ENGINES, "vllm", *HTTP_ENGINES))
         raise ConfigError("unknown rollout engine", field=_NAME, got=name, expected=known)
@@ -76,13 +85,10 @@ def make_rollout_engine(
     own = None if model_path is None else OwnWeights(model_path, device, trust_remote_code=trust_remote_code)
     return _ENGINES[name](
         device=device,
-        max_length=max_length,
-        max_num_seqs=rollout.max_num_seqs,
         max_num_batched_tokens=rollout.max_num_batched_tokens,
         logprobs_mode=rollout.logprobs_mode,
         own=own,
-        decode=decode,
-        log=None if rollout.disable_log_stats else log,
+        **common,
         **options,
     )
 

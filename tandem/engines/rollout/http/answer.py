@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 from uuid import uuid4
@@ -43,6 +43,18 @@ class Answer(Written):
             self.token_ids.append(token_id)
             self.log_probs.append(log_prob)
             self.versions.append(version)
+
+    def stamp(self, spans: Iterable[Mapping[str, Any]], other: int | None = None) -> None:
+        """Gives tokens the versions that wrote them, as the server counts them.
+
+        Args:
+            spans: each with start, end and version.
+            other: in place of a version that is no number; None: such tokens keep what they have.
+        """
+        for span in spans:
+            version = int(span["version"]) if span["version"].isdigit() else other
+            for at in range(span["start"], span["end"]) if version is not None else ():
+                self.versions[at] = version
 
     def check_prompt(self, read: Sequence[int]) -> None:
         """Compares the prompt's tokens as the server read them with those of the request.

@@ -42,6 +42,7 @@ class HTTPEngine(ABC):
         log: receives a line about every two seconds of work; None for none.
 
     Attributes:
+        max_length, vocabulary: as given.
         route, streams: where requests are posted, and whether the answer comes as a stream of events.
         version: of the weights; stamped on each token as it arrives.
         takes: as in the protocol.
@@ -61,9 +62,9 @@ class HTTPEngine(ABC):
         log: Callable[[str], None] | None = None,
     ) -> None:
         self.server = server
-        self._vocabulary = vocabulary
+        self.vocabulary = vocabulary
         self.version = 0
-        self._max_length = max_length
+        self.max_length = max_length
         self._connection = Connection(server, kept=max_num_seqs)
         self._connected = False
         self._answers: dict[tuple[str, int], Answer] = {}
@@ -109,9 +110,8 @@ class HTTPEngine(ABC):
     def submit(self, requests: Sequence[Request]) -> None:
         if self._connection.closed:
             raise EngineError("the engine is closed", got=self.server.url, remedy="make a new one")
-        check_new(requests, self._answers, self._max_length, can_decode=True)
-        if self._vocabulary is not None:
-            check_vocabulary(requests, self._vocabulary)
+        check_new(requests, self._answers, self.max_length, can_decode=True)
+        check_vocabulary(requests, self.vocabulary)
         if not self._connected:
             self._connection.wait(self.connect())
             self._connected = True
@@ -167,6 +167,15 @@ class HTTPEngine(ABC):
             got=self.server.url,
             remedy="train with rollout.name=native, vllm or sglang",
         )
+
+    @staticmethod
+    def stream_of(source: WeightSource) -> WeightStream:
+        """The source, which must be a stream."""
+        if not isinstance(source, WeightStream):
+            raise EngineError(
+                "a server takes weights as a stream", got=type(source).__name__, expected="a WeightStream"
+            )
+        return source
 
     def sleep(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
         """Leaves the server's memory alone."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,55 +32,45 @@ _AHEAD = 1.25  # requests at a server, in those it answers at once: the next wai
 def make_http_engine(
     name: str,
     rollout: EngineConfig,
+    common: dict[str, Any],
     *,
     tokenizer: PreTrainedTokenizerBase | None,
-    max_length: int,
     log: Callable[[str], None] | None,
-    share: tuple[int, int] = (0, 1),
+    share: tuple[int, int],
 ) -> RolloutEngine:
-    """The engine of that name on the servers of `rollout.server.urls`.
+    """Make the engine of that name on the servers of `rollout.server.urls`.
 
     Args:
-        share: (number, count) of the workers that divide the servers among themselves; this one has each
-            `count`-th, from its number on.
+        log, share: see `on_servers`.
+        common: max_length, max_num_seqs and log, the same for all engines.
 
     Raises:
-        ConfigError: fewer servers than workers, an API key that is not in the environment.
+        ConfigError: see `on_servers`.
     """
-    options: dict[str, Any] = {
-        "max_length": max_length,
-        "max_num_seqs": rollout.max_num_seqs,
-        "vocabulary": None if tokenizer is None else len(tokenizer),
-        "log": None if rollout.disable_log_stats else log,
-    }
+    options: dict[str, Any] = {"vocabulary": None if tokenizer is None else len(tokenizer)}
     if name == "tgi":
         options["tokenizer"] = tokenizer
     if name == "sglang" and rollout.server.weights_folder is not None:
         options["weights_folder"] = WeightsFolder(Path(rollout.server.weights_folder))
-    vocabulary: int | None = options["vocabulary"]
-    return on_servers(
-        rollout,
-        lambda server: HTTP_ENGINES[name](server, **options),
-        max_length=max_length,
-        vocabulary=vocabulary,
-        log=log,
-        share=share,
-    )
+    return on_servers(rollout, partial(HTTP_ENGINES[name], **options, **common), log=log, share=share)
 
 
 def on_servers(
     rollout: EngineConfig,
     make: Callable[[Server], HTTPEngine],
     *,
-    max_length: int,
-    vocabulary: int | None,
     log: Callable[[str], None] | None,
     share: tuple[int, int],
 ) -> RolloutEngine:
-    """One engine, or a router over several, on this worker's share of `rollout.server.urls`.
+    """Make one engine, or a router over several, on this worker's share of `rollout.server.urls`.
+
+    Args:
+        log: is told when a server is lost.
+        share: (number, count) of the workers that divide the servers among themselves; this one has each
+            `count`-th, from its number on.
 
     Raises:
-        ConfigError: as `make_http_engine`.
+        ConfigError: fewer servers than workers, an API key that is not in the environment.
     """
     number, count = share
     urls = rollout.server.urls[number::count]
@@ -96,9 +87,9 @@ def on_servers(
         return engines[0]
     return Router(
         engines,
-        max_length=max_length,
+        max_length=engines[0].max_length,
         window=int(_AHEAD * rollout.max_num_seqs),
-        vocabulary=vocabulary,
+        vocabulary=engines[0].vocabulary,
         names=urls,
         log=log,
     )

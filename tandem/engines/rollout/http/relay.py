@@ -48,7 +48,12 @@ def relay(source: WeightStream, readers: Sequence[Callable[[WeightStream], Diges
         thread.join(_LIMIT_S)
         if thread.is_alive():
             raise _too_slow("a reader", "what it does with the weights")
-    return [_outcome(result) for result in outcomes]
+    found: list[Outcome] = []
+    for result in outcomes:
+        if isinstance(result, Exception) and not isinstance(result, EngineError):
+            raise result
+        found.append(result)
+    return found
 
 
 class _Steps:
@@ -89,9 +94,3 @@ class _Steps:
 
 def _too_slow(who: str, what: str) -> EngineError:
     return EngineError(f"{who} of the weights took more than {_LIMIT_S:.0f} s for {what}")
-
-
-def _outcome(result: Digest | Exception) -> Outcome:
-    if isinstance(result, Exception) and not isinstance(result, EngineError):
-        raise result
-    return result

@@ -122,8 +122,7 @@ class Router:
         raised by the `poll` that hands the request out."""
         pending = {*self._waiting, *(name for replica in self._alive() for name in replica.given)}
         check_new(requests, pending, self._max_length, can_decode=True)
-        if self._vocabulary is not None:
-            check_vocabulary(requests, self._vocabulary)
+        check_vocabulary(requests, self._vocabulary)
         self._waiting |= {request.id: _Job(request, self._work(request)) for request in requests}
         self._sort()
 

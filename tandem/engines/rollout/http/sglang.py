@@ -126,16 +126,8 @@ class SGLangEngine(HTTPEngine):
         reason = about["finish_reason"]
         if reason is None:
             return None
-        self._stamp(answer, about.get("weight_versions", []))
+        answer.stamp(about.get("weight_versions", []))  # the server's first is no number
         return str(reason["type"])
-
-    @staticmethod
-    def _stamp(answer: Answer, spans: Sequence[dict[str, Any]]) -> None:
-        """The versions that wrote the tokens, as the server counts them. Its first is no number."""
-        for span in spans:
-            if span["version"].isdigit():
-                for at in range(span["start"], span["end"]):
-                    answer.versions[at] = int(span["version"])
 
     async def cancel(self, answers: Sequence[Answer]) -> None:
         """SGLang notices a closed connection after two seconds; told so, it ends the request at once."""
@@ -158,11 +150,7 @@ class SGLangEngine(HTTPEngine):
         """
         if self._folder is None:
             return super().update_weights(source, version)
-        if not isinstance(source, WeightStream):
-            raise EngineError(
-                "a server takes weights as a stream", got=type(source).__name__, expected="a WeightStream"
-            )
-        with self._folder.written(source.tensors, version) as (folder, digest):
+        with self._folder.written(self.stream_of(source).tensors, version) as (folder, digest):
             self._load(folder, version)
             self._check_held(folder, version)
         self.version = version
@@ -174,9 +162,8 @@ class SGLangEngine(HTTPEngine):
                 return
             for held in self._shown(name, len(tensor)):
                 expected = tensor.float()[: len(held)].tolist()  # the first rank's share of it
-                differ = [at for at, value in enumerate(held) if value != expected[at]]
-                if differ:
-                    at = differ[0]
+                at = next((at for at, value in enumerate(held) if value != expected[at]), None)
+                if at is not None:
                     raise WeightSyncError(
                         f"a weight of version {version} that the server holds is not what it was sent",
                         field=f"{name}[{at}]",

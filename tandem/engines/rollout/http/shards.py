@@ -30,6 +30,14 @@ class _Version:
     written: Future[Digest] = field(default_factory=Future)
     readers: int = 0
 
+    def write(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        try:
+            self.path.mkdir(parents=True)
+            self.written.set_result(write_shards(tensors, self.path))
+        except BaseException as error:
+            self.written.set_exception(error)
+            raise
+
 
 class WeightsFolder:
     """A folder through which the servers of this process get the same weights, written once for all of them.
@@ -43,7 +51,10 @@ class WeightsFolder:
         self._mark = f"{socket.gethostname()}_{os.getpid()}"
         self._lock = threading.Lock()
         self._versions: dict[int, _Version] = {}
-        _remove_left(path)
+        for folder in path.glob(f"version_*_{socket.gethostname()}_*"):
+            number = folder.name.split("_")[-2]
+            if number.isdigit() and not _lives(int(number)):
+                shutil.rmtree(folder, ignore_errors=True)  # another process may be at it too
 
     @contextmanager
     def written(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> Iterator[tuple[Path, Digest]]:
@@ -63,41 +74,22 @@ class WeightsFolder:
             shared.readers += 1
         try:
             if first:
-                _write_once(shared, tensors)
+                shared.write(tensors)
             else:
                 for _ in tensors:  # those that step through them together wait for each other
                     pass
-            yield shared.path, _waited_for(shared)
+            try:
+                written = shared.written.result(_WRITING_S)
+            except TimeoutError:
+                message = f"the weights were not written in {_WRITING_S:.0f} s"
+                raise EngineError(message, got=shared.path) from None
+            yield shared.path, written
         finally:
             with self._lock:
                 shared.readers -= 1
                 if not shared.readers:
                     del self._versions[version]
                     shutil.rmtree(shared.path, ignore_errors=True)
-
-
-def _write_once(shared: _Version, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    try:
-        shared.path.mkdir(parents=True)
-        shared.written.set_result(write_shards(tensors, shared.path))
-    except BaseException as error:
-        shared.written.set_exception(error)
-        raise
-
-
-def _waited_for(shared: _Version) -> Digest:
-    try:
-        return shared.written.result(_WRITING_S)
-    except TimeoutError:
-        raise EngineError(f"the weights were not written in {_WRITING_S:.0f} s", got=shared.path) from None
-
-
-def _remove_left(path: Path) -> None:
-    """Removes what a process of this machine that was killed left behind."""
-    for folder in path.glob(f"version_*_{socket.gethostname()}_*"):
-        number = folder.name.split("_")[-2]
-        if number.isdigit() and not _lives(int(number)):
-            shutil.rmtree(folder, ignore_errors=True)  # another process may be at it too
 
 
 def _lives(process: int) -> bool:

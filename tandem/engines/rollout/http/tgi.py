@@ -17,12 +17,8 @@ from tandem.engines.rollout.http.client import HTTPEngine
 from tandem.engines.rollout.http.connection import Server
 from tandem.protocol import Request
 
-_KNOWN = frozenset(
-    (
-        *("temperature", "top_k", "top_p", "max_tokens", "stop", "stop_token_ids", "seed"),
-        "repetition_penalty",
-    )
-)
+_DRAWN = ("temperature", "top_k", "top_p", "seed", "repetition_penalty")
+_KNOWN = frozenset((*_DRAWN, "max_tokens", "stop", "stop_token_ids"))
 _REASONS = {"length": "length", "eos_token": "stop", "stop_sequence": "stop"}
 
 

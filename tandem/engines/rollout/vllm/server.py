@@ -167,8 +167,7 @@ class VLLMServerEngine(HTTPEngine):
             if answer.cut_at_stop(len(choice["token_ids"]), self._decode):
                 return "stop"
             if choice["finish_reason"]:
-                for span in choice["weight_versions"] or ():
-                    _stamp(answer, span)
+                answer.stamp(choice["weight_versions"] or (), other=0)  # "default" before the first
                 return str(choice["finish_reason"])
         return None
 
@@ -198,16 +197,14 @@ class VLLMServerEngine(HTTPEngine):
             EngineError: the server refused. It has no weights then, and its requests stand still until others
                 are sent.
         """
-        if not isinstance(source, WeightStream):
-            raise EngineError(
-                "a server takes weights as a stream", got=type(source).__name__, expected="a WeightStream"
-            )
+        stream = self.stream_of(source)
         self.wake()
         self._has_weights = False
         self.call("POST", "/pause", params={"mode": "keep"})
         with self._channel.opened() as bucket:
-            sent = set(send(source.tensors, bucket, self._bucket_bytes))
-        held = self._digest()
+            sent = set(send(stream.tensors, bucket, self._bucket_bytes))
+        digest = self._rpc("tandem_digest")[0]  # each of its workers tells that of all
+        held = {name: int(value) for name, value in digest.items()}
         check_whole(held.keys() - sent)
         self.call("POST", "/reset_prefix_cache", params={"reset_running_requests": True})
         self.call("POST", "/update_weight_version", json={"new_version": str(version)})
@@ -218,34 +215,26 @@ class VLLMServerEngine(HTTPEngine):
     def stats(self) -> dict[str, float]:
         """`decode_steps` (here those of prompts too) and `preemptions` are the server's, whoever caused them;
         `cache_bytes` and `cache_use` are 0."""
-        said = self._counted()
+        lines = [line for line in self.call("GET", "/metrics").splitlines() if not line.startswith("#")]
+        said = {  # since the server was started
+            ours: sum(float(line.split()[-1]) for line in lines if line.startswith(theirs + "{"))
+            for ours, theirs in _METRICS.items()
+        }
         for name, total in said.items():
             setattr(self._counters, name, int(total - self._before.get(name, 0.0)))
         self._before = said
         return super().stats()
-
-    def _counted(self) -> dict[str, float]:
-        """The server's own counters since it was started."""
-        lines = [line for line in self.call("GET", "/metrics").splitlines() if not line.startswith("#")]
-        return {
-            ours: sum(float(line.split()[-1]) for line in lines if line.startswith(theirs + "{"))
-            for ours, theirs in _METRICS.items()
-        }
-
-    def _digest(self) -> Digest:
-        digest = self._rpc("tandem_digest")[0]  # each of its workers tells that of all
-        return {name: int(value) for name, value in digest.items()}
 
     def _rpc(self, method: str, *arguments: Any) -> Any:
         """Calls a method of the server's workers and gives the answer of each."""
         return self._begin_rpc(method, *arguments).result()
 
     def _begin_rpc(self, method: str, *arguments: Any) -> Future[Any]:
-        return self._connection.begin(self._asked_of_workers(method, arguments))
+        async def asked_of_workers() -> Any:
+            said = await self.ask("POST", "/collective_rpc", json={"method": method, "args": arguments})
+            return said["results"]
 
-    async def _asked_of_workers(self, method: str, arguments: Sequence[Any]) -> Any:
-        said = await self.ask("POST", "/collective_rpc", json={"method": method, "args": arguments})
-        return said["results"]
+        return self._connection.begin(asked_of_workers())
 
     def sleep(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
         """vLLM's sleep mode, which gives back weights and cache together; a server without it keeps its
@@ -273,9 +262,3 @@ class VLLMServerEngine(HTTPEngine):
         finally:
             if self._process is not None:
                 self._process.close()
-
-
-def _stamp(answer: Answer, span: dict[str, Any]) -> None:
-    """Versions by vLLM's own account; before the first `update_weights` it says "default"."""
-    version = 0 if span["version"] == "default" else int(span["version"])
-    answer.versions[span["start"] : span["end"]] = [version] * (span["end"] - span["start"])
