@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from tandem.config.dynamic_sampling import FilterGroupsConfig, OverlongBufferConfig
+from tandem.config.root import TrainConfig
 from tandem.errors import RewardError
 from tandem.observability.metrics import Metrics
 from tandem.protocol import SamplingParams
@@ -98,38 +98,24 @@ class Gatherer:
     truth value per prompt.
 
     Args:
-        filters: the section of that key.
-        overlong: how long responses are punished.
+        config: of the run.
         prompts: gives further prompts, and takes back those there was no room for.
         params: how responses are drawn.
-        size: prompts of a step's batch.
-        leaves_out_failed: whether samples whose score failed are in no update.
 
     Attributes:
         dealer: says which prompts are better sampled by the same rank.
         limit: the most generation batches of a step.
     """
 
-    def __init__(
-        self,
-        filters: FilterGroupsConfig,
-        overlong: OverlongBufferConfig,
-        prompts: Prompts,
-        params: SamplingParams,
-        *,
-        size: int,
-        leaves_out_failed: bool = False,
-    ) -> None:
+    def __init__(self, config: TrainConfig, prompts: Prompts, params: SamplingParams) -> None:
         self.prompts = prompts
         self.params = params
         self.dealer = Dealer()
-        self._filters, self._metric = filters.enable, filters.metric
-        self._overlong = overlong
-        self._leaves_out_failed = leaves_out_failed
-        self._size = size
-        self.limit = filters.max_num_gen_batches or max(
-            -(-self._size // prompts.batch_size), prompts.steps_per_epoch
-        )
+        self._filters, self._overlong = config.algorithm.filter_groups, config.reward_model.overlong_buffer
+        self._leaves_out_failed = config.leaves_out_failed
+        self._size = config.data.train_batch_size
+        fewest = -(-self._size // prompts.batch_size)
+        self.limit = self._filters.max_num_gen_batches or max(fewest, prompts.steps_per_epoch)
 
     def gather(
         self, roles: Roles, prompts: BatchFuture, n: int, *, greedy_baselines: bool = False
@@ -144,30 +130,50 @@ class Gatherer:
         Raises:
             RewardError: `limit` generation batches did not fill the batch.
         """
-        gathered = self._gather(roles, prompts, n)
+        if self._filters.enable:
+            gathered = self._filled(roles, prompts, n)
+        else:
+            gathered = Gathered(prompts, *self._answer(roles, prompts, n), {})
         if greedy_baselines:
             gathered = gathered._replace(baselines=(self._baselines(roles, gathered.prompts, n),))
         return gathered
 
-    def _gather(self, roles: Roles, prompts: BatchFuture, n: int) -> Gathered:
-        if not self._filters:
-            return Gathered(prompts, *self._answer(roles, prompts, n), {})
+    def _filled(self, roles: Roles, prompts: BatchFuture, n: int) -> Gathered:
+        """A batch full of prompts whose responses differ."""
         filling = _Filling(self._size, [])
         for number in range(1, self.limit + 1):
             samples, scores = self._answer(roles, prompts, n)
             failed = ["reward_failed"] if self._leaves_out_failed else []
             asked: Future[Spread] = roles.batch.group_spread(
-                scores.select("scores", "reward_extra", *failed), n, self._metric
+                scores.select("scores", "reward_extra", *failed), n, self._filters.metric
             )
             surplus = filling.add(prompts, samples, scores, asked.get(), n)
             if filling.full:
                 self.prompts.give_back(prompts, surplus.tolist())
                 whole = (BatchFuture.concat(column) for column in zip(*filling.parts, strict=True))
                 prompts, samples, scores = whole
-                return Gathered(prompts, samples, scores, _metrics(filling, number))
+                tried, dropped = filling.tried, filling.dropped
+                metrics = {
+                    "sampling/gen_batches": float(number),
+                    "sampling/dropped_groups": dropped / tried,
+                    "sampling/surplus_groups": (tried - dropped - filling.size) / tried,
+                    "sampling/reward": filling.reward / tried,
+                    "sampling/response_tokens": float(filling.tokens),
+                }
+                return Gathered(prompts, samples, scores, metrics)
             if number < self.limit:
                 prompts = self.prompts.next()
-        raise self._unfilled(filling)
+        raise RewardError(
+            "too few prompts whose responses differ: the batch could not be filled",
+            field=f"{FILTER}.max_num_gen_batches",
+            got=f"{filling.prompts} of {self._size} prompts after {self.limit} generation batches; "
+            f"mean reward {filling.reward / filling.tried:.4g}, {filling.dropped} of {filling.tried} prompts "
+            f"had responses of the same {self._filters.metric}",
+            expected=f"{self._size} prompts, data.train_batch_size",
+            remedy="where the model answers all prompts alike little is left to learn: give other data, more "
+            f"responses per prompt, or a smaller data.train_batch_size; {FILTER}.max_num_gen_batches allows "
+            "more tries",
+        )
 
     def _answer(self, roles: Roles, prompts: BatchFuture, n: int) -> tuple[BatchFuture, BatchFuture]:
         """Draws n samples of each prompt and their scores, and tells the sampler of prompts of them."""
@@ -210,29 +216,6 @@ class Gatherer:
         beside = torch.arange(len(prompts)).repeat_interleave(n)
         found: BatchFuture = roles.batch.reward_baselines(scores.select("scores").rows(beside))
         return found
-
-    def _unfilled(self, filling: _Filling) -> RewardError:
-        return RewardError(
-            "too few prompts whose responses differ: the batch could not be filled",
-            field=f"{FILTER}.max_num_gen_batches",
-            got=f"{filling.prompts} of {self._size} prompts after {self.limit} generation batches; "
-            f"mean reward {filling.reward / filling.tried:.4g}, {filling.dropped} of {filling.tried} prompts "
-            f"had responses of the same {self._metric}",
-            expected=f"{self._size} prompts, data.train_batch_size",
-            remedy="where the model answers all prompts alike little is left to learn: give other data, more "
-            f"responses per prompt, or a smaller data.train_batch_size; {FILTER}.max_num_gen_batches allows "
-            "more tries",
-        )
-
-
-def _metrics(filling: _Filling, batches: int) -> dict[str, float]:
-    return {
-        "sampling/gen_batches": float(batches),
-        "sampling/dropped_groups": filling.dropped / filling.tried,
-        "sampling/surplus_groups": (filling.tried - filling.dropped - filling.size) / filling.tried,
-        "sampling/reward": filling.reward / filling.tried,
-        "sampling/response_tokens": float(filling.tokens),
-    }
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tandem.checkpoint.background import PendingSave, ask_writers, await_pending
 from tandem.checkpoint.best import Best
 from tandem.checkpoint.manager import CheckpointManager
 from tandem.config.trainer import RunConfig
 from tandem.errors import CheckpointError, WorkerFailure
+from tandem.runtime import WorkerGroup
 
 WRITE_LIMIT_S = 1800.0
 """A checkpoint that takes longer to write has stopped."""
@@ -19,21 +21,9 @@ _AFTER_FAILURE_S = 10.0
 """So long what was begun may still end when a worker has failed, which may be one that writes."""
 
 
-class Saves(Protocol):
-    """A group of workers whose state goes into checkpoints."""
-
-    def save_checkpoint(self, path: Path) -> None: ...
-
-    def load_checkpoint(self, path: Path) -> None: ...
-
-    def begin_save(self, path: Path) -> None: ...
-
-    def check_save(self) -> None: ...
-
-
 class ReferenceMember:
     """The reference among the groups whose state goes into checkpoints: it may be part of the actor's group,
-    which saves the actor by the usual methods.
+    so each call of a method names it.
 
     Args:
         group: the reference's.
@@ -42,25 +32,12 @@ class ReferenceMember:
     def __init__(self, group: Any) -> None:
         self._group = group
 
-    def save_checkpoint(self, path: Path) -> None:
-        """Writes the reference into the empty folder `path`."""
-        self._group.save_reference(path)
+    def __getattr__(self, method: str) -> Callable[[Path], None]:
+        return partial(getattr(self._group, method), role="ref")
 
-    def load_checkpoint(self, path: Path) -> None:
-        """Goes on with what was saved."""
-        self._group.restore_reference(path)
 
-    def begin_save(self, path: Path) -> None:
-        """Begins to write the same as `save_checkpoint`, while training goes on."""
-        self._group.begin_save_reference(path)
-
-    def check_save(self) -> None:
-        """Looks whether a write begun by `begin_save` has failed.
-
-        Raises:
-            Exception: what a write begun by `begin_save` met with.
-        """
-        self._group.check_save_reference()
+Members = Mapping[str, WorkerGroup | ReferenceMember]
+"""The groups whose state goes into checkpoints, by name."""
 
 
 def best_of(config: RunConfig) -> Best | None:
@@ -83,7 +60,7 @@ class Saver:
         self,
         checkpoints: CheckpointManager,
         config: RunConfig,
-        members: Callable[[], Mapping[str, Saves]],
+        members: Callable[[], Members],
         there: Callable[[Path], None],
         say: Callable[[str], None],
     ) -> None:
@@ -109,8 +86,12 @@ class Saver:
             CheckpointError: it, or the one before, could not be written.
         """
         self.finish()
-        if self._best is not None and self._best.value(metrics) is None:
-            self._say_unjudged(step, self._best.metric)
+        if self._best is not None and self._best.value(metrics) is None and not self._told:
+            self._told = True
+            self._say(
+                f"trainer.keep_best: step {step} has no finite {self._best.metric}; the checkpoints of such "
+                "steps cannot be the best"
+            )
         if not self._beside:
             writers = {name: group.save_checkpoint for name, group in self._members().items()}
             path = self._checkpoints.save(step, writers, state, metrics)
@@ -174,14 +155,6 @@ class Saver:
         if pending.wait(0):
             self._pending = None
             self._there(pending.path)
-
-    def _say_unjudged(self, step: int, metric: str) -> None:
-        if not self._told:
-            self._say(
-                f"trainer.keep_best: step {step} has no finite {metric}; the checkpoints of such steps "
-                "cannot be the best"
-            )
-        self._told = True
 
     def _ask(self) -> None:
         for group in self._members().values():

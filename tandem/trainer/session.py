@@ -29,7 +29,7 @@ from tandem.observability.sinks.base import RunInfo
 from tandem.observability.sinks.registry import Sinks
 from tandem.observability.stacks import offer_stacks
 from tandem.observability.timers import Timeline
-from tandem.trainer.saving import Saver, Saves, best_of
+from tandem.trainer.saving import Members, Saver, best_of
 from tandem.trainer.telling import beginning
 
 PRIVATE = 0o700
@@ -75,9 +75,10 @@ class OpenRun:
         )
 
     @property
-    def goes_on(self) -> bool:
-        """Whether the same command resumes from the newest checkpoint."""
-        return self.config.resume_mode == "auto"
+    def again(self) -> str:
+        """The command that resumes from the newest checkpoint, in words."""
+        how = "" if self.config.resume_mode == "auto" else " with trainer.resume_mode=auto"
+        return f"the same command{how}"
 
 
 def open_run(whole: RunsConfig, say: Callable[[str], None]) -> OpenRun:
@@ -129,7 +130,7 @@ class Session:
     def __init__(
         self,
         run: OpenRun,
-        members: Mapping[str, Saves],
+        members: Members,
         total_steps: int,
         say: Callable[[str], None],
     ) -> None:
@@ -148,6 +149,7 @@ class Session:
         """The metrics of the step resumed from."""
         self._sinks: Sinks | None = None
         self._watch: LearningWatch | None = None
+        self._given: set[str] = set()
         self._print = say
         self._saver = Saver(run.checkpoints, run.config, lambda: self.members, self._is_there, self.say)
 
@@ -182,7 +184,8 @@ class Session:
                 with suppress(OSError):  # a full disk, which must not hide what ended the run
                     self.folder.log(f"stopped by {kind.__name__ if kind else ''}: {error}")
                 self._saver.end(error)
-            how = self._how_it_ended(error)
+            stopped = self.interrupted or isinstance(error, KeyboardInterrupt | GeneratorExit)
+            how = "interrupted" if stopped else "finished" if error is None else "failed"
         finally:
             self._write_end(how)
             last_words.remove(self._last_word)
@@ -198,11 +201,6 @@ class Session:
         """What is written where a second signal ends the process at once."""
         self._write_end("interrupted")
         self._say_stopped()
-
-    def _how_it_ended(self, error: BaseException | None) -> str:
-        if self.interrupted or isinstance(error, KeyboardInterrupt | GeneratorExit):
-            return "interrupted"
-        return "finished" if error is None else "failed"
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -225,12 +223,11 @@ class Session:
             return
         self._stopped_said = True
         whole = sorted(path.name for path in self.folder.checkpoints.glob("step_*"))
-        how = "" if self.run.goes_on else " with trainer.resume_mode=auto"
         if not whole:
             self.say("stopped; no checkpoint was saved")
             return
         newest = self.folder.checkpoints / whole[-1]
-        self.say(f"stopped; {newest} is whole, and the same command{how} goes on from it")
+        self.say(f"stopped; {newest} is whole, and {self.run.again} goes on from it")
 
     def _on_interrupt(self, number: int, _frame: FrameType | None) -> None:
         if self.interrupted or not self.finishes_steps:
@@ -265,9 +262,9 @@ class Session:
         resolved, config = self.run.resolved, self.run.config
         self.folder.write_config(to_yaml(resolved))
         before = Run(self.folder.path)
-        given = {event["name"] for event in before.events if event["event"] == "warning"}
+        self._given = {event["name"] for event in before.events if event["event"] == "warning"}
         rows = [row for row in before.metrics if row["step"] <= step]
-        self._watch = LearningWatch(rows, given, resolved["data"]["train_batch_size"])
+        self._watch = LearningWatch(rows, resolved["data"]["train_batch_size"])
         self.folder.event("start", step=step, total_steps=self.total_steps, format=FORMAT)
         project, experiment = self.run.names
         info = RunInfo(
@@ -331,8 +328,7 @@ class Session:
         with self.phase("save_checkpoint"):
             path = self._saver.save(step, kept, metrics, wait=wait or self.interrupted)
         if self.interrupted:
-            how = "" if self.run.goes_on else " with trainer.resume_mode=auto"
-            self.say(f"saved {path}; the same command{how} resumes from it")
+            self.say(f"saved {path}; {self.run.again} resumes from it")
         return path
 
     def check_save(self) -> None:
@@ -357,9 +353,12 @@ class Session:
             self.warn(name, sentence, step)
 
     def warn(self, name: str, sentence: str, step: int) -> None:
-        """Tells the user what is wrong after a step, and writes it into the run folder's events."""
-        self.folder.event("warning", name=name, step=step, text=sentence)
-        self.say(f"{WARNING} {step}: {sentence}.")
+        """Tells the user what is wrong after a step, and writes it into the run folder's events. A
+        name is told once in a run's life, however often it is resumed."""
+        if name not in self._given:
+            self._given.add(name)
+            self.folder.event("warning", name=name, step=step, text=sentence)
+            self.say(f"{WARNING} {step}: {sentence}.")
 
     def show_generations(self, step: int, count: int) -> None:
         """Sends the loggers so many responses of the validation after a step."""

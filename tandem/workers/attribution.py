@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -149,14 +149,18 @@ def dot(a: Weights, b: Weights) -> float:
 
 
 class WatchedActorPart(ActorPart):
-    """Keeps the gradient of each update, taken before it."""
+    """Keeps the gradient of each update, taken before it.
 
-    shares: ClassVar[bool] = False
+    Attributes:
+        found: those since the last call of `take_gradients`.
+        shares: whether they are taken apart.
+    """
 
     def __init__(self, config: TrainConfig, engine: TrainEngine, **options: Any) -> None:
         super().__init__(config, engine, **options)
         self._model = config.actor_rollout_ref.model
         self.found: list[UpdateGradient] = []
+        self.shares = False
 
     def step_on(self, worker: EngineWorker, batch: DataProto, loss: ActorLoss, *, rejects: bool) -> Metrics:
         """Takes the step, after a look at its gradient where something is learnt."""
@@ -168,16 +172,15 @@ class WatchedActorPart(ActorPart):
         return super().step_on(worker, batch, loss, rejects=rejects)
 
 
-class AttributingActorPart(WatchedActorPart):
-    """Also takes the gradients apart."""
-
-    shares = True
-
-
 class WatchedActor(ActorWorker):
     """An actor whose gradients are looked at, of one process."""
 
     actor_part = WatchedActorPart
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def take_apart(self) -> None:
+        """Takes the gradients apart from now on."""
+        self.parts["actor"].shares = True
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def take_gradients(self) -> list[UpdateGradient]:
@@ -185,9 +188,3 @@ class WatchedActor(ActorWorker):
         part = self.parts["actor"]
         found, part.found = part.found, []
         return list(found)
-
-
-class AttributingActor(WatchedActor):
-    """One whose gradients are taken apart too."""
-
-    actor_part = AttributingActorPart

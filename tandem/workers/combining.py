@@ -62,51 +62,42 @@ class CombiningWorker(ShapingWorker):
             RewardError: a score has failed, and `reward.on_error` is raise.
         """
         with self.timeline.phase("combine"):
-            return self._combined(batch, running, combination, said)
-
-    def _combined(
-        self,
-        batch: DataProto,
-        running: Mapping[str, Running],
-        combination: Combination,
-        said: tuple[DataProto, ...],
-    ) -> DataProto:
-        mask = batch.ragged("response_mask")
-        scores_B, tokens_T = torch.zeros(len(mask)), torch.zeros(len(mask.values))
-        failed_B = torch.zeros(len(mask), dtype=torch.bool)
-        rows = [_Told() for _ in range(len(mask))]
-        for part, scored in zip(combination.parts, said, strict=True):
-            failed_B |= self._failures(part, scored, batch, combination.on_error)
-            counted_B, counted = self._counted(part, scored, running, mask)
-            scores_B += part.weight * counted_B
-            tokens_T += part.weight * counted.values
-            whys = scored.non_tensor_batch.get("reward_why", [""] * len(mask))
-            numbers = zip(scored.dense("scores").tolist(), counted_B.tolist(), strict=True)
-            extras = scored.non_tensor_batch["reward_extra"]
-            for row, (score, counts), extra, why in zip(rows, numbers, extras, whys, strict=True):
-                row.take(part, score, counts, extra, why, combination)
-        if combination.function is not None:
-            index = batch.non_tensor_batch["index"]
-            made = [
-                0.0 if failed else combination.made(row.by_name, f"row {number} of the data")
-                for row, failed, number in zip(rows, failed_B.tolist(), index, strict=True)
-            ]
-            scores_B = torch.tensor(made, dtype=torch.float32)
-            tokens_T = at_last_token(scores_B, mask).values
-        found: dict[str, Tensor | Ragged] = {
-            "scores": scores_B,
-            "token_level_scores": mask.with_values(tokens_T),
-        }
-        if combination.on_error == "drop":
-            found[FAILED] = failed_B
-        return DataProto(
-            found,
-            {
-                "reward_extra": [row.extra for row in rows],
-                "reward_why": ["; ".join(row.whys) for row in rows],
-                "response_text": said[0].non_tensor_batch["response_text"],
-            },
-        )
+            mask = batch.ragged("response_mask")
+            scores_B, tokens_T = torch.zeros(len(mask)), torch.zeros(len(mask.values))
+            failed_B = torch.zeros(len(mask), dtype=torch.bool)
+            rows = [_Told() for _ in range(len(mask))]
+            for part, scored in zip(combination.parts, said, strict=True):
+                failed_B |= self._failures(part, scored, batch, combination.on_error)
+                counted_B, counted = self._counted(part, scored, running, mask)
+                scores_B += part.weight * counted_B
+                tokens_T += part.weight * counted.values
+                whys = scored.non_tensor_batch.get("reward_why", [""] * len(mask))
+                numbers = zip(scored.dense("scores").tolist(), counted_B.tolist(), strict=True)
+                extras = scored.non_tensor_batch["reward_extra"]
+                for row, (score, counts), extra, why in zip(rows, numbers, extras, whys, strict=True):
+                    row.take(part, score, counts, extra, why, combination)
+            if combination.function is not None:
+                index = batch.non_tensor_batch["index"]
+                made = [
+                    0.0 if failed else combination.made(row.by_name, f"row {number} of the data")
+                    for row, failed, number in zip(rows, failed_B.tolist(), index, strict=True)
+                ]
+                scores_B = torch.tensor(made, dtype=torch.float32)
+                tokens_T = at_last_token(scores_B, mask).values
+            found: dict[str, Tensor | Ragged] = {
+                "scores": scores_B,
+                "token_level_scores": mask.with_values(tokens_T),
+            }
+            if combination.on_error == "drop":
+                found[FAILED] = failed_B
+            return DataProto(
+                found,
+                {
+                    "reward_extra": [row.extra for row in rows],
+                    "reward_why": ["; ".join(row.whys) for row in rows],
+                    "response_text": said[0].non_tensor_batch["response_text"],
+                },
+            )
 
     def _counted(
         self, part: Part, scored: DataProto, running: Mapping[str, Running], mask: Ragged

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from tandem.config.critic import CriticConfig
-from tandem.engines.train.base import TrainEngine
 from tandem.engines.train.fsdp import FSDPEngine
 from tandem.observability.metrics import Metrics
 from tandem.observability.run import RunFolder
@@ -85,7 +84,3 @@ class CriticWorker(EngineWorker):
             return self.guarded_step(
                 self.engine, share, self.loss, batching, "critic", optim, rejects=KEPT in batch
             )
-
-    def trained(self) -> TrainEngine:
-        """See `EngineWorker.trained`."""
-        return self.engine
