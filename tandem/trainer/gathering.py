@@ -40,54 +40,6 @@ class Gathered(NamedTuple):
     baselines: tuple[BatchFuture, ...] = ()
 
 
-@dataclass
-class _Filling:
-    """A batch that is being filled.
-
-    Attributes:
-        size: prompts that it takes.
-        parts: what is in it.
-        prompts: how many prompts are in it.
-        tried, dropped: prompts answered, and those of them whose responses did not differ.
-        reward: mean rewards of the generation batches.
-        tokens: written by the policy.
-    """
-
-    size: int
-    parts: list[tuple[BatchFuture, BatchFuture, BatchFuture]]
-    prompts: int = 0
-    tried: int = 0
-    dropped: int = 0
-    reward: float = 0.0
-    tokens: int = 0
-
-    def add(
-        self, prompts: BatchFuture, samples: BatchFuture, scores: BatchFuture, spread: Spread, n: int
-    ) -> np.ndarray:
-        """Takes the prompts whose responses differ, as many as there is room for.
-
-        Returns:
-            the rows of those there was no room for.
-        """
-        differing = np.flatnonzero(spread.differs)
-        taken, surplus = np.split(differing, [self.size - self.prompts])
-        if len(taken):
-            rows = (n * taken[:, None] + np.arange(n)).ravel()
-            self.parts.append((prompts.rows(taken), samples.rows(rows), scores.rows(rows)))
-        asked = len(spread.differs)
-        self.prompts += len(taken)
-        self.tried += asked
-        self.dropped += asked - len(differing)
-        self.reward += spread.reward * asked
-        read = n * int(prompts.index.lengths["prompts"].sum())
-        self.tokens += int(samples.index.lengths["tokens"].sum()) - read
-        return surplus
-
-    @property
-    def full(self) -> bool:
-        return self.prompts == self.size
-
-
 class Gatherer:
     """Answers and scores the prompts of each step.
 
@@ -140,35 +92,43 @@ class Gatherer:
 
     def _filled(self, roles: Roles, prompts: BatchFuture, n: int) -> Gathered:
         """A batch full of prompts whose responses differ."""
-        filling = _Filling(self._size, [])
+        parts: list[tuple[BatchFuture, BatchFuture, BatchFuture]] = []
+        room, tried, dropped, reward, tokens = self._size, 0, 0, 0.0, 0
+        failed = ["reward_failed"] if self._leaves_out_failed else []
         for number in range(1, self.limit + 1):
             samples, scores = self._answer(roles, prompts, n)
-            failed = ["reward_failed"] if self._leaves_out_failed else []
-            asked: Future[Spread] = roles.batch.group_spread(
-                scores.select("scores", "reward_extra", *failed), n, self._filters.metric
-            )
-            surplus = filling.add(prompts, samples, scores, asked.get(), n)
-            if filling.full:
+            given = scores.select("scores", "reward_extra", *failed)
+            spread: Spread = roles.batch.group_spread(given, n, self._filters.metric).get()
+            asked, differing = len(spread.differs), np.flatnonzero(spread.differs)
+            taken, surplus = np.split(differing, [room])
+            if len(taken):
+                rows = (n * taken[:, None] + np.arange(n)).ravel()
+                parts.append((prompts.rows(taken), samples.rows(rows), scores.rows(rows)))
+            room -= len(taken)
+            tried += asked
+            dropped += asked - len(differing)
+            reward += spread.reward * asked
+            read = n * int(prompts.index.lengths["prompts"].sum())
+            tokens += int(samples.index.lengths["tokens"].sum()) - read
+            if not room:
                 self.prompts.give_back(prompts, surplus.tolist())
-                whole = (BatchFuture.concat(column) for column in zip(*filling.parts, strict=True))
-                prompts, samples, scores = whole
-                tried, dropped = filling.tried, filling.dropped
                 metrics = {
                     "sampling/gen_batches": float(number),
                     "sampling/dropped_groups": dropped / tried,
-                    "sampling/surplus_groups": (tried - dropped - filling.size) / tried,
-                    "sampling/reward": filling.reward / tried,
-                    "sampling/response_tokens": float(filling.tokens),
+                    "sampling/surplus_groups": (tried - dropped - self._size) / tried,
+                    "sampling/reward": reward / tried,
+                    "sampling/response_tokens": float(tokens),
                 }
-                return Gathered(prompts, samples, scores, metrics)
+                whole = (BatchFuture.concat(column) for column in zip(*parts, strict=True))
+                return Gathered(*whole, metrics)
             if number < self.limit:
                 prompts = self.prompts.next()
         raise RewardError(
             "too few prompts whose responses differ: the batch could not be filled",
             field=f"{FILTER}.max_num_gen_batches",
-            got=f"{filling.prompts} of {self._size} prompts after {self.limit} generation batches; "
-            f"mean reward {filling.reward / filling.tried:.4g}, {filling.dropped} of {filling.tried} prompts "
-            f"had responses of the same {self._filters.metric}",
+            got=f"{self._size - room} of {self._size} prompts after {self.limit} generation batches; "
+            f"mean reward {reward / tried:.4g}, {dropped} of {tried} prompts had responses of the same "
+            f"{self._filters.metric}",
             expected=f"{self._size} prompts, data.train_batch_size",
             remedy="where the model answers all prompts alike little is left to learn: give other data, more "
             f"responses per prompt, or a smaller data.train_batch_size; {FILTER}.max_num_gen_batches allows "

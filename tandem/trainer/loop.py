@@ -136,12 +136,12 @@ class Loop(ABC, Generic[E]):
             yield self.done
             while step < self.rhythm.total_steps and not self.rhythm.val_only:
                 step += 1
-                with self.profiler.around(step, self.groups), session.phase("step", step=step):
+                with self.profiler.around(step, self.groups), session.timeline.phase("step", step=step):
                     metrics = self.schedule.step(step, self)
                 seconds = session.timeline.take() | take_timings(self.groups)
                 metrics |= self.rates(seconds, metrics) | self.backend.take_traffic()
                 if self.can_validate and self.rhythm.validates(step):
-                    with session.phase("testing"):  # after the step's own observations were taken
+                    with session.timeline.phase("testing"):  # after the step's own observations were taken
                         metrics |= self.validate(step)
                         self.forget_measures()
                 interrupted = session.interrupted  # read once: an interrupt after this is for the next step

@@ -77,17 +77,15 @@ class PPOTrainer(Loop[Gathered]):
         self.gatherer = gatherer
         self.evaluator = evaluator
         self.kl = kl_controller(kl.type, kl.kl_coef, kl.target_kl, kl.horizon)
-        self.entropy = (
-            AdaptiveEntropyController(
+        self.entropy: AdaptiveEntropyController | None = None
+        if entropy.enabled:
+            self.entropy = AdaptiveEntropyController(
                 config.actor_rollout_ref.actor.entropy_coeff,
                 target=entropy.target_entropy,
                 delta=entropy.delta_ent_coef,
                 minimum=entropy.min_ent_coef,
                 maximum=entropy.max_ent_coef,
             )
-            if entropy.enabled
-            else None
-        )
         self.memory = memory or {}
         self.trust = TrustProbe(
             gatherer.params.temperature,

@@ -91,7 +91,12 @@ class Roles:
         """
         order = dealer.order(prompts.index, self.rollout_shares)
         asked = prompts if order is None else prompts.rows(order)
-        samples, said = self._generate(asked, n, params, **options)
+        if self.reward is None or not self.scores_parts:
+            samples: BatchFuture = self.rollout.generate_sequences(asked, n, params, **options)
+            said = None if self.reward is None else self.reward.compute_scores(samples)
+        else:
+            stream: BatchStream = self.rollout.stream_sequences(asked, n, params, **options)
+            said, samples = stream.map(self.reward.compute_scores), stream.all()
         if order is not None:
             back = (n * torch.argsort(order)[:, None] + torch.arange(n)).flatten()
             samples, said = samples.rows(back), None if said is None else said.rows(back)
@@ -101,17 +106,6 @@ class Roles:
         """The scores of samples that are there, as of those that are learnt from."""
         said = None if self.reward is None else self.reward.compute_scores(samples)
         return self.scoring.reward(samples, said, self.reward_models, self.batch, learns=True)
-
-    def _generate(
-        self, prompts: BatchFuture, n: int, params: SamplingParams, **options: Any
-    ) -> tuple[BatchFuture, BatchFuture | None]:
-        """Samples, and what reward functions say of them, if any are called."""
-        if self.reward is None or not self.scores_parts:
-            samples: BatchFuture = self.rollout.generate_sequences(prompts, n, params, **options)
-            return samples, None if self.reward is None else self.reward.compute_scores(samples)
-        stream: BatchStream = self.rollout.stream_sequences(prompts, n, params, **options)
-        said = stream.map(self.reward.compute_scores)
-        return stream.all(), said
 
     def sync_rollout(self) -> None:
         """Brings the actor's weights to a rollout of its own, bucket by bucket. One is gathered while the one

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -127,13 +127,7 @@ class Session:
         say: prints a sentence to the user.
     """
 
-    def __init__(
-        self,
-        run: OpenRun,
-        members: Members,
-        total_steps: int,
-        say: Callable[[str], None],
-    ) -> None:
+    def __init__(self, run: OpenRun, members: Members, total_steps: int, say: Callable[[str], None]) -> None:
         self.run = run
         self.folder = run.folder
         self.members = members
@@ -157,9 +151,6 @@ class Session:
         """Prints a sentence to the user and writes it to the run's log."""
         self.folder.log(sentence)
         self._print(sentence)
-
-    def phase(self, name: str, **details: Any) -> AbstractContextManager[None]:
-        return self.timeline.phase(name, **details)
 
     def __enter__(self) -> Session:
         self.run.lock.acquire()
@@ -256,7 +247,18 @@ class Session:
         checkpoint = self.run.checkpoint
         step = 0 if checkpoint is None else checkpoint.step
         if checkpoint is not None:
-            self._load(checkpoint, load)
+            missing = [name for name in self.members if not (checkpoint.path / name).is_dir()]
+            if missing:
+                raise CheckpointError(
+                    "the checkpoint lacks what this run trains",
+                    field=str(checkpoint.path),
+                    got=sorted(path.name for path in checkpoint.path.iterdir() if path.is_dir()),
+                    expected=sorted(self.members),
+                    remedy="resume with the config the checkpoint was made with, or "
+                    "trainer.resume_mode=disable",
+                )
+            self.load_members(checkpoint.path)
+            load(checkpoint.state["trainer"])
             if forget:
                 self.folder.trim_after(step)
         resolved, config = self.run.resolved, self.run.config
@@ -280,19 +282,6 @@ class Session:
             self._restore_metrics(checkpoint)
             self.say(f"resumed from {checkpoint.path} after step {step}")
         return step
-
-    def _load(self, checkpoint: Checkpoint, load: Callable[[dict[str, Any]], None]) -> None:
-        missing = [name for name in self.members if not (checkpoint.path / name).is_dir()]
-        if missing:
-            raise CheckpointError(
-                "the checkpoint lacks what this run trains",
-                field=str(checkpoint.path),
-                got=sorted(path.name for path in checkpoint.path.iterdir() if path.is_dir()),
-                expected=sorted(self.members),
-                remedy="resume with the config the checkpoint was made with, or trainer.resume_mode=disable",
-            )
-        self.load_members(checkpoint.path)
-        load(checkpoint.state["trainer"])
 
     def load_members(self, checkpoint: Path) -> None:
         """Loads the state of all members from a checkpoint's folder."""
@@ -325,7 +314,7 @@ class Session:
             CheckpointError: it, or the one before, cannot be written.
         """
         kept = {"trainer": state, "metrics": dict(metrics)}
-        with self.phase("save_checkpoint"):
+        with self.timeline.phase("save_checkpoint"):
             path = self._saver.save(step, kept, metrics, wait=wait or self.interrupted)
         if self.interrupted:
             self.say(f"saved {path}; {self.run.again} resumes from it")

@@ -281,21 +281,18 @@ class Stage:
         given += [f"{key}={json.dumps(value)}" for key, value in own.items()]
         config = load_train_config(str(self._scratch / "config.yaml"), [*given, *words]).config
         if reward is not None:
-            self._require_columns(config, reward)
+            scorer = own_reward(config.custom_reward_function, config.reward.timeout)
+            lacks = sorted(set(scorer.reads.needs if scorer else ()) - self._columns)
+            if lacks:
+                raise DataError(
+                    "the run kept no such column of the data, and the reward reads it",
+                    field="--reward",
+                    got=f"{reward} reads {', '.join(lacks)}",
+                    expected=f"of {', '.join(sorted(self._columns))}",
+                    remedy="give the parameter a default; a run keeps all columns where its own reward "
+                    "reads one by name",
+                )
         return config
-
-    def _require_columns(self, config: TrainConfig, reward: str) -> None:
-        scorer = own_reward(config.custom_reward_function, config.reward.timeout)
-        lacks = sorted(set(scorer.reads.needs if scorer else ()) - self._columns)
-        if lacks:
-            raise DataError(
-                "the run kept no such column of the data, and the reward reads it",
-                field="--reward",
-                got=f"{reward} reads {', '.join(lacks)}",
-                expected=f"of {', '.join(sorted(self._columns))}",
-                remedy="give the parameter a default; a run keeps all columns where its own reward reads one "
-                "by name",
-            )
 
     def take(
         self,

@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -117,22 +118,13 @@ def attribute(reference: Reference, batch: DataProto, loss: ActorLoss, *, shares
     squared = dot(gradient, gradient)
     split = []
     for row in range(len(batch) if shares and squared > 0 else 0):
-        moved = _moved(reference, gradient, tokens[row], masks[row])
+        outputs = partial(reference.outputs, ids_T=tokens[row], mask_T=masks[row])
+        moved = torch.func.jvp(outputs, (reference.parameters,), (gradient,))[1]  # ∂o/∂θ · g
         terms = [d * m for d, m in zip(outward[row], moved, strict=True)]
         split.append(factor * sum(terms[1:], terms[0]) / squared)
     names = batch.non_tensor_batch
     samples = list(zip(names["uid"].tolist(), names["sample"].tolist(), strict=True))
     return UpdateGradient(gradient, squared**0.5, samples, split, time.perf_counter() - began)
-
-
-def _moved(reference: Reference, gradient: Weights, ids_T: Tensor, mask_T: Tensor) -> tuple[Tensor, ...]:
-    """∂o/∂θ · g of a sample's outputs."""
-
-    def outputs(parameters: Weights) -> tuple[Tensor, Tensor]:
-        return reference.outputs(parameters, ids_T, mask_T)
-
-    moved: tuple[Tensor, ...] = torch.func.jvp(outputs, (reference.parameters,), (gradient,))[1]
-    return moved
 
 
 def _columns(batch: DataProto, loss: ActorLoss, row: int) -> dict[str, Tensor]:

@@ -274,23 +274,21 @@ class EngineWorker(TimedWorker):
     def working(self, phase: str, engine: TrainEngine, *, training: bool = False) -> Iterator[None]:
         """A timed phase with the engine on its device; see `on_device`. On a GPU the most memory that
         PyTorch's allocator held in it is a metric, `perf/memory_peak_bytes/PHASE`."""
-        with self.timeline.phase(phase):
-            on_gpu = self.device.type == "cuda"
-            if on_gpu:
-                torch.cuda.reset_peak_memory_stats(self.device)
-            with self.on_device(engine, training=training):
-                yield
-            if on_gpu:
-                peak = torch.cuda.max_memory_allocated(self.device)
-                self.observed.add_max(f"perf/memory_peak_bytes/{phase}", float(peak))
+        peak = self.counted_memory(f"perf/memory_peak_bytes/{phase}", beyond=False)
+        with self.timeline.phase(phase), peak, self.on_device(engine, training=training):
+            yield
 
     @contextmanager
-    def counted_memory(self, name: str) -> Iterator[None]:
-        """The most memory that was taken inside, beyond what was in use before, on a GPU, as a metric."""
+    def counted_memory(self, name: str, *, beyond: bool = True) -> Iterator[None]:
+        """The most memory that was held inside, on a GPU, as a metric.
+
+        Args:
+            beyond: count what was taken beyond that in use before.
+        """
         if self.device.type != "cuda":
             yield
             return
-        before = torch.cuda.memory_allocated(self.device)
+        before = torch.cuda.memory_allocated(self.device) if beyond else 0
         torch.cuda.reset_peak_memory_stats(self.device)
         yield
         peak = torch.cuda.max_memory_allocated(self.device) - before

@@ -22,13 +22,17 @@ from tandem.observability.run import RunFolder
 from tandem.protocol import DataProto, Ragged
 from tandem.runtime import Dispatch, register
 from tandem.workers.advantage_inputs import refuse_non_finite, reward_components
-from tandem.workers.combining import CombiningWorker
+from tandem.workers.base import TimedWorker
+from tandem.workers.combining import CombiningPart
 from tandem.workers.correction import KEPT, WEIGHTS, Correction, correction_columns
 from tandem.workers.integrity import CERTAIN, SpecialTokens, add_checks
 from tandem.workers.loss_terms import configured_loss
+from tandem.workers.parts import offers
+from tandem.workers.shaping import ShapingPart
 
 
-class BatchWorker(CombiningWorker):
+@offers(shaping=ShapingPart, combining=CombiningPart)
+class BatchWorker(TimedWorker):
     """The worker that computes advantages, measures whole batches and writes sample files.
 
     Args:
@@ -49,6 +53,7 @@ class BatchWorker(CombiningWorker):
         references: Mapping[str, float] = ONE_REFERENCE,
     ) -> None:
         super().__init__(run, "batch")
+        self.parts = {"shaping": ShapingPart(), "combining": CombiningPart()}
         assert self.world_size == 1, "groups must not be split"
         self.config = config
         self.special, self.certain = special or SpecialTokens(), certain

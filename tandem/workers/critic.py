@@ -68,13 +68,7 @@ class CriticWorker(EngineWorker):
             micro = micro_batching(self.config.forward_batching)
             return self.engine.forward(batch, outputs=frozenset({"values"}), micro=micro)
 
-    @register(
-        dispatch_mode=Dispatch.ND_COMPUTE_PROTO,
-        mesh="critic",
-        blocking=False,
-        collect="first",
-        balance="tokens",
-    )
+    @register(Dispatch.ND_COMPUTE_PROTO, mesh="critic", blocking=False, collect="first", balance="tokens")
     def update_critic(self, batch: DataProto) -> Metrics:
         """One optimizer step on a mini-batch with `values`, `returns` and `response_mask`, less the
         tokens that were rejected."""

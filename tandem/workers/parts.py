@@ -1,5 +1,5 @@
-"""The parts of a policy's worker: a worker holds some of actor, rollout and reference, and offers their
-methods as its own.
+"""The parts of a worker: it holds some, such as actor, rollout and reference, and offers their methods as its
+own.
 
 A part's method takes the worker after `self`, for its timeline, its observations and its process group; the
 part keeps no worker.
@@ -12,11 +12,11 @@ from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
 from tandem.errors import EngineError
+from tandem.runtime import Worker
 from tandem.runtime.worker import registrations
-from tandem.workers.base import EngineWorker
 
 PolicyPart = Literal["actor", "rollout", "ref"]
-W = TypeVar("W", bound=type[EngineWorker])
+W = TypeVar("W", bound=type[Worker])
 
 
 def offers(**parts: type[Any]) -> Callable[[W], W]:
@@ -56,7 +56,7 @@ def _offered(part: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
 def missing(wanted: str, got: str) -> EngineError:
     return EngineError(
-        "this worker does not hold that part of the policy",
+        "this worker does not hold that part",
         got=f"the parts {got}",
         expected=wanted,
         remedy="call the method on the group whose workers were made with that part",
