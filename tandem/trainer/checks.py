@@ -34,27 +34,11 @@ def check_algorithms(config: TrainConfig) -> AdvantageSpec:
             got=", ".join(several),
             remedy="remove it, or choose another algorithm.adv_estimator",
         )
-    _check_rewards(config, spec)
-    spec.select_options({}, algorithm.adv_kwargs)  # refuses what does not fit
-    policy_loss(actor.policy_loss.loss_mode).select_options({}, actor.policy_loss.kwargs)
-    for kind in kinds - {FULL}:
-        kl_estimator(kind.removesuffix("+"))
-    Correction.from_config(algorithm.rollout_correction)
-    return spec
-
-
-def _check_rewards(config: TrainConfig, spec: AdvantageSpec) -> None:
-    """
-    Raises:
-        ConfigError: the reward is to be changed, and the estimator does not read it.
-    """
-    if "token_level_rewards" in spec.columns:
-        return
     for field, changes in (
-        ("algorithm.use_kl_in_reward", config.algorithm.use_kl_in_reward),
+        ("algorithm.use_kl_in_reward", algorithm.use_kl_in_reward),
         ("reward_model.overlong_buffer.enable", config.reward_model.overlong_buffer.enable),
     ):
-        if changes:
+        if changes and "token_level_rewards" not in spec.columns:
             raise ConfigError(
                 f"changes the rewards, which {spec.name} does not read",
                 field=field,
@@ -63,6 +47,12 @@ def _check_rewards(config: TrainConfig, spec: AdvantageSpec) -> None:
                 remedy="return the penalty as a component of the reward, or choose another "
                 "algorithm.adv_estimator",
             )
+    spec.select_options({}, algorithm.adv_kwargs)  # refuses what does not fit
+    policy_loss(actor.policy_loss.loss_mode).select_options({}, actor.policy_loss.kwargs)
+    for kind in kinds - {FULL}:
+        kl_estimator(kind.removesuffix("+"))
+    Correction.from_config(algorithm.rollout_correction)
+    return spec
 
 
 def say_idle_offload(trainer: RunConfig, models: Mapping[str, Section], say: Callable[[str], None]) -> None:

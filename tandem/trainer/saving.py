@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,10 +46,11 @@ def best_of(config: RunConfig) -> Best | None:
     return None if config.keep_best is None else Best(config.keep_best, config.keep_best_mode)
 
 
+@dataclass
 class Saver:
     """Writes checkpoints, one at a time.
 
-    Args:
+    Attributes:
         checkpoints: where they go.
         config: says how, and which one is the best.
         members: gives the names and groups whose state is saved.
@@ -56,22 +58,13 @@ class Saver:
         say: prints a sentence to the user.
     """
 
-    def __init__(
-        self,
-        checkpoints: CheckpointManager,
-        config: RunConfig,
-        members: Callable[[], Members],
-        there: Callable[[Path], None],
-        say: Callable[[str], None],
-    ) -> None:
-        self._members = members
-        self._checkpoints = checkpoints
-        self._beside = config.async_save
-        self._best = best_of(config)
-        self._there = there
-        self._say = say
-        self._pending: PendingSave | None = None
-        self._told = False
+    checkpoints: CheckpointManager
+    config: RunConfig
+    members: Callable[[], Members]
+    there: Callable[[Path], None]
+    say: Callable[[str], None]
+    _pending: PendingSave | None = field(default=None, init=False)
+    _told: bool = field(default=False, init=False)
 
     def save(self, step: int, state: dict[str, Any], metrics: Mapping[str, float], *, wait: bool) -> Path:
         """Writes a checkpoint of all members, once the one before is there.
@@ -86,19 +79,20 @@ class Saver:
             CheckpointError: it, or the one before, could not be written.
         """
         self.finish()
-        if self._best is not None and self._best.value(metrics) is None and not self._told:
+        best = best_of(self.config)
+        if best is not None and best.value(metrics) is None and not self._told:
             self._told = True
-            self._say(
-                f"trainer.keep_best: step {step} has no finite {self._best.metric}; the checkpoints of such "
+            self.say(
+                f"trainer.keep_best: step {step} has no finite {best.metric}; the checkpoints of such "
                 "steps cannot be the best"
             )
-        if not self._beside:
-            writers = {name: group.save_checkpoint for name, group in self._members().items()}
-            path = self._checkpoints.save(step, writers, state, metrics)
-            self._there(path)
+        if not self.config.async_save:
+            writers = {name: group.save_checkpoint for name, group in self.members().items()}
+            path = self.checkpoints.save(step, writers, state, metrics)
+            self.there(path)
             return path
-        starters = {name: group.begin_save for name, group in self._members().items()}
-        self._pending = self._checkpoints.begin(step, starters, state, metrics)
+        starters = {name: group.begin_save for name, group in self.members().items()}
+        self._pending = self.checkpoints.begin(step, starters, state, metrics)
         path = self._pending.path
         if wait:
             self.finish()
@@ -142,7 +136,7 @@ class Saver:
                 pending.give_up(CheckpointError("given up, for the run has ended"))
                 pending.check()
         except Exception as second:
-            self._say(f"the checkpoint begun last was not written: {second}")
+            self.say(f"the checkpoint begun last was not written: {second}")
 
     @contextmanager
     def _until_settled(self, pending: PendingSave) -> Iterator[PendingSave]:
@@ -154,8 +148,8 @@ class Saver:
             raise
         if pending.wait(0):
             self._pending = None
-            self._there(pending.path)
+            self.there(pending.path)
 
     def _ask(self) -> None:
-        for group in self._members().values():
+        for group in self.members().values():
             group.check_save()

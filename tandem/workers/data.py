@@ -99,7 +99,7 @@ def read_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase, reads: 
     field = "data.gen_batch_size" if config.gen_batch_size else "data.train_batch_size"
     weights, shuffle, seed = config.mixture, config.shuffle, config.seed
     order: Order = EpochOrder(shuffle=shuffle, seed=seed)
-    if weights:
+    if weights and drawn is None:
         places = train.places_of_sources(tuple(weights))
         order = MixedOrder(weights, places, shuffle=shuffle, seed=seed)
     made = drawn or BatchLoader(train, config.prompts_at_a_time, order, field=field)
