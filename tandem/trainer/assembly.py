@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import Any
 
 from tandem.config.root import TrainConfig
 from tandem.config.schema import keys, value_at
@@ -18,7 +19,6 @@ from tandem.models.loading import lacks_score_head, load_config
 from tandem.models.vocabulary import tokenizer_of
 from tandem.observability.stacks import withdraw_stacks
 from tandem.runtime import Backend, ResourcePool, Worker, WorkerGroup
-from tandem.runtime.worker import WorkerFactory
 from tandem.trainer.beforehand import plan_of, prepare, task_of
 from tandem.trainer.casting import CONTROLLER_POOL, pools_of
 from tandem.trainer.checks import models_of, say_idle_offload
@@ -67,10 +67,11 @@ def build_ppo(
     tokenizer = tokenizer_of(policy.model, "actor_rollout_ref.model")
     with _opened(config, say) as (run, backend):
         backend.reserve(list(pools_of(placed).values()))
-        reads = {} if reward is None else {"reads": reward.reads}
-        reader = partial(placed["data"].worker, config.data, tokenizer, run.folder, **reads)
-        given = None if data is None else partial(DatasetWorker, data, run.folder)
-        rows, facts = _data(backend, given or reader)
+        if data is None:
+            reads = {} if reward is None else {"reads": reward.reads}
+            rows, facts = _data(backend, placed["data"].worker, config.data, tokenizer, run.folder, **reads)
+        else:
+            rows, facts = _data(backend, DatasetWorker, data, run.folder)
         plan = plan_of(config, prepared, facts, say)
         prompts = f"{config.data.train_batch_size} prompts × {plan.at(1).n} responses"
         say(run.beginning(policy.model.path, facts.rows, prompts, plan.total_steps))
@@ -131,7 +132,7 @@ def build_supervised(config: SupervisedConfig, *, say: Say) -> SupervisedTrainer
         backend.reserve([CONTROLLER_POOL, pool])
 
         read = partial(read_examples, config.data, partial(task.dataset, tokenizer=tokenizer))
-        data, facts = _data(backend, partial(DatasetWorker, read, run.folder))
+        data, facts = _data(backend, DatasetWorker, read, run.folder)
         order = config.data
         prompts = Prompts(data, facts, order.train_batch_size, shuffle=order.shuffle, seed=order.seed)
 
@@ -177,13 +178,16 @@ def _opened(config: RunsConfig, say: Say) -> Iterator[tuple[OpenRun, Backend]]:
         undo.pop_all()
 
 
-def _data(backend: Backend, reader: WorkerFactory) -> tuple[WorkerGroup, DataFacts]:
+def _data(backend: Backend, worker: type[Worker], *given: Any, **named: Any) -> tuple[WorkerGroup, DataFacts]:
     """The group that reads the data, and what it found there.
+
+    Args:
+        given, named: the arguments of the worker's class.
 
     Raises:
         DataError: anything wrong with them.
     """
-    data = WorkerGroup(backend, reader, CONTROLLER_POOL, role="data")
+    data = WorkerGroup(backend, partial(worker, *given, **named), CONTROLLER_POOL, role="data")
     return data, data.describe()
 
 

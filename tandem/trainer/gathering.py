@@ -120,7 +120,8 @@ class Gatherer:
                     "sampling/response_tokens": float(tokens),
                 }
                 whole = (BatchFuture.concat(column) for column in zip(*parts, strict=True))
-                return Gathered(*whole, metrics)
+                prompts, samples, scores = whole
+                return Gathered(prompts, samples, scores, metrics)
             if number < self.limit:
                 prompts = self.prompts.next()
         raise RewardError(

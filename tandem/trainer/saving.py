@@ -33,7 +33,7 @@ class ReferenceMember:
     def __init__(self, group: Any) -> None:
         self._group = group
 
-    def __getattr__(self, method: str) -> Callable[[Path], None]:
+    def __getattr__(self, method: str) -> Callable[..., None]:
         return partial(getattr(self._group, method), role="ref")
 
 

@@ -312,10 +312,24 @@ class Stage:
             shares: whether they are taken apart too.
         """
         self._takes += 1
-        placed = self._placed(config, self._scratch / f"take_{self._takes}", checkpoint, watched)
+        values: dict[str, Any] = {
+            "data.gen_batch_size": None,
+            "data.val_files": (),
+            "algorithm.filter_groups.enable": False,  # the samples are those that were left
+            "trainer.samples_freq": sys.maxsize,  # as in the run: what is written is computed; no step is due
+            "trainer.max_ckpt_to_keep": None,
+            "trainer.profile": ProfileConfig(),
+            "trainer.worst_batch_first": False,
+        }
+        if config.actor_rollout_ref.rollout.name not in ENGINES:  # nothing is generated
+            values["actor_rollout_ref.rollout.name"] = "hf"
+        if checkpoint is not None:
+            values |= {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": str(checkpoint)}
+        if watched:
+            values["trainer.worker_classes"] = {"actor_rollout": _WATCHED}
         rows = Unread(max(config.data.train_batch_size, 1))
         trainer = build_ppo(
-            placed,
+            quiet(config, self._scratch / f"take_{self._takes}", self._total, values),
             say=lambda sentence: None,
             trainer=Replayer,
             schedule=Recorded(self._run, self._step, changes),
@@ -336,26 +350,6 @@ class Stage:
             return Taken(trainer.done.metrics, trainer.batch.get(), gradients), before
         finally:
             trainer.shutdown()
-
-    def _placed(
-        self, config: TrainConfig, folder: Path, checkpoint: Path | None, watched: bool
-    ) -> TrainConfig:
-        changes: dict[str, Any] = {
-            "data.gen_batch_size": None,
-            "data.val_files": (),
-            "algorithm.filter_groups.enable": False,  # the samples are those that were left
-            "trainer.samples_freq": sys.maxsize,  # as in the run: what is written is computed; no step is due
-            "trainer.max_ckpt_to_keep": None,
-            "trainer.profile": ProfileConfig(),
-            "trainer.worst_batch_first": False,
-        }
-        if config.actor_rollout_ref.rollout.name not in ENGINES:  # nothing is generated
-            changes["actor_rollout_ref.rollout.name"] = "hf"
-        if checkpoint is not None:
-            changes |= {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": str(checkpoint)}
-        if watched:
-            changes["trainer.worker_classes"] = {"actor_rollout": _WATCHED}
-        return quiet(config, folder, self._total, changes)
 
 
 def alone(config: TrainConfig) -> TrainConfig:
