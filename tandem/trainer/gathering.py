@@ -93,7 +93,8 @@ class Gatherer:
     def _filled(self, roles: Roles, prompts: BatchFuture, n: int) -> Gathered:
         """A batch full of prompts whose responses differ."""
         parts: list[tuple[BatchFuture, BatchFuture, BatchFuture]] = []
-        room, tried, dropped, reward, tokens = self._size, 0, 0, 0.0, 0
+        room, reward = self._size, 0.0
+        tried = dropped = tokens = 0
         failed = ["reward_failed"] if self._leaves_out_failed else []
         for number in range(1, self.limit + 1):
             samples, scores = self._answer(roles, prompts, n)
