@@ -22,24 +22,12 @@ Numbers = tuple[float | str, ...] | None
 WINDOW, PROMPTS = 10, 64
 """A warning rests on at least so many steps and so many prompts."""
 ALIKE = 0.95
-"""Share of prompts whose responses all have one score, above which at most one prompt in twenty teaches."""
 CUT, RISEN = 0.95, 0.1
-"""Share of responses that were cut at the limit. That is as it should be where answers are of one length:
-there the reward rises, by a tenth of the range of scores."""
 ROSE, FELL = 0.2, 0.1
-"""A reward that once was at a fifth of the way from the usual least score of a step to the usual greatest has
-fallen to nothing when it is at a tenth of that rise. Of 64 prompts with a fifth right answers, chance leaves
-no more than two right less than once in ten thousand times."""
 COLLAPSED, SMALL_ENTROPY = 0.1, 0.05
-"""An entropy has collapsed when it is a tenth of the first steps' and below 0.05 nats a token: then nearly
-every token is certain (Cui et al. 2025, arXiv 2505.22617)."""
 STEPS_WITHOUT_GRADIENT = 5
 FAR = 1.0
-"""Nats a token. At 1 the policy finds its own tokens e times as likely as the reference does."""
 CLIPPED, MOVED, FAR_MOVED = 0.4, 0.05, 0.25
-"""A step's updates have gone too far when they clip 40% of the tokens and move the policy by 0.05 nats a
-token: PPO's usual early stop is at 0.01 to 0.03. Narrow bounds, such as GSPO's, clip as many while it hardly
-moves, and some losses clip nothing: for these 0.25 nats are too far."""
 
 
 def reward_constant(history: History, window: int) -> Numbers:
@@ -49,14 +37,20 @@ def reward_constant(history: History, window: int) -> Numbers:
 
 
 def groups_alike(history: History, window: int) -> Numbers:
-    """Nearly all prompts have responses that are all worth the same, in a task that is not solved."""
+    """Nearly all prompts have responses that are all worth the same, in a task that is not solved. Above a
+    share of `ALIKE` at most one prompt in twenty teaches."""
     shares = history["reward/zero_std_share"][-window:]
     alike = len(shares) >= window and fmean(shares) >= ALIKE and _range(history) != 0
     return (window, fmean(shares)) if alike and not _solved(history, window) else None
 
 
 def reward_fell(history: History, window: int) -> Numbers:
-    """The reward was well above the least score, and no longer is."""
+    """The reward was well above the least score, and no longer is.
+
+    A reward that once was at a fifth (`ROSE`) of the way from the usual least score of a step to the usual
+    greatest has fallen to nothing when it is at a tenth (`FELL`) of that rise. Of 64 prompts with a fifth
+    right answers, chance leaves no more than two right less than once in ten thousand times.
+    """
     means = history["reward/mean"]
     if len(means) < 2 * window:
         return None
@@ -70,7 +64,9 @@ def reward_fell(history: History, window: int) -> Numbers:
 
 
 def all_cut(history: History, window: int) -> Numbers:
-    """Nearly all responses end at the limit, and the reward has not risen all the same."""
+    """Nearly all responses (`CUT`) end at the limit, and the reward has not risen all the same. Where answers
+    are of one length that is as it should be: there the reward rises, by a tenth (`RISEN`) of the range of
+    scores."""
     shares, rewards = history["response_length/clip_ratio"][-window:], history["reward/mean"]
     if min(2 * len(shares), len(rewards)) < 2 * window or fmean(shares) < CUT or _solved(history, window):
         return None
@@ -80,7 +76,9 @@ def all_cut(history: History, window: int) -> Numbers:
 
 
 def entropy_collapsed(history: History, window: int) -> Numbers:
-    """The policy has become certain, is not right, and does not get better."""
+    """The policy has become certain, is not right, and does not get better. An entropy has collapsed when it
+    is a tenth (`COLLAPSED`) of the first steps' and below `SMALL_ENTROPY` nats a token: then nearly every
+    token is certain (Cui et al. 2025, arXiv 2505.22617)."""
     entropies, rewards = history["actor/entropy"], history["reward/mean"]
     if min(len(entropies), len(rewards)) < 2 * window or _solved(history, window):
         return None
@@ -102,13 +100,19 @@ def gradient_zero(history: History, window: int) -> Numbers:
 
 
 def kl_runs_away(history: History, window: int) -> Numbers:
-    """The policy is far from the reference."""
+    """The policy is far from the reference. At `FAR`, 1 nat a token, it finds its own tokens e times as
+    likely as the reference does."""
     kls = history["actor/kl"][-window:]
     return None if len(kls) < window or median(kls) <= FAR else (window, median(kls))
 
 
 def updates_too_far(history: History, window: int) -> Numbers:
-    """The updates of a step leave the policy that wrote its samples far behind."""
+    """The updates of a step leave the policy that wrote its samples far behind.
+
+    They have gone too far when they clip 40% (`CLIPPED`) of the tokens and move the policy by 0.05 nats a
+    token (`MOVED`): PPO's usual early stop is at 0.01 to 0.03. Narrow bounds, such as GSPO's, clip as many
+    while it hardly moves, and some losses clip nothing: for these 0.25 nats (`FAR_MOVED`) are too far.
+    """
     moves, clips = history["actor/ppo_kl"][-window:], history["actor/clip_fraction"][-window:]
     if len(moves) < window:
         return None

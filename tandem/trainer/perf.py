@@ -48,7 +48,8 @@ def offered(group: WorkerGroup, method: str, *arguments: Any) -> list[Any]:
 def throughput(
     seconds: Mapping[str, float], metrics: Mapping[str, float], plan: Plan, devices: Mapping[str, int]
 ) -> dict[str, float]:
-    """Timings and rates.
+    """Timings and rates. `_PHASES` has by phase the kind of its tokens, its rate's name, if it has one, and
+    the role whose processes that is divided by.
 
     Args:
         seconds: `timing/PHASE` to seconds of one step.
@@ -78,4 +79,3 @@ _PHASES = {
     **dict.fromkeys(("ref", "values", "adv", "update_critic"), ("total", "", "")),
     "update_actor": ("total", "train", "actor"),
 }
-"""By phase its tokens, its rate's name, if it has one, and the role whose processes that is divided by."""

@@ -65,7 +65,6 @@ _BY_EXPERIMENT = {
     "late": Cause.LATE,
 }
 _EXPLAINED = 0.1
-"""A fault is the cause where under it a tenth of the difference is left, or what is within the limit."""
 EXPLAINED_SAMPLES = 32
 """Samples that experiments are made with."""
 
@@ -124,7 +123,8 @@ def diagnose(evidence: Evidence) -> Cause | None:
 
 
 def _by_experiment(evidence: Evidence) -> Cause | None:
-    """The fault under which most of the difference vanishes; None where none does, or none was tried."""
+    """The fault under which most of the difference vanishes: a tenth (`_EXPLAINED`) is left, or what is
+    within the limit. None where none does, or none was tried."""
     gaps, limit = evidence.experiments, evidence.limit
     if gaps.get("again", 0.0) > limit:
         return Cause.UNREPEATABLE

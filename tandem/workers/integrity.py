@@ -24,16 +24,14 @@ from tandem.workers.probes import SAMPLED, SCORED, fingerprint
 CHECK = "trust/"
 """Prefix of what is counted here; what is nought does not go into the run folder."""
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>")
-"""Tokens with which the usual chat templates end a turn or a text, where a vocabulary has them."""
 _FEWEST = 8
-"""Samples below which no correlation is computed."""
 CERTAIN = -1e-3
-"""Nats: a token whose log-prob is below this was not certain."""
 
 
 def certain(rollout: RolloutConfig) -> float:
     """The log-prob of training, nats, below which a token was not the only one that sampling left to choose
-    from, so that the rollout has a log-prob other than 0 for it."""
+    from, so that the rollout has a log-prob other than 0 for it. Where it left all, a token below `CERTAIN`
+    was not certain."""
     if rollout.top_k == 1 or rollout.min_p > 0:
         return -math.inf
     return math.log(rollout.top_p) + CERTAIN
@@ -57,7 +55,8 @@ class SpecialTokens:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, stops: tuple[int, ...]) -> SpecialTokens:
-        """Those of a tokenizer.
+        """Those of a tokenizer. Of the tokens with which the usual chat templates end a turn or a text
+        (`_TURN_ENDS`), those that its vocabulary has.
 
         Args:
             stops: at which responses end; with none, as with `ignore_eos`, no response is looked at.
