@@ -78,9 +78,7 @@ def build_ppo(
         memory = predicted(tell_plan(config, say, backend.gpus))
         stops = stop_token_ids(policy.model.path, tokenizer)
         scoring = Scoring(prepared.combination)
-        launcher = Launcher(
-            config, prepared.cast, plan, backend, run.folder, tokenizer, stops, reward, scoring
-        )
+        launcher = Launcher(config, prepared, plan, backend, run.folder, tokenizer, stops, scoring)
         roles = launcher.launch(placed, rows)
         run_worst_batches(config, roles)
         made = trainer(

@@ -15,10 +15,10 @@ from tandem.config.root import TrainConfig
 from tandem.config.trainer import RunConfig
 from tandem.errors import ConfigError, TandemError, WorkerFailure
 from tandem.observability.run import RunFolder
-from tandem.rewards import Scorer
 from tandem.runtime import Backend, LocalBackend, Placement, ResourcePool, WorkerGroup
 from tandem.runtime.worker import WorkerFactory
-from tandem.trainer.casting import Cast, Tenant, kind_of, pools_of, tenants
+from tandem.trainer.beforehand import Prepared
+from tandem.trainer.casting import Tenant, kind_of, pools_of, tenants
 from tandem.trainer.roles import Roles
 from tandem.trainer.scoring import Scoring
 from tandem.trainer.steps import Plan, updates_per_step
@@ -105,24 +105,22 @@ class Launcher:
 
     Attributes:
         config: of the run.
-        cast: who plays which role, wherever it moves.
+        prepared: who plays which role, wherever it moves, and the user's own reward.
         plan: of the run.
         backend: where workers run.
         run: the run folder.
         tokenizer: the policy's.
         stops: the tokens that end a response.
-        reward: the user's own; None takes each data source's.
         scoring: makes the reward of the scores.
     """
 
     config: TrainConfig
-    cast: Cast
+    prepared: Prepared
     plan: Plan
     backend: Backend
     run: RunFolder
     tokenizer: PreTrainedTokenizerBase
     stops: tuple[int, ...]
-    reward: Scorer | None
     scoring: Scoring
     _pools: dict[str, ResourcePool] = field(default_factory=dict, init=False)
 
@@ -141,7 +139,7 @@ class Launcher:
                 group = WorkerGroup(self.backend, make, tenant.pool, role=role, balance=balance)
                 groups |= dict.fromkeys(tenant.parts, group)
         streams = "reward" in groups and hasattr(groups["rollout"], "stream_sequences")
-        whole = self.reward is not None and self.reward.batched
+        reward = self.prepared.reward
         return Roles(
             data=data,
             actor=groups["actor"],
@@ -152,7 +150,7 @@ class Launcher:
             reward=groups.get("reward"),
             batch=groups["batch"],
             scoring=self.scoring,
-            scores_parts=streams and not whole,
+            scores_parts=streams and not (reward is not None and reward.batched),
             resets_reference="ref" in groups and policy.ref.reset_interval > 0,
             rollout_shares=groups["rollout"].world_size // policy.rollout.split,
         )
@@ -165,7 +163,7 @@ class Launcher:
         device, limit_s = config.trainer.device, config.trainer.timeouts.collective
         engine = {"device": device, "run": run, "collective_timeout_s": limit_s}
         if kind == "reward":
-            return partial(worker, self.tokenizer, self.reward, config.reward, run)
+            return partial(worker, self.tokenizer, self.prepared.reward, config.reward, run)
         if kind == "reward_model":
             named = {"role": tenant.role} if one_of_several else {}
             return partial(worker, config.reward_model, tokenizer=self.tokenizer, **engine, **named)
@@ -206,7 +204,7 @@ class Launcher:
         Raises:
             ConfigError: as `tenants`; or the processes cannot be had.
         """
-        placed = tenants(placement, self.cast)
+        placed = tenants(placement, self.prepared.cast)
         for group in roles.groups:
             if group is not roles.data:
                 group.shutdown()

@@ -36,6 +36,8 @@ from tandem.trainer.session import Session
 from tandem.trainer.steps import Plan, minibatches
 from tandem.trainer.trust import EXPLAINED_SAMPLES, TrustProbe
 
+Updates = list[tuple[str, Future[Metrics]]]  # each with its role
+
 
 class PPOTrainer(Loop[Gathered]):
     """The controller of one run of reinforcement learning.
@@ -132,7 +134,7 @@ class PPOTrainer(Loop[Gathered]):
         batch = samples.union(*columns)
         batch = batch.union(roles.batch.compute_advantages(batch, self.kl_coef))
 
-        updates: list[tuple[str, Future[Metrics]]] = []
+        updates: Updates = []
         without = None if left_out is None else left_out.get()
         if roles.critic:
             for mini in minibatches(batch, len(samples), plan.critic, step, without):
@@ -214,9 +216,7 @@ class PPOTrainer(Loop[Gathered]):
             self.roles.sync_rollout()
             self._rollout_is_current = True
 
-    def _measure(
-        self, step: int, batch: BatchFuture, updates: list[tuple[str, Future[Metrics]]]
-    ) -> dict[str, float]:
+    def _measure(self, step: int, batch: BatchFuture, updates: Updates) -> dict[str, float]:
         """The metrics of a step, once all of it has been done."""
         roles = self.roles
         written = roles.batch.write_samples(step, batch) if self.rhythm.writes_samples(step) else None

@@ -26,15 +26,14 @@ from tandem.data.mixture import EpochOrder
 from tandem.errors import ConfigError, DataError
 from tandem.memory.levers import with_values
 from tandem.observability.config_file import flat
-from tandem.observability.metrics import Metrics
 from tandem.observability.reading import Run
 from tandem.observability.run import read_batch
 from tandem.protocol import DataProto, Ragged
 from tandem.rewards import own_reward
-from tandem.runtime import BatchFuture, Future
+from tandem.runtime import BatchFuture
 from tandem.trainer.assembly import build_ppo
 from tandem.trainer.gathering import Gathered
-from tandem.trainer.ppo import PPOTrainer
+from tandem.trainer.ppo import PPOTrainer, Updates
 from tandem.trainer.quiet import quiet
 from tandem.trainer.schedule import Learner, Synchronous
 from tandem.workers.attribution import UpdateGradient
@@ -156,9 +155,7 @@ class Replayer(PPOTrainer):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state | {"loader": self.prompts.state_dict()})  # no prompts are read
 
-    def _measure(
-        self, step: int, batch: BatchFuture, updates: list[tuple[str, Future[Metrics]]]
-    ) -> dict[str, float]:
+    def _measure(self, step: int, batch: BatchFuture, updates: Updates) -> dict[str, float]:
         self.batch = batch
         return super()._measure(step, batch, updates)
 

@@ -197,10 +197,9 @@ class EngineWorker(TimedWorker):
         if self.device.type == "cuda":
             self.say(f"{role}: {engine.kernels}.")
         info = engine.state_info()
-        if 0 < info["trainable_parameters"] < info["parameters"]:
-            self.say(
-                f"{role}: {info['trainable_parameters']:,} of {info['parameters']:,} parameters are trained."
-            )
+        trained, whole = info["trainable_parameters"], info["parameters"]
+        if 0 < trained < whole:
+            self.say(f"{role}: {trained:,} of {whole:,} parameters are trained.")
         self.register_mesh(role, engine.share.rank, engine.share.size, collects=engine.share.leads)
         engine.offload()
         return engine

@@ -185,9 +185,8 @@ class BatchWorker(TimedWorker):
             rewards_B = segment_sum(batch.ragged("token_level_rewards").values, mask.offsets)
             metrics.add_mean("reward/after_kl", rewards_B.sum(), len(mask))
             if "values" in batch:
-                variance = explained_variance(
-                    batch.ragged("values").values, batch.ragged("returns").values, mask.values
-                )
+                values_T, returns_T = batch.ragged("values").values, batch.ragged("returns").values
+                variance = explained_variance(values_T, returns_T, mask.values)
                 metrics.add_mean("critic/explained_variance", variance, 1.0)
             if self.config.use_kl_in_reward:
                 metrics.add_mean("actor/kl_in_reward", self._kl_penalised(batch, 0.0).kl, 1.0)
@@ -263,11 +262,9 @@ def group_ids(uids: np.ndarray) -> Tensor:
 def score_metrics(batch: DataProto, prefix: str, mean: str) -> Metrics:
     """Mean score over all samples and per data source, and the means of what rewards add to it."""
     metrics = Metrics()
-    arrays = batch.non_tensor_batch
-    scores_B = batch.dense("scores")
-    for score, extra, source in zip(
-        scores_B.tolist(), arrays["reward_extra"], arrays["data_source"], strict=True
-    ):
+    scores_B, arrays = batch.dense("scores"), batch.non_tensor_batch
+    extras, sources = arrays["reward_extra"], arrays["data_source"]
+    for score, extra, source in zip(scores_B.tolist(), extras, sources, strict=True):
         metrics.add_mean(f"{prefix}/{mean}", score, 1.0)
         metrics.add_mean(f"{prefix}/{mean}/{source}", score, 1.0)
         for name, value in extra.items():

@@ -74,7 +74,7 @@ class CriticWorker(EngineWorker):
         tokens that were rejected."""
         with self.working("update_critic", self.engine, training=True):
             batching, optim = self.config.train_batching, self.config.optim
-            share = without_rejected(batch)
+            share, rejects = without_rejected(batch), KEPT in batch
             return self.guarded_step(
-                self.engine, share, self.loss, batching, "critic", optim, rejects=KEPT in batch
+                self.engine, share, self.loss, batching, "critic", optim, rejects=rejects
             )

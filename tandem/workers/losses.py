@@ -25,6 +25,7 @@ from tandem.workers.correction import WEIGHTS, Correction, bypassing, count_kept
 from tandem.workers.loss_terms import EntropyTerm, Term, configured_terms
 from tandem.workers.probes import SAMPLED, add_rollout_gap
 
+Named = Mapping[str, Tensor]
 TOKEN_SHARE = "trust/token_share"
 """Tokens of all micro-batches over those that the loss was divided by: 1, or its scale is wrong."""
 
@@ -106,9 +107,7 @@ class ActorLoss:
             ),
         )
 
-    def __call__(
-        self, out: Mapping[str, Tensor], columns: Mapping[str, Tensor], offsets: Tensor, counts: Counts
-    ) -> tuple[Tensor, Metrics]:
+    def __call__(self, out: Named, columns: Named, offsets: Tensor, counts: Counts) -> tuple[Tensor, Metrics]:
         metrics = Metrics()
         given = {**out, **columns, "offsets": offsets}
         metrics.add_sum(TOKEN_SHARE, columns["response_mask"].sum().double() / max(counts.tokens, 1))
@@ -172,9 +171,7 @@ class CriticLoss:
     def from_config(cls, critic: CriticConfig, *, norm_length: float) -> CriticLoss:
         return cls(critic.cliprange_value, critic.aggregation, norm_length)
 
-    def __call__(
-        self, out: Mapping[str, Tensor], columns: Mapping[str, Tensor], offsets: Tensor, counts: Counts
-    ) -> tuple[Tensor, Metrics]:
+    def __call__(self, out: Named, columns: Named, offsets: Tensor, counts: Counts) -> tuple[Tensor, Metrics]:
         mask = columns["response_mask"]
         losses_T, observed = clipped_value_loss(
             out["values"], columns["values"], columns["returns"], cliprange_value=self.cliprange_value
@@ -195,9 +192,7 @@ class NextTokenLoss:
     outputs: frozenset[str] = frozenset({"log_probs"})
     columns: frozenset[str] = frozenset({"response_mask"})
 
-    def __call__(
-        self, out: Mapping[str, Tensor], columns: Mapping[str, Tensor], offsets: Tensor, counts: Counts
-    ) -> tuple[Tensor, Metrics]:
+    def __call__(self, out: Named, columns: Named, offsets: Tensor, counts: Counts) -> tuple[Tensor, Metrics]:
         mask = columns["response_mask"]
         total = -_total(out["log_probs"], mask)
         metrics = Metrics()
@@ -218,9 +213,7 @@ class PreferenceLoss:
     outputs: frozenset[str] = frozenset({"scores"})
     columns: frozenset[str] = frozenset({"margin"})
 
-    def __call__(
-        self, out: Mapping[str, Tensor], columns: Mapping[str, Tensor], offsets: Tensor, counts: Counts
-    ) -> tuple[Tensor, Metrics]:
+    def __call__(self, out: Named, columns: Named, offsets: Tensor, counts: Counts) -> tuple[Tensor, Metrics]:
         scores = out["scores"][offsets[1:] - 1]
         pairs = len(scores) // 2  # none in a ghost, which is a single sequence
         chosen_P, rejected_P = scores[: 2 * pairs].view(pairs, 2).unbind(1)
