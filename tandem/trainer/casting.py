@@ -199,21 +199,22 @@ def load_classes(references: Mapping[str, str]) -> dict[str, type[Worker]]:
     Raises:
         ConfigError: no such module or class, or one that is no worker.
     """
-    found = {}
+    found: dict[str, type[Worker]] = {}
     for role, reference in references.items():
         module, name = load_module(reference)
-        found[role] = getattr(module, name, None)
-        if not _is_worker(found[role]):
+        named = getattr(module, name, None)
+        if not _is_worker(named):
             workers = [key for key, value in vars(module).items() if _is_worker(value)]
             near = difflib.get_close_matches(name, workers, n=1)
             raise ConfigError(
-                "no such worker class" if found[role] is None else "not a worker class",
+                "no such worker class" if named is None else "not a worker class",
                 field=f"trainer.worker_classes.{role}",
                 got=reference,
                 expected="a subclass of tandem.runtime.Worker; the module has "
                 f"{', '.join(workers) or 'none'}",
                 remedy=f"did you mean '{near[0]}'?" if near else None,
             )
+        found[role] = named
     return found
 
 

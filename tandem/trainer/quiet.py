@@ -11,12 +11,13 @@ from tandem.config.written import remade
 from tandem.memory.levers import with_values
 
 
-def quiet(config: TrainConfig, folder: Path, steps: int, changes: Mapping[str, Any]) -> TrainConfig:
+def quiet(config: TrainConfig, folder: Path, steps: int | None, changes: Mapping[str, Any]) -> TrainConfig:
     """Return the config of the same run, which begins anew and takes so many steps. It validates nothing,
     saves nothing and tells no logger.
 
     Args:
         folder: where it writes.
+        steps: None for as many as the epochs give.
         changes: other values, by dotted key; they win.
 
     Raises:

@@ -138,7 +138,7 @@ class Unread:
     """
 
     def __init__(self, rows: int) -> None:
-        self.digests = np.zeros(rows, dtype=np.uint64)
+        self.digests: np.ndarray = np.zeros(rows, dtype=np.uint64)
 
     def __len__(self) -> int:
         return len(self.digests)
