@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 from tandem.config.root import TrainConfig
 from tandem.config.supervised import RMConfig, SFTConfig
+from tandem.config.trainer import RunConfig
 from tandem.errors import WorkerFailure
 from tandem.observability.files import append_line
 from tandem.trainer.assembly import build_ppo, build_rm, build_sft
@@ -23,7 +24,16 @@ FAILURES = "failure.txt"
 """In the run's log folder: the reports of its failures."""
 
 
-C = TypeVar("C", TrainConfig, SFTConfig, RMConfig)
+class RunSection(Protocol):
+    """A config with a run."""
+
+    @property
+    def trainer(self) -> RunConfig: ...
+
+    def model_copy(self, *, update: dict[str, Any]) -> Self: ...
+
+
+C = TypeVar("C", bound=RunSection)
 Build = Callable[[C], PPOTrainer | SupervisedTrainer]
 """Makes a trainer of a config."""
 
