@@ -17,12 +17,15 @@ from numpy.typing import NDArray
 
 from tandem import hub
 from tandem.bench.lengths import lengths
+from tandem.config.dynamic_sampling import SamplerConfig
 from tandem.config.load import load_train_config
+from tandem.config.rewards import CustomRewardConfig
 from tandem.config.root import TrainConfig
 from tandem.config.sources import read_sources, split_arguments
-from tandem.config.written import remade, to_dict
+from tandem.config.written import to_dict
 from tandem.errors import ConfigError, ModelError
 from tandem.memory.shapes import published
+from tandem.trainer.quiet import quiet
 
 MODEL_KEYS = ("actor_rollout_ref.model.path", "critic.model.path", "reward_model.model.path")
 _POSITIONS = 131072  # of a model of which the name alone is known; weights are random at any length
@@ -150,7 +153,7 @@ def as_benchmark(config: TrainConfig, asked: Asked) -> TrainConfig:
     Raises:
         ConfigError: the policy has a worker of the user's own.
     """
-    tree, trainer = config.model_dump(), config.trainer
+    trainer = config.trainer
     apart = trainer.placed("actor") != trainer.placed("rollout")
     if clash := sorted({"actor", "rollout", "actor_rollout"} & set(trainer.worker_classes)):
         raise ConfigError(
@@ -159,25 +162,20 @@ def as_benchmark(config: TrainConfig, asked: Asked) -> TrainConfig:
             remedy="leave it out; `tandem train` measures the same phases with it",
         )
     roles = ("actor", "rollout") if apart else ("actor_rollout",)
-    tree["data"] |= {"shuffle": False, "prompt_key": "prompt", "reward_fn_key": "data_source"}
-    tree["data"] |= {"train_max_samples": -1, "sampler": {}}
-    if not config.reward_model.enable:
-        tree["custom_reward_function"] = {"path": "tandem.bench.reward", "name": "drawn"}
-    tree["trainer"] |= {
-        "default_local_dir": str(asked.folder / "run"),
-        "total_training_steps": asked.steps + asked.warm_up,
-        "critic_warmup": 0,
-        "worker_classes": trainer.worker_classes | dict.fromkeys(roles, "tandem.bench.parts:BenchWorker"),
-        "resume_mode": "disable",
-        "save_freq": -1 if asked.saves else 0,
-        "test_freq": -1,
-        "val_before_train": False,
-        "val_only": False,
-        "log_val_generations": 0,
-        "keep_best": None,
-        "async_save": False,
-        "worst_batch_first": False,
-        "on_step": None,
-        "logger": (),
+    workers = dict.fromkeys(roles, "tandem.bench.parts:BenchWorker")
+    changes: dict[str, Any] = {
+        "data.shuffle": False,
+        "data.prompt_key": "prompt",
+        "data.reward_fn_key": "data_source",
+        "data.train_max_samples": -1,
+        "data.sampler": SamplerConfig(),
+        "trainer.critic_warmup": 0,
+        "trainer.worker_classes": trainer.worker_classes | workers,
+        "trainer.save_freq": -1 if asked.saves else 0,
+        "trainer.worst_batch_first": False,
+        "trainer.on_step": None,
     }
-    return remade(config, tree)
+    if not config.reward_model.enable:
+        reward = CustomRewardConfig(path="tandem.bench.reward", name="drawn")
+        changes["custom_reward_function"] = reward
+    return quiet(config, asked.folder / "run", asked.steps + asked.warm_up, changes)

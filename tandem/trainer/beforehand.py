@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 from tandem.algorithms.registry import AdvantageSpec
 from tandem.config.root import TrainConfig
@@ -13,9 +14,9 @@ from tandem.errors import ConfigError
 from tandem.models.loading import load_config, position_limit
 from tandem.models.vocabulary import tokenizer_of
 from tandem.rewards import Scorer, check_sources, own_reward
-from tandem.rewards.combination import combination_of
+from tandem.rewards.combination import Combination, combination_of
+from tandem.trainer.casting import Cast, Tenant, cast_roles, configured_placement, tenants
 from tandem.trainer.checks import check_algorithms
-from tandem.trainer.placing import cast_roles, configured_placement, tenants
 from tandem.trainer.steps import Plan, plan_run
 from tandem.trainer.supervised import Task, rm_task, sft_task
 from tandem.workers.data import DataFacts, DataWorker, read_examples, read_prompts
@@ -27,74 +28,72 @@ def examine(config: TrainConfig | SupervisedConfig) -> None:
     Raises:
         TandemError: the first thing for which the run would be refused.
     """
-    if isinstance(config, TrainConfig):
-        _examine_prompts(config)
-    else:
+    if not isinstance(config, TrainConfig):
         tokenizer = tokenizer_of(config.model)
         read_examples(config.data, partial(task_of(config).dataset, tokenizer=tokenizer))
+        return
+    prepared = prepare(config)
+    if prepared.placed["data"].worker is DataWorker:  # the user's own reads as it likes
+        tokenizer = tokenizer_of(config.actor_rollout_ref.model, "actor_rollout_ref.model")
+        reads = {} if prepared.reward is None else {"reads": prepared.reward.reads}
+        plan_of(config, prepared, read_prompts(config.data, tokenizer, **reads).facts, lambda sentence: None)
 
 
-def _examine_prompts(config: TrainConfig) -> None:
+class Prepared(NamedTuple):
+    """What a run's config names, found and checked.
+
+    Attributes:
+        spec: the advantage estimator.
+        cast, placed: who plays which role, and where.
+        reward: the user's own; None takes each data source's.
+        combination: of the parts of the reward; None: reward functions alone say it.
+    """
+
+    spec: AdvantageSpec
+    cast: Cast
+    placed: dict[str, Tenant]
+    reward: Scorer | None
+    combination: Combination | None
+
+
+def prepare(config: TrainConfig) -> Prepared:
+    """Find and check what a config names: algorithms, worker classes, rewards.
+
+    Raises:
+        TandemError: one is not there, or cannot be used.
+    """
     spec = check_algorithms(config)
     cast = cast_roles(config, spec)
     placed = tenants(configured_placement(config.trainer), cast)
     reward = own_reward(config.custom_reward_function, config.reward.timeout)
-    combination_of(config)
-    if placed["data"].worker is not DataWorker:
-        return  # the user's own reads as it likes
-    tokenizer = tokenizer_of(config.actor_rollout_ref.model, "actor_rollout_ref.model")
-    reads = {} if reward is None else {"reads": reward.reads}
-    facts = read_prompts(config.data, tokenizer, **reads).facts
-    plan_of(config, spec, facts, reward, scores="reward" in cast.played, say=lambda sentence: None)
+    return Prepared(spec, cast, placed, reward, combination_of(config))
 
 
-def plan_of(
-    config: TrainConfig,
-    spec: AdvantageSpec,
-    facts: DataFacts,
-    reward: Scorer | None,
-    *,
-    scores: bool,
-    say: Callable[[str], None],
-) -> Plan:
+def plan_of(config: TrainConfig, prepared: Prepared, facts: DataFacts, say: Callable[[str], None]) -> Plan:
     """The plan of a run over these data.
 
     Args:
-        spec: the advantage estimator.
-        reward: the user's own; None takes each data source's.
-        scores: whether the run scores by functions.
         say: prints a sentence to the user.
 
     Raises:
         TandemError: the data go beyond the model's positions, a data source has no reward, there are too few
             rows, or a step cannot be made as the config asks.
     """
-    _require_positions(config, facts.longest_prompt)
-    if scores:
-        check_sources(facts.sources, reward, config.reward.sandbox, say)
-    return plan_run(config, spec, batches_of(facts.rows, config.data.train_batch_size))
-
-
-def _require_positions(config: TrainConfig, prompt: int) -> None:
-    """
-    Args:
-        prompt: tokens of the longest.
-
-    Raises:
-        ConfigError: it and the longest response go beyond the model's positions. Of a model whose rotary
-            angles are stretched, its rollout engine judges.
-    """
-    model, response = config.actor_rollout_ref.model, config.data.max_response_length
+    model, data, prompt = config.actor_rollout_ref.model, config.data, facts.longest_prompt
+    response = data.max_response_length
     most = position_limit(load_config(model.path, trust_remote_code=model.trust_remote_code))
     if most is not None and prompt + response > most:
         raise ConfigError(
             "the longest prompt and response go beyond the model's positions",
             field="data.max_prompt_length + data.max_response_length",
-            got=f"{prompt} (of at most {config.data.max_prompt_length}) + {response} = {prompt + response}",
+            got=f"{prompt} (of at most {data.max_prompt_length}) + {response} = {prompt + response}",
             expected=f"at most max_position_embeddings = {most}",
             remedy="lower data.max_response_length, or leave out long prompts: lower data.max_prompt_length "
             "and set data.filter_overlong_prompts=true",
         )
+    if "reward" in prepared.cast.played:
+        check_sources(facts.sources, prepared.reward, config.reward.sandbox, say)
+    return plan_run(config, prepared.spec, batches_of(facts.rows, data.train_batch_size))
 
 
 def task_of(config: SupervisedConfig) -> Task:

@@ -22,8 +22,10 @@ def check_algorithms(config: TrainConfig) -> AdvantageSpec:
     Raises:
         ConfigError: one is not, or does not.
     """
-    own_loss, kinds = config.actor_rollout_ref.actor.policy_loss, _kl_kinds(config)
-    spec = advantage_estimator(config.algorithm.adv_estimator)
+    algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
+    kinds = {algorithm.kl_penalty} if algorithm.use_kl_in_reward else set()
+    kinds |= {actor.kl_loss_type} if actor.use_kl_loss else set()
+    spec = advantage_estimator(algorithm.adv_estimator)
     several = config.actor_rollout_ref.ref.models
     if several and "ref_log_probs" in spec.columns:
         raise ConfigError(
@@ -32,27 +34,11 @@ def check_algorithms(config: TrainConfig) -> AdvantageSpec:
             got=", ".join(several),
             remedy="remove it, or choose another algorithm.adv_estimator",
         )
-    _check_rewards(config, spec)
-    spec.select_options({}, config.algorithm.adv_kwargs)  # refuses what does not fit
-    policy_loss(own_loss.loss_mode).select_options({}, own_loss.kwargs)
-    for kind in kinds - {FULL}:
-        kl_estimator(kind.removesuffix("+"))
-    Correction.from_config(config.algorithm.rollout_correction)
-    return spec
-
-
-def _check_rewards(config: TrainConfig, spec: AdvantageSpec) -> None:
-    """
-    Raises:
-        ConfigError: the reward is to be changed, and the estimator does not read it.
-    """
-    if "token_level_rewards" in spec.columns:
-        return
     for field, changes in (
-        ("algorithm.use_kl_in_reward", config.algorithm.use_kl_in_reward),
+        ("algorithm.use_kl_in_reward", algorithm.use_kl_in_reward),
         ("reward_model.overlong_buffer.enable", config.reward_model.overlong_buffer.enable),
     ):
-        if changes:
+        if changes and "token_level_rewards" not in spec.columns:
             raise ConfigError(
                 f"changes the rewards, which {spec.name} does not read",
                 field=field,
@@ -61,13 +47,12 @@ def _check_rewards(config: TrainConfig, spec: AdvantageSpec) -> None:
                 remedy="return the penalty as a component of the reward, or choose another "
                 "algorithm.adv_estimator",
             )
-
-
-def _kl_kinds(config: TrainConfig) -> set[str]:
-    """The KL estimators that the run uses."""
-    algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
-    in_reward = {algorithm.kl_penalty} if algorithm.use_kl_in_reward else set()
-    return in_reward | ({actor.kl_loss_type} if actor.use_kl_loss else set())
+    spec.select_options({}, algorithm.adv_kwargs)  # refuses what does not fit
+    policy_loss(actor.policy_loss.loss_mode).select_options({}, actor.policy_loss.kwargs)
+    for kind in kinds - {FULL}:
+        kl_estimator(kind.removesuffix("+"))
+    Correction.from_config(algorithm.rollout_correction)
+    return spec
 
 
 def say_idle_offload(trainer: RunConfig, models: Mapping[str, Section], say: Callable[[str], None]) -> None:
@@ -87,20 +72,15 @@ def say_idle_offload(trainer: RunConfig, models: Mapping[str, Section], say: Cal
         for at, model in models.items()
         if hasattr(model, part)
     }
-    idle = [f"{at}.{key}" for at, part in parts.items() for key in _OFFLOADS if getattr(part, key, False)]
-    idle += [
-        f"{at}.optimizer=adamw_cpu"
-        for at, part in parts.items()
-        if getattr(part, "optimizer", "") == "adamw_cpu"
-    ]
+    offloads = ("param_offload", "optimizer_offload")
+    idle = [f"{at}.{key}" for at, part in parts.items() for key in offloads if getattr(part, key, False)]
+    on_host = [at for at, part in parts.items() if getattr(part, "optimizer", "") == "adamw_cpu"]
+    idle += [f"{at}.optimizer=adamw_cpu" for at in on_host]
     if idle:
         say(f"{', '.join(idle)}: no effect on a CPU, whose memory is the host's.")
     for at, part in parts.items():
         if getattr(part, "enable_activation_offload", False):
             say(f"{at}.enable_activation_offload: on a CPU nothing moves; what would is counted.")
-
-
-_OFFLOADS = ("param_offload", "optimizer_offload")
 
 
 def models_of(config: TrainConfig, played: frozenset[str]) -> dict[str, Section]:

@@ -8,11 +8,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tandem.config.root import TrainConfig
-from tandem.config.written import remade
+from tandem.config.schema import value_at
 from tandem.lifetime import scratch_folder
 from tandem.trainer.assembly import build_ppo
+from tandem.trainer.quiet import quiet
 
 _PROMPTS = 8
 _OF_THE_MAXIMUM = 50.0
@@ -67,62 +69,15 @@ def run_control(config: TrainConfig, *, say: Callable[[str], None]) -> Report:
     with scratch_folder("check", shared_place(config)) as folder:
         trainer = build_ppo(controlled(config, folder / "run"), say=say)
         try:
-            before = trainer.roles.weight_digest()
+            before = trainer.roles.actor.weight_digest()
             prompts = trainer.prompts.next()
             first, second = (trainer.step(number, prompts) for number in (1, 2))
-            after = trainer.roles.weight_digest()
+            after = trainer.roles.actor.weight_digest()
         finally:
             trainer.shutdown()
     changed = [name for name in before if before[name] != after[name]]
     if "rollout/log_prob_diff_limit" not in first:
         say("The rollout gives no log-probs: how far it is from training was not measured.")
-    probes = (*_probes(first, second), Probe("weights changed", 0.0, float(len(changed)), 0.0))
-    causes = list(trainer.trust.named.values())
-    if changed:
-        causes.append(f"The weights changed at learning rate 0; the first is {changed[0]}.")
-    if not causes:
-        causes = [
-            f"{probe.name} is {probe.first:.3g}, then {probe.second:.3g}, which rounding does not explain."
-            for probe in probes
-            if not probe.at_floor
-        ]
-    return Report(probes, tuple(causes))
-
-
-def controlled(config: TrainConfig, folder: Path) -> TrainConfig:
-    """The same run with learning rate zero, few prompts, and no trace but in `folder`."""
-    tree = config.model_dump()
-    trainer, data = config.trainer, config.data
-    prompts = min(data.train_batch_size, max(_PROMPTS, *map(trainer.devices_of, ("actor", "rollout"))))
-    tree["data"] |= {"train_batch_size": prompts, "gen_batch_size": None, "val_files": ()}
-    tree["algorithm"]["filter_groups"]["enable"] = False  # both steps are to have the same prompts
-    for section in (tree["actor_rollout_ref"]["actor"], tree["critic"]):
-        whole = section["ppo_mini_batch_size"] >= data.train_batch_size
-        section["ppo_mini_batch_size"] = prompts if whole else -(-prompts // 2)
-        section["optim"]["lr"] = 0.0
-    tree["trainer"] |= {
-        "default_local_dir": str(folder),
-        "total_training_steps": 2,
-        "critic_warmup": 0,
-        "resume_mode": "disable",
-        "save_freq": -1,
-        "test_freq": -1,
-        "samples_freq": -1,
-        "val_only": False,
-        "logger": (),
-    }
-    return remade(config, tree)
-
-
-def shared_place(config: TrainConfig) -> Path | None:
-    """The folder for the temporary run folder: workers on other machines see what is beside the run's own."""
-    if config.trainer.resolved_backend == "local":
-        return None
-    run = Path(config.trainer.default_local_dir).absolute()
-    return next(folder for folder in run.parents if folder.is_dir())
-
-
-def _probes(first: dict[str, float], second: dict[str, float]) -> list[Probe]:
     limit = first.get("rollout/log_prob_diff_limit", math.nan)  # it comes with the rollout's log-probs
     floors = {
         "rollout/log_prob_diff_mean": limit,
@@ -134,8 +89,46 @@ def _probes(first: dict[str, float], second: dict[str, float]) -> list[Probe]:
         "actor/clip_fraction": 0.0,
         "actor/kl": limit,
     }
-    return [
-        Probe(name, first[name], second.get(name, float("nan")), floor)
+    probes = [
+        Probe(name, first[name], second.get(name, math.nan), floor)
         for name, floor in floors.items()
         if name in first and not math.isnan(floor)
     ]
+    probes.append(Probe("weights changed", 0.0, float(len(changed)), 0.0))
+    causes = list(trainer.trust.named.values())
+    if changed:
+        causes.append(f"The weights changed at learning rate 0; the first is {changed[0]}.")
+    if not causes:
+        causes = [
+            f"{probe.name} is {probe.first:.3g}, then {probe.second:.3g}, which rounding does not explain."
+            for probe in probes
+            if not probe.at_floor
+        ]
+    return Report(tuple(probes), tuple(causes))
+
+
+def controlled(config: TrainConfig, folder: Path) -> TrainConfig:
+    """The same run with learning rate zero, few prompts, and no trace but in `folder`."""
+    trainer, data = config.trainer, config.data
+    prompts = min(data.train_batch_size, max(_PROMPTS, *map(trainer.devices_of, ("actor", "rollout"))))
+    changes: dict[str, Any] = {
+        "data.train_batch_size": prompts,
+        "data.gen_batch_size": None,
+        "data.val_files": (),
+        "algorithm.filter_groups.enable": False,  # both steps are to have the same prompts
+        "trainer.critic_warmup": 0,
+        "trainer.samples_freq": -1,
+    }
+    for at in ("actor_rollout_ref.actor", "critic"):
+        whole = value_at(config, f"{at}.ppo_mini_batch_size") >= data.train_batch_size
+        changes[f"{at}.ppo_mini_batch_size"] = prompts if whole else -(-prompts // 2)
+        changes[f"{at}.optim.lr"] = 0.0
+    return quiet(config, folder, 2, changes)
+
+
+def shared_place(config: TrainConfig) -> Path | None:
+    """The folder for the temporary run folder: workers on other machines see what is beside the run's own."""
+    if config.trainer.resolved_backend == "local":
+        return None
+    run = Path(config.trainer.default_local_dir).absolute()
+    return next(folder for folder in run.parents if folder.is_dir())

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from tandem.config.dynamic_sampling import FilterGroupsConfig, OverlongBufferConfig
+from tandem.config.root import TrainConfig
 from tandem.errors import RewardError
 from tandem.observability.metrics import Metrics
 from tandem.protocol import SamplingParams
@@ -40,54 +40,6 @@ class Gathered(NamedTuple):
     baselines: tuple[BatchFuture, ...] = ()
 
 
-@dataclass
-class _Filling:
-    """A batch that is being filled.
-
-    Attributes:
-        size: prompts that it takes.
-        parts: what is in it.
-        prompts: how many prompts are in it.
-        tried, dropped: prompts answered, and those of them whose responses did not differ.
-        reward: mean rewards of the generation batches.
-        tokens: written by the policy.
-    """
-
-    size: int
-    parts: list[tuple[BatchFuture, BatchFuture, BatchFuture]]
-    prompts: int = 0
-    tried: int = 0
-    dropped: int = 0
-    reward: float = 0.0
-    tokens: int = 0
-
-    def add(
-        self, prompts: BatchFuture, samples: BatchFuture, scores: BatchFuture, spread: Spread, n: int
-    ) -> np.ndarray:
-        """Takes the prompts whose responses differ, as many as there is room for.
-
-        Returns:
-            the rows of those there was no room for.
-        """
-        differing = np.flatnonzero(spread.differs)
-        taken, surplus = np.split(differing, [self.size - self.prompts])
-        if len(taken):
-            rows = (n * taken[:, None] + np.arange(n)).ravel()
-            self.parts.append((prompts.rows(taken), samples.rows(rows), scores.rows(rows)))
-        asked = len(spread.differs)
-        self.prompts += len(taken)
-        self.tried += asked
-        self.dropped += asked - len(differing)
-        self.reward += spread.reward * asked
-        read = n * int(prompts.index.lengths["prompts"].sum())
-        self.tokens += int(samples.index.lengths["tokens"].sum()) - read
-        return surplus
-
-    @property
-    def full(self) -> bool:
-        return self.prompts == self.size
-
-
 class Gatherer:
     """Answers and scores the prompts of each step.
 
@@ -98,38 +50,24 @@ class Gatherer:
     truth value per prompt.
 
     Args:
-        filters: the section of that key.
-        overlong: how long responses are punished.
+        config: of the run.
         prompts: gives further prompts, and takes back those there was no room for.
         params: how responses are drawn.
-        size: prompts of a step's batch.
-        leaves_out_failed: whether samples whose score failed are in no update.
 
     Attributes:
         dealer: says which prompts are better sampled by the same rank.
         limit: the most generation batches of a step.
     """
 
-    def __init__(
-        self,
-        filters: FilterGroupsConfig,
-        overlong: OverlongBufferConfig,
-        prompts: Prompts,
-        params: SamplingParams,
-        *,
-        size: int,
-        leaves_out_failed: bool = False,
-    ) -> None:
+    def __init__(self, config: TrainConfig, prompts: Prompts, params: SamplingParams) -> None:
         self.prompts = prompts
         self.params = params
         self.dealer = Dealer()
-        self._filters, self._metric = filters.enable, filters.metric
-        self._overlong = overlong
-        self._leaves_out_failed = leaves_out_failed
-        self._size = size
-        self.limit = filters.max_num_gen_batches or max(
-            -(-self._size // prompts.batch_size), prompts.steps_per_epoch
-        )
+        self._filters, self._overlong = config.algorithm.filter_groups, config.reward_model.overlong_buffer
+        self._leaves_out_failed = config.leaves_out_failed
+        self._size = config.data.train_batch_size
+        fewest = -(-self._size // prompts.batch_size)
+        self.limit = self._filters.max_num_gen_batches or max(fewest, prompts.steps_per_epoch)
 
     def gather(
         self, roles: Roles, prompts: BatchFuture, n: int, *, greedy_baselines: bool = False
@@ -144,30 +82,60 @@ class Gatherer:
         Raises:
             RewardError: `limit` generation batches did not fill the batch.
         """
-        gathered = self._gather(roles, prompts, n)
+        if self._filters.enable:
+            gathered = self._filled(roles, prompts, n)
+        else:
+            gathered = Gathered(prompts, *self._answer(roles, prompts, n), {})
         if greedy_baselines:
             gathered = gathered._replace(baselines=(self._baselines(roles, gathered.prompts, n),))
         return gathered
 
-    def _gather(self, roles: Roles, prompts: BatchFuture, n: int) -> Gathered:
-        if not self._filters:
-            return Gathered(prompts, *self._answer(roles, prompts, n), {})
-        filling = _Filling(self._size, [])
+    def _filled(self, roles: Roles, prompts: BatchFuture, n: int) -> Gathered:
+        """A batch full of prompts whose responses differ."""
+        parts: list[tuple[BatchFuture, BatchFuture, BatchFuture]] = []
+        room, reward = self._size, 0.0
+        tried = dropped = tokens = 0
+        failed = ["reward_failed"] if self._leaves_out_failed else []
         for number in range(1, self.limit + 1):
             samples, scores = self._answer(roles, prompts, n)
-            failed = ["reward_failed"] if self._leaves_out_failed else []
-            asked: Future[Spread] = roles.batch.group_spread(
-                scores.select("scores", "reward_extra", *failed), n, self._metric
-            )
-            surplus = filling.add(prompts, samples, scores, asked.get(), n)
-            if filling.full:
+            given = scores.select("scores", "reward_extra", *failed)
+            spread: Spread = roles.batch.group_spread(given, n, self._filters.metric).get()
+            asked, differing = len(spread.differs), np.flatnonzero(spread.differs)
+            taken, surplus = np.split(differing, [room])
+            if len(taken):
+                rows = (n * taken[:, None] + np.arange(n)).ravel()
+                parts.append((prompts.rows(taken), samples.rows(rows), scores.rows(rows)))
+            room -= len(taken)
+            tried += asked
+            dropped += asked - len(differing)
+            reward += spread.reward * asked
+            read = n * int(prompts.index.lengths["prompts"].sum())
+            tokens += int(samples.index.lengths["tokens"].sum()) - read
+            if not room:
                 self.prompts.give_back(prompts, surplus.tolist())
-                whole = (BatchFuture.concat(column) for column in zip(*filling.parts, strict=True))
+                metrics = {
+                    "sampling/gen_batches": float(number),
+                    "sampling/dropped_groups": dropped / tried,
+                    "sampling/surplus_groups": (tried - dropped - self._size) / tried,
+                    "sampling/reward": reward / tried,
+                    "sampling/response_tokens": float(tokens),
+                }
+                whole = (BatchFuture.concat(column) for column in zip(*parts, strict=True))
                 prompts, samples, scores = whole
-                return Gathered(prompts, samples, scores, _metrics(filling, number))
+                return Gathered(prompts, samples, scores, metrics)
             if number < self.limit:
                 prompts = self.prompts.next()
-        raise self._unfilled(filling)
+        raise RewardError(
+            "too few prompts whose responses differ: the batch could not be filled",
+            field=f"{FILTER}.max_num_gen_batches",
+            got=f"{self._size - room} of {self._size} prompts after {self.limit} generation batches; "
+            f"mean reward {reward / tried:.4g}, {dropped} of {tried} prompts had responses of the same "
+            f"{self._filters.metric}",
+            expected=f"{self._size} prompts, data.train_batch_size",
+            remedy="where the model answers all prompts alike little is left to learn: give other data, more "
+            f"responses per prompt, or a smaller data.train_batch_size; {FILTER}.max_num_gen_batches allows "
+            "more tries",
+        )
 
     def _answer(self, roles: Roles, prompts: BatchFuture, n: int) -> tuple[BatchFuture, BatchFuture]:
         """Draws n samples of each prompt and their scores, and tells the sampler of prompts of them."""
@@ -210,29 +178,6 @@ class Gatherer:
         beside = torch.arange(len(prompts)).repeat_interleave(n)
         found: BatchFuture = roles.batch.reward_baselines(scores.select("scores").rows(beside))
         return found
-
-    def _unfilled(self, filling: _Filling) -> RewardError:
-        return RewardError(
-            "too few prompts whose responses differ: the batch could not be filled",
-            field=f"{FILTER}.max_num_gen_batches",
-            got=f"{filling.prompts} of {self._size} prompts after {self.limit} generation batches; "
-            f"mean reward {filling.reward / filling.tried:.4g}, {filling.dropped} of {filling.tried} prompts "
-            f"had responses of the same {self._metric}",
-            expected=f"{self._size} prompts, data.train_batch_size",
-            remedy="where the model answers all prompts alike little is left to learn: give other data, more "
-            f"responses per prompt, or a smaller data.train_batch_size; {FILTER}.max_num_gen_batches allows "
-            "more tries",
-        )
-
-
-def _metrics(filling: _Filling, batches: int) -> dict[str, float]:
-    return {
-        "sampling/gen_batches": float(batches),
-        "sampling/dropped_groups": filling.dropped / filling.tried,
-        "sampling/surplus_groups": (filling.tried - filling.dropped - filling.size) / filling.tried,
-        "sampling/reward": filling.reward / filling.tried,
-        "sampling/response_tokens": float(filling.tokens),
-    }
 
 
 @dataclass(frozen=True)

@@ -145,11 +145,7 @@ def _architectures(config: RunsConfig) -> None:
         own_code = model.trust_remote_code and "auto_map" in stored
         if own_code or not _tested(stored):
             import_module("tandem.trainer.trial").require_sound_model(
-                path,
-                longest=longest,
-                native=native,
-                scorer=scorer,
-                trust_remote_code=model.trust_remote_code,
+                path, longest=longest, native=native, scorer=scorer, trust_remote_code=model.trust_remote_code
             )
 
 

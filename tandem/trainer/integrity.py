@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from tandem.config.root import TrainConfig
+from tandem.observability.learning import Numbers, findings
 from tandem.trainer.steps import Plan, updates_per_step
 from tandem.workers.integrity import CHECK
 
@@ -83,121 +84,85 @@ def broken_rules(metrics: Row, before: Row, facts: Facts) -> dict[str, str]:
         for name, sentence in BROKEN.items()
         if metrics.get(CHECK + name, 0.0) > 0
     }
-    for rule in RULES:
-        sentence = rule(metrics, before, facts)
-        if sentence:
-            found[rule.__name__.strip("_")] = sentence
-    return found
+    return found | dict(findings(RULES, metrics, before, facts))
 
 
-def _loss_scale(metrics: Row, before: Row, facts: Facts) -> str | None:
+def loss_scale(metrics: Row, before: Row, facts: Facts) -> Numbers:
     """The tokens of all micro-batches are those that the loss is divided by."""
     share = metrics.get(f"{CHECK}token_share", 1.0)
-    if abs(share - 1) <= _TOLERANCE:
-        return None
-    return (
-        f"the loss is {share:.3g} times as large as it should be: micro-batches, or ranks, are divided by "
-        "their own number of tokens. Remedy: divide by the counts of the whole mini-batch over all ranks"
-    )
+    return None if abs(share - 1) <= _TOLERANCE else (share,)
 
 
-def _opposed(metrics: Row, before: Row, facts: Facts) -> str | None:
+def opposed(metrics: Row, before: Row, facts: Facts) -> Numbers:
     """What scores more than the rest of its group has the greater advantage."""
     correlation = metrics.get(f"{CHECK}advantage_correlation", 0.0)
-    if correlation >= _OPPOSED:
-        return None
-    return (
-        f"advantages run against rewards (correlation within groups {correlation:.2f}): better responses "
-        "become less likely. Remedy: look for a changed sign in the advantage estimator, or a penalty that "
-        "outweighs the reward"
-    )
+    return None if correlation >= _OPPOSED else (correlation,)
 
 
 def _learnt(row: Row) -> bool:
     return row.get("actor/lr", 0.0) > 0 and row.get("actor/grad_norm", 0.0) > 0
 
 
-def _unmoved(metrics: Row, before: Row, facts: Facts) -> str | None:
+def unmoved(metrics: Row, before: Row, facts: Facts) -> Numbers:
     """An update with a gradient and a learning rate changes weights."""
     updates = metrics.get(f"{CHECK}unmoved_updates", 0.0)
-    if not updates or not _learnt(before):
-        return None
-    return (
-        f"{updates:.0f} updates changed no weight, although the gradient and the learning rate are not "
-        "zero. Remedy: give the optimizer the parameters that the model uses; with "
-        "fsdp_config.model_dtype=bf16 steps below a weight's resolution are lost, fp32 keeps them"
-    )
+    return (updates,) if updates and _learnt(before) else None
 
 
-def _same_ratio(metrics: Row, before: Row, facts: Facts) -> str | None:
+def same_ratio(metrics: Row, before: Row, facts: Facts) -> Numbers:
     """After a first update of a step the policy is no longer the one that wrote its samples."""
     exact = metrics.get("actor/ppo_kl") == 0 and metrics.get("actor/clip_fraction") == 0
-    if not (facts.recompute_old and facts.updates > 1 and exact and _learnt(metrics)):
-        return None
-    return (
-        f"all {facts.updates} updates of a step had a ratio of exactly 1: the old log-probs are taken anew "
-        "from the policy that is being updated. Remedy: compute them once, before the first update of a "
-        "step"
-    )
+    compared = facts.recompute_old and facts.updates > 1
+    return (facts.updates,) if compared and exact and _learnt(metrics) else None
 
 
-def _same_reference(metrics: Row, before: Row, facts: Facts) -> str | None:
+def same_reference(metrics: Row, before: Row, facts: Facts) -> Numbers:
     """A policy that has moved is no longer its reference."""
     moved = metrics.get(f"{CHECK}moving_updates", 0.0) > 0 and _learnt(before)
-    if not moved or metrics.get("actor/kl") != 0 or "actor/reference_step" in metrics:
-        return None
-    return (
-        "the policy has moved and its KL to the reference is exactly zero: the reference is trained along, "
-        "or is the policy itself. Remedy: give the reference weights of its own that nothing updates"
-    )
+    same = metrics.get("actor/kl") == 0 and "actor/reference_step" not in metrics
+    return () if moved and same else None
 
 
-def _negative_kl(metrics: Row, before: Row, facts: Facts) -> str | None:
+def negative_kl(metrics: Row, before: Row, facts: Facts) -> Numbers:
     """Estimates of the KL that are positive for every token have a positive mean."""
     kl = metrics.get("actor/kl", 0.0)
-    if not facts.kl_is_positive or kl >= -_TOLERANCE:
-        return None
-    return (
-        f"the KL to the reference is {kl:.2g}, and its estimate cannot be negative: a sign or a ratio is "
-        "turned round. Remedy: k3 is r - 1 - log r with r = p_reference / p_policy"
-    )
+    return None if not facts.kl_is_positive or kl >= -_TOLERANCE else (kl,)
 
 
-def _no_learning_rate(metrics: Row, before: Row, facts: Facts) -> str | None:
+def no_learning_rate(metrics: Row, before: Row, facts: Facts) -> Numbers:
     """A learning rate that is asked for comes to something, after a first step of warm-up at most."""
-    if not facts.learns or metrics.get("actor/lr") != 0 or before.get("actor/lr") != 0:
-        return None
-    return (
-        "the learning rate has been zero for two steps, although it is set to more: nothing is learnt. "
-        "Remedy: look at optim.lr_warmup_steps, lr_warmup_steps_ratio and total_training_steps, from which "
-        "the schedule follows"
-    )
+    return () if facts.learns and metrics.get("actor/lr") == before.get("actor/lr") == 0 else None
 
 
-def _lost_prompts(metrics: Row, before: Row, facts: Facts) -> str | None:
+def lost_prompts(metrics: Row, before: Row, facts: Facts) -> Numbers:
     """A step goes on in the data where the one before it, in this process or another, had come to."""
     used, was = metrics.get(PROMPTS_USED), before.get(PROMPTS_USED)
-    if (
-        used is None
-        or was is None
-        or "sampling/gen_batches" in metrics
-        or 0 <= used - was < 2 * facts.prompts
-    ):
+    if used is None or was is None or "sampling/gen_batches" in metrics:
         return None
-    return (
-        f"this step ends after {used:.0f} prompts of the data, and the step before it ended after "
-        f"{was:.0f}, with {facts.prompts} to a step: a resume has left prompts out, or has gone back. "
-        "Remedy: save the position of the data that were learnt from, not of those that were read ahead"
-    )
+    return None if 0 <= used - was < 2 * facts.prompts else (used, was, facts.prompts)
 
 
-RULES: tuple[Callable[[Row, Row, Facts], str | None], ...] = (
-    _loss_scale,
-    _opposed,
-    _unmoved,
-    _same_ratio,
-    _same_reference,
-    _negative_kl,
-    _no_learning_rate,
-    _lost_prompts,
-)
+RULES: dict[Callable[[Row, Row, Facts], Numbers], str] = {
+    loss_scale: "the loss is {0:.3g} times as large as it should be: micro-batches, or ranks, are divided "
+    "by their own number of tokens. Remedy: divide by the counts of the whole mini-batch over all ranks",
+    opposed: "advantages run against rewards (correlation within groups {0:.2f}): better responses become "
+    "less likely. Remedy: look for a changed sign in the advantage estimator, or a penalty that outweighs "
+    "the reward",
+    unmoved: "{0:.0f} updates changed no weight, although the gradient and the learning rate are not zero. "
+    "Remedy: give the optimizer the parameters that the model uses; with fsdp_config.model_dtype=bf16 steps "
+    "below a weight's resolution are lost, fp32 keeps them",
+    same_ratio: "all {0} updates of a step had a ratio of exactly 1: the old log-probs are taken anew from "
+    "the policy that is being updated. Remedy: compute them once, before the first update of a step",
+    same_reference: "the policy has moved and its KL to the reference is exactly zero: the reference is "
+    "trained along, or is the policy itself. Remedy: give the reference weights of its own that nothing "
+    "updates",
+    negative_kl: "the KL to the reference is {0:.2g}, and its estimate cannot be negative: a sign or a "
+    "ratio is turned round. Remedy: k3 is r - 1 - log r with r = p_reference / p_policy",
+    no_learning_rate: "the learning rate has been zero for two steps, although it is set to more: nothing "
+    "is learnt. Remedy: look at optim.lr_warmup_steps, lr_warmup_steps_ratio and total_training_steps, from "
+    "which the schedule follows",
+    lost_prompts: "this step ends after {0:.0f} prompts of the data, and the step before it ended after "
+    "{1:.0f}, with {2} to a step: a resume has left prompts out, or has gone back. Remedy: save the "
+    "position of the data that were learnt from, not of those that were read ahead",
+}
+"""What it means where a rule is broken, with its numbers."""

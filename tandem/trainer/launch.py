@@ -5,9 +5,9 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -15,10 +15,10 @@ from tandem.config.root import TrainConfig
 from tandem.config.trainer import RunConfig
 from tandem.errors import ConfigError, TandemError, WorkerFailure
 from tandem.observability.run import RunFolder
-from tandem.rewards import Scorer
 from tandem.runtime import Backend, LocalBackend, Placement, ResourcePool, WorkerGroup
 from tandem.runtime.worker import WorkerFactory
-from tandem.trainer.placing import Cast, Tenant, kind_of, pools_of, tenants
+from tandem.trainer.beforehand import Prepared
+from tandem.trainer.casting import Tenant, kind_of, pools_of, tenants
 from tandem.trainer.roles import Roles
 from tandem.trainer.scoring import Scoring
 from tandem.trainer.steps import Plan, updates_per_step
@@ -99,112 +99,30 @@ def ray_backend(*, asked: str) -> Callable[..., Backend]:
     return make
 
 
-Recipe = Callable[[Tenant], WorkerFactory]
-"""Makes the factory of a group's workers."""
-
-
-def recipes(
-    config: TrainConfig,
-    plan: Plan,
-    tokenizer: PreTrainedTokenizerBase,
-    reward: Scorer | None,
-    run: RunFolder,
-    stops: tuple[int, ...],
-) -> dict[str, Recipe]:
-    """What the workers of each role are made with, besides those of the data.
-
-    Args:
-        tokenizer: the policy's.
-        reward: the user's own; None takes each data source's.
-        run: the run folder.
-        stops: the tokens that end a response.
-    """
-    trainer, actor = config.trainer, config.actor_rollout_ref.actor
-    engine = {"device": trainer.device, "run": run, "collective_timeout_s": trainer.timeouts.collective}
-    policy = partial(
-        _policy,
-        config,
-        tokenizer=tokenizer,
-        total_steps=max(1, plan.total_steps - plan.critic_warmup),
-        updates_per_step=updates_per_step(plan.batch_samples, plan.actor),
-        recompute_old=plan.recompute_old,
-        old_outputs=plan.old_outputs,
-        device=trainer.device,
-        run=run,
-    )
-    critic = {
-        "norm_length": actor.loss_scale_factor,
-        "total_steps": plan.total_steps,
-        "updates_per_step": updates_per_step(plan.batch_samples, plan.critic),
-        "seed": trainer.seed,
-        **engine,
-    }
-    scorer = {"tokenizer": tokenizer, **engine}
-    ignored = config.actor_rollout_ref.rollout.ignore_eos
-    batch: dict[str, Any] = {
-        "special": SpecialTokens.of(tokenizer, () if ignored else stops),
-        "certain": certain(config.actor_rollout_ref.rollout),
-    }
-    ref = config.actor_rollout_ref.ref
-    if ref.models:
-        batch["references"] = ref.columns
-    return {
-        **dict.fromkeys(("actor", "rollout", "ref"), policy),
-        "batch": lambda tenant: partial(tenant.worker, config.algorithm, run, actor, **batch),
-        "critic": lambda tenant: partial(tenant.worker, config.critic, **critic),
-        "reward": lambda tenant: partial(tenant.worker, tokenizer, reward, config.reward, run),
-        "reward_model": lambda tenant: partial(
-            tenant.worker, config.reward_model, **scorer, **_named("role", tenant.role)
-        ),
-    }
-
-
-def _policy(config: TrainConfig, tenant: Tenant, **options: Any) -> WorkerFactory:
-    parts = frozenset(map(kind_of, tenant.parts))
-    return partial(tenant.worker, config, parts=parts, **options, **_named("reference", tenant.role))
-
-
-def _named(argument: str, role: str) -> dict[str, str]:
-    """The argument that tells a worker which of several models of its kind it has."""
-    return {} if role == kind_of(role) else {argument: role}
-
-
-def _of_kind(groups: Mapping[str, WorkerGroup], kind: str) -> dict[str, WorkerGroup]:
-    return {role: group for role, group in groups.items() if kind_of(role) == kind}
-
-
+@dataclass
 class Launcher:
     """The worker groups of a run.
 
-    Args:
-        cast: who plays which role, wherever it moves.
+    Attributes:
+        config: of the run.
+        prepared: who plays which role, wherever it moves, and the user's own reward.
         plan: of the run.
-        recipes: of the workers, see `recipes`.
         backend: where workers run.
-        balance: whether the rows of a batch are shared out by their lengths.
+        run: the run folder.
+        tokenizer: the policy's.
+        stops: the tokens that end a response.
         scoring: makes the reward of the scores.
-        scores_parts: whether reward functions may score samples before all have finished.
     """
 
-    def __init__(
-        self,
-        cast: Cast,
-        plan: Plan,
-        recipes: Mapping[str, Recipe],
-        backend: Backend,
-        *,
-        balance: bool,
-        scoring: Scoring,
-        scores_parts: bool,
-    ) -> None:
-        self.backend = backend
-        self._cast = cast
-        self._plan = plan
-        self._recipes = recipes
-        self._balance = balance
-        self._scoring = scoring
-        self._scores_parts = scores_parts
-        self._pools: dict[str, ResourcePool] = {}
+    config: TrainConfig
+    prepared: Prepared
+    plan: Plan
+    backend: Backend
+    run: RunFolder
+    tokenizer: PreTrainedTokenizerBase
+    stops: tuple[int, ...]
+    scoring: Scoring
+    _pools: dict[str, ResourcePool] = field(default_factory=dict, init=False)
 
     def launch(self, placed: Mapping[str, Tenant], data: WorkerGroup) -> Roles:
         """All groups besides the data's, in processes that were reserved.
@@ -213,26 +131,71 @@ class Launcher:
             TandemError: a model cannot be loaded, or anything else a worker refuses.
         """
         self._pools = pools_of(placed)
-        groups = {"data": data}
+        groups, balance = {"data": data}, self.config.trainer.balance_batch
+        policy = self.config.actor_rollout_ref
         for role, tenant in placed.items():
             if role != "data":
-                make = self._recipes[kind_of(role)](tenant)
-                group = WorkerGroup(self.backend, make, tenant.pool, role=role, balance=self._balance)
+                make = self._factory(tenant)
+                group = WorkerGroup(self.backend, make, tenant.pool, role=role, balance=balance)
                 groups |= dict.fromkeys(tenant.parts, group)
         streams = "reward" in groups and hasattr(groups["rollout"], "stream_sequences")
+        reward = self.prepared.reward
         return Roles(
             data=data,
             actor=groups["actor"],
             rollout=groups["rollout"],
-            references=_of_kind(groups, "ref"),
+            references={role: group for role, group in groups.items() if kind_of(role) == "ref"},
             critic=groups.get("critic"),
-            reward_models=_of_kind(groups, "reward_model"),
+            reward_models={role: group for role, group in groups.items() if kind_of(role) == "reward_model"},
             reward=groups.get("reward"),
             batch=groups["batch"],
-            scoring=self._scoring,
-            scores_parts=self._scores_parts and streams,
-            resets_reference="ref" in groups and self._plan.reset_interval > 0,
-            rollout_shares=groups["rollout"].world_size // self._plan.rollout_split,
+            scoring=self.scoring,
+            scores_parts=streams and not (reward is not None and reward.batched),
+            resets_reference="ref" in groups and policy.ref.reset_interval > 0,
+            rollout_shares=groups["rollout"].world_size // policy.rollout.split,
+        )
+
+    def _factory(self, tenant: Tenant) -> WorkerFactory:
+        """What makes the workers of a group."""
+        config, plan, run, policy = self.config, self.plan, self.run, self.config.actor_rollout_ref
+        kind, worker = kind_of(tenant.role), tenant.worker
+        one_of_several = tenant.role != kind
+        device, limit_s = config.trainer.device, config.trainer.timeouts.collective
+        engine = {"device": device, "run": run, "collective_timeout_s": limit_s}
+        if kind == "reward":
+            return partial(worker, self.tokenizer, self.prepared.reward, config.reward, run)
+        if kind == "reward_model":
+            named = {"role": tenant.role} if one_of_several else {}
+            return partial(worker, config.reward_model, tokenizer=self.tokenizer, **engine, **named)
+        if kind == "batch":
+            stops = () if policy.rollout.ignore_eos else self.stops
+            special = SpecialTokens.of(self.tokenizer, stops)
+            several = {"references": policy.ref.columns} if policy.ref.models else {}
+            rest = {"special": special, "certain": certain(policy.rollout), **several}
+            return partial(worker, config.algorithm, run, policy.actor, **rest)
+        if kind == "critic":
+            return partial(
+                worker,
+                config.critic,
+                norm_length=policy.actor.loss_scale_factor,
+                total_steps=plan.total_steps,
+                updates_per_step=updates_per_step(plan.batch_samples, plan.critic),
+                seed=config.trainer.seed,
+                **engine,
+            )
+        named = {"reference": tenant.role} if one_of_several else {}
+        return partial(
+            worker,
+            config,
+            parts=frozenset(map(kind_of, tenant.parts)),
+            tokenizer=self.tokenizer,
+            total_steps=max(1, plan.total_steps - config.trainer.critic_warmup),
+            updates_per_step=updates_per_step(plan.batch_samples, plan.actor),
+            recompute_old=plan.recompute_old,
+            old_outputs=plan.old_outputs,
+            device=device,
+            run=run,
+            **named,
         )
 
     def move(self, roles: Roles, placement: Placement) -> Roles:
@@ -241,7 +204,7 @@ class Launcher:
         Raises:
             ConfigError: as `tenants`; or the processes cannot be had.
         """
-        placed = tenants(placement, self._cast)
+        placed = tenants(placement, self.prepared.cast)
         for group in roles.groups:
             if group is not roles.data:
                 group.shutdown()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, NamedTuple
 
+from tandem.config.trainer import TrainerConfig
 from tandem.runtime import Backend, BatchFuture, WorkerGroup
 from tandem.trainer.perf import take_observed, take_timings, take_usage
 from tandem.trainer.profiling import StepProfiler
@@ -37,6 +38,11 @@ class Rhythm:
     val_before_train: bool = False
     val_only: bool = False
     samples_freq: int = -1
+
+    @classmethod
+    def of(cls, run: TrainerConfig, steps: int) -> Rhythm:
+        """That of a run of reinforcement learning over so many steps."""
+        return cls(steps, run.test_freq, run.save_freq, run.val_before_train, run.val_only, run.samples_freq)
 
     def validates_first(self, step: int) -> bool:
         """Whether a run that goes on after this step, 0 for a new one, begins with a validation."""
@@ -130,11 +136,12 @@ class Loop(ABC, Generic[E]):
             yield self.done
             while step < self.rhythm.total_steps and not self.rhythm.val_only:
                 step += 1
-                with self.profiler.around(step, self.groups), session.phase("step", step=step):
+                with self.profiler.around(step, self.groups), session.timeline.phase("step", step=step):
                     metrics = self.schedule.step(step, self)
-                metrics |= self._performance(metrics)
+                seconds = session.timeline.take() | take_timings(self.groups)
+                metrics |= self.rates(seconds, metrics) | self.backend.take_traffic()
                 if self.can_validate and self.rhythm.validates(step):
-                    with session.phase("testing"):  # after the step's own observations were taken
+                    with session.timeline.phase("testing"):  # after the step's own observations were taken
                         metrics |= self.validate(step)
                         self.forget_measures()
                 interrupted = session.interrupted  # read once: an interrupt after this is for the next step
@@ -244,7 +251,3 @@ class Loop(ABC, Generic[E]):
     def _restore(self, state: dict[str, Any]) -> None:
         self.load_state_dict(state)
         self.schedule.load_state_dict(state.get("schedule", {}))
-
-    def _performance(self, metrics: dict[str, float]) -> dict[str, float]:
-        seconds = self.session.timeline.take() | take_timings(self.groups)
-        return self.rates(seconds, metrics) | self.backend.take_traffic()

@@ -48,7 +48,8 @@ def offered(group: WorkerGroup, method: str, *arguments: Any) -> list[Any]:
 def throughput(
     seconds: Mapping[str, float], metrics: Mapping[str, float], plan: Plan, devices: Mapping[str, int]
 ) -> dict[str, float]:
-    """Timings and rates.
+    """Timings and rates. `_PHASES` has by phase the kind of its tokens, its rate's name, if it has one, and
+    the role whose processes that is divided by.
 
     Args:
         seconds: `timing/PHASE` to seconds of one step.
@@ -61,30 +62,20 @@ def throughput(
     written = metrics.get("sampling/response_tokens", metrics["tokens/response"])
     counts = {"total": metrics["tokens/total"], "response": written}
     out = dict(seconds)
-    for phase, kind in _TOKENS_OF_PHASE.items():
+    for phase, (kind, name, role) in _PHASES.items():
         taken = seconds.get(f"timing/{phase}")
         if taken:
             tokens = counts[kind] * passes.get(phase, 1)
             out[f"timing_per_token_ms/{phase}"] = 1000 * taken / max(tokens, 1)
-            if phase in _RATES:
-                name, role = _RATES[phase]
+            if name:
                 out[f"perf/{name}_tokens_per_s_per_device"] = tokens / taken / devices[role]
     out["perf/step_tokens_per_s"] = counts["total"] / seconds["timing/step"]
     return out
 
 
-_RATES = {
-    "gen": ("gen", "rollout"),
-    "old_log_prob": ("log_prob", "actor"),
-    "update_actor": ("train", "actor"),
-}
-"""Phase to the rate's name and the role whose processes it is divided by."""
-_TOKENS_OF_PHASE = {
-    "gen": "response",
-    "old_log_prob": "total",
-    "ref": "total",
-    "values": "total",
-    "adv": "total",
-    "update_critic": "total",
-    "update_actor": "total",
+_PHASES = {
+    "gen": ("response", "gen", "rollout"),
+    "old_log_prob": ("total", "log_prob", "actor"),
+    **dict.fromkeys(("ref", "values", "adv", "update_critic"), ("total", "", "")),
+    "update_actor": ("total", "train", "actor"),
 }

@@ -143,7 +143,12 @@ def _add_plan(config: TrainConfig, short: DeviceMemoryError) -> None:
 
 def _planned(config: TrainConfig, cpu: bool) -> tuple[Plan, str]:
     config = with_value(config, "trainer.device", "cpu" if cpu else "cuda")
-    device, whose = _free_here(config) if cpu else _device_here()
+    if cpu:
+        sharing = sum(max(counts) for counts in config.trainer.pools.values())
+        device = host_free() / sharing
+        whose = " that are free on this host" + (f" for each of {sharing} processes" if sharing > 1 else "")
+    else:
+        device, whose = _device_here()
     made = plan(config, shape_of, device)
     sentence = f"memory, by plan: at worst {made.at_worst(whose)}"
     if made.fits:
@@ -154,13 +159,6 @@ def _planned(config: TrainConfig, cpu: bool) -> tuple[Plan, str]:
         first = f"change first {' '.join(found[0].words)}, which saves {gib(found[0].gain)}"
         first += ", and it fits then" if found[0].fits else "; alone that does not suffice"
     return made, f"Warning: {sentence}; {first}. The run goes on, as a plan may be wrong."
-
-
-def _free_here(config: TrainConfig) -> tuple[float, str]:
-    """What is free on this host, for each of the processes that share it."""
-    sharing = sum(max(counts) for counts in config.trainer.pools.values())
-    each = "" if sharing == 1 else f" for each of {sharing} processes"
-    return host_free() / sharing, f" that are free on this host{each}"
 
 
 def _device_here() -> tuple[float, str]:

@@ -18,7 +18,8 @@ import numpy as np
 from torch import Tensor
 
 from tandem.algorithms.entropy import AdaptiveEntropyController
-from tandem.algorithms.kl import AdaptiveKLController, FixedKLController
+from tandem.algorithms.kl import kl_controller
+from tandem.config.root import TrainConfig
 from tandem.errors import CheckpointError
 from tandem.observability.metrics import Metrics
 from tandem.protocol import DataProto, SamplingParams
@@ -35,51 +36,63 @@ from tandem.trainer.session import Session
 from tandem.trainer.steps import Plan, minibatches
 from tandem.trainer.trust import EXPLAINED_SAMPLES, TrustProbe
 
+Updates = list[tuple[str, Future[Metrics]]]  # each with its role
+
 
 class PPOTrainer(Loop[Gathered]):
     """The controller of one run of reinforcement learning.
 
     Args:
-        plan: what follows from the config: what to compute, and when.
-        rhythm, session, schedule: see `Loop`.
+        config: of the run.
+        plan: what follows from it: what to compute, and when.
+        session, schedule: see `Loop`.
         launcher: made the roles, and moves them.
         roles: the worker groups.
         gatherer: answers and scores the prompts of each step.
         evaluator: validation, or None without validation data.
-        kl_controller: the coefficient of the KL in the reward.
-        entropy_controller: that of the entropy bonus, where it moves.
-        facts: by which each step is judged; None: it is not.
         memory: bytes that phases will take by plan, by their names in `timing/PHASE`.
+
+    Attributes:
+        kl: moves the coefficient of the KL in the reward.
+        entropy: moves that of the entropy bonus by each step's entropy; None where it is fixed.
     """
 
     def __init__(
         self,
+        config: TrainConfig,
         plan: Plan,
-        rhythm: Rhythm,
         session: Session,
         launcher: Launcher,
         roles: Roles,
         gatherer: Gatherer,
         evaluator: Evaluator | None,
-        kl_controller: FixedKLController | AdaptiveKLController,
-        entropy_controller: AdaptiveEntropyController | None,
         schedule: Schedule[Gathered] | None = None,
-        facts: Facts | None = None,
         memory: Mapping[str, float] | None = None,
     ) -> None:
+        rhythm = Rhythm.of(config.trainer, plan.total_steps)
         super().__init__(rhythm, gatherer.prompts, session, launcher.backend, schedule)
+        kl, entropy = config.algorithm.kl_ctrl, config.actor_rollout_ref.actor.adaptive_entropy
+        self.config = config
         self.plan = plan
         self.launcher = launcher
         self.roles = roles
         self.gatherer = gatherer
         self.evaluator = evaluator
-        self.kl = kl_controller
-        self.entropy = entropy_controller
+        self.kl = kl_controller(kl.type, kl.kl_coef, kl.target_kl, kl.horizon)
+        self.entropy: AdaptiveEntropyController | None = None
+        if entropy.enabled:
+            self.entropy = AdaptiveEntropyController(
+                config.actor_rollout_ref.actor.entropy_coeff,
+                target=entropy.target_entropy,
+                delta=entropy.delta_ent_coef,
+                minimum=entropy.min_ent_coef,
+                maximum=entropy.max_ent_coef,
+            )
         self.memory = memory or {}
         self.trust = TrustProbe(
             gatherer.params.temperature,
             session.warn,
-            facts,
+            Facts.of(config, plan),
             experiments=hasattr(roles.actor, "explain_gap"),
         )
         self._rollout_is_current = False
@@ -111,7 +124,7 @@ class PPOTrainer(Loop[Gathered]):
         left_out = self._left_out(samples, gathered.scores)
         if self.trust.puzzled:
             roles.actor.explain_gap(samples.rows(slice(EXPLAINED_SAMPLES)))
-        learns = step > plan.critic_warmup
+        learns = step > self.config.trainer.critic_warmup
         reference = self.exact_kl.refer(roles, samples)
         columns = [gathered.scores, *reference.log_probs, *gathered.baselines]
         if plan.recompute_old or not (learns or plan.bypasses):  # else the update compares with the rollout's
@@ -121,7 +134,7 @@ class PPOTrainer(Loop[Gathered]):
         batch = samples.union(*columns)
         batch = batch.union(roles.batch.compute_advantages(batch, self.kl_coef))
 
-        updates: list[tuple[str, Future[Metrics]]] = []
+        updates: Updates = []
         without = None if left_out is None else left_out.get()
         if roles.critic:
             for mini in minibatches(batch, len(samples), plan.critic, step, without):
@@ -133,9 +146,11 @@ class PPOTrainer(Loop[Gathered]):
             self._rollout_is_current = False
 
         metrics = gathered.metrics | self._measure(step, batch, updates) | self._reset_reference(step)
-        self._control_entropy(metrics)
+        if self.entropy is not None and "actor/entropy" in metrics:  # the actor learnt
+            metrics["actor/entropy_coeff"] = self.entropy.value
+            self.entropy.update(metrics["actor/entropy"])
         self.gatherer.dealer.learn(gathered.prompts.index, samples.index)
-        if plan.kl_in_reward:
+        if self.config.algorithm.use_kl_in_reward:
             metrics["actor/kl_coef"] = self.kl.value
             self.kl.update(metrics["actor/kl_in_reward"], n_steps=plan.batch_samples)
         return metrics
@@ -143,22 +158,23 @@ class PPOTrainer(Loop[Gathered]):
     def _left_out(self, samples: BatchFuture, scores: BatchFuture) -> Future[np.ndarray] | None:
         """The samples that are in no update; None: all are."""
         batch = samples.select("finish_reason", "uid")
-        if self.plan.leaves_out_failed:
+        masks_truncated = self.config.algorithm.mask_truncated_completions
+        if self.config.leaves_out_failed:
             batch = batch.union(scores.select("reward_failed"))
-        elif not self.plan.masks_truncated:
+        elif not masks_truncated:
             return None
-        found: Future[np.ndarray] = self.roles.batch.left_out(batch, self.plan.masks_truncated)
+        found: Future[np.ndarray] = self.roles.batch.left_out(batch, masks_truncated)
         return found
 
     def _reset_reference(self, step: int) -> dict[str, float]:
         """Makes the reference the actor every `ref.reset_interval` steps; a metric says which step's actor it
         was in this step."""
-        interval = self.plan.reset_interval
-        if not (self.roles.reference and interval):
+        ref = self.config.actor_rollout_ref.ref
+        if not (self.roles.reference and ref.reset_interval):
             return {}
         metrics = {"actor/reference_step": float(self._reference_step)}
-        if step % interval == 0:
-            self.roles.reset_reference(optimizer=self.plan.reset_optimizer)
+        if step % ref.reset_interval == 0:
+            self.roles.reset_reference(optimizer=ref.reset_optimizer)
             self._reference_step = step
             self.exact_kl.forget_head()
         return metrics
@@ -166,18 +182,12 @@ class PPOTrainer(Loop[Gathered]):
     @property
     def kl_coef(self) -> float:
         """The weight of the KL penalty in the reward."""
-        return self.kl.value if self.plan.kl_in_reward else 0.0
+        return self.kl.value if self.config.algorithm.use_kl_in_reward else 0.0
 
     def actor_options(self, number: int) -> dict[str, Any]:
         """Further arguments of the actor's update of that number, from 0, within a step."""
         moving = {} if self.entropy is None else {"entropy_coeff": self.entropy.value}
         return moving | ({"first": number == 0} if self.plan.bypasses else {})
-
-    def _control_entropy(self, metrics: dict[str, float]) -> None:
-        """Moves the entropy's coefficient after a step in which the actor learnt."""
-        if self.entropy is not None and "actor/entropy" in metrics:
-            metrics["actor/entropy_coeff"] = self.entropy.value
-            self.entropy.update(metrics["actor/entropy"])
 
     @property
     def can_validate(self) -> bool:
@@ -206,9 +216,7 @@ class PPOTrainer(Loop[Gathered]):
             self.roles.sync_rollout()
             self._rollout_is_current = True
 
-    def _measure(
-        self, step: int, batch: BatchFuture, updates: list[tuple[str, Future[Metrics]]]
-    ) -> dict[str, float]:
+    def _measure(self, step: int, batch: BatchFuture, updates: Updates) -> dict[str, float]:
         """The metrics of a step, once all of it has been done."""
         roles = self.roles
         written = roles.batch.write_samples(step, batch) if self.rhythm.writes_samples(step) else None
@@ -277,7 +285,7 @@ class PPOTrainer(Loop[Gathered]):
             CheckpointError: the run's reference was reset, and this one would go back to the first.
         """
         self._reference_step = state.get("reference_step", 0)
-        interval = self.plan.reset_interval
+        interval = self.config.actor_rollout_ref.ref.reset_interval
         if self._reference_step and self.roles.reference and not interval:
             raise CheckpointError(
                 "the checkpoint's reference policy is no longer the model that the run began with",

@@ -6,7 +6,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -78,18 +77,6 @@ def run_probe(config: TrainConfig, *, groups: int, limit_s: float, say: Callable
     Raises:
         TandemError: the run cannot be built, or a sample cannot be made.
     """
-    place = shared_place(config)
-    with scratch_folder("probe", place) as folder, plain_errors():
-        trainer = build_ppo(_probed(config, folder / "run"), say=say)
-        try:
-            return _seen(trainer, config, groups, limit_s)
-        finally:
-            trainer.shutdown()
-
-
-def _probed(config: TrainConfig, folder: Path) -> TrainConfig:
-    """The same run without what learns, in small batches, and with no trace but in `folder`. A score that
-    fails is counted, and leaves its sample out."""
     changes = {
         "data.shuffle": True,
         "data.sampler": SamplerConfig(),
@@ -97,11 +84,16 @@ def _probed(config: TrainConfig, folder: Path) -> TrainConfig:
         "algorithm.adv_kwargs": {},
         "algorithm.use_kl_in_reward": False,
         "actor_rollout_ref.actor.use_kl_loss": False,
+        # a score that fails is counted, and leaves its sample out
         "reward.on_error": "drop" if config.reward.on_error == "raise" else config.reward.on_error,
         "trainer.worst_batch_first": False,
     }
-    found: TrainConfig = with_values(controlled(config, folder), changes)
-    return found
+    with scratch_folder("probe", shared_place(config)) as folder, plain_errors():
+        trainer = build_ppo(with_values(controlled(config, folder / "run"), changes), say=say)
+        try:
+            return _seen(trainer, config, groups, limit_s)
+        finally:
+            trainer.shutdown()
 
 
 def _seen(trainer: PPOTrainer, config: TrainConfig, groups: int, limit_s: float) -> Seen:

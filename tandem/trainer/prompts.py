@@ -49,7 +49,14 @@ class Prompts(BatchOrder):
         recalled, self._waiting = self._waiting[: self.batch_size], self._waiting[self.batch_size :]
         if len(recalled) == self.batch_size:
             return self._recall(recalled)
-        batch = self._next_made()
+        if self._ahead is not None and self._ahead[0] == self.used:
+            batch = self._ahead[1]
+        else:
+            self._await_told()
+            batch = self._data.train_batch(self.used)
+        self.used += 1
+        if not self._drawn:
+            self._ahead = (self.used, self._data.train_batch(self.used))
         if not recalled:
             return batch
         room = self.batch_size - len(recalled)
@@ -97,18 +104,6 @@ class Prompts(BatchOrder):
         self._waiting = list(state.get("waiting", ()))
         if self._drawn:
             self._data.load_sampler_state(state["sampler"])
-
-    def _next_made(self) -> BatchFuture:
-        """The next batch of the data workers."""
-        if self._ahead is not None and self._ahead[0] == self.used:
-            batch = self._ahead[1]
-        else:
-            self._await_told()
-            batch = self._data.train_batch(self.used)
-        self.used += 1
-        if not self._drawn:
-            self._ahead = (self.used, self._data.train_batch(self.used))
-        return batch
 
     def _recall(self, uids: list[str]) -> BatchFuture:
         recalled: BatchFuture = self._data.recall(tuple(uids))

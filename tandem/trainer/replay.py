@@ -91,8 +91,9 @@ def replay(run: Run, step: int, changes: Changes = NOTHING, *, attribute: bool =
         )
     with scratch_folder("replay") as scratch, _threads(recorded):
         stage = Stage(run, step, scratch)
-        places = [word for word in changes.words if _is_place(word)]
-        changes = replace(changes, words=_checked([word for word in changes.words if word not in places]))
+        places = [word for word in changes.words if _is_one(word, _PLACES)]
+        changes = replace(changes, words=[word for word in changes.words if word not in places])
+        _require_changeable(changes.words)
         config = stage.config(places)
         others = stage.config([*places, *changes.words], changes.reward)
         kept_rows(read_batch(samples_file(run, step)), changes.without)  # refuses wrong names early
@@ -102,10 +103,10 @@ def replay(run: Run, step: int, changes: Changes = NOTHING, *, attribute: bool =
         replayed, before = stage.take(config, checkpoint, keep=looks)
         base = changed = None
         if looks:
-            base, _ = stage.take(alone(config), before, watched="Attributing" if attribute else "Watched")
+            base, _ = stage.take(alone(config), before, watched=True, shares=attribute)
         if changes:
-            changed, _ = stage.take(alone(others), before, changes, watched="Watched")
-    compared = [n for n in recorded if n in replayed.metrics and any(fnmatchcase(n, p) for p in _LEARNT)]
+            changed, _ = stage.take(alone(others), before, changes, watched=True)
+    compared = [n for n in recorded if n in replayed.metrics and _is_one(n, _LEARNT)]
     kept = {name: recorded[name] for name in compared}
     return Replayed(step, at, kept, replayed, base, changed, attribute)
 
@@ -153,14 +154,13 @@ def _key(word: str) -> str:
     return word.partition("=")[0].lstrip("+~")
 
 
-def _is_place(word: str) -> bool:
-    return any(fnmatchcase(_key(word), pattern) for pattern in _PLACES)
+def _is_one(word: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(_key(word), pattern) for pattern in patterns)
 
 
-def _checked(words: Sequence[str]) -> Sequence[str]:
+def _require_changeable(words: Sequence[str]) -> None:
     for word in words:
-        fits = any(fnmatchcase(_key(word), pattern) for pattern in _CHANGEABLE)
-        if not fits or any(fnmatchcase(_key(word), pattern) for pattern in _SAMPLED):
+        if not _is_one(word, _CHANGEABLE) or _is_one(word, _SAMPLED):
             raise ConfigError(
                 "no key of what is learnt from given samples",
                 field=_key(word),
@@ -168,7 +168,6 @@ def _checked(words: Sequence[str]) -> Sequence[str]:
                 expected=f"one of {', '.join(_CHANGEABLE)}",
                 remedy="start a run with it: other samples would have been drawn",
             )
-    return words
 
 
 def _require_watchable(config: TrainConfig) -> None:

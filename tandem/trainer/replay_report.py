@@ -68,17 +68,13 @@ def found(replayed: Replayed) -> dict[str, Any]:
         `samples` (rows of uid, sample, share, tokens' shares, ids, the greatest first), `seconds`, and as
         `steps` how many steps take as long.
     """
+    again = replayed.replayed.metrics
     metrics = [
-        {"name": name, "recorded": value, "replayed": now, "equal": same(value, now)}
+        {"name": name, "recorded": value, "replayed": again[name], "equal": same(value, again[name])}
         for name, value in replayed.recorded.items()
-        for now in [replayed.replayed.metrics[name]]
     ]
-    told: dict[str, Any] = {
-        "step": replayed.step,
-        "checkpoint": replayed.checkpoint,
-        "equal": replayed.equal,
-        "metrics": metrics,
-    }
+    told: dict[str, Any] = {"step": replayed.step, "checkpoint": replayed.checkpoint}
+    told |= {"equal": replayed.equal, "metrics": metrics}
     if replayed.base is not None and replayed.changed is not None:
         told["changed"] = _changed(replayed.base, replayed.changed, list(replayed.recorded))
     if replayed.base is not None and replayed.attributed:
@@ -87,10 +83,10 @@ def found(replayed: Replayed) -> dict[str, Any]:
 
 
 def _changed(before: Taken, after: Taken, names: Sequence[str]) -> dict[str, Any]:
-    both = [name for name in names if name in before.metrics and name in after.metrics]
     metrics = [
         {"name": name, "before": before.metrics[name], "after": after.metrics[name]}
-        for name in both
+        for name in names
+        if name in before.metrics and name in after.metrics
         if not same(before.metrics[name], after.metrics[name])
     ]
     a, b = _summed(before.gradients), _summed(after.gradients)
@@ -98,10 +94,11 @@ def _changed(before: Taken, after: Taken, names: Sequence[str]) -> dict[str, Any
     both_norms = norms["before"] * norms["after"]
     cosine = dot(a, b) / both_norms if both_norms else math.nan
     was, now = _by_sample(before), _by_sample(after)
-    rows = [
-        {"uid": uid, "sample": number, **_pair(was[uid, number], now.get((uid, number)))}
-        for uid, number in was
-    ]
+    rows: list[dict[str, Any]] = []
+    for (uid, number), (score, advantage) in was.items():
+        score_after, advantage_after = now.get((uid, number), (None, None))
+        row = {"uid": uid, "sample": number, "score": score, "score_after": score_after}
+        rows.append(row | {"advantage": advantage, "advantage_after": advantage_after})
     rows.sort(key=lambda row: -abs((row["advantage_after"] or 0.0) - row["advantage"]))
     return {"metrics": metrics, "gradient": {"cosine": cosine, **norms}, "samples": rows}
 
@@ -117,26 +114,10 @@ def _summed(gradients: Sequence[UpdateGradient]) -> dict[str, Any]:
 def _by_sample(taken: Taken) -> dict[tuple[str, int], tuple[float, float]]:
     """Score and mean advantage over the response, by uid and number."""
     samples = taken.samples
-    rows = zip(
-        taken.names,
-        samples.dense("scores").tolist(),
-        samples.ragged("advantages"),
-        samples.ragged("response_mask"),
-        strict=True,
-    )
-    return {
-        name: (score, float(a[m].double().mean()) if bool(m.any()) else 0.0) for name, score, a, m in rows
-    }
-
-
-def _pair(was: tuple[float, float], now: tuple[float, float] | None) -> dict[str, Any]:
-    score, advantage = now if now is not None else (None, None)
-    return {
-        "score": was[0],
-        "score_after": score,
-        "advantage": was[1],
-        "advantage_after": advantage,
-    }
+    written = zip(samples.ragged("advantages"), samples.ragged("response_mask"), strict=True)
+    means = [float(a[m].double().mean()) if bool(m.any()) else 0.0 for a, m in written]
+    scores = samples.dense("scores").tolist()
+    return dict(zip(taken.names, zip(scores, means, strict=True), strict=True))
 
 
 def _attribution(taken: Taken) -> dict[str, Any]:
@@ -147,26 +128,16 @@ def _attribution(taken: Taken) -> dict[str, Any]:
     for update in looked:
         for name, shares in zip(update.samples, update.shares, strict=True):
             tokens[name] = tokens.get(name, 0.0) + shares / len(looked)
-    rows = [
-        {
-            "uid": uid,
-            "sample": number,
-            "share": float(shares.sum()),
-            "tokens": shares.tolist(),
-            "ids": ids[uid, number].tolist(),
-        }
-        for (uid, number), shares in tokens.items()
-    ]
+    rows: list[dict[str, Any]] = []
+    for (uid, number), shares in tokens.items():
+        row = {"uid": uid, "sample": number, "share": float(shares.sum())}
+        rows.append(row | {"tokens": shares.tolist(), "ids": ids[uid, number].tolist()})
     rows.sort(key=lambda row: -abs(row["share"]))
     seconds = sum(update.seconds for update in taken.gradients)
-    updates = [
-        {
-            "norm": update.norm,
-            "sum": float(sum(float(s.sum()) for s in update.shares)),
-            "seconds": update.seconds,
-        }
-        for update in taken.gradients
-    ]
+    updates = []
+    for update in taken.gradients:
+        total = float(sum(float(shares.sum()) for shares in update.shares))
+        updates.append({"norm": update.norm, "sum": total, "seconds": update.seconds})
     step_s = taken.metrics["timing/step"] - seconds
     return {"updates": updates, "samples": rows, "seconds": seconds, "steps": seconds / step_s}
 
@@ -197,29 +168,20 @@ def _changed_text(changed: dict[str, Any]) -> list[str]:
     rows = [[m["name"], f"{m['before']:.6g}", f"{m['after']:.6g}"] for m in changed["metrics"]]
     lines = _table(["metric that differs", "as it was", "changed"], rows)
     gradient = changed["gradient"]
+    turned = f"cosine {gradient['cosine']:.6f} to the one it was"
     if math.isnan(gradient["cosine"]):
         turned = "zero, so that nothing is learnt" if not gradient["after"] else "no more zero"
-    else:
-        turned = f"cosine {gradient['cosine']:.6f} to the one it was"
-    lines += [
-        f"gradient: {turned}, norm {gradient['before']:.4g} → "
-        f"{gradient['after']:.4g} (sum over the step's updates, before clipping)",
-        "",
-    ]
-    moved = [
-        r
-        for r in changed["samples"]
-        if (r["score"], r["advantage"]) != (r["score_after"], r["advantage_after"])
-    ]
-    cells = [
-        [
-            f"{r['uid']}#{r['sample']}",
-            *(_number(r[n]) for n in ("score", "score_after", "advantage", "advantage_after")),
-        ]
-        for r in moved[:SHOWN]
-    ]
-    lines += _table(["sample", "score", "changed", "advantage", "changed"], cells)
-    return [*lines, f"{len(cells)} of {len(moved)} samples that differ"]
+    norms = f"norm {gradient['before']:.4g} → {gradient['after']:.4g}"
+    lines += [f"gradient: {turned}, {norms} (sum over the step's updates, before clipping)", ""]
+    columns = ("score", "score_after", "advantage", "advantage_after")
+    cells = []
+    for row in changed["samples"]:
+        numbers = ["left out" if row[name] is None else f"{row[name]:.4g}" for name in columns]
+        if (row["score"], row["advantage"]) != (row["score_after"], row["advantage_after"]):
+            cells.append([f"{row['uid']}#{row['sample']}", *numbers])
+    shown = cells[:SHOWN]
+    lines += _table(["sample", "score", "changed", "advantage", "changed"], shown)
+    return [*lines, f"{len(shown)} of {len(cells)} samples that differ"]
 
 
 def _attribution_text(told: dict[str, Any], decode: Decode) -> list[str]:
@@ -236,13 +198,6 @@ def _attribution_text(told: dict[str, Any], decode: Decode) -> list[str]:
     ]
 
 
-def _number(value: float | None) -> str:
-    return "left out" if value is None else f"{value:.4g}"
-
-
 def _table(head: list[str], rows: list[list[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    return [
-        "  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip()
-        for row in (head, *rows)
-    ]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in (head, *rows)]

@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 
-from tandem.engines.weight_sync import Digest
 from tandem.protocol import SamplingParams
 from tandem.runtime import BatchFuture, BatchStream, Future, WorkerGroup
 from tandem.trainer.dealing import Dealer
-from tandem.trainer.saving import ReferenceMember, Saves
+from tandem.trainer.saving import Members, ReferenceMember
 from tandem.trainer.scoring import Scoring
 
 
@@ -63,9 +62,9 @@ class Roles:
         return self.references.get("ref")
 
     @property
-    def members(self) -> dict[str, Saves]:
+    def members(self) -> Members:
         """The groups whose state goes into checkpoints."""
-        found: dict[str, Saves] = {"actor": self.actor}
+        found: dict[str, WorkerGroup | ReferenceMember] = {"actor": self.actor}
         if self.critic:
             found["critic"] = self.critic
         if self.resets_reference:
@@ -92,34 +91,21 @@ class Roles:
         """
         order = dealer.order(prompts.index, self.rollout_shares)
         asked = prompts if order is None else prompts.rows(order)
-        samples, said = self._generate(asked, n, params, **options)
+        if self.reward is None or not self.scores_parts:
+            samples: BatchFuture = self.rollout.generate_sequences(asked, n, params, **options)
+            said = None if self.reward is None else self.reward.compute_scores(samples)
+        else:
+            stream: BatchStream = self.rollout.stream_sequences(asked, n, params, **options)
+            said, samples = stream.map(self.reward.compute_scores), stream.all()
         if order is not None:
             back = (n * torch.argsort(order)[:, None] + torch.arange(n)).flatten()
             samples, said = samples.rows(back), None if said is None else said.rows(back)
-        return samples, self._rewarded(samples, said, learns=learns)
+        return samples, self.scoring.reward(samples, said, self.reward_models, self.batch, learns=learns)
 
     def score(self, samples: BatchFuture) -> BatchFuture:
         """The scores of samples that are there, as of those that are learnt from."""
         said = None if self.reward is None else self.reward.compute_scores(samples)
-        return self._rewarded(samples, said, learns=True)
-
-    def _rewarded(self, samples: BatchFuture, said: BatchFuture | None, *, learns: bool) -> BatchFuture:
-        """
-        Args:
-            said: what reward functions say, if any are called.
-        """
-        return self.scoring.reward(samples, said, self.reward_models, self.batch, learns=learns)
-
-    def _generate(
-        self, prompts: BatchFuture, n: int, params: SamplingParams, **options: Any
-    ) -> tuple[BatchFuture, BatchFuture | None]:
-        """Samples, and what reward functions say of them, if any are called."""
-        if self.reward is None or not self.scores_parts:
-            samples: BatchFuture = self.rollout.generate_sequences(prompts, n, params, **options)
-            return samples, None if self.reward is None else self.reward.compute_scores(samples)
-        stream: BatchStream = self.rollout.stream_sequences(prompts, n, params, **options)
-        said = stream.map(self.reward.compute_scores)
-        return stream.all(), said
+        return self.scoring.reward(samples, said, self.reward_models, self.batch, learns=True)
 
     def sync_rollout(self) -> None:
         """Brings the actor's weights to a rollout of its own, bucket by bucket. One is gathered while the one
@@ -146,8 +132,3 @@ class Roles:
             if number < count:
                 following = self.actor.export_weights(number)
             load(bucket)
-
-    def weight_digest(self) -> Digest:
-        """The digest of the actor's weights."""
-        found: Digest = self.actor.weight_digest()
-        return found

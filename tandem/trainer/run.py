@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 from tandem.config.root import TrainConfig
 from tandem.config.supervised import RMConfig, SFTConfig
@@ -34,8 +34,7 @@ class RunSection(Protocol):
 
 
 C = TypeVar("C", bound=RunSection)
-Trainer = PPOTrainer | SupervisedTrainer
-Build = Callable[[C], Trainer]
+Build = Callable[[C], PPOTrainer | SupervisedTrainer]
 """Makes a trainer of a config."""
 
 
@@ -80,65 +79,29 @@ def run(config: C, build: Build[C], say: Callable[[str], None]) -> bool:
         WorkerFailure: one too many; the report is in the run's log folder too.
         TandemError: anything else the user can act on.
     """
-    for restart in range(config.trainer.max_restarts + 1):
-        attempt = Attempt(config, build)
+    folder = Path(config.trainer.default_local_dir)
+    for left in reversed(range(config.trainer.max_restarts + 1)):
+        trainer = None
         try:
             with memory_explained(config):
-                interrupted = attempt.run()
-            if not interrupted:
-                say(ending(Path(config.trainer.default_local_dir), steps_taken=attempt.steps_taken))
-            return interrupted
+                trainer = build(config)
+                try:
+                    trainer.fit()
+                finally:
+                    trainer.shutdown()
+            if not trainer.session.interrupted:
+                say(ending(folder, steps_taken=trainer.steps_taken))
+            return trainer.session.interrupted
         except WorkerFailure as failure:
-            report = _record(failure, Path(config.trainer.default_local_dir))
-            left = config.trainer.max_restarts - restart
-            if not (failure.restartable and left) or attempt.interrupted:
+            report = folder / "log" / FAILURES
+            report.parent.mkdir(parents=True, exist_ok=True)
+            append_line(report, f"{datetime.now().isoformat(timespec='seconds')}\n{failure}\n")
+            interrupted = trainer is not None and trainer.session.interrupted
+            if interrupted or not (failure.restartable and left):
                 say(f"The run has failed; the report is in {report}.")
                 raise
-            config = attempt.config_of_next()
+            if trainer is not None and trainer.session.saved:  # else it begins where this one began
+                changes = {"resume_mode": "auto", "resume_from_path": None}
+                config = config.model_copy(update={"trainer": config.trainer.model_copy(update=changes)})
             say(f"{failure}\nThe report is in {report}. Starting again; restarts left: {left - 1}.")
     raise AssertionError("the last attempt returns or raises")
-
-
-class Attempt(Generic[C]):
-    """One start of a run.
-
-    Args:
-        config, build: see `run`.
-    """
-
-    def __init__(self, config: C, build: Build[C]) -> None:
-        self.config = config
-        self._build = build
-        self._trainer: Trainer | None = None
-
-    def run(self) -> bool:
-        """Builds, trains and shuts down; whether an interrupt ended it."""
-        self._trainer = self._build(self.config)
-        try:
-            self._trainer.fit()
-        finally:
-            self._trainer.shutdown()
-        return self.interrupted
-
-    @property
-    def steps_taken(self) -> int:
-        return 0 if self._trainer is None else self._trainer.steps_taken
-
-    @property
-    def interrupted(self) -> bool:
-        return self._trainer is not None and self._trainer.session.interrupted
-
-    def config_of_next(self) -> C:
-        """Goes on from a checkpoint of this attempt's if there is one, else from where it began itself."""
-        if self._trainer is None or not self._trainer.session.saved:
-            return self.config
-        changes = {"resume_mode": "auto", "resume_from_path": None}
-        return self.config.model_copy(update={"trainer": self.config.trainer.model_copy(update=changes)})
-
-
-def _record(failure: WorkerFailure, run: Path) -> Path:
-    """Adds a report to the run's log."""
-    path = run / "log" / FAILURES
-    path.parent.mkdir(parents=True, exist_ok=True)
-    append_line(path, f"{datetime.now().isoformat(timespec='seconds')}\n{failure}\n")
-    return path

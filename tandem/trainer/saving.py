@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tandem.checkpoint.background import PendingSave, ask_writers, await_pending
 from tandem.checkpoint.best import Best
 from tandem.checkpoint.manager import CheckpointManager
 from tandem.config.trainer import RunConfig
 from tandem.errors import CheckpointError, WorkerFailure
+from tandem.runtime import WorkerGroup
 
 WRITE_LIMIT_S = 1800.0
 """A checkpoint that takes longer to write has stopped."""
@@ -19,21 +22,9 @@ _AFTER_FAILURE_S = 10.0
 """So long what was begun may still end when a worker has failed, which may be one that writes."""
 
 
-class Saves(Protocol):
-    """A group of workers whose state goes into checkpoints."""
-
-    def save_checkpoint(self, path: Path) -> None: ...
-
-    def load_checkpoint(self, path: Path) -> None: ...
-
-    def begin_save(self, path: Path) -> None: ...
-
-    def check_save(self) -> None: ...
-
-
 class ReferenceMember:
     """The reference among the groups whose state goes into checkpoints: it may be part of the actor's group,
-    which saves the actor by the usual methods.
+    so each call of a method names it.
 
     Args:
         group: the reference's.
@@ -42,25 +33,12 @@ class ReferenceMember:
     def __init__(self, group: Any) -> None:
         self._group = group
 
-    def save_checkpoint(self, path: Path) -> None:
-        """Writes the reference into the empty folder `path`."""
-        self._group.save_reference(path)
+    def __getattr__(self, method: str) -> Callable[..., None]:
+        return partial(getattr(self._group, method), role="ref")
 
-    def load_checkpoint(self, path: Path) -> None:
-        """Goes on with what was saved."""
-        self._group.restore_reference(path)
 
-    def begin_save(self, path: Path) -> None:
-        """Begins to write the same as `save_checkpoint`, while training goes on."""
-        self._group.begin_save_reference(path)
-
-    def check_save(self) -> None:
-        """Looks whether a write begun by `begin_save` has failed.
-
-        Raises:
-            Exception: what a write begun by `begin_save` met with.
-        """
-        self._group.check_save_reference()
+Members = Mapping[str, WorkerGroup | ReferenceMember]
+"""The groups whose state goes into checkpoints, by name."""
 
 
 def best_of(config: RunConfig) -> Best | None:
@@ -68,10 +46,11 @@ def best_of(config: RunConfig) -> Best | None:
     return None if config.keep_best is None else Best(config.keep_best, config.keep_best_mode)
 
 
+@dataclass
 class Saver:
     """Writes checkpoints, one at a time.
 
-    Args:
+    Attributes:
         checkpoints: where they go.
         config: says how, and which one is the best.
         members: gives the names and groups whose state is saved.
@@ -79,22 +58,13 @@ class Saver:
         say: prints a sentence to the user.
     """
 
-    def __init__(
-        self,
-        checkpoints: CheckpointManager,
-        config: RunConfig,
-        members: Callable[[], Mapping[str, Saves]],
-        there: Callable[[Path], None],
-        say: Callable[[str], None],
-    ) -> None:
-        self._members = members
-        self._checkpoints = checkpoints
-        self._beside = config.async_save
-        self._best = best_of(config)
-        self._there = there
-        self._say = say
-        self._pending: PendingSave | None = None
-        self._told = False
+    checkpoints: CheckpointManager
+    config: RunConfig
+    members: Callable[[], Members]
+    there: Callable[[Path], None]
+    say: Callable[[str], None]
+    _pending: PendingSave | None = field(default=None, init=False)
+    _told: bool = field(default=False, init=False)
 
     def save(self, step: int, state: dict[str, Any], metrics: Mapping[str, float], *, wait: bool) -> Path:
         """Writes a checkpoint of all members, once the one before is there.
@@ -109,15 +79,20 @@ class Saver:
             CheckpointError: it, or the one before, could not be written.
         """
         self.finish()
-        if self._best is not None and self._best.value(metrics) is None:
-            self._say_unjudged(step, self._best.metric)
-        if not self._beside:
-            writers = {name: group.save_checkpoint for name, group in self._members().items()}
-            path = self._checkpoints.save(step, writers, state, metrics)
-            self._there(path)
+        best = best_of(self.config)
+        if best is not None and best.value(metrics) is None and not self._told:
+            self._told = True
+            self.say(
+                f"trainer.keep_best: step {step} has no finite {best.metric}; the checkpoints of such "
+                "steps cannot be the best"
+            )
+        if not self.config.async_save:
+            writers = {name: group.save_checkpoint for name, group in self.members().items()}
+            path = self.checkpoints.save(step, writers, state, metrics)
+            self.there(path)
             return path
-        starters = {name: group.begin_save for name, group in self._members().items()}
-        self._pending = self._checkpoints.begin(step, starters, state, metrics)
+        starters = {name: group.begin_save for name, group in self.members().items()}
+        self._pending = self.checkpoints.begin(step, starters, state, metrics)
         path = self._pending.path
         if wait:
             self.finish()
@@ -161,7 +136,7 @@ class Saver:
                 pending.give_up(CheckpointError("given up, for the run has ended"))
                 pending.check()
         except Exception as second:
-            self._say(f"the checkpoint begun last was not written: {second}")
+            self.say(f"the checkpoint begun last was not written: {second}")
 
     @contextmanager
     def _until_settled(self, pending: PendingSave) -> Iterator[PendingSave]:
@@ -173,16 +148,8 @@ class Saver:
             raise
         if pending.wait(0):
             self._pending = None
-            self._there(pending.path)
-
-    def _say_unjudged(self, step: int, metric: str) -> None:
-        if not self._told:
-            self._say(
-                f"trainer.keep_best: step {step} has no finite {metric}; the checkpoints of such steps "
-                "cannot be the best"
-            )
-        self._told = True
+            self.there(pending.path)
 
     def _ask(self) -> None:
-        for group in self._members().values():
+        for group in self.members().values():
             group.check_save()

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -29,7 +29,7 @@ from tandem.observability.sinks.base import RunInfo
 from tandem.observability.sinks.registry import Sinks
 from tandem.observability.stacks import offer_stacks
 from tandem.observability.timers import Timeline
-from tandem.trainer.saving import Saver, Saves, best_of
+from tandem.trainer.saving import Members, Saver, best_of
 from tandem.trainer.telling import beginning
 
 PRIVATE = 0o700
@@ -75,9 +75,10 @@ class OpenRun:
         )
 
     @property
-    def goes_on(self) -> bool:
-        """Whether the same command resumes from the newest checkpoint."""
-        return self.config.resume_mode == "auto"
+    def again(self) -> str:
+        """The command that resumes from the newest checkpoint, in words."""
+        how = "" if self.config.resume_mode == "auto" else " with trainer.resume_mode=auto"
+        return f"the same command{how}"
 
 
 def open_run(whole: RunsConfig, say: Callable[[str], None]) -> OpenRun:
@@ -126,13 +127,7 @@ class Session:
         say: prints a sentence to the user.
     """
 
-    def __init__(
-        self,
-        run: OpenRun,
-        members: Mapping[str, Saves],
-        total_steps: int,
-        say: Callable[[str], None],
-    ) -> None:
+    def __init__(self, run: OpenRun, members: Members, total_steps: int, say: Callable[[str], None]) -> None:
         self.run = run
         self.folder = run.folder
         self.members = members
@@ -148,6 +143,7 @@ class Session:
         """The metrics of the step resumed from."""
         self._sinks: Sinks | None = None
         self._watch: LearningWatch | None = None
+        self._given: set[str] = set()
         self._print = say
         self._saver = Saver(run.checkpoints, run.config, lambda: self.members, self._is_there, self.say)
 
@@ -155,9 +151,6 @@ class Session:
         """Prints a sentence to the user and writes it to the run's log."""
         self.folder.log(sentence)
         self._print(sentence)
-
-    def phase(self, name: str, **details: Any) -> AbstractContextManager[None]:
-        return self.timeline.phase(name, **details)
 
     def __enter__(self) -> Session:
         self.run.lock.acquire()
@@ -182,7 +175,8 @@ class Session:
                 with suppress(OSError):  # a full disk, which must not hide what ended the run
                     self.folder.log(f"stopped by {kind.__name__ if kind else ''}: {error}")
                 self._saver.end(error)
-            how = self._how_it_ended(error)
+            stopped = self.interrupted or isinstance(error, KeyboardInterrupt | GeneratorExit)
+            how = "interrupted" if stopped else "finished" if error is None else "failed"
         finally:
             self._write_end(how)
             last_words.remove(self._last_word)
@@ -198,11 +192,6 @@ class Session:
         """What is written where a second signal ends the process at once."""
         self._write_end("interrupted")
         self._say_stopped()
-
-    def _how_it_ended(self, error: BaseException | None) -> str:
-        if self.interrupted or isinstance(error, KeyboardInterrupt | GeneratorExit):
-            return "interrupted"
-        return "finished" if error is None else "failed"
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -225,12 +214,11 @@ class Session:
             return
         self._stopped_said = True
         whole = sorted(path.name for path in self.folder.checkpoints.glob("step_*"))
-        how = "" if self.run.goes_on else " with trainer.resume_mode=auto"
         if not whole:
             self.say("stopped; no checkpoint was saved")
             return
         newest = self.folder.checkpoints / whole[-1]
-        self.say(f"stopped; {newest} is whole, and the same command{how} goes on from it")
+        self.say(f"stopped; {newest} is whole, and {self.run.again} goes on from it")
 
     def _on_interrupt(self, number: int, _frame: FrameType | None) -> None:
         if self.interrupted or not self.finishes_steps:
@@ -259,15 +247,26 @@ class Session:
         checkpoint = self.run.checkpoint
         step = 0 if checkpoint is None else checkpoint.step
         if checkpoint is not None:
-            self._load(checkpoint, load)
+            missing = [name for name in self.members if not (checkpoint.path / name).is_dir()]
+            if missing:
+                raise CheckpointError(
+                    "the checkpoint lacks what this run trains",
+                    field=str(checkpoint.path),
+                    got=sorted(path.name for path in checkpoint.path.iterdir() if path.is_dir()),
+                    expected=sorted(self.members),
+                    remedy="resume with the config the checkpoint was made with, or "
+                    "trainer.resume_mode=disable",
+                )
+            self.load_members(checkpoint.path)
+            load(checkpoint.state["trainer"])
             if forget:
                 self.folder.trim_after(step)
         resolved, config = self.run.resolved, self.run.config
         self.folder.write_config(to_yaml(resolved))
         before = Run(self.folder.path)
-        given = {event["name"] for event in before.events if event["event"] == "warning"}
+        self._given = {event["name"] for event in before.events if event["event"] == "warning"}
         rows = [row for row in before.metrics if row["step"] <= step]
-        self._watch = LearningWatch(rows, given, resolved["data"]["train_batch_size"])
+        self._watch = LearningWatch(rows, resolved["data"]["train_batch_size"])
         self.folder.event("start", step=step, total_steps=self.total_steps, format=FORMAT)
         project, experiment = self.run.names
         info = RunInfo(
@@ -283,19 +282,6 @@ class Session:
             self._restore_metrics(checkpoint)
             self.say(f"resumed from {checkpoint.path} after step {step}")
         return step
-
-    def _load(self, checkpoint: Checkpoint, load: Callable[[dict[str, Any]], None]) -> None:
-        missing = [name for name in self.members if not (checkpoint.path / name).is_dir()]
-        if missing:
-            raise CheckpointError(
-                "the checkpoint lacks what this run trains",
-                field=str(checkpoint.path),
-                got=sorted(path.name for path in checkpoint.path.iterdir() if path.is_dir()),
-                expected=sorted(self.members),
-                remedy="resume with the config the checkpoint was made with, or trainer.resume_mode=disable",
-            )
-        self.load_members(checkpoint.path)
-        load(checkpoint.state["trainer"])
 
     def load_members(self, checkpoint: Path) -> None:
         """Loads the state of all members from a checkpoint's folder."""
@@ -328,11 +314,10 @@ class Session:
             CheckpointError: it, or the one before, cannot be written.
         """
         kept = {"trainer": state, "metrics": dict(metrics)}
-        with self.phase("save_checkpoint"):
+        with self.timeline.phase("save_checkpoint"):
             path = self._saver.save(step, kept, metrics, wait=wait or self.interrupted)
         if self.interrupted:
-            how = "" if self.run.goes_on else " with trainer.resume_mode=auto"
-            self.say(f"saved {path}; the same command{how} resumes from it")
+            self.say(f"saved {path}; {self.run.again} resumes from it")
         return path
 
     def check_save(self) -> None:
@@ -357,9 +342,12 @@ class Session:
             self.warn(name, sentence, step)
 
     def warn(self, name: str, sentence: str, step: int) -> None:
-        """Tells the user what is wrong after a step, and writes it into the run folder's events."""
-        self.folder.event("warning", name=name, step=step, text=sentence)
-        self.say(f"{WARNING} {step}: {sentence}.")
+        """Tells the user what is wrong after a step, and writes it into the run folder's events. A
+        name is told once in a run's life, however often it is resumed."""
+        if name not in self._given:
+            self._given.add(name)
+            self.folder.event("warning", name=name, step=step, text=sentence)
+            self.say(f"{WARNING} {step}: {sentence}.")
 
     def show_generations(self, step: int, count: int) -> None:
         """Sends the loggers so many responses of the validation after a step."""

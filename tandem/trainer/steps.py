@@ -52,13 +52,6 @@ class Plan:
         exact_kl: where the KL to the reference is exact over the vocabulary, of "reward" and "loss".
         n: responses per prompt.
         group_sizes: those from a step on, by the step, in order; none where all steps have n.
-        critic_warmup: first steps in which the critic alone learns.
-        kl_in_reward: whether the reward is penalised by KL.
-        masks_truncated: whether responses that were cut at the greatest length are in no update.
-        leaves_out_failed: whether responses whose score failed are in no update.
-        reset_interval: steps after which the reference becomes the actor; 0: never.
-        reset_optimizer: whether the actor's begins anew then.
-        rollout_split: devices that share each layer of a rollout engine.
     """
 
     total_steps: int
@@ -72,13 +65,6 @@ class Plan:
     exact_kl: frozenset[str] = frozenset()
     n: int = 1
     group_sizes: Mapping[int, int] = field(default_factory=dict)
-    critic_warmup: int = 0
-    kl_in_reward: bool = False
-    masks_truncated: bool = False
-    leaves_out_failed: bool = False
-    reset_interval: int = 0
-    reset_optimizer: bool = False
-    rollout_split: int = 1
 
     def at(self, step: int) -> Plan:
         """The plan of one step: mini-batches count prompts, so their samples follow the group size."""
@@ -104,7 +90,7 @@ def plan_run(config: TrainConfig, spec: AdvantageSpec, steps_per_epoch: int) -> 
         ConfigError: bypass mode, with something that the forward it leaves out would give.
     """
     actor, critic, algorithm = config.actor_rollout_ref.actor, config.critic, config.algorithm
-    rollout, ref, seed = config.actor_rollout_ref.rollout, config.actor_rollout_ref.ref, config.trainer.seed
+    rollout, seed = config.actor_rollout_ref.rollout, config.trainer.seed
     n = rollout.n
     batch_samples = config.data.train_batch_size * n
     actor_mini = MiniBatching(actor.ppo_mini_batch_size * n, actor.ppo_epochs, actor.shuffle, seed)
@@ -113,7 +99,11 @@ def plan_run(config: TrainConfig, spec: AdvantageSpec, steps_per_epoch: int) -> 
     read = {*spec.columns, *(selection.columns if selection else ())}
     reads_old = algorithm.use_kl_in_reward or bool({"old_log_probs", "rollout_is_weights"} & read)
     before = correction.rollout_is_batch_normalize or (bool(correction.rollout_rs) and spec.needs_critic)
-    exact_kl = _exact_kl(config)
+    full = {
+        "reward": algorithm.use_kl_in_reward and algorithm.kl_penalty == FULL,
+        "loss": actor.use_kl_loss and actor.kl_loss_type == FULL,
+    }
+    exact_kl = frozenset(term for term, exact in full.items() if exact)
     old_outputs = {"sum_pi_squared"} & set(spec.columns) | ({"ref_kl"} if "reward" in exact_kl else set())
     if correction.bypass_mode and old_outputs:
         raise ConfigError(
@@ -137,23 +127,7 @@ def plan_run(config: TrainConfig, spec: AdvantageSpec, steps_per_epoch: int) -> 
         exact_kl=exact_kl,
         n=n,
         group_sizes=rollout.group_sizes if rollout.n_schedule else {},
-        critic_warmup=config.trainer.critic_warmup,
-        kl_in_reward=algorithm.use_kl_in_reward,
-        masks_truncated=algorithm.mask_truncated_completions,
-        leaves_out_failed=config.leaves_out_failed,
-        reset_interval=ref.reset_interval,
-        reset_optimizer=ref.reset_optimizer,
-        rollout_split=rollout.split,
     )
-
-
-def _exact_kl(config: TrainConfig) -> frozenset[str]:
-    algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
-    terms = {
-        "reward": algorithm.use_kl_in_reward and algorithm.kl_penalty == FULL,
-        "loss": actor.use_kl_loss and actor.kl_loss_type == FULL,
-    }
-    return frozenset(term for term, exact in terms.items() if exact)
 
 
 def minibatches(

@@ -5,36 +5,40 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 
 from tandem.config.load import load_train_config
 from tandem.config.own_code import require_own
 from tandem.config.root import TrainConfig
-from tandem.config.written import refers, remade
+from tandem.config.trainer import ProfileConfig
+from tandem.config.written import refers
+from tandem.data.loader import BatchLoader, Prefix
+from tandem.data.mixture import EpochOrder
 from tandem.errors import ConfigError, DataError
+from tandem.memory.levers import with_values
 from tandem.observability.config_file import flat
-from tandem.observability.metrics import Metrics
 from tandem.observability.reading import Run
 from tandem.observability.run import read_batch
 from tandem.protocol import DataProto, Ragged
 from tandem.rewards import own_reward
-from tandem.runtime import BatchFuture, Future
+from tandem.runtime import BatchFuture
 from tandem.trainer.assembly import build_ppo
 from tandem.trainer.gathering import Gathered
-from tandem.trainer.ppo import PPOTrainer
-from tandem.trainer.schedule import Learner, Schedule
+from tandem.trainer.ppo import PPOTrainer, Updates
+from tandem.trainer.quiet import quiet
+from tandem.trainer.schedule import Learner, Synchronous
 from tandem.workers.attribution import UpdateGradient
 from tandem.workers.correction import KEPT, WEIGHTS
+from tandem.workers.data import Read
 
 _MADE_ANEW = frozenset(
     {
@@ -55,10 +59,7 @@ _UNREAD = (
     *("data.sampler.*", "*.rollout.server.*"),
 )
 """Keys of which a replay needs nothing, so that variables of the environment that they name may be unset."""
-_WATCHED = "tandem.workers.attribution"
-_NO_REWARD = (
-    "def compute_score(*given, **named):\n    raise RuntimeError('a replay takes the recorded scores')\n"
-)
+_WATCHED = "tandem.workers.attribution:WatchedActor"
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def same(a: float, b: float) -> bool:
     return a == b or (a != a and b != b)
 
 
-class Recorded(Schedule[Gathered]):
+class Recorded(Synchronous):
     """Steps that learn from what a run kept.
 
     Args:
@@ -128,12 +129,22 @@ class Recorded(Schedule[Gathered]):
             batch = batch[kept_rows(batch, changes.without)]
         return learner.learn(step, _gathered(learner, batch, rescore=changes.reward is not None))
 
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing is begun before its step."""
-        return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """What the run had begun is among its samples."""
+class Unread:
+    """The rows of a replay, which learns from samples that are there and reads no data.
+
+    Args:
+        rows: how many there are.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self.digests: np.ndarray = np.zeros(rows, dtype=np.uint64)
+
+    def __len__(self) -> int:
+        return len(self.digests)
+
+    def batch(self, rows: Sequence[int], *, uid_prefix: Prefix) -> DataProto:
+        raise AssertionError("a replay takes the recorded samples")
 
 
 class Replayer(PPOTrainer):
@@ -144,9 +155,7 @@ class Replayer(PPOTrainer):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state | {"loader": self.prompts.state_dict()})  # no prompts are read
 
-    def _measure(
-        self, step: int, batch: BatchFuture, updates: list[tuple[str, Future[Metrics]]]
-    ) -> dict[str, float]:
+    def _measure(self, step: int, batch: BatchFuture, updates: Updates) -> dict[str, float]:
         self.batch = batch
         return super()._measure(step, batch, updates)
 
@@ -178,7 +187,7 @@ def _columns(batch: DataProto) -> list[dict[str, Any]]:
     named = ("messages", "data_source", "ground_truth", "extra_info")
     return [
         {
-            "prompt": messages[0]["content"] if _is_text(messages) else messages,
+            "prompt": messages if len(messages) != 1 or messages[0].get("role") else messages[0]["content"],
             "data_source": source,
             "reward_model": {"style": "rule", "ground_truth": truth},
             "extra_info": extra,
@@ -186,11 +195,6 @@ def _columns(batch: DataProto) -> list[dict[str, Any]]:
         }
         for row, messages, source, truth, extra in zip(kept, *(arrays[name] for name in named), strict=True)
     ]
-
-
-def _is_text(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether they stand for a text without roles."""
-    return len(messages) == 1 and not messages[0].get("role")
 
 
 def prompts_of(batch: DataProto, rows: Sequence[int] | np.ndarray) -> list[torch.Tensor]:
@@ -226,10 +230,6 @@ def kept_rows(batch: DataProto, without: Sequence[str]) -> np.ndarray:
     return rows
 
 
-def _is_unread(key: str) -> bool:
-    return any(fnmatchcase(key, pattern) for pattern in _UNREAD)
-
-
 def samples_file(run: Run, step: int) -> Path:
     """Where the samples of a training step are, if they are."""
     return run.path / "samples" / f"step_{step:06d}.parquet"
@@ -251,53 +251,45 @@ class Stage:
         self._takes = 0
         starts = [e for e in run.events if e["event"] == "start" and e["step"] < step]
         self._total = starts[-1]["total_steps"] if starts else run.total_steps  # a run may be taken further
-        batch = read_batch(samples_file(run, step))
-        self._rows, self._reward = scratch / "rows.parquet", scratch / "reward.py"
-        # The run's own data need not be here: nothing is read of them.
-        prompt = prompts_of(batch, [0])[0].tolist()
-        known = _columns(batch[[0]])[0]
-        self._columns = set(known)
-        row = known | {"prompt": prompt, "data_source": "replay"}
-        row |= {"reward_model": {"style": "rule", "ground_truth": ""}, "extra_info": {"index": 0}}
-        count = max(run.setting("data.train_batch_size"), 1)
-        pq.write_table(pa.Table.from_pylist([row] * count), self._rows)
-        self._reward.write_text(_NO_REWARD, encoding="utf-8")
+        self._samples = samples_file(run, step)
+        self._columns = set(_columns(read_batch(self._samples)[[0]])[0])
         shutil.copy(run.path / "config.yaml", scratch)
-        used = self.config(()).model_dump()
-        del used["custom_reward_function"]  # ours, in place of the run's
-        require_own(run.path / "config.yaml", used)
+        require_own(run.path / "config.yaml", self.config(()).model_dump())
 
     def config(self, words: Sequence[str], reward: str | None = None) -> TrainConfig:
         """The run's config with these words, for takes from given samples."""
-        path, _, name = (reward or f"{self._reward}:compute_score").rpartition(":")
-        rows = [str(self._rows)]
+        samples = [str(self._samples)]
         own: dict[str, Any] = {  # what may not be here, or is told not to be
-            "data.train_files": rows,
-            "data.val_files": rows if self._run.setting("data.val_files") else None,
+            "data.train_files": samples,
+            "data.val_files": samples if self._run.setting("data.val_files") else None,
             "data.sampler": {"class_path": None, "class_name": None, "kwargs": {}},
-            "custom_reward_function": {"path": path, "name": name, "reward_kwargs": {}, "terms": []},
             **{"reward_model.enable": False, "reward.combine": None, "reward.weight": None},
             **{"trainer.resume_mode": "disable", "trainer.resume_from_path": None, "trainer.on_step": None},
         }
-        unread = [f"~{key}" for key, value in flat(self._run.config) if refers(value) and _is_unread(key)]
-        given = [*unread, *(f"{key}={json.dumps(value)}" for key, value in own.items())]
+        unread = [
+            f"~{key}"
+            for key, value in flat(self._run.config)
+            if refers(value) and any(fnmatchcase(key, pattern) for pattern in _UNREAD)
+        ]
+        if reward is not None:
+            path, _, name = reward.rpartition(":")
+            own["custom_reward_function"] = {"path": path, "name": name, "reward_kwargs": {}, "terms": []}
+        given = [*unread, "~custom_reward_function"]
+        given += [f"{key}={json.dumps(value)}" for key, value in own.items()]
         config = load_train_config(str(self._scratch / "config.yaml"), [*given, *words]).config
         if reward is not None:
-            self._require_columns(config, reward)
+            scorer = own_reward(config.custom_reward_function, config.reward.timeout)
+            lacks = sorted(set(scorer.reads.needs if scorer else ()) - self._columns)
+            if lacks:
+                raise DataError(
+                    "the run kept no such column of the data, and the reward reads it",
+                    field="--reward",
+                    got=f"{reward} reads {', '.join(lacks)}",
+                    expected=f"of {', '.join(sorted(self._columns))}",
+                    remedy="give the parameter a default; a run keeps all columns where its own reward "
+                    "reads one by name",
+                )
         return config
-
-    def _require_columns(self, config: TrainConfig, reward: str) -> None:
-        scorer = own_reward(config.custom_reward_function, config.reward.timeout)
-        lacks = sorted(set(scorer.reads.needs if scorer else ()) - self._columns)
-        if lacks:
-            raise DataError(
-                "the run kept no such column of the data, and the reward reads it",
-                field="--reward",
-                got=f"{reward} reads {', '.join(lacks)}",
-                expected=f"of {', '.join(sorted(self._columns))}",
-                remedy="give the parameter a default; a run keeps all columns where its own reward reads one "
-                "by name",
-            )
 
     def take(
         self,
@@ -305,23 +297,46 @@ class Stage:
         checkpoint: Path | None,
         changes: Changes = NOTHING,
         *,
-        watched: str | None = None,
+        watched: bool = False,
+        shares: bool = False,
         keep: bool = False,
     ) -> tuple[Taken, Path | None]:
         """The step, and a checkpoint of the one before if it is to be kept.
 
         Args:
             checkpoint: where to begin; None: with the model that the run began with.
-            watched: the class of the actor that looks at gradients, without the word Actor.
+            watched: whether the gradients of the actor's updates are looked at.
+            shares: whether they are taken apart too.
         """
         self._takes += 1
-        folder = self._scratch / f"take_{self._takes}"
-        config = self._placed(config, folder, checkpoint, watched)
-        schedule = Recorded(self._run, self._step, changes)
-        trainer = build_ppo(config, say=lambda sentence: None, trainer=Replayer, schedule=schedule)
+        values: dict[str, Any] = {
+            "data.gen_batch_size": None,
+            "data.val_files": (),
+            "algorithm.filter_groups.enable": False,  # the samples are those that were left
+            "trainer.samples_freq": sys.maxsize,  # as in the run: what is written is computed; no step is due
+            "trainer.max_ckpt_to_keep": None,
+            "trainer.profile": ProfileConfig(),
+            "trainer.worst_batch_first": False,
+        }
+        if config.actor_rollout_ref.rollout.name not in ENGINES:  # nothing is generated
+            values["actor_rollout_ref.rollout.name"] = "hf"
+        if checkpoint is not None:
+            values |= {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": str(checkpoint)}
+        if watched:
+            values["trainer.worker_classes"] = {"actor_rollout": _WATCHED}
+        rows = Unread(max(config.data.train_batch_size, 1))
+        trainer = build_ppo(
+            quiet(config, self._scratch / f"take_{self._takes}", self._total, values),
+            say=lambda sentence: None,
+            trainer=Replayer,
+            schedule=Recorded(self._run, self._step, changes),
+            data=partial(Read, rows, BatchLoader(rows, len(rows), EpochOrder(shuffle=False, seed=0)), None),
+        )
         assert isinstance(trainer, Replayer)
         before = checkpoint
         try:
+            if shares:
+                trainer.roles.actor.take_apart()
             with closing(trainer.steps()) as steps:
                 for done in steps:
                     if done.number == self._step:
@@ -333,42 +348,17 @@ class Stage:
         finally:
             trainer.shutdown()
 
-    def _placed(
-        self, config: TrainConfig, folder: Path, checkpoint: Path | None, watched: str | None
-    ) -> TrainConfig:
-        tree = config.model_dump()
-        tree["data"] |= {
-            **{"prompt_key": "prompt", "reward_fn_key": "data_source", "gen_batch_size": None},
-            **{"shuffle": False, "train_max_samples": -1, "filter_overlong_prompts": False, "val_files": ()},
-        }
-        tree["algorithm"]["filter_groups"]["enable"] = False  # the samples are those that were left
-        if tree["actor_rollout_ref"]["rollout"]["name"] not in ENGINES:  # nothing is generated
-            tree["actor_rollout_ref"]["rollout"]["name"] = "hf"
-        tree["trainer"] |= {
-            **{"default_local_dir": str(folder), "total_training_steps": self._total},
-            **{"logger": (), "save_freq": 0, "async_save": False, "max_restarts": 0},
-            "samples_freq": sys.maxsize,  # as in the run: what is written is computed; no step is due
-            **{"max_ckpt_to_keep": None, "val_before_train": False, "val_only": False, "test_freq": -1},
-            **{"keep_best": None, "log_val_generations": 0, "profile": {}},
-            "worst_batch_first": False,
-            "resume_mode": "disable" if checkpoint is None else "resume_path",
-            "resume_from_path": None if checkpoint is None else str(checkpoint),
-        }
-        if watched:
-            tree["trainer"]["worker_classes"] = {"actor_rollout": f"{_WATCHED}:{watched}Actor"}
-        return remade(config, tree)
-
 
 def alone(config: TrainConfig) -> TrainConfig:
     """The same in one process."""
-    tree = config.model_dump()
-    tree["trainer"] |= {"backend": "local", "nnodes": 1, "n_gpus_per_node": 1}
-    tree["trainer"] |= {"resource_pools": {}, "placement": {}}
-    policy = tree["actor_rollout_ref"]
-    policy["rollout"]["tensor_model_parallel_size"] = 1
-    for section in (policy["actor"], policy["ref"], tree["critic"]):
-        section["ulysses_sequence_parallel_size"] = 1
-        section["fsdp_config"] |= {
-            **{"fsdp_size": -1, "tensor_parallel_size": 1, "pipeline_parallel_size": 1},
-        }
-    return remade(config, tree)
+    whole = {
+        **{"trainer.backend": "local", "trainer.nnodes": 1, "trainer.n_gpus_per_node": 1},
+        **{"trainer.resource_pools": {}, "trainer.placement": {}},
+        "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
+    }
+    for at in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic"):
+        whole[f"{at}.ulysses_sequence_parallel_size"] = 1
+        whole |= {f"{at}.fsdp_config.{kind}_parallel_size": 1 for kind in ("tensor", "pipeline")}
+        whole[f"{at}.fsdp_config.fsdp_size"] = -1
+    found: TrainConfig = with_values(config, whole)
+    return found

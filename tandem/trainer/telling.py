@@ -64,8 +64,12 @@ def ending(folder: Path, *, steps_taken: int) -> str:
         told = [f"{folder} has taken its {run.steps} steps already: {more}"]
     else:
         told = [f"{run.steps} steps in {duration(run.seconds)}"]
-    names = [name for name in (*METRICS, *ALSO) if run.curve(name)]
-    told += [_course(run, name) for name in names]
+    for name in (*METRICS, *ALSO):
+        if curve := run.curve(name):
+            least_or_most = min if name.endswith("loss") else max
+            step, best = least_or_most(curve, key=lambda point: point[1])
+            ends = f"first {curve[0][1]:.3f}, last {curve[-1][1]:.3f}"
+            told.append(f"{name}: {ends}, best {best:.3f} at step {step}")
     if newest is not None:
         told += [
             f"model: {newest}",
@@ -73,10 +77,3 @@ def ending(folder: Path, *, steps_taken: int) -> str:
             f"       tandem export {folder} DIR",
         ]
     return "\n".join(told)
-
-
-def _course(run: Run, name: str) -> str:
-    curve = run.curve(name)
-    low = name.endswith("loss")
-    step, best = (min if low else max)(curve, key=lambda point: point[1])
-    return f"{name}: first {curve[0][1]:.3f}, last {curve[-1][1]:.3f}, best {best:.3f} at step {step}"

@@ -65,7 +65,6 @@ _BY_EXPERIMENT = {
     "late": Cause.LATE,
 }
 _EXPLAINED = 0.1
-"""A fault is the cause where under it a tenth of the difference is left, or what is within the limit."""
 EXPLAINED_SAMPLES = 32
 """Samples that experiments are made with."""
 
@@ -124,7 +123,8 @@ def diagnose(evidence: Evidence) -> Cause | None:
 
 
 def _by_experiment(evidence: Evidence) -> Cause | None:
-    """The fault under which most of the difference vanishes; None where none does, or none was tried."""
+    """The fault under which most of the difference vanishes: a tenth (`_EXPLAINED`) is left, or what is
+    within the limit. None where none does, or none was tried."""
     gaps, limit = evidence.experiments, evidence.limit
     if gaps.get("again", 0.0) > limit:
         return Cause.UNREPEATABLE
@@ -139,37 +139,29 @@ def _by_experiment(evidence: Evidence) -> Cause | None:
     return _BY_EXPERIMENT[least]
 
 
+@dataclass
 class TrustProbe:
     """Reads each step's metrics, and names each cause once.
 
-    Args:
+    Attributes:
         temperature: of training.
         warn: tells the user a cause: its name, a sentence, the step.
         facts: of the run, by which rules are chosen; None: only rollout and training are compared.
         experiments: whether the actor can make them.
-
-    Attributes:
         named: the causes that were named, with their sentences.
         before: the metrics of the step before; empty at a run's first.
         puzzled: whether only experiments on the next step's samples can tell the cause.
     """
 
-    def __init__(
-        self,
-        temperature: float,
-        warn: Callable[[str, str, int], None],
-        facts: Facts | None = None,
-        *,
-        experiments: bool = False,
-    ) -> None:
-        self.named: dict[Cause | str, str] = {}
-        self.puzzled = False
-        self._temperature = temperature
-        self._warn = warn
-        self._facts = facts
-        self._experiments = experiments
-        self._agreed = self._tried = False
-        self.before: Mapping[str, float] = {}
+    temperature: float
+    warn: Callable[[str, str, int], None]
+    facts: Facts | None = None
+    experiments: bool = False
+    named: dict[Cause | str, str] = field(default_factory=dict, init=False)
+    before: Mapping[str, float] = field(default_factory=dict, init=False)
+    puzzled: bool = field(default=False, init=False)
+    _agreed: bool = field(default=False, init=False)
+    _tried: bool = field(default=False, init=False)
 
     def read(self, metrics: dict[str, float], sampling: SamplingParams, step: int = 0) -> dict[str, float]:
         """The metrics with the correlation in place of the moments it is made of.
@@ -182,8 +174,8 @@ class TrustProbe:
         moments = {name: value for name, value in metrics.items() if name.startswith(MOMENT)}
         private = (MOMENT, EXPERIMENT, CHECK)
         rest = {name: value for name, value in metrics.items() if not name.startswith(private)}
-        if self._facts is not None:
-            for name, sentence in broken_rules(metrics, self.before, self._facts).items():
+        if self.facts is not None:
+            for name, sentence in broken_rules(metrics, self.before, self.facts).items():
                 self._tell(name, sentence, step)
             self.before = metrics
         if moments:
@@ -203,21 +195,21 @@ class TrustProbe:
             changed_samples=metrics.get("rollout/changed_samples", 0.0),
             reshaped=metrics.get("rollout/untruncated_missing", float(sampling.reshapes)) > 0,
             sampled_temperature=sampling.temperature,
-            temperature=self._temperature,
+            temperature=self.temperature,
             experiments=experiments,
             agreed=self._agreed,
         )
         cause = diagnose(evidence)
         self._agreed |= evidence.difference <= evidence.limit
         self._tried |= bool(experiments)
-        self.puzzled = cause in (Cause.NUMERICS, Cause.LEFTOVER) and self._experiments and not self._tried
+        self.puzzled = cause in (Cause.NUMERICS, Cause.LEFTOVER) and self.experiments and not self._tried
         if cause is not None and not self.puzzled:
             self._tell(cause, sentence(cause, evidence), step)
 
     def _tell(self, cause: Cause | str, text: str, step: int) -> None:
         if cause not in self.named:
             self.named[cause] = text
-            self._warn(cause.name.lower() if isinstance(cause, Cause) else cause, text, step)
+            self.warn(cause.name.lower() if isinstance(cause, Cause) else cause, text, step)
 
 
 def sentence(cause: Cause, evidence: Evidence) -> str:

@@ -27,7 +27,7 @@ from tandem.observability.run import RunFolder
 from tandem.runtime import Dispatch, register
 from tandem.workers.actor_part import ActorPart
 from tandem.workers.base import EngineWorker, seeded
-from tandem.workers.parts import PolicyPart, held, offered
+from tandem.workers.parts import PolicyPart, offers
 from tandem.workers.reference_part import ReferencePart
 from tandem.workers.rollout_part import RolloutPart
 
@@ -35,6 +35,7 @@ from tandem.workers.rollout_part import RolloutPart
 _OF_THE_BUSIEST = frozenset({"decode_steps", "peak_running", "cache_bytes", "cache_use"})
 
 
+@offers(actor=ActorPart, rollout=RolloutPart, ref=ReferencePart)
 class ActorWorker(EngineWorker):
     """The policy's worker. Its parts do the work; a rollout without an actor holds the policy frozen and
     takes over the weights of an actor elsewhere, bucket by bucket; see `export_weights` and `load_weights`.
@@ -61,29 +62,6 @@ class ActorWorker(EngineWorker):
     rollout_part = RolloutPart
     reference_part = ReferencePart
 
-    generate_sequences = offered("rollout", RolloutPart.generate_sequences)
-    stream_sequences = offered("rollout", RolloutPart.stream_sequences)
-    load_weights = offered("rollout", RolloutPart.load_weights)
-
-    compute_log_prob = offered("actor", ActorPart.compute_log_prob)
-    explain_gap = offered("actor", ActorPart.explain_gap)
-    update_actor = offered("actor", ActorPart.update_actor)
-    run_worst_batch = offered("actor", ActorPart.run_worst_batch)
-    hold_reference_head = offered("actor", ActorPart.hold_reference_head)
-    reset_optimizer = offered("actor", ActorPart.reset_optimizer)
-    weight_buckets = offered("actor", ActorPart.weight_buckets)
-    export_weights = offered("actor", ActorPart.export_weights)
-    weight_digest = offered("actor", ActorPart.weight_digest)
-
-    compute_ref_log_prob = offered("ref", ReferencePart.compute_ref_log_prob)
-    reference_head = offered("ref", ReferencePart.reference_head)
-    load_reference = offered("ref", ReferencePart.load_reference)
-    reference_version = offered("ref", ReferencePart.reference_version)
-    save_reference = offered("ref", ReferencePart.save_reference)
-    restore_reference = offered("ref", ReferencePart.restore_reference)
-    begin_save_reference = offered("ref", ReferencePart.begin_save_reference)
-    check_save_reference = offered("ref", ReferencePart.check_save_reference)
-
     def __init__(
         self,
         config: TrainConfig,
@@ -105,9 +83,8 @@ class ActorWorker(EngineWorker):
         self.parts: dict[PolicyPart, Any] = {}
         policy = config.actor_rollout_ref
         if "actor" in parts:
-            engine = self._add_engine(
-                "actor", policy.actor, policy.actor.optim, total_steps, updates_per_step
-            )
+            optim = policy.actor.optim
+            engine = self._add_engine("actor", policy.actor, optim, total_steps, updates_per_step)
             self.parts["actor"] = self.actor_part(
                 config, engine, recompute_old=recompute_old, old_outputs=old_outputs
             )
@@ -151,11 +128,8 @@ class ActorWorker(EngineWorker):
         return self.hold(role, engine)
 
     def _reference_engine(self, tokenizer: PreTrainedTokenizerBase, reference: str) -> TrainEngine:
-        policy, remote = (
-            self._config.actor_rollout_ref,
-            self._config.actor_rollout_ref.model.trust_remote_code,
-        )
-        path = policy.ref.references[reference].path
+        policy = self._config.actor_rollout_ref
+        path, remote = policy.ref.references[reference].path, policy.model.trust_remote_code
         if path is not None:
             check_vocabulary(
                 path,
@@ -167,19 +141,18 @@ class ActorWorker(EngineWorker):
         return self._add_engine("ref", policy.ref, path=path)
 
     def _rollout_engine(self, tokenizer: PreTrainedTokenizerBase, policy: TrainEngine) -> RolloutEngine:
-        rollout, data = self._config.actor_rollout_ref.rollout, self._config.data
-        split = self._split(rollout.split)
+        model, rollout = self._config.actor_rollout_ref.model, self._config.actor_rollout_ref.rollout
         say = functools.partial(ActorWorker.say, weakref.proxy(self))  # so that no engine keeps its worker
         engine = make_rollout_engine(
             rollout.name,
             rollout,
             tokenizer=tokenizer,
             device=self.device,
-            max_length=rollout.longest(data),
+            max_length=rollout.longest(self._config.data),
             share=(self.rank, self.world_size),
-            split=split,
-            model_path=self._config.actor_rollout_ref.model.path,
-            trust_remote_code=self._config.actor_rollout_ref.model.trust_remote_code,
+            split=self._split(rollout.split),
+            model_path=model.path,
+            trust_remote_code=model.trust_remote_code,
             dtype=policy.compute_dtype,
             log_file=self.run.logs / f"vllm_server_rank_{self.rank}.log",
             log=say,
@@ -220,9 +193,4 @@ class ActorWorker(EngineWorker):
     @property
     def actor(self) -> TrainEngine:
         """The engine of the policy that learns."""
-        engine: TrainEngine = held(self, "actor").engine
-        return engine
-
-    def trained(self) -> TrainEngine:
-        """See `EngineWorker.trained`."""
-        return self.actor
+        return self.trained("actor")

@@ -75,11 +75,7 @@ class ActorPart:
         with worker.timeline.phase("explain_gap"), worker.on_device(self.engine):
             measured = Metrics()
             add_experiments(
-                measured,
-                self.engine,
-                batch,
-                adapters=self._adapters,
-                temperature=self._rollout.temperature,
+                measured, self.engine, batch, adapters=self._adapters, temperature=self._rollout.temperature
             )
         if self.engine.share.leads:
             worker.observed = Metrics.merged([worker.observed, measured])
@@ -89,13 +85,7 @@ class ActorPart:
         limit = difference_limit(rollout.log_prob_diff_limit, engine.compute_dtype, rollout.temperature)
         add_evidence(worker.observed, batch, engine.version, limit)
 
-    @register(
-        dispatch_mode=Dispatch.ND_COMPUTE_PROTO,
-        mesh="actor",
-        blocking=False,
-        collect="first",
-        balance="tokens",
-    )
+    @register(Dispatch.ND_COMPUTE_PROTO, mesh="actor", blocking=False, collect="first", balance="tokens")
     def update_actor(
         self,
         worker: EngineWorker,

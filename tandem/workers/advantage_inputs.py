@@ -20,6 +20,7 @@ _REMEDIES = {
     "rollout_log_probs": "an engine that gives no log-probs has NaN here: choose another "
     "actor_rollout_ref.rollout.name",
 }
+_DIVERGED = "the policy has diverged: lower its learning rate, or resume from an earlier checkpoint"
 
 
 def refuse_non_finite(batch: DataProto, columns: Iterable[str]) -> None:
@@ -43,24 +44,16 @@ def refuse_non_finite(batch: DataProto, columns: Iterable[str]) -> None:
         bad = ~torch.isfinite(values)
         if isinstance(column, Ragged) and name not in _REWARDS:
             bad &= mask.values
-        if bool(bad.any()):
-            _refuse(
-                name,
-                bad,
-                int((mask.row_ids()[bad] if isinstance(column, Ragged) else bad.nonzero()[:, 0])[0]),
-            )
-
-
-def _refuse(name: str, bad: torch.Tensor, first: int) -> None:
-    error, what = (RewardError, "rewards") if name in _REWARDS else (NonFiniteError, "numbers")
-    raise error(
-        f"{what} are not finite",
-        field=name,
-        got=f"{int(bad.sum())} NaN or infinite, the first in sample {first}",
-        remedy=_REMEDIES.get(
-            name, "the policy has diverged: lower its learning rate, or resume from an earlier checkpoint"
-        ),
-    )
+        if not bool(bad.any()):
+            continue
+        first = int((mask.row_ids()[bad] if isinstance(column, Ragged) else bad.nonzero()[:, 0])[0])
+        error, what = (RewardError, "rewards") if name in _REWARDS else (NonFiniteError, "numbers")
+        raise error(
+            f"{what} are not finite",
+            field=name,
+            got=f"{int(bad.sum())} NaN or infinite, the first in sample {first}",
+            remedy=_REMEDIES.get(name, _DIVERGED),
+        )
 
 
 _KEYS = "algorithm.gdpo_reward_keys"

@@ -14,7 +14,8 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -117,22 +118,13 @@ def attribute(reference: Reference, batch: DataProto, loss: ActorLoss, *, shares
     squared = dot(gradient, gradient)
     split = []
     for row in range(len(batch) if shares and squared > 0 else 0):
-        moved = _moved(reference, gradient, tokens[row], masks[row])
+        outputs = partial(reference.outputs, ids_T=tokens[row], mask_T=masks[row])
+        moved = torch.func.jvp(outputs, (reference.parameters,), (gradient,))[1]  # ∂o/∂θ · g
         terms = [d * m for d, m in zip(outward[row], moved, strict=True)]
         split.append(factor * sum(terms[1:], terms[0]) / squared)
     names = batch.non_tensor_batch
     samples = list(zip(names["uid"].tolist(), names["sample"].tolist(), strict=True))
     return UpdateGradient(gradient, squared**0.5, samples, split, time.perf_counter() - began)
-
-
-def _moved(reference: Reference, gradient: Weights, ids_T: Tensor, mask_T: Tensor) -> tuple[Tensor, ...]:
-    """∂o/∂θ · g of a sample's outputs."""
-
-    def outputs(parameters: Weights) -> tuple[Tensor, Tensor]:
-        return reference.outputs(parameters, ids_T, mask_T)
-
-    moved: tuple[Tensor, ...] = torch.func.jvp(outputs, (reference.parameters,), (gradient,))[1]
-    return moved
 
 
 def _columns(batch: DataProto, loss: ActorLoss, row: int) -> dict[str, Tensor]:
@@ -149,14 +141,18 @@ def dot(a: Weights, b: Weights) -> float:
 
 
 class WatchedActorPart(ActorPart):
-    """Keeps the gradient of each update, taken before it."""
+    """Keeps the gradient of each update, taken before it.
 
-    shares: ClassVar[bool] = False
+    Attributes:
+        found: those since the last call of `take_gradients`.
+        shares: whether they are taken apart.
+    """
 
     def __init__(self, config: TrainConfig, engine: TrainEngine, **options: Any) -> None:
         super().__init__(config, engine, **options)
         self._model = config.actor_rollout_ref.model
         self.found: list[UpdateGradient] = []
+        self.shares = False
 
     def step_on(self, worker: EngineWorker, batch: DataProto, loss: ActorLoss, *, rejects: bool) -> Metrics:
         """Takes the step, after a look at its gradient where something is learnt."""
@@ -168,16 +164,15 @@ class WatchedActorPart(ActorPart):
         return super().step_on(worker, batch, loss, rejects=rejects)
 
 
-class AttributingActorPart(WatchedActorPart):
-    """Also takes the gradients apart."""
-
-    shares = True
-
-
 class WatchedActor(ActorWorker):
     """An actor whose gradients are looked at, of one process."""
 
     actor_part = WatchedActorPart
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def take_apart(self) -> None:
+        """Takes the gradients apart from now on."""
+        self.parts["actor"].shares = True
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def take_gradients(self) -> list[UpdateGradient]:
@@ -185,9 +180,3 @@ class WatchedActor(ActorWorker):
         part = self.parts["actor"]
         found, part.found = part.found, []
         return list(found)
-
-
-class AttributingActor(WatchedActor):
-    """One whose gradients are taken apart too."""
-
-    actor_part = AttributingActorPart

@@ -4,10 +4,9 @@ of the process group, and the record of an update that went wrong."""
 from __future__ import annotations
 
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -72,10 +71,6 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
-def _say_of(worker: EngineWorker, role: str, sentence: str) -> None:
-    worker.say(f"{role}: {sentence}")
-
-
 class TimedWorker(Worker):
     """A worker with timed phases, observations, and a voice.
 
@@ -88,7 +83,7 @@ class TimedWorker(Worker):
     def __init__(self, run: RunFolder, name: str, device: torch.device | None = None) -> None:
         super().__init__()
         self.run = run
-        self._track = f"{name} rank {self.rank}"
+        self._name, self._track = name, f"{name} rank {self.rank}"
         on_cuda = device is not None and device.type == "cuda"
         self.timeline = Timeline(
             run.timeline_file,
@@ -146,44 +141,53 @@ class EngineWorker(TimedWorker):
         self.engines: dict[str, TrainEngine] = {}
         self._in_succession = Counter[str]()  # by role, its last steps that were skipped
         self._skipped = Counter[str]()
-        self._write = BackgroundWrite()
+        self._writes = defaultdict[str, BackgroundWrite](BackgroundWrite)
 
-    def trained(self) -> TrainEngine:
-        """The engine whose state goes into checkpoints.
+    def trained(self, role: str = "") -> TrainEngine:
+        """The engine whose state goes into checkpoints: that of a role, or the worker's own.
 
         Raises:
-            EngineError: this worker trains none.
+            EngineError: this worker has no such engine.
         """
-        raise EngineError("this worker trains no model", got=self._track, expected="an actor or a critic")
+        wanted = role or self._name
+        if wanted not in self.engines:
+            raise EngineError(
+                "this worker holds no weights of its own for that role",
+                got=f"{self._track}, with {', '.join(self.engines)}",
+                expected=wanted,
+                remedy="call the method on the group whose workers were made with that role",
+            )
+        return self.engines[wanted]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, path: Path) -> None:
-        """Writes the trained model, its optimizer and version into the empty folder `path`."""
-        self.trained().save(path)
+    def save_checkpoint(self, path: Path, role: str = "") -> None:
+        """Writes a model, its optimizer and version into the empty folder `path`; see `trained`."""
+        self.trained(role).save(path)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def begin_save(self, path: Path) -> None:
+    def begin_save(self, path: Path, role: str = "") -> None:
         """Begins a save in the background: returns once the state is copied to the host. The folder's
         `written_mark` appears when all ranks have written."""
-        write = self.trained().stage(path)
-        self._write.start(write, written_mark(path) if self.rank == 0 else None)
+        write = self.trained(role).stage(path)
+        self._writes[role].start(write, written_mark(path) if self.rank == 0 else None)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def check_save(self) -> None:
+    def check_save(self, role: str = "") -> None:
         """
         Raises:
             Exception: what a write begun by `begin_save` met with.
         """
-        self._write.check()
+        self._writes[role].check()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, path: Path) -> None:
+    def load_checkpoint(self, path: Path, role: str = "") -> None:
         """Goes on from what was saved, at this or another number of ranks."""
-        self.trained().load(path)
+        self.trained(role).load(path)
 
     def voice(self, role: str) -> Callable[[str], None]:
         """What says a sentence of that role's engine, which keeps no worker by it."""
-        return partial(_say_of, weakref.proxy(self), role)
+        worker = weakref.proxy(self)
+        return lambda sentence: worker.say(f"{role}: {sentence}")
 
     def hold(self, role: str, engine: AnyEngine) -> AnyEngine:
         """Takes a new engine in: its collectives are reported under `role`, and batches for it are divided
@@ -193,10 +197,9 @@ class EngineWorker(TimedWorker):
         if self.device.type == "cuda":
             self.say(f"{role}: {engine.kernels}.")
         info = engine.state_info()
-        if 0 < info["trainable_parameters"] < info["parameters"]:
-            self.say(
-                f"{role}: {info['trainable_parameters']:,} of {info['parameters']:,} parameters are trained."
-            )
+        trained, whole = info["trainable_parameters"], info["parameters"]
+        if 0 < trained < whole:
+            self.say(f"{role}: {trained:,} of {whole:,} parameters are trained.")
         self.register_mesh(role, engine.share.rank, engine.share.size, collects=engine.share.leads)
         engine.offload()
         return engine
@@ -270,23 +273,21 @@ class EngineWorker(TimedWorker):
     def working(self, phase: str, engine: TrainEngine, *, training: bool = False) -> Iterator[None]:
         """A timed phase with the engine on its device; see `on_device`. On a GPU the most memory that
         PyTorch's allocator held in it is a metric, `perf/memory_peak_bytes/PHASE`."""
-        with self.timeline.phase(phase):
-            on_gpu = self.device.type == "cuda"
-            if on_gpu:
-                torch.cuda.reset_peak_memory_stats(self.device)
-            with self.on_device(engine, training=training):
-                yield
-            if on_gpu:
-                peak = torch.cuda.max_memory_allocated(self.device)
-                self.observed.add_max(f"perf/memory_peak_bytes/{phase}", float(peak))
+        peak = self.counted_memory(f"perf/memory_peak_bytes/{phase}", beyond=False)
+        with self.timeline.phase(phase), peak, self.on_device(engine, training=training):
+            yield
 
     @contextmanager
-    def counted_memory(self, name: str) -> Iterator[None]:
-        """The most memory that was taken inside, beyond what was in use before, on a GPU, as a metric."""
+    def counted_memory(self, name: str, *, beyond: bool = True) -> Iterator[None]:
+        """The most memory that was held inside, on a GPU, as a metric.
+
+        Args:
+            beyond: count what was taken beyond that in use before.
+        """
         if self.device.type != "cuda":
             yield
             return
-        before = torch.cuda.memory_allocated(self.device)
+        before = torch.cuda.memory_allocated(self.device) if beyond else 0
         torch.cuda.reset_peak_memory_stats(self.device)
         yield
         peak = torch.cuda.max_memory_allocated(self.device) - before

@@ -22,13 +22,17 @@ from tandem.observability.run import RunFolder
 from tandem.protocol import DataProto, Ragged
 from tandem.runtime import Dispatch, register
 from tandem.workers.advantage_inputs import refuse_non_finite, reward_components
-from tandem.workers.combining import CombiningWorker
+from tandem.workers.base import TimedWorker
+from tandem.workers.combining import CombiningPart
 from tandem.workers.correction import KEPT, WEIGHTS, Correction, correction_columns
 from tandem.workers.integrity import CERTAIN, SpecialTokens, add_checks
 from tandem.workers.loss_terms import configured_loss
+from tandem.workers.parts import offers
+from tandem.workers.shaping import ShapingPart
 
 
-class BatchWorker(CombiningWorker):
+@offers(shaping=ShapingPart, combining=CombiningPart)
+class BatchWorker(TimedWorker):
     """The worker that computes advantages, measures whole batches and writes sample files.
 
     Args:
@@ -49,6 +53,7 @@ class BatchWorker(CombiningWorker):
         references: Mapping[str, float] = ONE_REFERENCE,
     ) -> None:
         super().__init__(run, "batch")
+        self.parts = {"shaping": ShapingPart(), "combining": CombiningPart()}
         assert self.world_size == 1, "groups must not be split"
         self.config = config
         self.special, self.certain = special or SpecialTokens(), certain
@@ -80,29 +85,27 @@ class BatchWorker(CombiningWorker):
             RewardError, NonFiniteError: one of these columns is not finite where it counts.
         """
         with self.timeline.phase("adv"):
-            return self._advantages(batch, kl_coef)
-
-    def _advantages(self, batch: DataProto, kl_coef: float) -> DataProto:
-        corrected = correction_columns(self.config.rollout_correction, self.correction, batch, self.observed)
-        batch = batch.union(DataProto(corrected))
-        mask = batch.ragged("response_mask")
-        scores = batch.ragged("token_level_scores")
-        read = {"token_level_scores", *self.spec.columns}
-        refuse_non_finite(batch, read | ({"old_log_probs", "ref_kl", *self.references} if kl_coef else set()))
-        rewards_T = scores.values.to(widest_float(batch))
-        if kl_coef != 0:
-            rewards_T = self._kl_penalised(batch, kl_coef).token_level_rewards.to(rewards_T.dtype)
-        batch = batch.union(DataProto({"token_level_rewards": mask.with_values(rewards_T)}))
-        found: dict[str, Ragged | Tensor] = {**corrected, "token_level_rewards": mask.with_values(rewards_T)}
-        taught_B = ~self._untaught(batch)
-        if bool(taught_B.all()):
-            return DataProto(found | self._estimated(batch))
-        taught_T = taught_B[mask.row_ids()]
-        for name, column in self._estimated(batch[taught_B]).items():  # as if the others were not there
-            values_T = torch.zeros(len(mask.values), dtype=column.dtype)
-            values_T[taught_T] = column.values
-            found[name] = mask.with_values(values_T)
-        return DataProto(found)
+            correction = self.config.rollout_correction
+            corrected = correction_columns(correction, self.correction, batch, self.observed)
+            batch = batch.union(DataProto(corrected))
+            mask = batch.ragged("response_mask")
+            of_kl = {"old_log_probs", "ref_kl", *self.references} if kl_coef else set()
+            refuse_non_finite(batch, {"token_level_scores", *self.spec.columns, *of_kl})
+            rewards_T = batch.ragged("token_level_scores").values.to(widest_float(batch))
+            if kl_coef != 0:
+                rewards_T = self._kl_penalised(batch, kl_coef).token_level_rewards.to(rewards_T.dtype)
+            rewards = {"token_level_rewards": mask.with_values(rewards_T)}
+            batch = batch.union(DataProto(rewards))
+            found: dict[str, Ragged | Tensor] = {**corrected, **rewards}
+            taught_B = ~self._untaught(batch)
+            if bool(taught_B.all()):
+                return DataProto(found | self._estimated(batch))
+            taught_T = taught_B[mask.row_ids()]
+            for name, column in self._estimated(batch[taught_B]).items():  # as if the others were not there
+                values_T = torch.zeros(len(mask.values), dtype=column.dtype)
+                values_T[taught_T] = column.values
+                found[name] = mask.with_values(values_T)
+            return DataProto(found)
 
     def _untaught(self, batch: DataProto) -> Tensor:
         """(B) bool: samples that teach nothing, as their score failed, or as the estimator compares the
@@ -125,10 +128,15 @@ class BatchWorker(CombiningWorker):
             return {"advantages": nothing, "returns": nothing, **chosen}
         columns: dict[str, Any] = {
             **{name: c.values if isinstance(c, Ragged) else c for name, c in batch.batch.items()},
-            **self._components(batch, rewards_T.dtype),
             "offsets": mask.offsets,
             "group": group_ids(batch.non_tensor_batch["uid"]),
         }
+        if "reward_components" in self.spec.columns:
+            extras, keys = list(batch.non_tensor_batch["reward_extra"]), self.config.gdpo_reward_keys
+            if "score" in keys:
+                scores = batch.dense("scores").tolist()
+                extras = [{**extra, "score": score} for extra, score in zip(extras, scores, strict=True)]
+            columns["reward_components"] = reward_components(extras, keys).to(rewards_T.dtype)
         columns.setdefault(WEIGHTS, torch.ones_like(rewards_T))
         out = self.spec(columns, **self.options)
         found = {"advantages": mask.with_values(out.advantages), "returns": mask.with_values(out.returns)}
@@ -137,16 +145,6 @@ class BatchWorker(CombiningWorker):
             known = columns | {"advantages": out.advantages, "response_mask": kept_T}
             found["selected_tokens"] = mask.with_values(self._loss.selection(known, self._loss_options))
         return found
-
-    def _components(self, batch: DataProto, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The column of the rewards by component, if the estimator reads it."""
-        if "reward_components" not in self.spec.columns:
-            return {}
-        extras, keys = list(batch.non_tensor_batch["reward_extra"]), self.config.gdpo_reward_keys
-        if "score" in keys:
-            scores = batch.dense("scores").tolist()
-            extras = [{**extra, "score": score} for extra, score in zip(extras, scores, strict=True)]
-        return {"reward_components": reward_components(extras, keys).to(dtype)}
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def left_out(self, batch: DataProto, truncated: bool) -> np.ndarray:
@@ -170,43 +168,33 @@ class BatchWorker(CombiningWorker):
         """Rewards, the share of prompts whose responses score alike, lengths, advantages, values, KL to the
         reference, the critic's explained variance."""
         with self.timeline.phase("measure"):
-            return self._measured(batch)
-
-    def _measured(self, batch: DataProto) -> Metrics:
-        mask = batch.ragged("response_mask")
-        metrics = score_metrics(batch, "reward", "mean")
-        if {"group", "token_level_rewards"} <= set(self.spec.columns):
-            _add_groups(metrics, batch)
-        _add_lengths(metrics, mask, batch.non_tensor_batch["finish_reason"])
-        sources = Counter(batch.non_tensor_batch.get("data_source", ()))
-        for source, count in sources.items() if len(sources) > 1 else ():
-            metrics.add_mean(f"data/share/{source}", count, len(batch))
-        for column, name in _MEASURED.items():
-            if column in batch:
-                values_T = batch.ragged(column).values[mask.values]
-                metrics.add_mean(f"{name}/mean", values_T.sum(), len(values_T))
-                if len(values_T):
-                    metrics.add_max(f"{name}/max", values_T.max())
-                    metrics.add_min(f"{name}/min", values_T.min())
-        if "reward_baselines" in batch:
-            baselines_B = batch.dense("reward_baselines")
-            metrics.add_mean("critic/baseline/mean", baselines_B.sum(), len(baselines_B))
-            metrics.add_max("critic/baseline/max", baselines_B.max())
-            metrics.add_min("critic/baseline/min", baselines_B.min())
-        rewards_B = segment_sum(batch.ragged("token_level_rewards").values, mask.offsets)
-        metrics.add_mean("reward/after_kl", rewards_B.sum(), len(mask))
-        if "values" in batch:
-            variance = explained_variance(
-                batch.ragged("values").values, batch.ragged("returns").values, mask.values
-            )
-            metrics.add_mean("critic/explained_variance", variance, 1.0)
-        if self.config.use_kl_in_reward:
-            metrics.add_mean("actor/kl_in_reward", self._kl_penalised(batch, 0.0).kl, 1.0)
-            for column in self.references if len(self.references) > 1 else ():
-                kl = self._kl_penalised(batch, 0.0, {column: 1.0}).kl
-                metrics.add_mean(f"actor/kl_in_reward/{reference_name(column)}", kl, 1.0)
-        add_checks(metrics, batch, self.special, self.certain)
-        return metrics
+            mask = batch.ragged("response_mask")
+            metrics = score_metrics(batch, "reward", "mean")
+            if {"group", "token_level_rewards"} <= set(self.spec.columns):
+                _add_groups(metrics, batch)
+            _add_lengths(metrics, mask, batch.non_tensor_batch["finish_reason"])
+            sources = Counter(batch.non_tensor_batch.get("data_source", ()))
+            for source, count in sources.items() if len(sources) > 1 else ():
+                metrics.add_mean(f"data/share/{source}", count, len(batch))
+            measured = {"advantages": "advantages", "returns": "returns", "values": "critic/values"}
+            for column, name in measured.items():
+                if column in batch:
+                    _add_range(metrics, name, batch.ragged(column).values[mask.values])
+            if "reward_baselines" in batch:
+                _add_range(metrics, "critic/baseline", batch.dense("reward_baselines"))
+            rewards_B = segment_sum(batch.ragged("token_level_rewards").values, mask.offsets)
+            metrics.add_mean("reward/after_kl", rewards_B.sum(), len(mask))
+            if "values" in batch:
+                values_T, returns_T = batch.ragged("values").values, batch.ragged("returns").values
+                variance = explained_variance(values_T, returns_T, mask.values)
+                metrics.add_mean("critic/explained_variance", variance, 1.0)
+            if self.config.use_kl_in_reward:
+                metrics.add_mean("actor/kl_in_reward", self._kl_penalised(batch, 0.0).kl, 1.0)
+                for column in self.references if len(self.references) > 1 else ():
+                    kl = self._kl_penalised(batch, 0.0, {column: 1.0}).kl
+                    metrics.add_mean(f"actor/kl_in_reward/{reference_name(column)}", kl, 1.0)
+            add_checks(metrics, batch, self.special, self.certain)
+            return metrics
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def measure_validation(self, batch: DataProto) -> Metrics:
@@ -274,11 +262,9 @@ def group_ids(uids: np.ndarray) -> Tensor:
 def score_metrics(batch: DataProto, prefix: str, mean: str) -> Metrics:
     """Mean score over all samples and per data source, and the means of what rewards add to it."""
     metrics = Metrics()
-    arrays = batch.non_tensor_batch
-    scores_B = batch.dense("scores")
-    for score, extra, source in zip(
-        scores_B.tolist(), arrays["reward_extra"], arrays["data_source"], strict=True
-    ):
+    scores_B, arrays = batch.dense("scores"), batch.non_tensor_batch
+    extras, sources = arrays["reward_extra"], arrays["data_source"]
+    for score, extra, source in zip(scores_B.tolist(), extras, sources, strict=True):
         metrics.add_mean(f"{prefix}/{mean}", score, 1.0)
         metrics.add_mean(f"{prefix}/{mean}/{source}", score, 1.0)
         for name, value in extra.items():
@@ -304,16 +290,14 @@ def _add_lengths(metrics: Metrics, mask: Ragged, finish_reasons: np.ndarray) -> 
     prompts_B = mask.lengths - tokens_B
     metrics.add_sum("tokens/response", tokens_B.sum())
     metrics.add_sum("tokens/total", len(mask.values))
-    metrics.add_mean("response_length/mean", tokens_B.sum(), len(mask))
-    metrics.add_max("response_length/max", tokens_B.max())
-    metrics.add_min("response_length/min", tokens_B.min())
+    _add_range(metrics, "response_length", tokens_B)
     metrics.add_mean("response_length/clip_ratio", float((finish_reasons == "length").sum()), len(mask))
     metrics.add_mean("prompt_length/mean", prompts_B.sum(), len(mask))
     metrics.add_max("prompt_length/max", prompts_B.max())
 
 
-_MEASURED = {
-    "advantages": "advantages",
-    "returns": "returns",
-    "values": "critic/values",
-}
+def _add_range(metrics: Metrics, name: str, values: Tensor) -> None:
+    metrics.add_mean(f"{name}/mean", values.sum(), len(values))
+    if len(values):
+        metrics.add_max(f"{name}/max", values.max())
+        metrics.add_min(f"{name}/min", values.min())

@@ -9,26 +9,24 @@ import torch
 from torch import Tensor
 
 from tandem.errors import RewardError
-from tandem.observability.run import RunFolder
 from tandem.protocol import DataProto, Ragged
 from tandem.rewards.combination import Combination, Part, Running
 from tandem.runtime import Dispatch, register
+from tandem.workers.base import TimedWorker
 from tandem.workers.reward import at_last_token
-from tandem.workers.shaping import ShapingWorker
 
 FAILED = "reward_failed"
 
 
-class CombiningWorker(ShapingWorker):
+class CombiningPart:
     """Methods of the batch's worker that make the reward out of what reward models and functions say."""
 
-    def __init__(self, run: RunFolder, name: str) -> None:
-        super().__init__(run, name)
+    def __init__(self) -> None:
         self._told: set[str] = set()
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def running_scores(
-        self, before: Mapping[str, Running], combination: Combination, *said: DataProto
+        self, worker: TimedWorker, before: Mapping[str, Running], combination: Combination, *said: DataProto
     ) -> dict[str, Running]:
         """The statistics of the scores that are normalised, with those of a batch.
 
@@ -46,7 +44,12 @@ class CombiningWorker(ShapingWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def combine_scores(
-        self, batch: DataProto, running: Mapping[str, Running], combination: Combination, *said: DataProto
+        self,
+        worker: TimedWorker,
+        batch: DataProto,
+        running: Mapping[str, Running],
+        combination: Combination,
+        *said: DataProto,
     ) -> DataProto:
         """One reward of several parts' scores.
 
@@ -61,68 +64,61 @@ class CombiningWorker(ShapingWorker):
         Raises:
             RewardError: a score has failed, and `reward.on_error` is raise.
         """
-        with self.timeline.phase("combine"):
-            return self._combined(batch, running, combination, said)
-
-    def _combined(
-        self,
-        batch: DataProto,
-        running: Mapping[str, Running],
-        combination: Combination,
-        said: tuple[DataProto, ...],
-    ) -> DataProto:
-        mask = batch.ragged("response_mask")
-        scores_B, tokens_T = torch.zeros(len(mask)), torch.zeros(len(mask.values))
-        failed_B = torch.zeros(len(mask), dtype=torch.bool)
-        rows = [_Told() for _ in range(len(mask))]
-        for part, scored in zip(combination.parts, said, strict=True):
-            failed_B |= self._failures(part, scored, batch, combination.on_error)
-            counted_B, counted = self._counted(part, scored, running, mask)
-            scores_B += part.weight * counted_B
-            tokens_T += part.weight * counted.values
-            whys = scored.non_tensor_batch.get("reward_why", [""] * len(mask))
-            numbers = zip(scored.dense("scores").tolist(), counted_B.tolist(), strict=True)
-            extras = scored.non_tensor_batch["reward_extra"]
-            for row, (score, counts), extra, why in zip(rows, numbers, extras, whys, strict=True):
-                row.take(part, score, counts, extra, why, combination)
-        if combination.function is not None:
-            index = batch.non_tensor_batch["index"]
-            made = [
-                0.0 if failed else combination.made(row.by_name, f"row {number} of the data")
-                for row, failed, number in zip(rows, failed_B.tolist(), index, strict=True)
-            ]
-            scores_B = torch.tensor(made, dtype=torch.float32)
-            tokens_T = at_last_token(scores_B, mask).values
-        found: dict[str, Tensor | Ragged] = {
-            "scores": scores_B,
-            "token_level_scores": mask.with_values(tokens_T),
-        }
-        if combination.on_error == "drop":
-            found[FAILED] = failed_B
-        return DataProto(
-            found,
-            {
-                "reward_extra": [row.extra for row in rows],
-                "reward_why": ["; ".join(row.whys) for row in rows],
-                "response_text": said[0].non_tensor_batch["response_text"],
-            },
-        )
+        with worker.timeline.phase("combine"):
+            mask = batch.ragged("response_mask")
+            scores_B, tokens_T = torch.zeros(len(mask)), torch.zeros(len(mask.values))
+            failed_B = torch.zeros(len(mask), dtype=torch.bool)
+            rows = [_Told() for _ in range(len(mask))]
+            for part, scored in zip(combination.parts, said, strict=True):
+                failed_B |= self._failures(worker, part, scored, batch, combination.on_error)
+                counted_B, counted = self._counted(worker, part, scored, running, mask)
+                scores_B += part.weight * counted_B
+                tokens_T += part.weight * counted.values
+                whys = scored.non_tensor_batch.get("reward_why", [""] * len(mask))
+                numbers = zip(scored.dense("scores").tolist(), counted_B.tolist(), strict=True)
+                extras = scored.non_tensor_batch["reward_extra"]
+                for row, (score, counts), extra, why in zip(rows, numbers, extras, whys, strict=True):
+                    row.take(part, score, counts, extra, why, combination)
+            if combination.function is not None:
+                index = batch.non_tensor_batch["index"]
+                made = [
+                    0.0 if failed else combination.made(row.by_name, f"row {number} of the data")
+                    for row, failed, number in zip(rows, failed_B.tolist(), index, strict=True)
+                ]
+                scores_B = torch.tensor(made, dtype=torch.float32)
+                tokens_T = at_last_token(scores_B, mask).values
+            found: dict[str, Tensor | Ragged] = {
+                "scores": scores_B,
+                "token_level_scores": mask.with_values(tokens_T),
+            }
+            if combination.on_error == "drop":
+                found[FAILED] = failed_B
+            return DataProto(
+                found,
+                {
+                    "reward_extra": [row.extra for row in rows],
+                    "reward_why": ["; ".join(row.whys) for row in rows],
+                    "response_text": said[0].non_tensor_batch["response_text"],
+                },
+            )
 
     def _counted(
-        self, part: Part, scored: DataProto, running: Mapping[str, Running], mask: Ragged
+        self, worker: TimedWorker, part: Part, scored: DataProto, running: Mapping[str, Running], mask: Ragged
     ) -> tuple[Tensor, Ragged]:
         """A part's scores as they count, of samples and of tokens."""
         scores_B = scored.dense("scores")
         if not part.normalize:
             return scores_B, scored.ragged("token_level_scores")
         statistics = running.get(part.name, Running())
-        self.observed.add_mean(f"reward/running_mean/{part.name}", statistics.mean, 1.0)
-        self.observed.add_mean(f"reward/running_std/{part.name}", statistics.deviation, 1.0)
+        worker.observed.add_mean(f"reward/running_mean/{part.name}", statistics.mean, 1.0)
+        worker.observed.add_mean(f"reward/running_std/{part.name}", statistics.deviation, 1.0)
         counted_B = torch.tensor([statistics.normalised(score) for score in scores_B.tolist()])
         counted_B = torch.where(_failed(scored), 0.0, counted_B)
         return counted_B, at_last_token(counted_B, mask)
 
-    def _failures(self, part: Part, scored: DataProto, batch: DataProto, on_error: str) -> Tensor:
+    def _failures(
+        self, worker: TimedWorker, part: Part, scored: DataProto, batch: DataProto, on_error: str
+    ) -> Tensor:
         """The samples that a part could not score; of a model the user hears of the first.
 
         Raises:
@@ -132,7 +128,7 @@ class CombiningWorker(ShapingWorker):
         if part.functions is not None:  # theirs are told by their own worker
             return failed_B
         if on_error != "raise":
-            self.observed.add_mean(f"reward/failed/{part.name}", failed_B.sum(), len(failed_B))
+            worker.observed.add_mean(f"reward/failed/{part.name}", failed_B.sum(), len(failed_B))
         for row in failed_B.nonzero().flatten().tolist()[:1]:
             error = RewardError(
                 f"the reward model {part.name} could not score a response",
@@ -145,7 +141,7 @@ class CombiningWorker(ShapingWorker):
                 raise error
             if part.name not in self._told:
                 self._told.add(part.name)
-                self.say(f"a score failed (reward.on_error={on_error}):\n{error}")
+                worker.say(f"a score failed (reward.on_error={on_error}):\n{error}")
         return failed_B
 
 

@@ -200,23 +200,22 @@ def check_rollout_log_probs(batch: DataProto) -> None:
     Raises:
         EngineError: there are none, or one of a response token is not finite.
     """
-    remedy = (
-        "choose an engine that gives them, such as actor_rollout_ref.rollout.name=native, or no correction"
+    what, got = "no log-probs", None
+    if SAMPLED in batch:
+        sampled, mask = batch.ragged(SAMPLED), batch.ragged("response_mask").values
+        bad = mask & ~sampled.values.isfinite()
+        if not bool(bad.any()):
+            return
+        what, row = "log-probs that are not finite", int(sampled.row_ids()[bad][0])
+        got = f"{int(bad.sum())} of {int(mask.sum())} response tokens, the first in sample {row}"
+    raise EngineError(
+        f"the rollout gave {what}",
+        field="algorithm.rollout_correction",
+        got=got,
+        expected="the log-prob of every token that the engine sampled",
+        remedy="choose an engine that gives them, such as actor_rollout_ref.rollout.name=native, or no "
+        "correction",
     )
-    field, expected = "algorithm.rollout_correction", "the log-prob of every token that the engine sampled"
-    if SAMPLED not in batch:
-        raise EngineError("the rollout gave no log-probs", field=field, expected=expected, remedy=remedy)
-    sampled, mask = batch.ragged(SAMPLED), batch.ragged("response_mask").values
-    bad = mask & ~sampled.values.isfinite()
-    if bool(bad.any()):
-        row = int(sampled.row_ids()[bad][0])
-        raise EngineError(
-            "the rollout gave log-probs that are not finite",
-            field=field,
-            got=f"{int(bad.sum())} of {int(mask.sum())} response tokens, the first in sample {row}",
-            expected=expected,
-            remedy=remedy,
-        )
 
 
 def without_rejected(batch: DataProto) -> DataProto:

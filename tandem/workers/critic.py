@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from tandem.config.critic import CriticConfig
-from tandem.engines.train.base import TrainEngine
 from tandem.engines.train.fsdp import FSDPEngine
 from tandem.observability.metrics import Metrics
 from tandem.observability.run import RunFolder
@@ -69,23 +68,13 @@ class CriticWorker(EngineWorker):
             micro = micro_batching(self.config.forward_batching)
             return self.engine.forward(batch, outputs=frozenset({"values"}), micro=micro)
 
-    @register(
-        dispatch_mode=Dispatch.ND_COMPUTE_PROTO,
-        mesh="critic",
-        blocking=False,
-        collect="first",
-        balance="tokens",
-    )
+    @register(Dispatch.ND_COMPUTE_PROTO, mesh="critic", blocking=False, collect="first", balance="tokens")
     def update_critic(self, batch: DataProto) -> Metrics:
         """One optimizer step on a mini-batch with `values`, `returns` and `response_mask`, less the
         tokens that were rejected."""
         with self.working("update_critic", self.engine, training=True):
             batching, optim = self.config.train_batching, self.config.optim
-            share = without_rejected(batch)
+            share, rejects = without_rejected(batch), KEPT in batch
             return self.guarded_step(
-                self.engine, share, self.loss, batching, "critic", optim, rejects=KEPT in batch
+                self.engine, share, self.loss, batching, "critic", optim, rejects=rejects
             )
-
-    def trained(self) -> TrainEngine:
-        """See `EngineWorker.trained`."""
-        return self.engine

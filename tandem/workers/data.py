@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -46,12 +47,6 @@ class DataFacts:
     longest_prompt: int = 0
 
 
-class Batches(Protocol):
-    """Training batches by number."""
-
-    def batch(self, number: int) -> DataProto: ...
-
-
 @dataclass(frozen=True)
 class Read:
     """Data files that were read, checked and tokenised.
@@ -66,7 +61,7 @@ class Read:
     """
 
     train: Dataset
-    batches: Batches
+    batches: BatchLoader | DrawnBatches
     validation: EveryRow | None
     sources: frozenset[str] = frozenset()
     longest_prompt: int = 0
@@ -102,7 +97,12 @@ def read_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase, reads: 
         held_out = EveryRow(validation, config.val_batch_size)
     drawn = _drawn(config, train)
     field = "data.gen_batch_size" if config.gen_batch_size else "data.train_batch_size"
-    made = drawn or BatchLoader(train, config.prompts_at_a_time, _order(config, train), field=field)
+    weights, shuffle, seed = config.mixture, config.shuffle, config.seed
+    order: Order = EpochOrder(shuffle=shuffle, seed=seed)
+    if weights and drawn is None:
+        places = train.places_of_sources(tuple(weights))
+        order = MixedOrder(weights, places, shuffle=shuffle, seed=seed)
+    made = drawn or BatchLoader(train, config.prompts_at_a_time, order, field=field)
     return Read(train, made, held_out, frozenset(sources), longest, drawn)
 
 
@@ -127,19 +127,18 @@ class DatasetWorker(TimedWorker):
     asked for before it is needed, and again after a resume.
 
     Args:
-        read: the rows.
+        read: reads the rows, in the worker's process.
         run: the run folder.
     """
 
-    def __init__(self, read: Read, run: RunFolder) -> None:
-        self._read = read
-        self.train, self.validation = read.batches, read.validation
-        self.facts = read.facts
+    def __init__(self, read: Callable[[], Read], run: RunFolder) -> None:
+        self._read = read()
+        self.train, self.validation = self._read.batches, self._read.validation
         super().__init__(run, "data")  # last: data that are refused leave no trace in the run folder
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def describe(self) -> DataFacts:
-        return self.facts
+        return self._read.facts
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def digest(self, rows: int) -> str:
@@ -182,7 +181,7 @@ class DataWorker(DatasetWorker):
     def __init__(
         self, config: DataConfig, tokenizer: PreTrainedTokenizerBase, run: RunFolder, reads: Reads = VERLS
     ) -> None:
-        super().__init__(read_prompts(config, tokenizer, reads), run)
+        super().__init__(partial(read_prompts, config, tokenizer, reads), run)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def recall(self, uids: tuple[str, ...]) -> DataProto:
@@ -209,32 +208,6 @@ class DataWorker(DatasetWorker):
     def _drawn(self) -> DrawnBatches:
         assert self._read.drawn is not None, "there is no sampler"
         return self._read.drawn
-
-
-class ExamplesWorker(DatasetWorker):
-    """Examples of a supervised run.
-
-    Args:
-        config: the resolved data section.
-        read: makes a dataset of files.
-        run: the run folder.
-
-    Raises:
-        DataError: anything wrong with the files or their rows, or too few of them for a batch.
-    """
-
-    def __init__(
-        self, config: SupervisedDataConfig, read: Callable[[tuple[str, ...]], Dataset], run: RunFolder
-    ) -> None:
-        super().__init__(read_examples(config, read), run)
-
-
-def _order(config: DataConfig, prompts: PromptDataset) -> Order:
-    """The order of the prompts."""
-    shuffle, seed, weights = config.shuffle, config.seed, config.mixture
-    if not weights:
-        return EpochOrder(shuffle=shuffle, seed=seed)
-    return MixedOrder(weights, prompts.places_of_sources(tuple(weights)), shuffle=shuffle, seed=seed)
 
 
 def _drawn(config: DataConfig, prompts: PromptDataset) -> DrawnBatches | None:

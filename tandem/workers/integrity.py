@@ -24,16 +24,14 @@ from tandem.workers.probes import SAMPLED, SCORED, fingerprint
 CHECK = "trust/"
 """Prefix of what is counted here; what is nought does not go into the run folder."""
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>")
-"""Tokens with which the usual chat templates end a turn or a text, where a vocabulary has them."""
 _FEWEST = 8
-"""Samples below which no correlation is computed."""
 CERTAIN = -1e-3
-"""Nats: a token whose log-prob is below this was not certain."""
 
 
 def certain(rollout: RolloutConfig) -> float:
     """The log-prob of training, nats, below which a token was not the only one that sampling left to choose
-    from, so that the rollout has a log-prob other than 0 for it."""
+    from, so that the rollout has a log-prob other than 0 for it. Where it left all, a token below `CERTAIN`
+    was not certain."""
     if rollout.top_k == 1 or rollout.min_p > 0:
         return -math.inf
     return math.log(rollout.top_p) + CERTAIN
@@ -57,7 +55,8 @@ class SpecialTokens:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, stops: tuple[int, ...]) -> SpecialTokens:
-        """Those of a tokenizer.
+        """Those of a tokenizer. Of the tokens with which the usual chat templates end a turn or a text
+        (`_TURN_ENDS`), those that its vocabulary has.
 
         Args:
             stops: at which responses end; with none, as with `ignore_eos`, no response is looked at.
@@ -86,9 +85,10 @@ def add_checks(metrics: Metrics, batch: DataProto, special: SpecialTokens, certa
         certain: see the function of that name.
     """
     tokens, mask = batch.ragged("tokens"), batch.ragged("response_mask")
-    prompt_T = _before_response(mask)
+    prompt_T = _counted(mask) == 0
+    names = zip(batch.non_tensor_batch["uid"], batch.non_tensor_batch["sample"], strict=True)
     found = {
-        "repeated": _repeated(batch),
+        "repeated": len(batch) - len(set(names)),
         "mixed_groups": _mixed_groups(batch, prompt_T),
         **_of_prompts(tokens, prompt_T, special),
         "run_on": _run_on(tokens, mask, special),
@@ -96,17 +96,17 @@ def add_checks(metrics: Metrics, batch: DataProto, special: SpecialTokens, certa
     if SCORED in batch:
         found["foreign_scores"] = int((batch.dense(SCORED) != fingerprint(tokens)).sum())
     if SAMPLED in batch:
-        found |= _of_masks(batch, mask, certain)
+        sampled_T = batch.ragged(SAMPLED).values
+        found["late_mask"] = _rows(mask, ~mask.values & (sampled_T != 0))
+        if "old_log_probs" in batch:
+            first_T = mask.values & (_counted(mask) == 1)
+            uncertain_T = batch.ragged("old_log_probs").values < certain
+            found["early_mask"] = _rows(mask, first_T & (sampled_T == 0) & uncertain_T)
     for name, count in found.items():
         metrics.add_sum(f"{CHECK}{name}", float(count))
     correlation = _advantage_correlation(batch, mask)
     if correlation is not None:
         metrics.add_mean(f"{CHECK}advantage_correlation", correlation, 1.0)
-
-
-def _before_response(mask: Ragged) -> Tensor:
-    """(T) bool: the tokens before a sample's first in the mask; all of them where it has none."""
-    return _counted(mask) == 0
 
 
 def _counted(mask: Ragged) -> Tensor:
@@ -119,11 +119,6 @@ def _counted(mask: Ragged) -> Tensor:
 def _rows(of: Ragged, where_T: Tensor) -> int:
     """How many samples have a token there."""
     return int((segment_sum(where_T.long(), of.offsets) > 0).sum())
-
-
-def _repeated(batch: DataProto) -> int:
-    arrays = batch.non_tensor_batch
-    return len(batch) - len(set(zip(arrays["uid"], arrays["sample"], strict=True)))
 
 
 def _mixed_groups(batch: DataProto, prompt_T: Tensor) -> int:
@@ -165,16 +160,6 @@ def _run_on(tokens: Ragged, mask: Ragged, special: SpecialTokens) -> int:
 
 def _is_any(ids_T: Tensor, wanted: frozenset[int]) -> Tensor:
     return torch.isin(ids_T, torch.tensor(sorted(wanted), dtype=ids_T.dtype))
-
-
-def _of_masks(batch: DataProto, mask: Ragged, certain: float) -> dict[str, int]:
-    sampled_T = batch.ragged(SAMPLED).values
-    found = {"late_mask": _rows(mask, ~mask.values & (sampled_T != 0))}
-    if "old_log_probs" in batch:
-        first_T = mask.values & (_counted(mask) == 1)
-        uncertain_T = batch.ragged("old_log_probs").values < certain
-        found["early_mask"] = _rows(mask, first_T & (sampled_T == 0) & uncertain_T)
-    return found
 
 
 def _advantage_correlation(batch: DataProto, mask: Ragged) -> float | None:

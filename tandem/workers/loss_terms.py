@@ -1,5 +1,13 @@
 """The terms that the policy's loss is the sum of. A new term is a class like these, and a line of
-`configured_terms`.
+`configured_terms`. Of each:
+
+- `outputs`: what it reads of the model's outputs; see `LossFn`.
+- `columns`: what it reads of the batch's columns besides `response_mask`.
+- `coefficient`: its weight in the sum; with 0 it has no gradient and is only reported.
+- `share`: the metric that its aggregated value is reported as, before the coefficient; None: it is not.
+- A call is given outputs and columns (T), zero outside the response, and `offsets`. It returns the term's
+  value of each token (T), and what is reported of it: by metric, values (T) that are averaged over the
+  response tokens.
 
 Shapes: T tokens of a micro-batch, flat; offsets (B+1).
 """
@@ -9,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -18,37 +26,6 @@ from tandem.algorithms.registry import PolicyLossSpec, policy_loss
 from tandem.config.actor import ONE_REFERENCE, ActorConfig, reference_name
 from tandem.config.tables import LOSS_KEYS
 from tandem.workers.correction import WEIGHTS
-
-
-class Term(Protocol):
-    """A term of a loss.
-
-    Attributes:
-        outputs: what it reads of the model's outputs; see `LossFn`.
-        columns: what it reads of the batch's columns besides `response_mask`.
-        coefficient: its weight in the sum; with 0 it has no gradient and is only reported.
-        share: the metric that its aggregated value is reported as, before the coefficient; None: it is not.
-    """
-
-    @property
-    def outputs(self) -> frozenset[str]: ...
-    @property
-    def columns(self) -> frozenset[str]: ...
-    @property
-    def coefficient(self) -> float: ...
-    @property
-    def share(self) -> str | None: ...
-
-    def __call__(self, given: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """
-        Args:
-            given: outputs and columns (T), zero outside the response, and `offsets`.
-
-        Returns:
-            the term's value of each token (T), and what is reported of it: by metric, values (T) that are
-            averaged over the response tokens.
-        """
-        ...
 
 
 @dataclass(frozen=True)
@@ -136,6 +113,9 @@ class ExactKLTerm:
 
     def __call__(self, given: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, Tensor]]:
         return given["ref_kl"], {"kl": given["ref_kl"]}
+
+
+Term = PolicyTerm | EntropyTerm | SampledKLTerm | ExactKLTerm
 
 
 def configured_terms(actor: ActorConfig, references: Mapping[str, float] = ONE_REFERENCE) -> tuple[Term, ...]:

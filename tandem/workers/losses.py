@@ -25,6 +25,7 @@ from tandem.workers.correction import WEIGHTS, Correction, bypassing, count_kept
 from tandem.workers.loss_terms import EntropyTerm, Term, configured_terms
 from tandem.workers.probes import SAMPLED, add_rollout_gap
 
+Named = Mapping[str, Tensor]
 TOKEN_SHARE = "trust/token_share"
 """Tokens of all micro-batches over those that the loss was divided by: 1, or its scale is wrong."""
 
@@ -106,9 +107,7 @@ class ActorLoss:
             ),
         )
 
-    def __call__(
-        self, out: Mapping[str, Tensor], columns: Mapping[str, Tensor], offsets: Tensor, counts: Counts
-    ) -> tuple[Tensor, Metrics]:
+    def __call__(self, out: Named, columns: Named, offsets: Tensor, counts: Counts) -> tuple[Tensor, Metrics]:
         metrics = Metrics()
         given = {**out, **columns, "offsets": offsets}
         metrics.add_sum(TOKEN_SHARE, columns["response_mask"].sum().double() / max(counts.tokens, 1))
@@ -116,12 +115,14 @@ class ActorLoss:
             given["old_log_probs"] = out["log_probs"].detach()
         self._correct(given, metrics)
         mask = given["response_mask"]
-        given |= {name: _inside(given[name], mask) for name in given if name != "offsets"}
+        for name in given.keys() - {"offsets"}:
+            if given[name].is_floating_point():  # what is outside, NaN included, reaches no loss or gradient
+                given[name] = torch.where(mask, given[name], 0)
         shares = []
         for term in self.terms:
             values_T, observed = term(given)
             if term.coefficient != 0:
-                share = self._aggregated(values_T, mask, offsets, counts)
+                share = _aggregated(self, values_T, mask, offsets, counts)
                 shares.append(term.coefficient * share)
                 if term.share is not None:
                     metrics.add_sum(term.share, share)
@@ -132,17 +133,6 @@ class ActorLoss:
         if self.compared:
             add_rollout_gap(metrics, out["log_probs"].detach(), columns, columns["response_mask"])
         return loss, metrics
-
-    def _aggregated(self, values_T: Tensor, mask: Tensor, offsets: Tensor, counts: Counts) -> Tensor:
-        return aggregate(
-            values_T,
-            mask,
-            offsets,
-            mode=self.agg_mode,
-            tokens=counts.tokens,
-            sequences=counts.sequences,
-            norm_length=self.norm_length,
-        )
 
     def _correct(self, given: dict[str, Tensor], metrics: Metrics) -> None:
         """Adds the weights, and takes rejected tokens out of the mask, where this is done here."""
@@ -181,22 +171,12 @@ class CriticLoss:
     def from_config(cls, critic: CriticConfig, *, norm_length: float) -> CriticLoss:
         return cls(critic.cliprange_value, critic.aggregation, norm_length)
 
-    def __call__(
-        self, out: Mapping[str, Tensor], columns: Mapping[str, Tensor], offsets: Tensor, counts: Counts
-    ) -> tuple[Tensor, Metrics]:
+    def __call__(self, out: Named, columns: Named, offsets: Tensor, counts: Counts) -> tuple[Tensor, Metrics]:
         mask = columns["response_mask"]
         losses_T, observed = clipped_value_loss(
             out["values"], columns["values"], columns["returns"], cliprange_value=self.cliprange_value
         )
-        loss = aggregate(
-            losses_T,
-            mask,
-            offsets,
-            mode=self.agg_mode,
-            tokens=counts.tokens,
-            sequences=counts.sequences,
-            norm_length=self.norm_length,
-        )
+        loss = _aggregated(self, losses_T, mask, offsets, counts)
         metrics = Metrics()
         metrics.add_sum("loss", loss)
         metrics.add_mean("new_values", _total(out["values"], mask), mask.sum())
@@ -212,9 +192,7 @@ class NextTokenLoss:
     outputs: frozenset[str] = frozenset({"log_probs"})
     columns: frozenset[str] = frozenset({"response_mask"})
 
-    def __call__(
-        self, out: Mapping[str, Tensor], columns: Mapping[str, Tensor], offsets: Tensor, counts: Counts
-    ) -> tuple[Tensor, Metrics]:
+    def __call__(self, out: Named, columns: Named, offsets: Tensor, counts: Counts) -> tuple[Tensor, Metrics]:
         mask = columns["response_mask"]
         total = -_total(out["log_probs"], mask)
         metrics = Metrics()
@@ -235,9 +213,7 @@ class PreferenceLoss:
     outputs: frozenset[str] = frozenset({"scores"})
     columns: frozenset[str] = frozenset({"margin"})
 
-    def __call__(
-        self, out: Mapping[str, Tensor], columns: Mapping[str, Tensor], offsets: Tensor, counts: Counts
-    ) -> tuple[Tensor, Metrics]:
+    def __call__(self, out: Named, columns: Named, offsets: Tensor, counts: Counts) -> tuple[Tensor, Metrics]:
         scores = out["scores"][offsets[1:] - 1]
         pairs = len(scores) // 2  # none in a ghost, which is a single sequence
         chosen_P, rejected_P = scores[: 2 * pairs].view(pairs, 2).unbind(1)
@@ -258,10 +234,19 @@ class PreferenceLoss:
         return losses_P.sum() / counts.sequences, metrics
 
 
-def _inside(values_T: Tensor, mask: Tensor) -> Tensor:
-    """Zero outside the mask, so that what stands there reaches neither the loss nor its gradient, NaN
-    included; other columns than those of floating point as they are."""
-    return torch.where(mask, values_T, 0) if values_T.is_floating_point() else values_T
+def _aggregated(
+    loss: ActorLoss | CriticLoss, values_T: Tensor, mask: Tensor, offsets: Tensor, counts: Counts
+) -> Tensor:
+    """One number of the tokens' values, as the loss says."""
+    return aggregate(
+        values_T,
+        mask,
+        offsets,
+        mode=loss.agg_mode,
+        tokens=counts.tokens,
+        sequences=counts.sequences,
+        norm_length=loss.norm_length,
+    )
 
 
 def _total(values_T: Tensor, mask: Tensor) -> Tensor:

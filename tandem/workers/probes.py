@@ -24,8 +24,6 @@ MOMENT = "rollout/moment/"
 """Prefix of the means from which the correlation is computed; they are no metrics of their own."""
 
 LIMITS = {torch.float64: 1e-7, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
-"""Nats by the type of the forward: mean differences above these are no rounding. Between two bf16 engines
-1e-3 to 1e-2 is usual, between two fp32 ones 1e-6."""
 _APART = 0.01
 
 
@@ -105,7 +103,8 @@ def add_evidence(metrics: Metrics, batch: DataProto, version: int, limit: float)
 
 
 def difference_limit(configured: float | None, dtype: torch.dtype, temperature: float) -> float:
-    """Nats of mean difference above which the cause is named.
+    """Nats of mean difference above which the cause is named. Above those of `LIMITS` it is no rounding:
+    between two bf16 engines 1e-3 to 1e-2 is usual, between two fp32 ones 1e-6.
 
     Args:
         configured: what the config says; None goes by the type.

@@ -86,7 +86,9 @@ class Reader:
                     raise NotRead(f"{len(read)} tokens, of at most {self.most}")
                 if steps and text.rpartition(self.separator or "\n")[2].strip():
                     steps[-1], at[-1] = wrote[-1], len(read) - 1  # with the token that ends the sequence
-                steps, at = _each_its_token(steps, at)
+                # without steps that end in the same token as the next, in the one text or in the other
+                last = {step: place for place, step in dict(zip(at, steps, strict=True)).items()}
+                steps, at = list(last), list(last.values())
             except NotRead as problem:
                 failures[row] = str(problem)
                 read, at, steps = [0], [], []
@@ -144,9 +146,3 @@ class Reader:
         alone = self.own(response, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         offsets = [end for _, end in alone["offset_mapping"]]
         return [max(total - len(offsets) + place, 0) for place in ending_tokens(ends, offsets)]
-
-
-def _each_its_token(steps: list[int], at: list[int]) -> tuple[list[int], list[int]]:
-    """The steps without those that end in the same token as the next, in the one text or in the other."""
-    last = {step: place for place, step in dict(zip(at, steps, strict=True)).items()}
-    return list(last), list(last.values())

@@ -1,13 +1,10 @@
 """The reference policy of the KL terms in a worker: its log-probs, what an exact KL needs of it, the actor's
-weights that it takes when it is reset, and its checkpoints."""
+weights that it takes when it is reset."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from torch import Tensor
 
-from tandem.checkpoint.background import BackgroundWrite, written_mark
 from tandem.config.root import TrainConfig
 from tandem.engines.train.base import REFERENCE, TrainEngine
 from tandem.engines.weight_sync import Arrival, WeightBucket, check_copy
@@ -36,11 +33,10 @@ class ReferencePart:
         self._batching = config.actor_rollout_ref.ref.log_prob_batching
         self._outputs = frozenset({"log_probs", "hidden"} if config.exact_kl else {"log_probs"})
         self._arrival = Arrival()
-        self._write = BackgroundWrite()
 
     @property
     def _own(self) -> TrainEngine:
-        """The engine, where it may get other weights and is saved.
+        """The engine, where it may get other weights.
 
         Raises:
             EngineError: it is the actor's.
@@ -92,27 +88,3 @@ class ReferencePart:
     def reference_version(self, worker: EngineWorker) -> int:
         """The number of updates that the reference's weights had gone through as the actor's."""
         return self._own.version
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_reference(self, worker: EngineWorker, path: Path) -> None:
-        """Writes the reference's weights and version into the empty folder `path`."""
-        self._own.save(path)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def restore_reference(self, worker: EngineWorker, path: Path) -> None:
-        """Goes on with the reference that was saved."""
-        self._own.load(path)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def begin_save_reference(self, worker: EngineWorker, path: Path) -> None:
-        """Begins a save in the background; see `EngineWorker.begin_save`."""
-        write = self._own.stage(path)
-        self._write.start(write, written_mark(path) if worker.rank == 0 else None)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def check_save_reference(self, worker: EngineWorker) -> None:
-        """
-        Raises:
-            Exception: what a write begun by `begin_save_reference` met with.
-        """
-        self._write.check()

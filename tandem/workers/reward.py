@@ -50,35 +50,32 @@ class RewardWorker(TimedWorker):
             bool.
         """
         with self.timeline.phase("reward"):
-            return self._scored(batch)
+            texts = response_texts(self.tokenizer, batch)
+            arrays = batch.non_tensor_batch
+            named = ("data_source", "ground_truth", "extra_info", "index", "uid")
+            columns: Iterable[Any] = arrays.get("columns", [{}] * len(texts))
+            written = zip(batch.ragged("tokens"), batch.ragged("response_mask"), strict=True)
+            items = [
+                Item(source, text, truth, extra, index, row, uid, ids[mask].tolist() if row else ())
+                for source, truth, extra, index, uid, text, row, (ids, mask) in zip(
+                    *(arrays[name] for name in named), texts, columns, written, strict=True
+                )
+            ]
+            scored = self.pool.score(items)
+            self._observe(scored)
+            scores_B = torch.tensor([s.score for s in scored], dtype=torch.float32)
+            found: dict[str, torch.Tensor | Ragged] = {
+                "scores": scores_B,
+                "token_level_scores": at_last_token(scores_B, batch.ragged("response_mask")),
+            }
+            if FINGERPRINT in batch:
+                found[SCORED] = fingerprint(batch.ragged("tokens"))
+            if self.pool.config.on_error == "drop":
+                found["reward_failed"] = torch.tensor([s.failed for s in scored], dtype=torch.bool)
+            extras, whys = [s.extra for s in scored], [s.why for s in scored]
+            return DataProto(found, {"reward_extra": extras, "reward_why": whys, "response_text": texts})
 
     compute_scores = compute_rewards
-
-    def _scored(self, batch: DataProto) -> DataProto:
-        texts = response_texts(self.tokenizer, batch)
-        arrays = batch.non_tensor_batch
-        named = ("data_source", "ground_truth", "extra_info", "index", "uid")
-        columns: Iterable[Any] = arrays.get("columns", [{}] * len(texts))
-        written = zip(batch.ragged("tokens"), batch.ragged("response_mask"), strict=True)
-        items = [
-            Item(source, text, truth, extra, index, row, uid, ids[mask].tolist() if row else ())
-            for source, truth, extra, index, uid, text, row, (ids, mask) in zip(
-                *(arrays[name] for name in named), texts, columns, written, strict=True
-            )
-        ]
-        scored = self.pool.score(items)
-        self._observe(scored)
-        scores_B = torch.tensor([s.score for s in scored], dtype=torch.float32)
-        found: dict[str, torch.Tensor | Ragged] = {
-            "scores": scores_B,
-            "token_level_scores": at_last_token(scores_B, batch.ragged("response_mask")),
-        }
-        if FINGERPRINT in batch:
-            found[SCORED] = fingerprint(batch.ragged("tokens"))
-        if self.pool.config.on_error == "drop":
-            found["reward_failed"] = torch.tensor([s.failed for s in scored], dtype=torch.bool)
-        extras, whys = [s.extra for s in scored], [s.why for s in scored]
-        return DataProto(found, {"reward_extra": extras, "reward_why": whys, "response_text": texts})
 
     def _observe(self, scored: Sequence[Scored]) -> None:
         """Measures what failed since the last batch, and tells the user of the first failure of a run."""

@@ -20,17 +20,12 @@ def requests_of(prompts: DataProto, n: int, params: SamplingParams, longest: int
     Args:
         longest: tokens of a prompt and its response together, at most.
     """
-    return [
-        Request(uid, sample, row.numpy(), _within(params, longest - len(row)))
-        for uid, row in zip(prompts.non_tensor_batch["uid"], prompts.ragged("prompts"), strict=True)
-        for sample in range(n)
-    ]
-
-
-def _within(params: SamplingParams, tokens: int) -> SamplingParams:
-    if tokens >= params.max_tokens:
-        return params
-    return replace(params, max_tokens=tokens, min_tokens=min(params.min_tokens, tokens))
+    requests = []
+    for uid, row in zip(prompts.non_tensor_batch["uid"], prompts.ragged("prompts"), strict=True):
+        most = min(params.max_tokens, longest - len(row))
+        fitting = replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most))
+        requests += [Request(uid, sample, row.numpy(), fitting) for sample in range(n)]
+    return requests
 
 
 def rollout_batch(

@@ -31,11 +31,11 @@ class Spread(NamedTuple):
     reward: float
 
 
-class ShapingWorker(TimedWorker):
+class ShapingPart:
     """Methods of the batch's worker that look at whole groups and at lengths."""
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
-    def stand_in(self, batch: DataProto) -> DataProto:
+    def stand_in(self, worker: TimedWorker, batch: DataProto) -> DataProto:
         """The scores where those that failed are the mean of the others' to the same prompt, or 0 where there
         are none: they say nothing of the prompt, nor of the batch.
 
@@ -58,7 +58,13 @@ class ShapingWorker(TimedWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def punish_overlong(
-        self, batch: DataProto, max_length: int, buffer: int, penalty_factor: float, log: bool
+        self,
+        worker: TimedWorker,
+        batch: DataProto,
+        max_length: int,
+        buffer: int,
+        penalty_factor: float,
+        log: bool,
     ) -> DataProto:
         """The scores after the punishment of long responses, which is added at the last response token.
 
@@ -71,7 +77,7 @@ class ShapingWorker(TimedWorker):
             what the reward worker returned, with other `scores` and `token_level_scores`; `reward_extra` also
             holds the `score` before.
         """
-        with self.timeline.phase("overlong"):
+        with worker.timeline.phase("overlong"):
             mask, scored = batch.ragged("response_mask"), batch.ragged("token_level_scores")
             scores_B = batch.dense("scores")
             lengths_B = segment_sum(mask.values, mask.offsets)
@@ -80,10 +86,7 @@ class ShapingWorker(TimedWorker):
             ).to(scores_B.dtype)
             extras = []
             for extra, score, taken in zip(
-                batch.non_tensor_batch["reward_extra"],
-                scores_B.tolist(),
-                punishment_B.tolist(),
-                strict=True,
+                batch.non_tensor_batch["reward_extra"], scores_B.tolist(), punishment_B.tolist(), strict=True
             ):
                 told = {"overlong_reward": taken, "overlong": float(taken < 0)} if log else {}
                 extras.append({**extra, SCORE: score, **told})
@@ -94,7 +97,7 @@ class ShapingWorker(TimedWorker):
             return DataProto(found, {**batch.non_tensor_batch, "reward_extra": extras})
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
-    def group_spread(self, batch: DataProto, n: int, metric: str) -> Spread:
+    def group_spread(self, worker: TimedWorker, batch: DataProto, n: int, metric: str) -> Spread:
         """Tells which prompts' responses differ.
 
         Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tandem.config.supervised import SupervisedConfig
-from tandem.engines.train.base import Counts, LossFn, TrainEngine
+from tandem.engines.train.base import Counts, LossFn
 from tandem.engines.train.fsdp import FSDPEngine
 from tandem.engines.train.microbatch import flat, sequences
 from tandem.engines.train.module import Kind
@@ -75,7 +75,3 @@ class SupervisedWorker(EngineWorker):
                 Counts(tokens=1, sequences=1),  # of the loss itself, which is not looked at
             )
             return metrics.all_reduced(None, torch.device("cpu"))
-
-    def trained(self) -> TrainEngine:
-        """See `EngineWorker.trained`."""
-        return self.engine

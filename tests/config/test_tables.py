@@ -10,7 +10,7 @@ from tandem.config import cluster, tables
 from tandem.config.actor import ActorConfig
 from tandem.config.schema import value_at
 from tandem.observability.sinks import SINKS
-from tandem.trainer.placing import CONTROLLER_POOL, PLACES, REWARD_POOL
+from tandem.trainer.casting import CONTROLLER_POOL, PLACES, REWARD_POOL
 
 
 def test_advantages():

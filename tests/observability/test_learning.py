@@ -40,12 +40,12 @@ def warned(
     rows: Sequence[Mapping[str, float]], prompts: int = 64, before: int = 0, given: Sequence[str] = ()
 ) -> dict[str, int]:
     """The step of each warning; the first rows count as those of the run that goes on."""
-    watch = LearningWatch(rows[:before], set(given), prompts)
+    watch = LearningWatch(rows[:before], prompts)
     found: dict[str, int] = {}
     for step, row in enumerate(rows[before:], before + 1):
-        for name, _ in watch.read(row):
-            assert name not in found
-            found[name] = step
+        names = [name for name, _ in watch.read(row)]
+        assert len(set(names)) == len(names)
+        found |= {name: step for name in names if name not in {*found, *given}}
     return found
 
 
@@ -222,10 +222,10 @@ def test_each_sentence_names_keys_that_exist() -> None:
     assert [check.__name__ for check in CHECKS] == list(sick)
     known = {*keys(TrainConfig), *sections(TrainConfig)}
     for name, rows in sick.items():
-        watch = LearningWatch((), set(), 64)
+        watch = LearningWatch((), 64)
         sentences = dict(pair for row in rows for pair in watch.read(row))
         named = re.findall(r"[a-z_]+(?:\.[a-z_]+)+", sentences[name])
         assert named or name == "reward_constant"
         assert set(named) <= known, set(named) - known
         assert not sentences[name].endswith(".")
-    assert len(list(islice(LearningWatch((), set(), 64).read({}), 1))) == 0
+    assert len(list(islice(LearningWatch((), 64).read({}), 1))) == 0

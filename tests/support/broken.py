@@ -240,7 +240,7 @@ def other_scores(patch: Patch) -> None:
     def scored(real: Any, self: RewardWorker, batch: DataProto) -> DataProto:
         return real(self, batch[[*range(1, len(batch)), 0]])
 
-    around(patch, RewardWorker, "_scored", scored)
+    around(patch, RewardWorker, "compute_scores", scored)
 
 
 def against(patch: Patch) -> None:

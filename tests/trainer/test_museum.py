@@ -54,6 +54,20 @@ def test_the_fault_is_named(lab: Lab, name: str) -> None:
         assert fault.effect <= step <= fault.effect + SOON - 1, step
 
 
+def test_a_fault_that_lasts_is_told_once_however_often_the_run_goes_on(lab: Lab) -> None:
+    fault, said = FAULTS["loss scale"], []
+    with pytest.MonkeyPatch.context() as patch:
+        fault.put_in(patch)
+        for steps in (2, 4):
+            words = (*REWARD, *fault.words, f"trainer.total_training_steps={steps}", "trainer.save_freq=1")
+            run = lab.run("goes_on", *words)
+            said.append([sentence for sentence in run.said if "the loss is" in sentence])
+    assert [row["step"] for row in run.rows] == [1, 2, 3, 4]
+    assert [len(sentences) for sentences in said] == [1, 0]
+    events = [event for event in Run(run.folder).events if event["event"] == "warning"]
+    assert [event["name"] for event in events].count(fault.named) == 1
+
+
 @pytest.mark.slow
 def test_healthy_runs_are_told_nothing(lab: Lab) -> None:
     words = {word for fault in FAULTS.values() for word in fault.words if "lora" not in word}

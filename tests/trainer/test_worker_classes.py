@@ -8,7 +8,7 @@ import pytest
 
 from tandem.errors import ConfigError
 from tandem.runtime import Placement, Role
-from tandem.trainer.placing import REWARD_POOL, Cast, load_classes, tenants
+from tandem.trainer.casting import REWARD_POOL, Cast, load_classes, tenants
 from tandem.workers.actor import ActorWorker
 from tandem.workers.critic import CriticWorker
 from tests.support.runs import Lab

@@ -1,21 +1,23 @@
-"""The placing of roles: the class that plays each, its processes, and the roles it shares them with."""
+"""The casting of roles: the class that plays each, its processes, the roles it shares them with, and the
+methods that the run calls on it."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeGuard
 
 from tandem.algorithms.registry import AdvantageSpec
 from tandem.config.cluster import place
 from tandem.config.root import TrainConfig
+from tandem.config.schema import value_at
 from tandem.config.trainer import TrainerConfig
 from tandem.errors import ConfigError
 from tandem.loading import load_module
 from tandem.runtime import Placement, ResourcePool, Role, Worker
 from tandem.runtime.resource_pool import role_name
 from tandem.runtime.worker import registrations
-from tandem.trainer.methods import Need, needs_of, require_methods
 from tandem.workers.actor import ActorWorker
 from tandem.workers.batch import BatchWorker
 from tandem.workers.critic import CriticWorker
@@ -37,6 +39,83 @@ PLACES = {
     "reward": (Role.Reward,),
 }
 """The names in a placement by which each role may be placed, the most particular first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Methods that are called together.
+
+    Attributes:
+        key: the config key that asks for them; empty for what is no key's.
+        methods: by role, their names with a space between.
+        asked: whether a config with this advantage estimator asks for them; None: if the key's value is true.
+    """
+
+    key: str
+    methods: Mapping[str, str]
+    asked: Callable[[TrainConfig, AdvantageSpec], bool] | None = None
+
+
+def _resets_reference(config: TrainConfig) -> bool:
+    return config.needs_reference and config.actor_rollout_ref.ref.reset_interval > 0
+
+
+ALWAYS = {
+    "actor": "compute_log_prob update_actor save_checkpoint load_checkpoint",
+    "rollout": "generate_sequences",
+    "ref": "compute_ref_log_prob",
+    "critic": "compute_values update_critic save_checkpoint load_checkpoint",
+    "reward_model": "compute_rm_score",
+    "reward": "compute_scores",
+    "batch": "compute_advantages measure measure_validation write_samples",
+    "data": "describe train_batch val_batch",
+}
+"""The methods of every run, by role. A rollout with `stream_sequences` too has its samples scored as they
+finish; `take_observed` and `take_timings` are called where they are offered."""
+APART = {"actor": "weight_buckets export_weights", "rollout": "load_weights"}
+"""Those of a run whose rollout is no part of the actor."""
+NEEDS = (
+    Need(
+        "algorithm.kl_penalty, actor_rollout_ref.actor.kl_loss_type",
+        {"ref": "reference_head", "actor": "hold_reference_head"},
+        lambda config, _: config.exact_kl,
+    ),
+    Need(
+        "actor_rollout_ref.ref.reset_interval",
+        {
+            "ref": "load_reference save_checkpoint load_checkpoint",
+            "actor": "weight_buckets export_weights reset_optimizer",
+        },
+        lambda config, _: _resets_reference(config),
+    ),
+    Need(
+        "algorithm.adv_estimator",
+        {"batch": "reward_baselines"},
+        lambda _, spec: "reward_baselines" in spec.columns,
+    ),
+    Need("algorithm.filter_groups.enable", {"batch": "group_spread", "data": "recall"}),
+    Need("reward_model.overlong_buffer.enable", {"batch": "punish_overlong"}),
+    Need("algorithm.mask_truncated_completions", {"batch": "left_out"}),
+    Need(
+        "reward_model.enable, reward.combine",
+        {"batch": "combine_scores"},
+        lambda config, _: config.reward_model.enable or config.reward.combine is not None,
+    ),
+    Need(
+        "reward_model.models",
+        {"batch": "running_scores"},
+        lambda config, _: any(term.normalize for term in config.reward_model.scorers.values()),
+    ),
+    Need("reward.on_error", {"batch": "stand_in left_out"}, lambda config, _: config.leaves_out_failed),
+    Need("data.sampler.class_name", {"data": "observe sampler_state load_sampler_state"}),
+    Need("trainer.async_save", {"actor": "begin_save check_save", "critic": "begin_save check_save"}),
+    Need(
+        "trainer.async_save",
+        {"ref": "begin_save check_save"},
+        lambda config, _: config.trainer.async_save and _resets_reference(config),
+    ),
+)
+"""What else a run calls, with the config key that asks for it."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +156,12 @@ def cast_roles(config: TrainConfig, spec: AdvantageSpec) -> Cast:
     Raises:
         ConfigError: a worker class of the user's own cannot be used.
     """
-    classes = load_classes(config.trainer.worker_classes)
-    return Cast(played_roles(config, spec), classes, needs_of(config, spec))
+    needs = [
+        need
+        for need in NEEDS
+        if (value_at(config, need.key) if need.asked is None else need.asked(config, spec))
+    ]
+    return Cast(played_roles(config, spec), load_classes(config.trainer.worker_classes), tuple(needs))
 
 
 def played_roles(config: TrainConfig, spec: AdvantageSpec) -> frozenset[str]:
@@ -116,26 +199,27 @@ def load_classes(references: Mapping[str, str]) -> dict[str, type[Worker]]:
     Raises:
         ConfigError: no such module or class, or one that is no worker.
     """
-    return {role: _load_class(role, reference) for role, reference in references.items()}
+    found: dict[str, type[Worker]] = {}
+    for role, reference in references.items():
+        module, name = load_module(reference)
+        named = getattr(module, name, None)
+        if not _is_worker(named):
+            workers = [key for key, value in vars(module).items() if _is_worker(value)]
+            near = difflib.get_close_matches(name, workers, n=1)
+            raise ConfigError(
+                "no such worker class" if named is None else "not a worker class",
+                field=f"trainer.worker_classes.{role}",
+                got=reference,
+                expected="a subclass of tandem.runtime.Worker; the module has "
+                f"{', '.join(workers) or 'none'}",
+                remedy=f"did you mean '{near[0]}'?" if near else None,
+            )
+        found[role] = named
+    return found
 
 
-def _load_class(role: str, reference: str) -> type[Worker]:
-    field = f"trainer.worker_classes.{role}"
-    module, name = load_module(reference)
-    found = getattr(module, name, None)
-    if isinstance(found, type) and issubclass(found, Worker):
-        return found
-    workers = [
-        key for key, value in vars(module).items() if isinstance(value, type) and issubclass(value, Worker)
-    ]
-    near = difflib.get_close_matches(name, workers, n=1)
-    raise ConfigError(
-        "no such worker class" if found is None else "not a worker class",
-        field=field,
-        got=reference,
-        expected=f"a subclass of tandem.runtime.Worker; the module has {', '.join(workers) or 'none'}",
-        remedy=f"did you mean '{near[0]}'?" if near else None,
-    )
+def _is_worker(value: object) -> TypeGuard[type[Worker]]:
+    return isinstance(value, type) and issubclass(value, Worker)
 
 
 def tenants(placement: Placement, cast: Cast) -> dict[str, Tenant]:
@@ -157,15 +241,16 @@ def tenants(placement: Placement, cast: Cast) -> dict[str, Tenant]:
     policy = classes.get(key, ActorWorker)
     parts = {"actor"} if apart else {"actor", "rollout"}
     if "ref" in played and pools["ref"] == pools["actor"] and "ref" not in classes:
-        parts |= {"ref"} & _plays(policy)
+        parts |= {"ref"} if "compute_ref_log_prob" in registrations(policy) else set()
     pools |= {"data": CONTROLLER_POOL, "batch": CONTROLLER_POOL}
     out = {"actor": Tenant("actor", frozenset(parts), pools["actor"], policy)}
     for role in ("data", *sorted(played - parts), "batch"):
         kind = kind_of(role)
         out[role] = Tenant(role, frozenset({role}), pools[role], classes.get(kind, _OURS[kind]))
+    needs = (Need("", ALWAYS), *cast.needs, *([Need("", APART)] if apart else []))
     for role, tenant in out.items():
         named = key if role == "actor" else kind_of(role)
-        require_methods(tenant.worker, tenant.parts, cast.needs, role=named, apart=apart)
+        _require_methods(tenant, needs, named)
     return out
 
 
@@ -174,8 +259,31 @@ def pools_of(placed: Mapping[str, Tenant]) -> dict[str, ResourcePool]:
     return {pool.name: pool for pool in (CONTROLLER_POOL, *(tenant.pool for tenant in placed.values()))}
 
 
-def _plays(policy: type[Worker]) -> set[str]:
-    return {"ref"} if "compute_ref_log_prob" in registrations(policy) else set()
+def _require_methods(tenant: Tenant, needs: Sequence[Need], role: str) -> None:
+    """Refuses a worker class that lacks what the run calls.
+
+    Args:
+        role: in `trainer.worker_classes`, for the message.
+
+    Raises:
+        ConfigError: names what is missing, and the key that asks for it.
+    """
+    wanted: dict[str, list[str]] = {}
+    for need in needs:
+        for part in sorted(tenant.parts):
+            wanted.setdefault(need.key, []).extend(need.methods.get(kind_of(part), "").split())
+    for key, methods in wanted.items():
+        missing = [method for method in methods if method not in registrations(tenant.worker)]
+        if missing:
+            raise ConfigError(
+                f"asks for methods that the worker class of role {role} lacks"
+                if key
+                else "the worker class lacks methods that the loop calls",
+                field=key or f"trainer.worker_classes.{role}",
+                got=f"{tenant.worker.__name__} without {', '.join(missing)}",
+                expected=f"methods with @register: {', '.join(methods)}",
+                remedy=f"add them, or derive trainer.worker_classes.{role} from the class it replaces",
+            )
 
 
 def _pool(placement: Placement, role: str) -> ResourcePool:
