@@ -53,7 +53,9 @@ class Answer(Written):
         """
         for span in spans:
             version = int(span["version"]) if span["version"].isdigit() else other
-            for at in range(span["start"], span["end"]) if version is not None else ():
+            if version is None:
+                continue
+            for at in range(span["start"], span["end"]):
                 self.versions[at] = version
 
     def check_prompt(self, read: Sequence[int]) -> None:
