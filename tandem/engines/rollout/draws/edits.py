@@ -104,19 +104,8 @@ class Penalties(NamedTuple):
         self.history.ids_SL[self.slots_P, self.lengths_P] = tokens_P
 
 
-class Biases(NamedTuple):
-    """Additions to single logits, each (row, token) at most once."""
-
-    rows_N: Tensor
-    tokens_N: Tensor
-    values_N: Tensor
-
-
-class Barred(NamedTuple):
-    """Single tokens that cannot be drawn."""
-
-    rows_N: Tensor
-    tokens_N: Tensor
+Biases = tuple[Tensor, Tensor, Tensor]
+"""Rows, tokens and what is added to their logits (N), each (row, token) at most once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +114,11 @@ class Edits:
 
     Attributes:
         rows_E: int64, the rows that differ from the model's own logits, in rising order.
+        barred: rows and tokens (N) that cannot be drawn.
     """
 
     rows_E: Tensor
-    barred: Barred | None = None
+    barred: tuple[Tensor, Tensor] | None = None
     biases: Biases | None = None
     penalties: Penalties | None = None
 
@@ -136,7 +126,7 @@ class Edits:
         """Changed logits; those given stay as they are."""
         logits_RV = logits_RV.clone()
         if self.barred is not None:
-            logits_RV[self.barred.rows_N, self.barred.tokens_N] = -torch.inf
+            logits_RV[self.barred] = -torch.inf
         if self.biases is not None:
             rows_N, tokens_N, values_N = self.biases
             logits_RV[rows_N, tokens_N] += values_N.to(logits_RV.dtype)

@@ -25,10 +25,7 @@ _TRITON = find_spec("triton") is not None
 _BLOCK = 128  # tokens per block of the two-level search
 _FIRST_CANDIDATES = 256
 _BELOW_ONE = 1 - 2.0**-53
-_INFINITY = {  # its bits, read as an integer
-    torch.float32: (torch.int32, 0x7F80_0000),
-    torch.float64: (torch.int64, 0x7FF0_0000_0000_0000),
-}
+_BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 class Drawn(NamedTuple):
@@ -319,14 +316,14 @@ def _searched_floor(scores_CV: Tensor, weights_CV: Tensor, goal_C: Tensor) -> Te
     """The highest number such that the weights of the scores at or above it reach the goal; -inf if all do
     not. Found bit by bit: the bits of floating-point numbers, read as integers, are in the numbers' order.
     """
-    kind, infinity = _INFINITY[scores_CV.dtype]
+    kind = _BITS[scores_CV.dtype]
     weights_CV = weights_CV[:, : scores_CV.shape[1]]
 
     def number(key_C: Tensor) -> Tensor:
         """The number of a key; negative numbers are stored as sign and magnitude."""
         return torch.where(key_C < 0, key_C ^ torch.iinfo(kind).max, key_C).to(kind).view(scores_CV.dtype)
 
-    high_C = torch.full_like(goal_C, infinity, dtype=torch.int64)
+    high_C = torch.full_like(goal_C, torch.inf, dtype=scores_CV.dtype).view(kind).long()
     low_C = ~high_C
     for _ in range(torch.iinfo(kind).bits):
         middle_C = (low_C & high_C) + ((low_C ^ high_C) >> 1)  # of a sum that may be too large

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import blake2b
+from itertools import takewhile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,13 +80,8 @@ class BlockManager:
 
     def find(self, digests: Sequence[bytes]) -> Blocks:
         """The blocks of the longest known prefix. They may be held by nobody: `share` before `allocate`."""
-        found: list[int] = []
-        for digest in digests:
-            block = self._block_of.get(digest)
-            if block is None:
-                break
-            found.append(block)
-        return np.array(found, dtype=np.int32)
+        found = takewhile(lambda block: block is not None, map(self._block_of.get, digests))
+        return np.array(list(found), dtype=np.int32)
 
     def idle(self, blocks: Blocks) -> int:
         """The number of these blocks that nobody holds."""

@@ -50,6 +50,11 @@ class LayerSplit:
                     remedy="take fewer devices per layer; further devices take further samples",
                 )
 
+    def heads(self, config: Any) -> tuple[int, int]:
+        """Return how many query heads and how many key heads of each layer are this rank's."""
+        heads = config.num_attention_heads
+        return heads // self.size, (config.num_key_value_heads or heads) // self.size
+
     def outputs(self, part: nn.Linear) -> Weights:
         """The rows of the weight, the map's outputs, that are this rank's."""
         bias = None if part.bias is None else self._share(part.bias.detach(), 0)
