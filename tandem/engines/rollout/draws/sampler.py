@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -104,24 +104,21 @@ class RowParams:
         cut_R = ~greedy_R & ((top_k_R < vocabulary) | (top_p_R < 1) | (min_p_R > 0))
         divisor_R = np.where(greedy_R, 1.0, temperature_R)
 
-        def column(values: NDArray[Any]) -> Tensor:
-            return upload(values.copy(), device)
-
         cuts = None
         if cut_R.any():
             k, p, low = top_k_R[cut_R], top_p_R[cut_R], min_p_R[cut_R]
             bounded = k < vocabulary
             cuts = Cuts(
-                rows_C=column(np.flatnonzero(cut_R)),
-                min_p_C=column(low) if low.any() else None,
-                top_k_C=column(k) if bounded.any() else None,
-                top_p_C=column(p) if (p < 1).any() else None,
+                rows_C=upload(np.flatnonzero(cut_R), device),
+                min_p_C=upload(low, device) if low.any() else None,
+                top_k_C=upload(k, device) if bounded.any() else None,
+                top_p_C=upload(p, device) if (p < 1).any() else None,
                 widest=int(k[bounded].max(initial=0)),
                 unbounded=bool(((p < 1) & ~bounded).any()),
             )
         return cls(
-            temperature_R=column(divisor_R),
-            greedy_R=column(greedy_R),
+            temperature_R=upload(divisor_R, device),
+            greedy_R=upload(greedy_R, device),
             greedy=2 if greedy_R.all() else int(greedy_R.any()),
             tempered=bool((divisor_R != 1).any()),
             cuts=cuts,

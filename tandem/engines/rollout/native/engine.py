@@ -25,7 +25,7 @@ from tandem.engines.rollout.draws.rows import Rows
 from tandem.engines.rollout.draws.sampler import Drawn
 from tandem.engines.rollout.draws.stops import Decode
 from tandem.engines.rollout.draws.written import Written
-from tandem.engines.rollout.native.attention import Attention, AttentionName
+from tandem.engines.rollout.native.attention import AttentionName
 from tandem.engines.rollout.native.budget import weights_statement
 from tandem.engines.rollout.native.flight import Flight, in_flight
 from tandem.engines.rollout.native.memory import CacheRoom
@@ -284,45 +284,46 @@ class NativeEngine:
 
     def _launch(self, plan: Plan, earlier: Flight | None) -> Flight | None:
         """Runs the step and draws its tokens; on CUDA, only asks for it."""
-        cache, attention = self._store.cache, self._store.attention
-        assert cache is not None and attention is not None
-        self._count(plan)
+        cache, counters = self._store.cache, self._counters
+        assert cache is not None
+        counters.decode_steps += plan.decoding > 0
+        counters.prefill_tokens += int(plan.counts[plan.decoding :].sum())
+        counters.running(self._scheduler.running)
+        counters.cache(cache.bytes // cache.blocks * self._demand, self._scheduler.held / self._demand)
         place = in_flight(earlier, self._rows.capacity)
-        ahead = (place >= 0).astype(np.int64)
         runs = plan.apart() if self._apart else (plan,)
-        parts = [
-            self._forward(run, attention, place[run.rows[: run.decoding]], earlier, ahead) for run in runs
-        ]
+        parts = [self._forward(run, place, earlier) for run in runs]
         if plan.copies[0]:
             source, target = (upload(np.array(part), self._device) for part in plan.copies)
             cache.copy_blocks(source, target)
         if not len(plan.sampled):
             return None
-        logits, uniforms_R = (
-            torch.cat(each) if len(runs) > 1 else each[0] for each in zip(*parts, strict=True)
-        )
+        logits, uniforms_R = parts[0]
+        if len(parts) > 1:
+            logits, uniforms_R = (torch.cat(each) for each in zip(*parts, strict=True))
         params = self._rows.params(plan.sampled, logits.shape[1], self._device)
-        drawn = self._rows.draw(plan.sampled, logits, params, ahead[plan.sampled], uniforms_R)
+        ahead = (place[plan.sampled] >= 0).astype(np.int64)
+        drawn = self._rows.draw(plan.sampled, logits, params, ahead, uniforms_R)
         return Flight.of(plan.sampled, drawn, self._version)
 
-    def _forward(
-        self, plan: Plan, attention: Attention, place: Index, earlier: Flight | None, ahead: Index
-    ) -> tuple[Tensor, Tensor]:
-        """The logits of `plan.sampled`, and the uniform numbers for their draws.
+    def _forward(self, plan: Plan, place: Index, earlier: Flight | None) -> tuple[Tensor, Tensor]:
+        """Return the logits of `plan.sampled`, and the uniform numbers for their draws.
 
         Args:
-            place: of each row that decodes among the tokens in flight.
-            ahead: tokens of each row in flight.
+            place: of each row among the tokens in flight; -1 where none is its own.
         """
-        numbers = self._rows.uniforms(plan.sampled, ahead[plan.sampled])
-        wanted = () if earlier is None else earlier.wanted(place)
-        scheduler, size, beside = self._scheduler, self._store.room.block_size, (numbers, *wanted)
+        scheduler, store = self._scheduler, self._store
+        assert store.attention is not None
+        beside = [self._rows.uniforms(plan.sampled, (place[plan.sampled] >= 0).astype(np.int64))]
+        if earlier is not None:
+            beside += earlier.wanted(place[plan.rows[: plan.decoding]])
+        tables, last, size = scheduler.tables, self._rows.last_token, store.room.block_size
         step, logits_of_R, (uniforms_R, *inserted) = step_input(
-            plan, scheduler.tables, self._rows.last_token, scheduler.content, size, self._device, beside
+            plan, tables, last, scheduler.content, size, self._device, beside
         )
         if earlier is not None and plan.decoding:
             earlier.insert(step.ids_T, inserted)
-        logits = self._steps.forward(step, attention)
+        logits = self._steps.forward(step, store.attention)
         return logits if logits_of_R is None else logits[logits_of_R], uniforms_R
 
     def _accept(self, flight: Flight | None) -> None:
@@ -358,11 +359,3 @@ class NativeEngine:
             flight.rows = np.where(flight.rows >= 0, moved[flight.rows], -1)
             if (flight.rows < 0).all():
                 self._flight = None
-
-    def _count(self, plan: Plan) -> None:
-        assert self._store.cache is not None
-        self._counters.decode_steps += plan.decoding > 0
-        self._counters.prefill_tokens += int(plan.counts[plan.decoding :].sum())
-        self._counters.running(self._scheduler.running)
-        cache, held = self._store.cache, self._scheduler.held
-        self._counters.cache(cache.bytes // cache.blocks * self._demand, held / self._demand)

@@ -39,14 +39,11 @@ def why_not_fused(module: nn.Module) -> str | None:
     if config.hidden_act != "silu":
         return f"activation {config.hidden_act}"
     for name, child in module.named_modules():
-        if name.endswith(_PRODUCTS) and not _is_linear(child):
+        # A class of its own, where FSDP has made it a unit.
+        plain = type(child) is nn.Linear or type(child).__bases__ == (FSDPModule, nn.Linear)
+        if name.endswith(_PRODUCTS) and not plain:
             return f"{name} is a {type(child).__name__}, not a Linear"
     return None
-
-
-def _is_linear(module: nn.Module) -> bool:
-    """Whether a module is a Linear, also where FSDP has made it a unit, and a class of its own."""
-    return type(module) is nn.Linear or type(module).__bases__ == (FSDPModule, nn.Linear)
 
 
 _COPY_UP_TO_BYTES = 2**31
@@ -142,13 +139,11 @@ class FusedRunner:
         if f"{name}.qk_norm" in held:
             self._norms[f"{name}.qk_norm"] = _joined(held[f"{name}.qk_norm"])
         [mlp_norm_E], [next_norm_E] = held[f"{name}.post_attention_layernorm"], held[next_norm]
+        maps = {key: self._linear(held, f"{name}.{key}") for key in MAPS}
         return _Layer(
-            qkv=self._linear(held, f"{name}.qkv"),
+            **maps,
             qk_norm_MD=self._norms.get(f"{name}.qk_norm"),
-            output=self._linear(held, f"{name}.output"),
             mlp_norm_E=mlp_norm_E,
-            gate_up=self._linear(held, f"{name}.gate_up"),
-            down=self._linear(held, f"{name}.down"),
             next_norm_E=next_norm_E,
             window=window,
         )

@@ -87,6 +87,9 @@ class GraphedRunner:
         max_num_seqs: sequences of a step, at most; steps of more than 512 are not captured.
         max_blocks: of the longest sequence.
         capture: how work is captured; by default as CUDA graphs.
+
+    Attributes:
+        replays: by the sizes there are graphs of.
     """
 
     runner: Runner
@@ -99,21 +102,16 @@ class GraphedRunner:
         self.sizes = graph_sizes(self.max_num_seqs)
         longest = self.max_blocks * self.attention.cache.block_size
         self._buffers = _buffers(self.sizes[-1], self.max_blocks, self.runner.device, longest)
-        self._replays: dict[int, Work] = {}
+        self.replays: dict[int, Work] = {}
         self._captured_over: tuple[Place, ...] = ()
         self._logits_LV: Tensor | None = None
-
-    @property
-    def captured(self) -> frozenset[int]:
-        """The sizes there are graphs of."""
-        return frozenset(self._replays)
 
     def is_over(self, runner: Runner, attention: Attention) -> bool:
         """Whether its graphs compute what this runner and this attention would: whether all that they read
         and write is where it was."""
         if runner is not self.runner or attention is not self.attention:
             return False
-        return not self._replays or self._captured_over == self._places()
+        return not self.replays or self._captured_over == self._places()
 
     def _places(self) -> tuple[Place, ...]:
         cache = self.attention.cache
@@ -156,14 +154,14 @@ class GraphedRunner:
     def _replay(self, size: int) -> Work | None:
         """A replay of the step of that size on the buffers; None where it cannot be captured."""
         for needed in (self.sizes[-1], size):
-            if needed in self._replays:
+            if needed in self.replays:
                 continue
-            if not self._replays:
+            if not self.replays:
                 self._captured_over = self._places()
             # Nothing of a step stands in the buffers yet that running it twice could spoil.
             self._buffers.slots_T.fill_(-1)
             try:
-                self._replays[needed] = self.capture(self._work(needed))
+                self.replays[needed] = self.capture(self._work(needed))
             except RuntimeError as error:
                 reason = (str(error).splitlines() or [type(error).__name__])[0]
                 warnings.warn(
@@ -172,9 +170,9 @@ class GraphedRunner:
                     stacklevel=2,
                 )
                 self.sizes = ()
-                self._replays.clear()
+                self.replays.clear()
                 return None
-        return self._replays[size]
+        return self.replays[size]
 
     def _work(self, size: int) -> Work:
         step = _first_rows(self._buffers, size)

@@ -90,7 +90,6 @@ class Scheduler:
         self.length = column(np.int64)
         self._held = column(np.int64)
         self._prompt_length = column(np.int64)
-        self._limit = column(np.int64)
         self._arrival = column(np.int64)
         self._prompt = column(object, None)  # bytes, equal for equal prompts
         self._digests = column(object, None)  # of full blocks; None: never to be found
@@ -201,7 +200,7 @@ class Scheduler:
         draft = _Draft(budget, count, first, [1] * count, list(first), list(range(count)))
         rows = slice(0, self.rows.count)
         begun = (self._held[rows] > 0) & (self.computed[rows] < self.length[rows])
-        begun &= self.length[rows] < self._limit[rows]
+        begun &= self.length[rows] - self._prompt_length[rows] < self.rows.max_tokens[rows]
         begun[decode] = False
         for row in self._by_arrival(begun):
             self._add(row, draft)
@@ -222,8 +221,9 @@ class Scheduler:
         while True:
             rows = slice(0, self.rows.count)
             length, computed = self.length[rows], self.computed[rows]
-            ready = (computed + 1 == length) & (length > self._prompt_length[rows])
-            decode = np.flatnonzero(ready & (length < self._limit[rows]))
+            written = length - self._prompt_length[rows]
+            ready = (computed + 1 == length) & (written > 0) & (written < self.rows.max_tokens[rows])
+            decode = np.flatnonzero(ready)
             full = decode[computed[decode] == self._held[decode] * self.block_size]
             if len(full) <= self.blocks.free:
                 break
@@ -271,7 +271,6 @@ class Scheduler:
         self._arrivals += batch
         for row, request in zip(rows.tolist(), requests, strict=True):
             self.length[row] = self._prompt_length[row] = len(request.prompt_ids)
-            self._limit[row] = len(request.prompt_ids) + request.params.max_tokens
             self._prompt[row] = np.ascontiguousarray(request.prompt_ids, dtype=np.int64).tobytes()
             self._digests[row] = []
 
@@ -333,7 +332,7 @@ class Scheduler:
         rows = slice(0, self.rows.count)
         if not self._held[rows].any():
             return True  # a cache holds the longest sequence
-        most = self.blocks_for(self._limit[rows])
+        most = self.blocks_for(self._prompt_length[rows] + self.rows.max_tokens[rows])
         growing = np.count_nonzero((self._held[rows] > 0) & (self._held[rows] < most))
         growing += self.blocks_for(int(self.length[row])) < most[row]
         return bool(self.blocks.free - blocks >= growing)

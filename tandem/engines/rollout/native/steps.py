@@ -4,7 +4,7 @@ version of the weights to the next."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
@@ -40,7 +40,7 @@ class Steps:
     moved: bool = False
     _resting: Runner | None = None  # waits for weights
     _graphed: GraphedRunner | None = None
-    _captured: frozenset[int] = frozenset()
+    _captured: set[int] = field(default_factory=set)
 
     def runner_of(self, module: nn.Module, copies: Callable[[Runner], bool]) -> Runner:
         """A runner over the module's weights as they are now: the one there is if they are of its model, else
@@ -75,7 +75,7 @@ class Steps:
     def drop_graphs(self) -> None:
         """Frees the graphs, of which those that are needed again are captured before the next step."""
         if self._graphed is not None:
-            self._captured |= self._graphed.captured
+            self._captured.update(self._graphed.replays)
         self._graphed = None
 
     def forward(self, step: StepInput, attention: Attention) -> Tensor:
