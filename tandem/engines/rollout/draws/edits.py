@@ -47,7 +47,7 @@ class History:
         self._free += [int(slot) for slot in slots]
 
     def set(self, slot: int, prompt_ids: np.ndarray, token_ids: np.ndarray) -> None:
-        """Takes over a prompt and what was written of its response."""
+        """Take over a prompt and what was written of its response."""
         ids_T = upload(np.concatenate((prompt_ids, token_ids)).astype(np.int64), self.ids_SL.device)
         self.widen(len(ids_T))
         self.ids_SL[slot, : len(ids_T)] = ids_T
@@ -56,7 +56,7 @@ class History:
         self.counts_SV[slot].index_add_(0, written_T, torch.ones_like(written_T, dtype=torch.int32))
 
     def widen(self, length: int) -> None:
-        """Makes room for sequences of this length."""
+        """Make room for sequences of this length."""
         if length > self.ids_SL.shape[1]:
             self.ids_SL = F.pad(self.ids_SL, (0, 2 * length - self.ids_SL.shape[1]))
 
@@ -83,7 +83,7 @@ class Penalties(NamedTuple):
     longest: int
 
     def apply(self, logits_RV: Tensor) -> None:
-        """Changes the logits in place. A token that is there twice is looked up twice and gets the same value
+        """Change the logits in place. A token that is there twice is looked up twice and gets the same value
         twice."""
         ids_PL = self.history.ids_SL[self.slots_P, : self.longest]
         there_PL = torch.arange(self.longest, device=ids_PL.device) < self.lengths_P[:, None]
@@ -98,7 +98,7 @@ class Penalties(NamedTuple):
         logits_RV[rows_P1, ids_PL] = after_PL - frequency * counts_PL - presence * (counts_PL > 0)
 
     def note(self, tokens_R: Tensor) -> None:
-        """Takes the tokens drawn for all rows into account."""
+        """Take the tokens drawn for all rows into account."""
         tokens_P = tokens_R[self.rows_P]
         self.history.counts_SV[self.slots_P, tokens_P] += 1
         self.history.ids_SL[self.slots_P, self.lengths_P] = tokens_P

@@ -98,7 +98,7 @@ class Rows:
         return made
 
     def add(self, requests: Sequence[Request]) -> np.ndarray:
-        """Puts requests that have written nothing into the next rows; their row numbers."""
+        """Put requests that have written nothing into the next rows; their row numbers."""
         stops = max(len(request.params.stop_token_ids) for request in requests)
         longest = max(request.params.max_tokens for request in requests)
         for name, (_, fill) in _TABLES.items():
@@ -219,7 +219,7 @@ class Rows:
         ahead: int | np.ndarray = 0,
         uniforms_R: Tensor | None = None,
     ) -> Drawn:
-        """Samples one token for each of `rows` on the device; nothing is appended. The host does not wait for
+        """Sample one token for each of `rows` on the device; nothing is appended. The host does not wait for
         the device.
 
         Args:
@@ -235,7 +235,7 @@ class Rows:
     def accept(
         self, rows: np.ndarray, drawn: Drawn, version: int, decode: Decode | None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Appends the tokens drawn for `rows`. It waits for those that are still on a device.
+        """Append the tokens drawn for `rows`. It waits for those that are still on a device.
 
         Returns:
             done, stopped: (R) bool, which have finished, and which of those by a stop token or string.
@@ -279,7 +279,7 @@ class Rows:
         )
 
     def remove(self, gone: np.ndarray) -> np.ndarray:
-        """Drops rows by a mask (count) and moves the last rows into the holes.
+        """Drop rows by a mask (count) and move the last rows into the holes.
 
         Returns:
             where each row is now (count); -1 for those dropped.

@@ -264,7 +264,7 @@ def _cut(
 
 
 def _keep(weights_CV: Tensor, scores_CV: Tensor, floor_C: Tensor) -> Tensor:
-    """Leaves weights at or above the floor, in place; their `_ends`."""
+    """Leave weights at or above the floor, in place; their `_ends`."""
     weights_CV[:, : scores_CV.shape[1]].masked_fill_(scores_CV < floor_C[:, None], 0.0)
     return _ends(weights_CV)
 

@@ -170,7 +170,7 @@ class NativeEngine:
         return copies
 
     def sleep(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
-        """Gives back the cache, and every reference to the weights."""
+        """Give back the cache, and every reference to the weights."""
         check_idle(len(self._known))
         self._flight = None
         if "kv_cache" in tags:
@@ -210,7 +210,7 @@ class NativeEngine:
         return partial if keep_partial else []
 
     def poll(self, timeout_s: float) -> list[Sample]:
-        """Returns as soon as at least one sequence has finished."""
+        """Return as soon as at least one sequence has finished."""
         deadline = time.monotonic() + timeout_s
         while not self._finished and (self._rows.count or self._scheduler.waiting):
             self._step()
@@ -241,7 +241,7 @@ class NativeEngine:
 
     @contextmanager
     def _taken_back_if_it_fails(self) -> Iterator[None]:
-        """Takes a failed step back: nothing that it has scheduled, computed or drawn can be relied on."""
+        """Take a failed step back: nothing that it has scheduled, computed or drawn can be relied on."""
         try:
             yield
         except BaseException:
@@ -250,7 +250,7 @@ class NativeEngine:
             raise
 
     def _fit_cache(self, runner: Runner) -> None:
-        """Makes the cache, or a larger one with its content. Where it cannot grow beside itself and does not
+        """Make the cache, or a larger one with its content. Where it cannot grow beside itself and does not
         hold the longest sequence, it goes first, and its sequences are computed again."""
         store, pending = self._store, self._known.values()
         self._demand = store.room.wanted(pending, store.sequences, 0, store.per_block(runner))
@@ -283,7 +283,7 @@ class NativeEngine:
     # One step.
 
     def _launch(self, plan: Plan, earlier: Flight | None) -> Flight | None:
-        """Runs the step and draws its tokens; on CUDA, only asks for it."""
+        """Run the step and draw its tokens; on CUDA, only ask for it."""
         cache, counters = self._store.cache, self._counters
         assert cache is not None
         counters.decode_steps += plan.decoding > 0
@@ -327,7 +327,7 @@ class NativeEngine:
         return logits if logits_of_R is None else logits[logits_of_R], uniforms_R
 
     def _accept(self, flight: Flight | None) -> None:
-        """Fetches drawn tokens and lets the sequences leave that they finish."""
+        """Fetch drawn tokens and let the sequences leave that they finish."""
         if flight is None:
             return
         rows, drawn = flight.rows, flight.arrived()
@@ -346,7 +346,7 @@ class NativeEngine:
 
     @torch.inference_mode()
     def _settle(self) -> None:
-        """Accepts what is in flight."""
+        """Accept what is in flight."""
         flight, self._flight = self._flight, None
         with self._taken_back_if_it_fails():
             self._accept(flight)

@@ -207,11 +207,7 @@ class FusedRunner:
         longer to prepare a kernel for a new number of rows than to run it."""
         count = indices.shape[0]
         rows = rounded_rows(count) if self._rounds else count
-        if rows == count:
-            return indices
-        out = indices.new_zeros(rows)
-        out[:count] = indices
-        return out
+        return indices if rows == count else F.pad(indices, (0, rows - count))
 
 
 def rounded_rows(rows: int) -> int:

@@ -142,7 +142,7 @@ def _driver(device: int) -> Driver | None:
 
 
 def _try(driver: Driver, device: int) -> None:
-    """Writes to memory, gives it back, takes it again and writes and reads there.
+    """Write to memory, give it back, take it again, and write and read there.
 
     Raises:
         RuntimeError: that does not work.

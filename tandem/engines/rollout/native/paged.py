@@ -100,7 +100,7 @@ class PagedCache:
         return self.blocks * self.block_size * bytes_per_token(self.layers, self.dtype)
 
     def copy_blocks(self, source: Tensor, target: Tensor) -> None:
-        """Copies whole blocks, int64 numbers, in every layer; the targets are distinct and no sources."""
+        """Copy whole blocks, int64 numbers, in every layer; the targets are distinct and no sources."""
         for part in (*self.keys, *self.values):
             part[target] = part[source]
 

@@ -116,7 +116,7 @@ class Scheduler:
         return self.held / self.blocks.blocks if self.blocks.blocks else 0.0
 
     def check(self) -> None:
-        """Asserts that the sequences' tables and the block manager agree and that no block is lost."""
+        """Assert that the sequences' tables and the block manager agree and that no block is lost."""
         self.blocks.check([self._table(row) for row in range(self.rows.count)])
 
     def _table(self, row: int) -> Blocks:
@@ -124,20 +124,20 @@ class Scheduler:
         return table
 
     def use_cache(self, blocks: int) -> None:
-        """Goes over to another cache of so many blocks; no sequence holds any."""
+        """Go over to another cache of so many blocks; no sequence holds any."""
         self.blocks = BlockManager(blocks)
         self.tables[:] = 0  # what stands beyond a sequence's length must be a block of this cache
 
     # Sequences come and go.
 
     def drop_waiting(self, ids: Collection[tuple[str, int]]) -> list[Request]:
-        """Removes and returns the requests of those ids that have no row yet."""
+        """Remove and return the requests of those ids that have no row yet."""
         dropped = [request for request in self.waiting if request.id in ids]
         self.waiting = deque(request for request in self.waiting if request.id not in ids)
         return dropped
 
     def remove(self, gone: NDArray[np.bool_]) -> Index:
-        """Drops rows by a mask (count), here and in the table of sequences.
+        """Drop rows by a mask (count), here and in the table of sequences.
 
         Returns:
             where each row is now; -1 for those dropped.
@@ -147,7 +147,7 @@ class Scheduler:
         return self.rows.remove(gone)
 
     def forget(self) -> None:
-        """Finds no block again that was computed before. Sequences that have written something go on over
+        """Find no block again that was computed before. Sequences that have written something go on over
         the blocks they hold; prompts are computed anew."""
         self._root += 1
         self.blocks.forget()
@@ -157,7 +157,7 @@ class Scheduler:
                 self._release(row)
 
     def restart(self) -> None:
-        """Takes nothing for granted of what was scheduled: every sequence is computed again from what was
+        """Take nothing for granted of what was scheduled: every sequence is computed again from what was
         accepted for it."""
         self.blocks = BlockManager(self.blocks.blocks)
         rows = slice(0, self.rows.count)
@@ -173,7 +173,7 @@ class Scheduler:
         self._digests[row] = []
 
     def _remember(self, row: int, computed: int) -> None:
-        """Makes the row's full blocks known, once `computed` of its tokens are on their way to the cache."""
+        """Make the row's full blocks known, once `computed` of its tokens are on their way to the cache."""
         known: list[bytes] | None = self._digests[row]
         if self.caching and known is not None:
             self._extend(known, self.content(row)[:computed])
@@ -241,7 +241,7 @@ class Scheduler:
         return ordered
 
     def _add(self, row: int, draft: _Draft) -> None:
-        """Adds the row's next tokens: all that are missing, or as many as the budget allows."""
+        """Add the row's next tokens: all that are missing, or as many as the budget allows."""
         missing = int(self.length[row] - self.computed[row])
         count = min(missing, draft.budget) if self.chunked else missing
         fresh = not self.rows.produced[row]
@@ -258,7 +258,7 @@ class Scheduler:
         self._remember(row, int(self.computed[row]) + count)
 
     def _admit(self) -> None:
-        """Gives rows to waiting requests."""
+        """Give rows to waiting requests."""
         free = self.rows.capacity - self.rows.count
         batch = min(free, len(self.waiting))
         enough = min(-(-self.rows.capacity // _ADMIT_SHARE), len(self.waiting))
@@ -275,7 +275,7 @@ class Scheduler:
             self._digests[row] = []
 
     def _start(self, draft: _Draft) -> None:
-        """Gives blocks to rows that have none, oldest first, until one finds no room."""
+        """Give blocks to rows that have none, oldest first, until one finds no room."""
         for row in self._by_arrival(self._held[: self.rows.count] == 0):
             if self.rows.produced[row] or self._prompt[row] not in draft.leaders:
                 started = self._begin(row, draft)
@@ -286,7 +286,7 @@ class Scheduler:
                 return
 
     def _begin(self, row: int, draft: _Draft) -> bool:
-        """Starts to compute the row after whatever is known of it; its last token must be computed for
+        """Start to compute the row after whatever is known of it; its last token must be computed for
         the logits."""
         length, known = int(self.length[row]), self._digests[row]
         if self.caching:
@@ -308,7 +308,7 @@ class Scheduler:
         return True
 
     def _fork(self, row: int, leader: int, draft: _Draft) -> bool:
-        """Lets the row share the prompt that draft.rows[leader] completes in this step."""
+        """Let the row share the prompt that draft.rows[leader] completes in this step."""
         shared, rest = divmod(int(self.length[row]), self.block_size)
         if not self._spare(row, rest > 0):
             return False

@@ -31,7 +31,7 @@ class LayerSplit:
     group: dist.ProcessGroup | None = None
 
     def check(self, config: Any) -> None:
-        """Checks that a model's layers can be split evenly.
+        """Check that a model's layers can be split evenly.
 
         Args:
             config: a transformers config of a language model.

@@ -59,13 +59,13 @@ class Steps:
         return self.make(module, copies=True) if isinstance(made, FusedRunner) and copies(made) else made
 
     def use(self, runner: Runner) -> None:
-        """Computes from now on by a runner of `runner_of`."""
+        """Compute from now on by a runner of `runner_of`."""
         if runner not in (self.runner, self._resting):
             self.drop_graphs()
         self.runner, self._resting, self.moved = runner, None, True
 
     def rest(self) -> None:
-        """Gives up the weights. Graphs stay if the memory of the weights will be where it was."""
+        """Give up the weights. Graphs stay if the memory of the weights will be where it was."""
         if self.runner is not None and self.runner.rest():
             self._resting = self.runner
         elif self.runner is not None:
@@ -73,7 +73,7 @@ class Steps:
         self.runner = None
 
     def drop_graphs(self) -> None:
-        """Frees the graphs, of which those that are needed again are captured before the next step."""
+        """Free the graphs, of which those that are needed again are captured before the next step."""
         if self._graphed is not None:
             self._captured.update(self._graphed.replays)
         self._graphed = None

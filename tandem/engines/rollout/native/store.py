@@ -112,7 +112,7 @@ class Store:
         return True
 
     def drop(self) -> None:
-        """Frees the cache."""
+        """Free the cache."""
         self.cache = self.attention = None
         self.blocks = 0
         self.room.forget()

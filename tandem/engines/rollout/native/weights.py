@@ -115,7 +115,7 @@ class Copies:
         self._copy(parts)
 
     def fill(self, parts: Parts) -> bool:
-        """Copies other weights of the same shapes and types over those that are there.
+        """Copy other weights of the same shapes and types over those that are there.
 
         Returns:
             Whether they have these shapes and types; else nothing changes.

@@ -20,7 +20,7 @@ class Attention(Protocol):
     cache: PagedCache
 
     def write(self, layer: int, step: StepInput, keys_THD: Tensor, values_THD: Tensor) -> None:
-        """Puts the step's keys and values into their slots; those of tokens with slot -1 go nowhere."""
+        """Put the step's keys and values into their slots; those of tokens with slot -1 go nowhere."""
 
     def attend(
         self, layer: int, step: StepInput, query_TND: Tensor, *, window: int = 0, softcap: float = 0.0
