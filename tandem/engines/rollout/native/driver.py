@@ -103,13 +103,8 @@ class Mapping:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        return {
-            "shape": (self.size,),
-            "typestr": "|u1",
-            "data": (self.address, False),
-            "strides": None,
-            "version": 3,
-        }
+        place = (self.address, False)  # to be written to
+        return {"shape": (self.size,), "typestr": "|u1", "data": place, "strides": None, "version": 3}
 
     def map(self) -> None:
         """
