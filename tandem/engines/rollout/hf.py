@@ -216,8 +216,8 @@ class _Writer(LogitsProcessor):
         active = np.flatnonzero(~self.done)
         active_R = torch.from_numpy(active).to(logits_RV.device)
         params = self.rows.params(active, logits_RV.shape[1], logits_RV.device)
-        taken = self.rows.take(active, logits_RV[active_R], params, self._version, self._decode)
-        self.done[active], self.stopped[active] = taken
+        drawn = self.rows.draw(active, logits_RV[active_R], params)
+        self.done[active], self.stopped[active] = self.rows.accept(active, drawn, self._version, self._decode)
         self.steps += 1
         tokens_R = torch.from_numpy(self.rows.last_token).to(scores.device)
         return torch.full_like(scores, -torch.inf).scatter_(1, tokens_R[:, None], 0.0)

@@ -47,7 +47,7 @@ class History:
         self._free += [int(slot) for slot in slots]
 
     def set(self, slot: int, prompt_ids: np.ndarray, token_ids: np.ndarray) -> None:
-        """Takes over a prompt and what was written of its response."""
+        """Take over a prompt and what was written of its response."""
         ids_T = upload(np.concatenate((prompt_ids, token_ids)).astype(np.int64), self.ids_SL.device)
         self.widen(len(ids_T))
         self.ids_SL[slot, : len(ids_T)] = ids_T
@@ -56,7 +56,7 @@ class History:
         self.counts_SV[slot].index_add_(0, written_T, torch.ones_like(written_T, dtype=torch.int32))
 
     def widen(self, length: int) -> None:
-        """Makes room for sequences of this length."""
+        """Make room for sequences of this length."""
         if length > self.ids_SL.shape[1]:
             self.ids_SL = F.pad(self.ids_SL, (0, 2 * length - self.ids_SL.shape[1]))
 
@@ -83,7 +83,7 @@ class Penalties(NamedTuple):
     longest: int
 
     def apply(self, logits_RV: Tensor) -> None:
-        """Changes the logits in place. A token that is there twice is looked up twice and gets the same value
+        """Change the logits in place. A token that is there twice is looked up twice and gets the same value
         twice."""
         ids_PL = self.history.ids_SL[self.slots_P, : self.longest]
         there_PL = torch.arange(self.longest, device=ids_PL.device) < self.lengths_P[:, None]
@@ -98,25 +98,14 @@ class Penalties(NamedTuple):
         logits_RV[rows_P1, ids_PL] = after_PL - frequency * counts_PL - presence * (counts_PL > 0)
 
     def note(self, tokens_R: Tensor) -> None:
-        """Takes the tokens drawn for all rows into account."""
+        """Take the tokens drawn for all rows into account."""
         tokens_P = tokens_R[self.rows_P]
         self.history.counts_SV[self.slots_P, tokens_P] += 1
         self.history.ids_SL[self.slots_P, self.lengths_P] = tokens_P
 
 
-class Biases(NamedTuple):
-    """Additions to single logits, each (row, token) at most once."""
-
-    rows_N: Tensor
-    tokens_N: Tensor
-    values_N: Tensor
-
-
-class Barred(NamedTuple):
-    """Single tokens that cannot be drawn."""
-
-    rows_N: Tensor
-    tokens_N: Tensor
+Biases = tuple[Tensor, Tensor, Tensor]
+"""Rows, tokens and what is added to their logits (N), each (row, token) at most once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +114,11 @@ class Edits:
 
     Attributes:
         rows_E: int64, the rows that differ from the model's own logits, in rising order.
+        barred: rows and tokens (N) that cannot be drawn.
     """
 
     rows_E: Tensor
-    barred: Barred | None = None
+    barred: tuple[Tensor, Tensor] | None = None
     biases: Biases | None = None
     penalties: Penalties | None = None
 
@@ -136,7 +126,7 @@ class Edits:
         """Changed logits; those given stay as they are."""
         logits_RV = logits_RV.clone()
         if self.barred is not None:
-            logits_RV[self.barred.rows_N, self.barred.tokens_N] = -torch.inf
+            logits_RV[self.barred] = -torch.inf
         if self.biases is not None:
             rows_N, tokens_N, values_N = self.biases
             logits_RV[rows_N, tokens_N] += values_N.to(logits_RV.dtype)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tandem.device import upload
 from tandem.engines.rollout.checks import check_finite
-from tandem.engines.rollout.draws.edits import Barred, Biases, Edits, History, Penalties
+from tandem.engines.rollout.draws.edits import Biases, Edits, History, Penalties
 from tandem.engines.rollout.draws.keyed import first_position, row_key, uniforms
 from tandem.engines.rollout.draws.sampler import Drawn, RowParams, sample
 from tandem.engines.rollout.draws.stops import Decode, ends_with_stop
@@ -83,6 +83,8 @@ class Rows:
         self.precision: type[np.floating[Any]] = np.float32
         self._mode = logprobs_mode
         self._history: History | None = None
+        self._params: RowParams | None = None  # of the rows in `_params_of`
+        self._params_of = np.zeros(0, dtype=np.int64)
 
     def column(self, kind: Any, fill: Any = 0, width: tuple[int, ...] = ()) -> np.ndarray:
         """A new column of this table, (capacity, *width), whose entries move with their rows.
@@ -96,14 +98,20 @@ class Rows:
         return made
 
     def add(self, requests: Sequence[Request]) -> np.ndarray:
-        """Puts requests that have written nothing into the next rows; their row numbers."""
-        self._widen(requests)
+        """Put requests that have written nothing into the next rows; their row numbers."""
+        stops = max(len(request.params.stop_token_ids) for request in requests)
+        longest = max(request.params.max_tokens for request in requests)
+        for name, (_, fill) in _TABLES.items():
+            table = getattr(self, name)
+            missing = (stops if name == "stop_ids" else longest) - table.shape[1]
+            if missing > 0:
+                setattr(self, name, np.pad(table, ((0, 0), (0, missing)), constant_values=fill))
         rows = np.arange(self.count, self.count + len(requests))
-        for row, request in zip(rows, requests, strict=True):
+        for row, request in zip(rows.tolist(), requests, strict=True):
             self.request[row] = request
             self.key[row] = row_key(request)
             self.first_position[row] = first_position(request)
-            self._set(int(row), request.params)
+            self._set(row, request.params)
         self.produced[rows] = 0
         self.slot[rows] = -1
         self.count += len(requests)
@@ -118,31 +126,22 @@ class Rows:
         self.stop_ids[row] = -1
         self.stop_ids[row, : len(params.stop_token_ids)] = params.stop_token_ids
 
-    def _widen(self, requests: Sequence[Request]) -> None:
-        stops = max(len(request.params.stop_token_ids) for request in requests)
-        tokens = max(request.params.max_tokens for request in requests)
-        for name, (_, fill) in _TABLES.items():
-            width = stops if name == "stop_ids" else tokens
-            setattr(self, name, _wider(getattr(self, name), width, fill))
-
     def params(self, rows: np.ndarray, vocabulary: int, device: torch.device) -> RowParams:
-        """The parameters on the device by which the next token of each of `rows` is sampled."""
+        """Return the parameters on the device by which the next token of each of `rows` is sampled; those of
+        the last call while the rows are the same."""
+        if self._params is not None and np.array_equal(rows, self._params_of):
+            return self._params
         edits = None
-        if self.edited[rows].any():
-            edits = Edits(
-                rows_E=upload(np.flatnonzero(self.edited[rows]), device),
-                biases=self._biases(rows, device),
-                penalties=self._penalties(rows, vocabulary, device),
-            )
-        return RowParams.of(
-            self.temperature[rows],
-            self.top_k[rows],
-            self.top_p[rows],
-            self.min_p[rows],
-            vocabulary,
-            device,
-            edits,
+        edited = np.flatnonzero(self.edited[rows])
+        if len(edited):
+            biases, penalties = self._biases(rows, device), self._penalties(rows, vocabulary, device)
+            edits = Edits(upload(edited, device), biases=biases, penalties=penalties)
+        self._params_of = rows
+        temperature, top_k, top_p, min_p = self.temperature, self.top_k, self.top_p, self.min_p
+        self._params = RowParams.of(
+            temperature[rows], top_k[rows], top_p[rows], min_p[rows], vocabulary, device, edits
         )
+        return self._params
 
     def _biases(self, rows: np.ndarray, device: torch.device) -> Biases | None:
         entries = [
@@ -153,7 +152,7 @@ class Rows:
         if not entries:
             return None
         at, tokens, values = (np.array(column) for column in zip(*entries, strict=True))
-        return Biases(*(upload(part, device) for part in (at, tokens, values.astype(np.float64))))
+        return upload(at, device), upload(tokens, device), upload(values.astype(np.float64), device)
 
     def _penalties(self, rows: np.ndarray, vocabulary: int, device: torch.device) -> Penalties | None:
         at = [i for i in np.flatnonzero(self.edited[rows]) if self.request[rows[i]].params.penalised]
@@ -166,18 +165,12 @@ class Rows:
                 self.slot[row], self.counted[row] = self._history.open(), -1
         asked = [self.request[row].params for row in rows[at]]
 
-        def column(name: str) -> Tensor:
-            return upload(np.array([getattr(p, name) for p in asked], dtype=np.float64), device)
-
+        names = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+        columns = [np.array([getattr(params, name) for params in asked], dtype=np.float64) for name in names]
+        at_P, slots_P = upload(np.array(at), device), upload(self.slot[rows[at]], device)
+        repetition_P, frequency_P, presence_P = (upload(column, device) for column in columns)
         return Penalties(
-            history=self._history,
-            rows_P=upload(np.array(at), device),
-            slots_P=upload(self.slot[rows[at]], device),
-            repetition_P=column("repetition_penalty"),
-            frequency_P=column("frequency_penalty"),
-            presence_P=column("presence_penalty"),
-            lengths_P=torch.empty(0),
-            longest=0,
+            self._history, at_P, slots_P, repetition_P, frequency_P, presence_P, torch.empty(0), 0
         )
 
     def _step_edits(
@@ -195,10 +188,7 @@ class Rows:
         edited = np.flatnonzero(short | self.edited[rows])
         tokens = np.stack((at, ids[at, column]))
         edited_E, barred_2N = (upload(part, logits_RV.device) for part in (edited, tokens))
-        barred = Barred(barred_2N[0], barred_2N[1])
-        if edits is None:
-            return Edits(edited_E, barred)
-        return replace(edits, rows_E=edited_E, barred=barred)
+        return replace(edits or Edits(edited_E), rows_E=edited_E, barred=(barred_2N[0], barred_2N[1]))
 
     def _current(self, rows: np.ndarray, penalties: Penalties, ahead: int | np.ndarray) -> Penalties:
         """The penalties over the history as it is at this step: set anew for rows new to penalties, and for
@@ -229,7 +219,7 @@ class Rows:
         ahead: int | np.ndarray = 0,
         uniforms_R: Tensor | None = None,
     ) -> Drawn:
-        """Samples one token for each of `rows` on the device; nothing is appended. The host does not wait for
+        """Sample one token for each of `rows` on the device; nothing is appended. The host does not wait for
         the device.
 
         Args:
@@ -245,7 +235,7 @@ class Rows:
     def accept(
         self, rows: np.ndarray, drawn: Drawn, version: int, decode: Decode | None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Appends the tokens drawn for `rows`. It waits for those that are still on a device.
+        """Append the tokens drawn for `rows`. It waits for those that are still on a device.
 
         Returns:
             done, stopped: (R) bool, which have finished, and which of those by a stop token or string.
@@ -274,12 +264,6 @@ class Rows:
                 stopped[index] = ends_with_stop(written, params.stop, decode, params.min_tokens)
         return stopped | (self.produced[rows] >= self.max_tokens[rows]), stopped
 
-    def take(
-        self, rows: np.ndarray, logits_RV: Tensor, params: RowParams, version: int, decode: Decode | None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """`draw` and `accept` in one."""
-        return self.accept(rows, self.draw(rows, logits_RV, params), version, decode)
-
     def sample(self, row: int, finish_reason: str) -> Sample:
         """The row's response so far, copied out."""
         request: Request = self.request[row]
@@ -295,18 +279,25 @@ class Rows:
         )
 
     def remove(self, gone: np.ndarray) -> np.ndarray:
-        """Drops rows by a mask (count) and moves the last rows into the holes.
+        """Drop rows by a mask (count) and move the last rows into the holes.
 
         Returns:
             where each row is now (count); -1 for those dropped.
         """
+        self._params = None
         slots = self.slot[: self.count][gone]
         if self._history is not None:
             self._history.close(slots[slots >= 0])
         left = self.count - int(gone.sum())
         target = np.flatnonzero(gone[:left])
         source = left + np.flatnonzero(~gone[left:])
-        self._move(source, target)
+        if len(source):  # all is read before any is written
+            for column in self._columns:
+                column[target] = column[source]
+            used = max(self.stop_ids.shape[1], int(self.produced[: self.count].max(initial=0)))
+            for name in _TABLES:
+                table = getattr(self, name)
+                table[target, :used] = table[source, :used]
         moved = np.where(gone, -1, np.arange(self.count))
         moved[source] = target
         self.request[left : self.count] = None
@@ -315,21 +306,3 @@ class Rows:
         if not (self.slot[:left] >= 0).any():
             self._history = None
         return moved
-
-    def _move(self, source: np.ndarray, target: np.ndarray) -> None:
-        """Copies rows to other rows, all read before any is written."""
-        if not len(source):
-            return
-        for column in self._columns:
-            column[target] = column[source]
-        used = max(self.stop_ids.shape[1], int(self.produced[: self.count].max(initial=0)))
-        for name in _TABLES:
-            table = getattr(self, name)
-            table[target, :used] = table[source, :used]
-
-
-def _wider(table: np.ndarray, width: int, fill: int) -> np.ndarray:
-    missing = width - table.shape[1]
-    if missing <= 0:
-        return table
-    return np.pad(table, ((0, 0), (0, missing)), constant_values=fill)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,10 +25,7 @@ _TRITON = find_spec("triton") is not None
 _BLOCK = 128  # tokens per block of the two-level search
 _FIRST_CANDIDATES = 256
 _BELOW_ONE = 1 - 2.0**-53
-_INFINITY = {  # its bits, read as an integer
-    torch.float32: (torch.int32, 0x7F80_0000),
-    torch.float64: (torch.int64, 0x7FF0_0000_0000_0000),
-}
+_BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 class Drawn(NamedTuple):
@@ -107,24 +104,21 @@ class RowParams:
         cut_R = ~greedy_R & ((top_k_R < vocabulary) | (top_p_R < 1) | (min_p_R > 0))
         divisor_R = np.where(greedy_R, 1.0, temperature_R)
 
-        def column(values: NDArray[Any]) -> Tensor:
-            return upload(values.copy(), device)
-
         cuts = None
         if cut_R.any():
             k, p, low = top_k_R[cut_R], top_p_R[cut_R], min_p_R[cut_R]
             bounded = k < vocabulary
             cuts = Cuts(
-                rows_C=column(np.flatnonzero(cut_R)),
-                min_p_C=column(low) if low.any() else None,
-                top_k_C=column(k) if bounded.any() else None,
-                top_p_C=column(p) if (p < 1).any() else None,
+                rows_C=upload(np.flatnonzero(cut_R), device),
+                min_p_C=upload(low, device) if low.any() else None,
+                top_k_C=upload(k, device) if bounded.any() else None,
+                top_p_C=upload(p, device) if (p < 1).any() else None,
                 widest=int(k[bounded].max(initial=0)),
                 unbounded=bool(((p < 1) & ~bounded).any()),
             )
         return cls(
-            temperature_R=column(divisor_R),
-            greedy_R=column(greedy_R),
+            temperature_R=upload(divisor_R, device),
+            greedy_R=upload(greedy_R, device),
             greedy=2 if greedy_R.all() else int(greedy_R.any()),
             tempered=bool((divisor_R != 1).any()),
             cuts=cuts,
@@ -270,7 +264,7 @@ def _cut(
 
 
 def _keep(weights_CV: Tensor, scores_CV: Tensor, floor_C: Tensor) -> Tensor:
-    """Leaves weights at or above the floor, in place; their `_ends`."""
+    """Leave weights at or above the floor, in place; their `_ends`."""
     weights_CV[:, : scores_CV.shape[1]].masked_fill_(scores_CV < floor_C[:, None], 0.0)
     return _ends(weights_CV)
 
@@ -319,14 +313,14 @@ def _searched_floor(scores_CV: Tensor, weights_CV: Tensor, goal_C: Tensor) -> Te
     """The highest number such that the weights of the scores at or above it reach the goal; -inf if all do
     not. Found bit by bit: the bits of floating-point numbers, read as integers, are in the numbers' order.
     """
-    kind, infinity = _INFINITY[scores_CV.dtype]
+    kind = _BITS[scores_CV.dtype]
     weights_CV = weights_CV[:, : scores_CV.shape[1]]
 
     def number(key_C: Tensor) -> Tensor:
         """The number of a key; negative numbers are stored as sign and magnitude."""
         return torch.where(key_C < 0, key_C ^ torch.iinfo(kind).max, key_C).to(kind).view(scores_CV.dtype)
 
-    high_C = torch.full_like(goal_C, infinity, dtype=torch.int64)
+    high_C = torch.full_like(goal_C, torch.inf, dtype=scores_CV.dtype).view(kind).long()
     low_C = ~high_C
     for _ in range(torch.iinfo(kind).bits):
         middle_C = (low_C & high_C) + ((low_C ^ high_C) >> 1)  # of a sum that may be too large

@@ -37,29 +37,10 @@ def sample_uncut(
     best_RC = torch.empty(rows, chunks, dtype=torch.int32, device=logits_RV.device)
     tokens_R = torch.empty(rows, dtype=torch.int64, device=logits_RV.device)
     log_probs_R = torch.empty(rows, dtype=torch.float32, device=logits_RV.device)
-    weigh_kernel[(rows, chunks)](
-        peaks_RC,
-        totals_RC,
-        best_RC,
-        logits_RV,
-        temperature_R,
-        vocabulary,
-        logits_RV.stride(0),
-        CHUNK=_CHUNK,
-        num_warps=8,
-    )
+    found, sizes = (peaks_RC, totals_RC, best_RC), (vocabulary, logits_RV.stride(0))
+    weigh_kernel[(rows, chunks)](*found, logits_RV, temperature_R, *sizes, CHUNK=_CHUNK, num_warps=8)
     draw_kernel[(rows,)](
-        tokens_R,
-        log_probs_R,
-        peaks_RC,
-        totals_RC,
-        best_RC,
-        logits_RV,
-        uniforms_R,
-        temperature_R,
-        greedy_R,
-        vocabulary,
-        logits_RV.stride(0),
+        *(tokens_R, log_probs_R, *found, logits_RV, uniforms_R, temperature_R, greedy_R, *sizes),
         CHUNKS=chunks,
         CHUNKS_PAD=triton.next_power_of_2(chunks),
         CHUNK=_CHUNK,

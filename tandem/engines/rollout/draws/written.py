@@ -27,7 +27,7 @@ class Written:
     versions: list[int] = field(default_factory=list, kw_only=True)
 
     def cut_at_stop(self, new: int, decode: Decode | None) -> bool:
-        """Looks for the end of a stop string among the last tokens, and drops what was written after it.
+        """Look for the end of a stop string among the last tokens, and drop what was written after it.
 
         Args:
             new: how many tokens have come since the last look.

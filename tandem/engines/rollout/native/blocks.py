@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import blake2b
+from itertools import takewhile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +35,7 @@ class BlockManager:
         self.grow(blocks)
 
     def grow(self, blocks: int) -> None:
-        """Adds blocks, up to that many in all."""
+        """Add blocks, up to that many in all."""
         self._holders = np.pad(self._holders, (0, blocks - self.blocks))
         self._unknown[:0] = range(blocks - 1, self.blocks - 1, -1)
         self.blocks = blocks
@@ -71,7 +72,7 @@ class BlockManager:
                 self._unknown.append(block)
 
     def remember(self, blocks: Blocks, digests: Sequence[bytes]) -> None:
-        """Makes full blocks, held by their sequence, known. Of two with the same content the first stays."""
+        """Make full blocks, held by their sequence, known. Of two with the same content the first stays."""
         for block, digest in zip(blocks.tolist(), digests, strict=True):
             if digest not in self._block_of:
                 self._block_of[digest] = block
@@ -79,13 +80,8 @@ class BlockManager:
 
     def find(self, digests: Sequence[bytes]) -> Blocks:
         """The blocks of the longest known prefix. They may be held by nobody: `share` before `allocate`."""
-        found: list[int] = []
-        for digest in digests:
-            block = self._block_of.get(digest)
-            if block is None:
-                break
-            found.append(block)
-        return np.array(found, dtype=np.int32)
+        found = takewhile(lambda block: block is not None, map(self._block_of.get, digests))
+        return np.array(list(found), dtype=np.int32)
 
     def idle(self, blocks: Blocks) -> int:
         """The number of these blocks that nobody holds."""
@@ -99,7 +95,7 @@ class BlockManager:
         self._digest_of.clear()
 
     def check(self, tables: Sequence[Blocks]) -> None:
-        """Asserts that these sequences' blocks are all that is held, and that no block is lost or in two
+        """Assert that these sequences' blocks are all that is held, and that no block is lost or in two
         places."""
         holders = np.zeros(self.blocks, dtype=np.int32)
         for table in tables:
@@ -113,7 +109,7 @@ class BlockManager:
 
 
 def chain(root: bytes, known: list[bytes], ids: NDArray[np.int64], block_size: int) -> None:
-    """Extends `known`, the digests of the first full blocks of `ids` (T), to all its full blocks.
+    """Extend `known`, the digests of the first full blocks of `ids` (T), to all its full blocks.
 
     Args:
         root: stands for the block before the first.

@@ -74,36 +74,6 @@ class Driver:
         if status:
             raise DriverError(f"{name} failed with status {status}")
 
-    def granularity(self, device: int) -> int:
-        """Bytes of which every mapping is a multiple."""
-        out = _SIZE()
-        self.call("cuMemGetAllocationGranularity", ctypes.byref(out), ctypes.byref(_properties(device)), 0)
-        return out.value
-
-    def reserve(self, size: int) -> int:
-        """The first of `size` addresses that nothing else gets."""
-        out = _POINTER()
-        self.call("cuMemAddressReserve", ctypes.byref(out), size, 0, 0, 0)
-        return out.value
-
-    def map(self, address: int, size: int, device: int) -> None:
-        """Puts memory behind reserved addresses; unmapping returns it. If it fails nothing is mapped."""
-        handle, access = _POINTER(), _Access(_Location(_DEVICE_MEMORY, device), _READ_WRITE)
-        self.call("cuMemCreate", ctypes.byref(handle), size, ctypes.byref(_properties(device)), 0)
-        try:
-            self.call("cuMemMap", address, size, 0, handle, 0)
-        finally:
-            self.call("cuMemRelease", handle)  # the mapping alone holds it now
-        try:
-            self.call("cuMemSetAccess", address, size, ctypes.byref(access), 1)
-        except DriverError:
-            self.call("cuMemUnmap", address, size)
-            raise
-
-
-def _properties(device: int) -> _Properties:
-    return _Properties(type=_PINNED, location=_Location(_DEVICE_MEMORY, device))
-
 
 class Mapping:
     """Reserved addresses and the memory behind them. PyTorch's tensors keep it alive.
@@ -115,11 +85,15 @@ class Mapping:
 
     def __init__(self, driver: Driver, size: int, device: int) -> None:
         self.device, self.mapped = device, 0
-        grain = driver.granularity(device)
-        self._chunk = -(-CHUNK // grain) * grain
-        self.size = -(-size // grain) * grain
         self._driver = driver
-        self.address = driver.reserve(self.size)
+        self._location = _Location(_DEVICE_MEMORY, device)
+        self._properties = _Properties(type=_PINNED, location=self._location)
+        grain, address = _SIZE(), _POINTER()
+        driver.call("cuMemGetAllocationGranularity", ctypes.byref(grain), ctypes.byref(self._properties), 0)
+        self._chunk = -(-CHUNK // grain.value) * grain.value
+        self.size = -(-size // grain.value) * grain.value
+        driver.call("cuMemAddressReserve", ctypes.byref(address), self.size, 0, 0, 0)
+        self.address = address.value
         # Not at the process's end, when the driver may be gone and returns everything itself.
         weakref.finalize(
             self, _freed, driver, self.address, self.size, chunks := list[tuple[int, int]]()
@@ -129,13 +103,8 @@ class Mapping:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        return {
-            "shape": (self.size,),
-            "typestr": "|u1",
-            "data": (self.address, False),
-            "strides": None,
-            "version": 3,
-        }
+        place = (self.address, False)  # to be written to
+        return {"shape": (self.size,), "typestr": "|u1", "data": place, "strides": None, "version": 3}
 
     def map(self) -> None:
         """
@@ -145,11 +114,25 @@ class Mapping:
         try:
             while self.mapped < self.size:
                 place, size = self.address + self.mapped, min(self._chunk, self.size - self.mapped)
-                self._driver.map(place, size, self.device)
+                self._map(place, size)
                 self._chunks.append((place, size))
                 self.mapped += size
         except DriverError:
             self.unmap()
+            raise
+
+    def _map(self, address: int, size: int) -> None:
+        """Put memory behind reserved addresses; unmapping returns it. If it fails nothing is mapped."""
+        call, handle, access = self._driver.call, _POINTER(), _Access(self._location, _READ_WRITE)
+        call("cuMemCreate", ctypes.byref(handle), size, ctypes.byref(self._properties), 0)
+        try:
+            call("cuMemMap", address, size, 0, handle, 0)
+        finally:
+            call("cuMemRelease", handle)  # the mapping alone holds it now
+        try:
+            call("cuMemSetAccess", address, size, ctypes.byref(access), 1)
+        except DriverError:
+            call("cuMemUnmap", address, size)
             raise
 
     def unmap(self) -> None:

@@ -22,15 +22,15 @@ from tandem.engines.rollout.base import SLEEP_TAGS, SharedModule, SleepTag, Weig
 from tandem.engines.rollout.checks import check_fits_model, check_idle, check_new
 from tandem.engines.rollout.counters import Counters
 from tandem.engines.rollout.draws.rows import Rows
-from tandem.engines.rollout.draws.sampler import Drawn, RowParams
+from tandem.engines.rollout.draws.sampler import Drawn
 from tandem.engines.rollout.draws.stops import Decode
 from tandem.engines.rollout.draws.written import Written
-from tandem.engines.rollout.native.attention import Attention, AttentionName
-from tandem.engines.rollout.native.budget import Wanted, weights_statement
+from tandem.engines.rollout.native.attention import AttentionName
+from tandem.engines.rollout.native.budget import weights_statement
 from tandem.engines.rollout.native.flight import Flight, in_flight
 from tandem.engines.rollout.native.memory import CacheRoom
 from tandem.engines.rollout.native.plan import Index, Plan, step_input
-from tandem.engines.rollout.native.runner import Runner, RunnerName
+from tandem.engines.rollout.native.runner import Runner, RunnerName, make_runner
 from tandem.engines.rollout.native.scheduler import Scheduler
 from tandem.engines.rollout.native.split import WHOLE, LayerSplit
 from tandem.engines.rollout.native.steps import Steps
@@ -90,14 +90,12 @@ class NativeEngine:
         self.takes = kinds_taken(own)
         self._own = own
         self._device = device
-        self._max_length = max_length
-        self._block_size = block_size
-        graphs = device.type == "cuda" and not enforce_eager
+        cuda = device.type == "cuda"
+        graphs = cuda and not enforce_eager
         room = CacheRoom(device, gpu_memory_utilization, block_size, num_gpu_blocks_override, split)
-        self._store = Store(room, block_size, attention, lasting=graphs)
-        self._split = split
-        self._apart = device.type == "cuda"  # whether rows that decode run apart from prompts
-        self._run_ahead = device.type == "cuda" if run_ahead is None else run_ahead
+        self._store = Store(room, attention, graphs, max_num_seqs, max_length)
+        self._apart = cuda  # whether rows that decode run apart from prompts
+        self._run_ahead = cuda if run_ahead is None else run_ahead
         self._decode = decode
         self._counters = Counters(log)
         self._rows = Rows(max_num_seqs, logprobs_mode)
@@ -110,9 +108,9 @@ class NativeEngine:
             chunked=enable_chunked_prefill,
             caching=enable_prefix_caching,
         )
-        sizes = {"max_num_seqs": max_num_seqs, "max_blocks": self._scheduler.tables.shape[1]}
-        self._steps = Steps(runner, max_length, split, graphs=graphs, **sizes)
-        self._say = say
+        make = partial(make_runner, runner, max_length=max_length, split=split)
+        self._steps = Steps(make, graphs, max_num_seqs, self._scheduler.tables.shape[1])
+        self._say = say if cuda else None
         self._finished: list[Sample] = []
         self._known: dict[tuple[str, int], int] = {}  # blocks that each pending request can fill
         self._demand_changed = False
@@ -120,17 +118,13 @@ class NativeEngine:
         self._source: SharedModule | None = None
         self._version = 0
         self._flight: Flight | None = None
-        self._params: RowParams | None = None  # of the rows in `_params_of`
-        self._params_of = np.zeros(0, dtype=np.int64)
 
     def submit(self, requests: Sequence[Request]) -> None:
-        check_new(requests, self._known, self._max_length, self._decode is not None)
+        check_new(requests, self._known, self._store.longest, self._decode is not None)
         if self._source is not None:
             check_fits_model(requests, self._source.module.config)
-        blocks = {
-            request.id: self._scheduler.blocks_for(len(request.prompt_ids) + request.params.max_tokens)
-            for request in requests
-        }
+        lengths = {request.id: len(request.prompt_ids) + request.params.max_tokens for request in requests}
+        blocks = {id: self._scheduler.blocks_for(length) for id, length in lengths.items()}
         if blocks:
             runner = self._steps.runner
             per_block = None if runner is None else self._store.per_block(runner)
@@ -160,7 +154,7 @@ class NativeEngine:
         self._steps.use(runner)
         self._source, self._version, self._store.room.weights = source, version, runner.weight_bytes
         self._scheduler.forget()
-        copied = None if self._split.size > 1 else runner.copied(source.module)
+        copied = None if self._store.room.split.size > 1 else runner.copied(source.module)
         found = digest(source.module.named_parameters() if copied is None else copied)
         if runner.copies and source.release is not None:
             source.release()
@@ -169,16 +163,16 @@ class NativeEngine:
     def _copies(self, source: SharedModule, runner: Runner) -> bool:
         """Whether the runner should have copies of its weights."""
         room = self._store.room
-        wanted = None if room.fixed else self._wanted(runner)
+        wanted = None if room.fixed else self._store.meant_for(runner)
         copies = room.copies_pay(runner.weight_bytes, wanted, returned=source.release is not None)
-        if self._say is not None and self._device.type == "cuda":
+        if self._say is not None:
             self._say(weights_statement(runner.weight_bytes, copies=copies))
         return copies
 
     def sleep(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
-        """Gives back the cache, and every reference to the weights."""
+        """Give back the cache, and every reference to the weights."""
         check_idle(len(self._known))
-        self._flight = self._params = None
+        self._flight = None
         if "kv_cache" in tags:
             if not self._store.sleep():
                 self._steps.drop_graphs()
@@ -204,9 +198,8 @@ class NativeEngine:
     def abort(self, ids: Sequence[tuple[str, int]], *, keep_partial: bool = False) -> list[Sample]:
         self._settle()
         wanted = set(ids)
-        gone = np.array(
-            [request.id in wanted for request in self._rows.request[: self._rows.count]], dtype=bool
-        )
+        running = self._rows.request[: self._rows.count]
+        gone = np.array([request.id in wanted for request in running], dtype=bool)
         partial = [sample for sample in self._finished if sample.id in wanted]  # whole, in fact
         partial += [self._rows.sample(int(row), "abort") for row in np.flatnonzero(gone)]
         partial += [Written(request).sample("abort") for request in self._scheduler.drop_waiting(wanted)]
@@ -217,7 +210,7 @@ class NativeEngine:
         return partial if keep_partial else []
 
     def poll(self, timeout_s: float) -> list[Sample]:
-        """Returns as soon as at least one sequence has finished."""
+        """Return as soon as at least one sequence has finished."""
         deadline = time.monotonic() + timeout_s
         while not self._finished and (self._rows.count or self._scheduler.waiting):
             self._step()
@@ -243,24 +236,25 @@ class NativeEngine:
             self._accept(earlier)
         if not self._run_ahead:
             self._settle()
-        self._log_line()
+        running, use = self._scheduler.running, self._scheduler.use
+        self._counters.line(running, self._rows.count - running + len(self._scheduler.waiting), use)
 
     @contextmanager
     def _taken_back_if_it_fails(self) -> Iterator[None]:
-        """Takes a failed step back: nothing that it has scheduled, computed or drawn can be relied on."""
+        """Take a failed step back: nothing that it has scheduled, computed or drawn can be relied on."""
         try:
             yield
         except BaseException:
-            self._flight = self._params = None
+            self._flight = None
             self._scheduler.restart()
             raise
 
     def _fit_cache(self, runner: Runner) -> None:
-        """Makes the cache, or a larger one with its content. Where it cannot grow beside itself and does not
+        """Make the cache, or a larger one with its content. Where it cannot grow beside itself and does not
         hold the longest sequence, it goes first, and its sequences are computed again."""
-        store = self._store
-        self._demand = store.demand(runner, self._known.values(), self._rows.capacity)
-        blocks, possible = store.wanted(runner, self._known.values(), self._rows.capacity)
+        store, pending = self._store, self._known.values()
+        self._demand = store.room.wanted(pending, store.sequences, 0, store.per_block(runner))
+        blocks, possible = store.wanted(runner, pending)
         if not possible:
             self._settle()
             self._scheduler.restart()
@@ -268,7 +262,7 @@ class NativeEngine:
         if blocks > store.blocks:
             held = store.blocks
             if store.take(runner, blocks):
-                self._steps.cache_taken()
+                self._steps.moved = True
             else:
                 self._steps.drop_graphs()
                 store.make(runner, blocks)
@@ -276,81 +270,64 @@ class NativeEngine:
                 self._scheduler.blocks.grow(store.blocks)
             else:
                 self._scheduler.use_cache(store.blocks)
-            self._tell_cache(runner)
+            if self._say is not None:  # once
+                self._say(store.statement(runner))
+                self._say = None
         self._demand_changed = False
-
-    def _tell_cache(self, runner: Runner) -> None:
-        """Says once how many sequences the cache can hold."""
-        if self._say is not None and self._device.type == "cuda":
-            self._say(self._store.statement(self._wanted(runner)))
-            self._say = None
-
-    def _wanted(self, runner: Runner) -> Wanted:
-        return self._store.wants(runner, self._rows.capacity, self._max_length)
 
     def _drop_cache(self) -> None:
         self._store.drop()
         self._steps.drop_graphs()
-        self._params = None
         self._scheduler.use_cache(0)
 
     # One step.
 
     def _launch(self, plan: Plan, earlier: Flight | None) -> Flight | None:
-        """Runs the step and draws its tokens; on CUDA, only asks for it."""
-        cache, attention = self._store.cache, self._store.attention
-        assert cache is not None and attention is not None
-        self._count(plan)
+        """Run the step and draw its tokens; on CUDA, only ask for it."""
+        cache, counters = self._store.cache, self._counters
+        assert cache is not None
+        counters.decode_steps += plan.decoding > 0
+        counters.prefill_tokens += int(plan.counts[plan.decoding :].sum())
+        counters.running(self._scheduler.running)
+        counters.cache(cache.bytes // cache.blocks * self._demand, self._scheduler.held / self._demand)
         place = in_flight(earlier, self._rows.capacity)
-        ahead = (place >= 0).astype(np.int64)
         runs = plan.apart() if self._apart else (plan,)
-        parts = [
-            self._forward(run, attention, place[run.rows[: run.decoding]], earlier, ahead) for run in runs
-        ]
+        parts = [self._forward(run, place, earlier) for run in runs]
         if plan.copies[0]:
             source, target = (upload(np.array(part), self._device) for part in plan.copies)
             cache.copy_blocks(source, target)
         if not len(plan.sampled):
             return None
-        logits, uniforms_R = (
-            each[0] if len(each) == 1 else torch.cat(each) for each in zip(*parts, strict=True)
-        )
-        params = self._row_params(plan.sampled, logits.shape[1])
-        drawn = self._rows.draw(plan.sampled, logits, params, ahead[plan.sampled], uniforms_R)
+        logits, uniforms_R = parts[0]
+        if len(parts) > 1:
+            logits, uniforms_R = (torch.cat(each) for each in zip(*parts, strict=True))
+        params = self._rows.params(plan.sampled, logits.shape[1], self._device)
+        ahead = (place[plan.sampled] >= 0).astype(np.int64)
+        drawn = self._rows.draw(plan.sampled, logits, params, ahead, uniforms_R)
         return Flight.of(plan.sampled, drawn, self._version)
 
-    def _forward(
-        self, plan: Plan, attention: Attention, place: Index, earlier: Flight | None, ahead: Index
-    ) -> tuple[Tensor, Tensor]:
-        """The logits of `plan.sampled`, and the uniform numbers for their draws.
+    def _forward(self, plan: Plan, place: Index, earlier: Flight | None) -> tuple[Tensor, Tensor]:
+        """Return the logits of `plan.sampled`, and the uniform numbers for their draws.
 
         Args:
-            place: of each row that decodes among the tokens in flight.
-            ahead: tokens of each row in flight.
+            place: of each row among the tokens in flight; -1 where none is its own.
         """
-        numbers = self._rows.uniforms(plan.sampled, ahead[plan.sampled])
-        wanted = () if earlier is None else earlier.wanted(place)
+        scheduler, store = self._scheduler, self._store
+        assert store.attention is not None
+        beside = [self._rows.uniforms(plan.sampled, (place[plan.sampled] >= 0).astype(np.int64))]
+        if earlier is not None:
+            beside += earlier.wanted(place[plan.rows[: plan.decoding]])
+        tables, last, size = scheduler.tables, self._rows.last_token, store.room.block_size
         step, logits_of_R, (uniforms_R, *inserted) = step_input(
-            plan,
-            self._scheduler.tables,
-            self._rows.last_token,
-            self._scheduler.content,
-            self._block_size,
-            self._device,
-            (numbers, *wanted),
+            plan, tables, last, scheduler.content, size, self._device, beside
         )
         if earlier is not None and plan.decoding:
             earlier.insert(step.ids_T, inserted)
-        logits = self._steps.forward(step, attention)
+        logits = self._steps.forward(step, store.attention)
         return logits if logits_of_R is None else logits[logits_of_R], uniforms_R
 
-    def _row_params(self, rows: Index, vocabulary: int) -> RowParams:
-        if self._params is None or not np.array_equal(rows, self._params_of):
-            self._params, self._params_of = self._rows.params(rows, vocabulary, self._device), rows
-        return self._params
-
     def _accept(self, flight: Flight | None) -> None:
-        """Fetches drawn tokens and lets the sequences leave that they finish."""
+        """Fetch drawn tokens and let the sequences leave that they finish."""
         if flight is None:
             return
         rows, drawn = flight.rows, flight.arrived()
@@ -369,7 +346,7 @@ class NativeEngine:
 
     @torch.inference_mode()
     def _settle(self) -> None:
-        """Accepts what is in flight."""
+        """Accept what is in flight."""
         flight, self._flight = self._flight, None
         with self._taken_back_if_it_fails():
             self._accept(flight)
@@ -377,22 +354,8 @@ class NativeEngine:
     def _remove(self, gone: np.ndarray) -> None:
         if not gone.any():
             return
-        moved = self._scheduler.remove(gone)
-        self._params = None
-        flight = self._flight
+        moved, flight = self._scheduler.remove(gone), self._flight
         if flight is not None:
             flight.rows = np.where(flight.rows >= 0, moved[flight.rows], -1)
             if (flight.rows < 0).all():
                 self._flight = None
-
-    def _count(self, plan: Plan) -> None:
-        assert self._store.cache is not None
-        self._counters.decode_steps += plan.decoding > 0
-        self._counters.prefill_tokens += int(plan.counts[plan.decoding :].sum())
-        self._counters.running(self._scheduler.running)
-        cache, held = self._store.cache, self._scheduler.held
-        self._counters.cache(cache.bytes // cache.blocks * self._demand, held / self._demand)
-
-    def _log_line(self) -> None:
-        running, use = self._scheduler.running, self._scheduler.use
-        self._counters.line(running, self._rows.count - running + len(self._scheduler.waiting), use)

@@ -31,7 +31,7 @@ class Flight:
 
     @classmethod
     def of(cls, rows: Index, drawn: Drawn, version: int) -> Flight:
-        """Asks for the tokens now, in one copy, so that they do not wait for what is launched after them."""
+        """Ask for the tokens now, in one copy, so that they do not wait for what is launched after them."""
         device = drawn.tokens_R.device
         if device.type != "cuda":
             return cls(rows, drawn.tokens_R, version, drawn, None)
@@ -59,7 +59,7 @@ class Flight:
         return at, place[at]
 
     def insert(self, ids_T: Tensor, wanted: Sequence[Tensor]) -> None:
-        """Puts the tokens where they are a step's input; see `wanted`."""
+        """Put the tokens where they are a step's input; see `wanted`."""
         if not wanted:
             ids_T[: len(self.tokens_R)] = self.tokens_R
             return

@@ -21,12 +21,11 @@ from tandem.engines.rollout.native.ops import make_ops
 from tandem.engines.rollout.native.ops.base import Heads
 from tandem.engines.rollout.native.paged import LayerShape, StepInput
 from tandem.engines.rollout.native.split import WHOLE, LayerSplit
-from tandem.engines.rollout.native.weights import Copies, head_is_split, parts_of, places, weight_bytes
+from tandem.engines.rollout.native.weights import MAPS, Copies, head_is_split, parts_of, places, weight_bytes
 from tandem.models.linear import can_pack, linear, pack, packed_linear
 
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # those whose angles depend on the position alone
-_PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
-_MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+_PRODUCTS = (*(name for names in MAPS.values() for name in names), "lm_head")
 
 
 def why_not_fused(module: nn.Module) -> str | None:
@@ -40,20 +39,31 @@ def why_not_fused(module: nn.Module) -> str | None:
     if config.hidden_act != "silu":
         return f"activation {config.hidden_act}"
     for name, child in module.named_modules():
-        if name.endswith((*_PROJECTIONS, *_MLP, "lm_head")) and not _is_linear(child):
+        # A class of its own, where FSDP has made it a unit.
+        plain = type(child) is nn.Linear or type(child).__bases__ == (FSDPModule, nn.Linear)
+        if name.endswith(_PRODUCTS) and not plain:
             return f"{name} is a {type(child).__name__}, not a Linear"
     return None
 
 
-def _is_linear(module: nn.Module) -> bool:
-    """Whether a module is a Linear, also where FSDP has made it a unit, and a class of its own."""
-    return type(module) is nn.Linear or type(module).__bases__ == (FSDPModule, nn.Linear)
-
-
 _COPY_UP_TO_BYTES = 2**31
 
-_Linear = Callable[[Tensor], Tensor]
 _Held = Mapping[str, Sequence[Tensor]]  # by the names of `parts_of`
+
+
+@dataclass(frozen=True, slots=True)
+class _Linear:
+    """The outputs of linear maps side by side."""
+
+    weights: Sequence[Tensor]
+    biases: Sequence[Tensor | None]
+    product: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        parts = [
+            self.product(x, weight, bias) for weight, bias in zip(self.weights, self.biases, strict=True)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +75,7 @@ class _Layer:
     gate_up: _Linear
     down: _Linear
     next_norm_E: Tensor
-    window: int | None
+    window: int
 
 
 class FusedRunner:
@@ -110,7 +120,7 @@ class FusedRunner:
         [self._first_norm_E] = held[norms[0]]
         self._norms: dict[str, Tensor] = {}  # per head, side by side
         self._layers = [
-            self._layer(held, name, next_norm, getattr(layer.self_attn, "sliding_window", window))
+            self._layer(held, name, next_norm, getattr(layer.self_attn, "sliding_window", window) or 0)
             for name, next_norm, layer in zip(names, norms[1:], layers, strict=True)
         ]
         self._head_is_split = head_is_split(config, split)
@@ -119,35 +129,34 @@ class FusedRunner:
 
     def _heads(self, config: Any, rotary: nn.Module, max_length: int) -> Heads:
         """The heads, with cos and sin per position from the model's own rotary module."""
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        own, own_kv = heads // self._split.size, (kv_heads or heads) // self._split.size
+        heads, kv_heads = self._split.heads(config)
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         positions = torch.arange(max_length, device=self.device)[None]
-        cos_PD, sin_PD = (table[0] for table in rotary(self.embedding_VE[:1, None], positions))
-        return Heads(own, own_kv, head_dim, cos_PD, sin_PD, head_dim**-0.5)
+        cos_PD, sin_PD = (table[0].contiguous() for table in rotary(self.embedding_VE[:1, None], positions))
+        return Heads(heads, kv_heads, head_dim, cos_PD, sin_PD, head_dim**-0.5)
 
-    def _layer(self, held: _Held, name: str, next_norm: str, window: int | None) -> _Layer:
+    def _layer(self, held: _Held, name: str, next_norm: str, window: int) -> _Layer:
         if f"{name}.qk_norm" in held:
             self._norms[f"{name}.qk_norm"] = _joined(held[f"{name}.qk_norm"])
         [mlp_norm_E], [next_norm_E] = held[f"{name}.post_attention_layernorm"], held[next_norm]
+        maps = {key: self._linear(held, f"{name}.{key}") for key in MAPS}
         return _Layer(
-            qkv=self._linear(held, f"{name}.qkv"),
+            **maps,
             qk_norm_MD=self._norms.get(f"{name}.qk_norm"),
-            output=self._linear(held, f"{name}.output"),
             mlp_norm_E=mlp_norm_E,
-            gate_up=self._linear(held, f"{name}.gate_up"),
-            down=self._linear(held, f"{name}.down"),
             next_norm_E=next_norm_E,
             window=window,
         )
 
     def _linear(self, held: _Held, name: str) -> _Linear:
-        """One linear map whose outputs are those of all side by side; they have all a bias or none."""
+        """Return one linear map whose outputs are those of all side by side; they have all a bias or none."""
         weights, biases = held[name], held.get(f"{name}.bias", [])
-        if not self._joins:
-            return _Separate(weights, biases or [None] * len(weights))
-        weight, bias = _joined(weights), _joined(biases) if biases else None
-        return _Packed(pack(weight), bias) if can_pack(weight) else _Separate([weight], [bias])
+        if self._joins:
+            weights, biases = [_joined(weights)], [_joined(biases)] if biases else []
+        packed = self._joins and can_pack(weights[0])
+        if packed:
+            weights = [pack(weights[0])]
+        return _Linear(weights, biases or [None] * len(weights), packed_linear if packed else linear)
 
     def renew(self, module: nn.Module) -> bool:
         """See `Runner`."""
@@ -165,10 +174,7 @@ class FusedRunner:
 
     def rest(self) -> bool:
         """See `Runner`."""
-        if self._copies is None or not self._copies.memory.stays:
-            return False
-        self._copies.memory.give_back()
-        return True
+        return self._copies is not None and self._copies.memory.give_back()
 
     def reads(self) -> Sequence[Tensor]:
         """See `Runner`."""
@@ -201,11 +207,7 @@ class FusedRunner:
         longer to prepare a kernel for a new number of rows than to run it."""
         count = indices.shape[0]
         rows = rounded_rows(count) if self._rounds else count
-        if rows == count:
-            return indices
-        out = indices.new_zeros(rows)
-        out[:count] = indices
-        return out
+        return indices if rows == count else F.pad(indices, (0, rows - count))
 
 
 def rounded_rows(rows: int) -> int:
@@ -214,27 +216,6 @@ def rounded_rows(rows: int) -> int:
         return 1 << max(rows - 1, 0).bit_length()
     step = max(8, 1 << rows.bit_length() - 4)
     return -(-rows // step) * step
-
-
-@dataclass(frozen=True, slots=True)
-class _Separate:
-    """The outputs of linear maps side by side."""
-
-    weights: Sequence[Tensor]
-    biases: Sequence[Tensor | None]
-
-    def __call__(self, x: Tensor) -> Tensor:
-        parts = [linear(x, weight, bias) for weight, bias in zip(self.weights, self.biases, strict=True)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
-
-
-@dataclass(frozen=True, slots=True)
-class _Packed:
-    weight: Tensor
-    bias: Tensor | None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return packed_linear(x, self.weight, self.bias)
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:

@@ -9,9 +9,8 @@ and shapes. So a step's input is copied into fixed buffers and padded with rows 
 from __future__ import annotations
 
 import warnings
-from bisect import bisect_left
 from collections.abc import Callable, Collection
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -47,51 +46,32 @@ class CudaCapture:
         return graph.replay
 
 
-class _Buffers:
-    """A `StepInput` of the largest size, of sequences of length 1 in block 0 that write nowhere."""
-
-    def __init__(self, rows: int, max_blocks: int, device: torch.device, max_length: int) -> None:
-        index = torch.arange(rows + 1, device=device)
-        self.step = StepInput(
-            ids_T=torch.zeros_like(index[1:]),
-            positions_T=torch.zeros_like(index[1:]),
-            slots_T=torch.full_like(index[1:], -1),
-            starts_S1=index.int(),
-            lengths_S=torch.ones_like(index[1:], dtype=torch.int32),
-            tables_SB=torch.zeros(rows, max_blocks, dtype=torch.int32, device=device),
-            logits_L=index[:-1],
-            max_query=1,
-            max_length=max_length,
-        )
-
-    def view(self, rows: int) -> StepInput:
-        """The first rows as the input of a step."""
-        step = self.step
-        return replace(
-            step,
-            ids_T=step.ids_T[:rows],
-            positions_T=step.positions_T[:rows],
-            slots_T=step.slots_T[:rows],
-            starts_S1=step.starts_S1[: rows + 1],
-            lengths_S=step.lengths_S[:rows],
-            tables_SB=step.tables_SB[:rows],
-            logits_L=step.logits_L[:rows],
-        )
-
-    def fill(self, step: StepInput, size: int) -> None:
-        """Puts the step into the first rows, and what writes nowhere into the others up to the size. Their
-        ids, positions and tables stay those of an earlier step, which are as good as any."""
-        held, (rows, blocks) = self.step, step.tables_SB.shape
-        held.ids_T[:rows].copy_(step.ids_T)
-        held.positions_T[:rows].copy_(step.positions_T)
-        held.slots_T[:rows].copy_(step.slots_T)
-        held.lengths_S[:rows].copy_(step.lengths_S)
-        held.tables_SB[:rows, :blocks].copy_(step.tables_SB)
-        if rows < size:
-            held.slots_T[rows:size].fill_(-1)
-            held.lengths_S[rows:size].fill_(1)
+_BY_ROW = ("ids_T", "positions_T", "slots_T", "lengths_S", "tables_SB", "logits_L")
 
 
+def _buffers(rows: int, max_blocks: int, device: torch.device, max_length: int) -> StepInput:
+    """Make the input of a step of so many sequences of length 1, in block 0, that write nowhere."""
+    index = torch.arange(rows + 1, device=device)
+    return StepInput(
+        ids_T=torch.zeros_like(index[1:]),
+        positions_T=torch.zeros_like(index[1:]),
+        slots_T=torch.full_like(index[1:], -1),
+        starts_S1=index.int(),
+        lengths_S=torch.ones_like(index[1:], dtype=torch.int32),
+        tables_SB=torch.zeros(rows, max_blocks, dtype=torch.int32, device=device),
+        logits_L=index[:-1],
+        max_query=1,
+        max_length=max_length,
+    )
+
+
+def _first_rows(step: StepInput, rows: int) -> StepInput:
+    """Return the first rows of a step that decodes."""
+    parts = {name: getattr(step, name)[:rows] for name in _BY_ROW}
+    return replace(step, starts_S1=step.starts_S1[: rows + 1], **parts)
+
+
+@dataclass(eq=False)
 class GraphedRunner:
     """The forward of a runner, which replays decode steps and runs all others as they come.
 
@@ -106,81 +86,82 @@ class GraphedRunner:
         attention: the one it is called with.
         max_num_seqs: sequences of a step, at most; steps of more than 512 are not captured.
         max_blocks: of the longest sequence.
-        capture: how work is captured; None for CUDA graphs.
+        capture: how work is captured; by default as CUDA graphs.
+
+    Attributes:
+        replays: by the sizes there are graphs of.
     """
 
-    def __init__(
-        self,
-        runner: Runner,
-        attention: Attention,
-        max_num_seqs: int,
-        max_blocks: int,
-        capture: Capture | None = None,
-    ) -> None:
-        self.layers, self.dtype, self.device = runner.layers, runner.dtype, runner.device
-        self.sizes = graph_sizes(max_num_seqs)
-        self._runner = runner
-        self._attention = attention
-        longest = max_blocks * attention.cache.block_size
-        self._buffers = _Buffers(self.sizes[-1], max_blocks, runner.device, longest)
-        self._capture = capture or CudaCapture()
-        self._replays: dict[int, Work] = {}
+    runner: Runner
+    attention: Attention
+    max_num_seqs: int
+    max_blocks: int
+    capture: Capture = field(default_factory=CudaCapture)
+
+    def __post_init__(self) -> None:
+        self.sizes = graph_sizes(self.max_num_seqs)
+        longest = self.max_blocks * self.attention.cache.block_size
+        self._buffers = _buffers(self.sizes[-1], self.max_blocks, self.runner.device, longest)
+        self.replays: dict[int, Work] = {}
         self._captured_over: tuple[Place, ...] = ()
         self._logits_LV: Tensor | None = None
-
-    @property
-    def captured(self) -> frozenset[int]:
-        """The sizes there are graphs of."""
-        return frozenset(self._replays)
 
     def is_over(self, runner: Runner, attention: Attention) -> bool:
         """Whether its graphs compute what this runner and this attention would: whether all that they read
         and write is where it was."""
-        if runner is not self._runner or attention is not self._attention:
+        if runner is not self.runner or attention is not self.attention:
             return False
-        return not self._replays or self._captured_over == self._places()
+        return not self.replays or self._captured_over == self._places()
 
     def _places(self) -> tuple[Place, ...]:
-        cache = self._attention.cache
-        return places((*self._runner.reads(), *cache.keys, *cache.values))
+        cache = self.attention.cache
+        return places((*self.runner.reads(), *cache.keys, *cache.values))
 
     @torch.inference_mode()
     def prepare(self, sizes: Collection[int]) -> None:
-        """Captures graphs of those of the sizes that it can have, before they are needed."""
-        for size in sorted(set(sizes) & set(self.sizes), reverse=True):
-            self._replay(size)
+        """Capture graphs of those of the sizes that it can have, before they are needed."""
+        for size in sorted(sizes, reverse=True):
+            if size in self.sizes:
+                self._replay(size)
 
     @torch.inference_mode()
     def forward(self, step: StepInput, attention: Attention) -> Tensor:
         """See `Runner`. The logits of a decode step are good until the next. If its `logits_L` are as many as
         its tokens, they are all of them in order."""
-        assert attention is self._attention
+        assert attention is self.attention
         rows = len(step.ids_T)
-        if step.max_query > 1 or not self.sizes or rows > self.sizes[-1]:
-            return self._runner.forward(step, attention)
-        size = self.sizes[bisect_left(self.sizes, rows)]
-        replay = self._replay(size)
+        size = next((size for size in self.sizes if size >= rows), 0) if step.max_query == 1 else 0
+        replay = self._replay(size) if size else None
         if replay is None:
-            return self._runner.forward(step, attention)
-        self._buffers.fill(step, size)
+            return self.runner.forward(step, attention)
+        self._fill(step, size)
         replay()
         assert self._logits_LV is not None
         logits_LV = self._logits_LV[:rows]
         return logits_LV if len(step.logits_L) == rows else logits_LV[step.logits_L]
 
+    def _fill(self, step: StepInput, size: int) -> None:
+        """Put the step into the first rows, and what writes nowhere into the others up to the size. Their
+        ids, positions and tables stay those of an earlier step, which are as good as any."""
+        held, (rows, blocks) = self._buffers, step.tables_SB.shape
+        for name in ("ids_T", "positions_T", "slots_T", "lengths_S"):
+            getattr(held, name)[:rows].copy_(getattr(step, name))
+        held.tables_SB[:rows, :blocks].copy_(step.tables_SB)
+        if rows < size:
+            held.slots_T[rows:size].fill_(-1)
+            held.lengths_S[rows:size].fill_(1)
+
     def _replay(self, size: int) -> Work | None:
         """A replay of the step of that size on the buffers; None where it cannot be captured."""
-        if not self.sizes:
-            return None
         for needed in (self.sizes[-1], size):
-            if needed in self._replays:
+            if needed in self.replays:
                 continue
-            if not self._replays:
+            if not self.replays:
                 self._captured_over = self._places()
             # Nothing of a step stands in the buffers yet that running it twice could spoil.
-            self._buffers.step.slots_T.fill_(-1)
+            self._buffers.slots_T.fill_(-1)
             try:
-                self._replays[needed] = self._capture(self._work(needed))
+                self.replays[needed] = self.capture(self._work(needed))
             except RuntimeError as error:
                 reason = (str(error).splitlines() or [type(error).__name__])[0]
                 warnings.warn(
@@ -189,17 +170,17 @@ class GraphedRunner:
                     stacklevel=2,
                 )
                 self.sizes = ()
-                self._replays.clear()
+                self.replays.clear()
                 return None
-        return self._replays[size]
+        return self.replays[size]
 
     def _work(self, size: int) -> Work:
-        step = self._buffers.view(size)
+        step = _first_rows(self._buffers, size)
 
         def work() -> None:
-            logits_LV = self._runner.forward(step, self._attention)
+            logits_LV = self.runner.forward(step, self.attention)
             if self._logits_LV is None:  # in the first run, which is no capture
-                self._logits_LV = logits_LV.new_empty(len(self._buffers.step.ids_T), logits_LV.shape[1])
+                self._logits_LV = logits_LV.new_empty(len(self._buffers.ids_T), logits_LV.shape[1])
             # Copied, for the graphs' outputs would otherwise be held side by side: gigabytes.
             self._logits_LV[:size].copy_(logits_LV)
 

@@ -19,6 +19,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 _SOURCE = Path(__file__).with_name("kernels.cpp")
 _COMPILE = (
@@ -63,6 +64,11 @@ def load_kernels(dtype: torch.dtype) -> ctypes.CDLL | None:
     return library
 
 
+def addresses(*tensors: Tensor | None) -> list[int | None]:
+    """Where the tensors begin, as arguments of the kernels; None stays."""
+    return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+
+
 def _build(defines: tuple[str, ...]) -> Path:
     """The library's file, made if it is not there.
 
@@ -73,24 +79,17 @@ def _build(defines: tuple[str, ...]) -> Path:
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         raise FileNotFoundError("no C++ compiler (g++) is on the PATH")
-    openmp = _loaded_openmp()
-    flags = (*_COMPILE, *defines)
+    openmp, source, flags = _loaded_openmp(), _SOURCE.read_text(encoding="utf-8"), (*_COMPILE, *defines)
     version = _run((compiler, "--version"), 10.0)
-    identity = (
-        _SOURCE.read_text(encoding="utf-8"),
-        flags,
-        _LINK,
-        openmp.name,
-        compiler,
-        version,
-        _processor(),
-    )
-    target = _folder() / f"kernels-{hashlib.sha256(repr(identity).encode()).hexdigest()[:24]}.so"
+    identity = repr((source, flags, _LINK, openmp.name, compiler, version, _processor()))
+    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(os.environ.get("TANDEM_CACHE_DIR") or Path(caches) / "tandem")
+    target = folder / f"kernels-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.so"
     if target.exists():
         return target
-    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        part, made = f"{folder}/kernels.o", f"{folder}/kernels.so"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as work:
+        part, made = f"{work}/kernels.o", f"{work}/kernels.so"
         _run((compiler, *flags, "-c", str(_SOURCE), "-o", part), _COMPILE_SECONDS)
         _run((compiler, *_LINK, part, str(openmp), "-o", made), _COMPILE_SECONDS)
         Path(made).replace(target)
@@ -99,13 +98,6 @@ def _build(defines: tuple[str, ...]) -> Path:
 
 def _run(command: tuple[str, ...], timeout_s: float) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=timeout_s).stdout
-
-
-def _folder() -> Path:
-    given = os.environ.get("TANDEM_CACHE_DIR")
-    if given:
-        return Path(given)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem"
 
 
 def _loaded_openmp() -> Path:

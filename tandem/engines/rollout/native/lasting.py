@@ -8,10 +8,8 @@ import ctypes
 import warnings
 from collections.abc import Sequence
 from functools import cache
-from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from tandem.engines.rollout.native.driver import CHUNK, MAPPINGS, Driver, DriverError, Mapping
 from tandem.errors import EngineError
@@ -22,24 +20,42 @@ Spec = tuple[Sequence[int], torch.dtype]
 """Shape and type of a tensor."""
 
 
-class Region(Protocol):
-    """Bytes at fixed addresses.
+class Region:
+    """Bytes at fixed addresses of a CUDA device. Make one by `reserve`.
 
     Attributes:
         buffer: uint8, all of them; it must not be touched between `give_back` and `take`.
     """
 
-    buffer: Tensor
+    def __init__(self, size: int, driver: Driver, device: int) -> None:
+        self._mapping = Mapping(driver, size, device)
+        self.take()
+        self.buffer = torch.as_tensor(self._mapping, device=torch.device("cuda", device))[:size]
 
     def give_back(self) -> None:
-        """Returns the memory, and what stood there with it, once the device has done all it was asked."""
+        """Return the memory, and what stood there with it, once the device has done all it was asked."""
+        torch.cuda.synchronize(self._mapping.device)
+        self._mapping.unmap()
 
     def take(self) -> None:
-        """Takes memory again, of whatever content.
+        """Take memory again, of whatever content. PyTorch's allocator first returns what it keeps for later.
 
         Raises:
             EngineError: there is not enough.
         """
+        if torch.cuda.mem_get_info(self._mapping.device)[0] < self._mapping.size + CHUNK // 4:
+            torch.cuda.empty_cache()
+        try:
+            self._mapping.map()
+        except DriverError as error:
+            free = torch.cuda.mem_get_info(self._mapping.device)[0]
+            raise EngineError(
+                "the memory that the rollout engine may take is not free",
+                field="actor_rollout_ref.rollout.gpu_memory_utilization",
+                got=f"{free / 2**20:,.1f} MiB free; {error}",
+                expected=f"{self._mapping.size / 2**20:,.1f} MiB",
+                remedy="lower it, or end what else uses the memory",
+            ) from error
 
 
 class Lasting:
@@ -55,33 +71,31 @@ class Lasting:
     """
 
     def __init__(self, specs: Sequence[Spec], device: torch.device) -> None:
-        starts, end = [], 0
-        for shape, dtype in specs:
-            starts.append(end)
-            end += -(-_size(shape, dtype) // _ALIGNMENT) * _ALIGNMENT
-        self.bytes = end
-        self._region = reserve(end, device)
-        self.stays = self._region is not None
+        sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in specs]
+        rounded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
+        self.bytes = sum(rounded)
+        self._region = region = reserve(self.bytes, device)
+        self.stays = region is not None
         self._held = True
-        buffer = (
-            torch.empty(end, dtype=torch.uint8, device=device)
-            if self._region is None
-            else self._region.buffer
-        )
+        whole = region.buffer if region else torch.empty(self.bytes, dtype=torch.uint8, device=device)
         self.tensors = [
-            buffer[start : start + _size(shape, dtype)].view(dtype).view(tuple(shape))
-            for start, (shape, dtype) in zip(starts, specs, strict=True)
+            piece[:size].view(dtype).view(tuple(shape))
+            for piece, size, (shape, dtype) in zip(torch.split(whole, rounded), sizes, specs, strict=True)
         ]
 
-    def give_back(self) -> None:
-        """Returns the memory, which must be such as stays."""
-        assert self._region is not None
-        if self._held:
+    def give_back(self) -> bool:
+        """Return the memory if it is such as stays.
+
+        Returns:
+            Whether it is, and can be taken again.
+        """
+        if self._region is not None and self._held:
             self._region.give_back()
-        self._held = False
+            self._held = False
+        return self.stays
 
     def take(self) -> None:
-        """Takes the memory again if it was given back.
+        """Take the memory again if it was given back.
 
         Raises:
             EngineError: there is not enough.
@@ -93,50 +107,20 @@ class Lasting:
 
 
 def reserve(size: int, device: torch.device) -> Region | None:
-    """A region with its memory taken; None where the device offers none.
+    """Return a region with its memory taken; None where the device offers none.
 
     Raises:
         EngineError: there is not enough memory.
     """
-    if device.type != "cuda" or not size or _driver(_index(device)) is None:
+    if device.type != "cuda" or not size:
         return None
-    return _Mapped(size, _index(device))
+    driver = _driver(_index(device))
+    return None if driver is None else Region(size, driver, _index(device))
 
 
 def lasting_bytes(device: torch.device) -> int:
-    """The bytes of the device that regions of this process hold now."""
+    """Return how many bytes of the device regions of this process hold now."""
     return sum(mapping.mapped for mapping in MAPPINGS if mapping.device == _index(device))
-
-
-class _Mapped:
-    """See `Region`."""
-
-    def __init__(self, size: int, device: int) -> None:
-        driver = _driver(device)
-        assert driver is not None
-        self._mapping = Mapping(driver, size, device)
-        self.take()
-        self.buffer = torch.as_tensor(self._mapping, device=torch.device("cuda", device))[:size]
-
-    def give_back(self) -> None:
-        torch.cuda.synchronize(self._mapping.device)
-        self._mapping.unmap()
-
-    def take(self) -> None:
-        """See `Region`. PyTorch's allocator first returns what it keeps for later."""
-        if torch.cuda.mem_get_info(self._mapping.device)[0] < self._mapping.size + CHUNK // 4:
-            torch.cuda.empty_cache()
-        try:
-            self._mapping.map()
-        except DriverError as error:
-            free = torch.cuda.mem_get_info(self._mapping.device)[0]
-            raise EngineError(
-                "the memory that the rollout engine may take is not free",
-                field="actor_rollout_ref.rollout.gpu_memory_utilization",
-                got=f"{free / 2**20:,.1f} MiB free; {error}",
-                expected=f"{self._mapping.size / 2**20:,.1f} MiB",
-                remedy="lower it, or end what else uses the memory",
-            ) from error
 
 
 @cache
@@ -158,7 +142,7 @@ def _driver(device: int) -> Driver | None:
 
 
 def _try(driver: Driver, device: int) -> None:
-    """Writes to memory, gives it back, takes it again and writes and reads there.
+    """Write to memory, give it back, take it again, and write and read there.
 
     Raises:
         RuntimeError: that does not work.
@@ -179,7 +163,3 @@ def _try(driver: Driver, device: int) -> None:
 
 def _index(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
-
-
-def _size(shape: Sequence[int], dtype: torch.dtype) -> int:
-    return int(torch.Size(shape).numel()) * dtype.itemsize

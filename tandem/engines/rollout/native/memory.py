@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from tandem.engines.rollout.native.budget import Wanted
 from tandem.engines.rollout.native.lasting import lasting_bytes
-from tandem.engines.rollout.native.paged import PagedCache
 from tandem.engines.rollout.native.split import WHOLE, LayerSplit
 from tandem.errors import EngineError
 from tandem.memory.cache import DeviceMemory
@@ -75,13 +74,10 @@ class CacheRoom:
             wanted: the cache's sequences; None for a cache of whatever size.
             returned: whether the module's memory is returned.
         """
-        if self.device.type != "cuda":
+        if self.device.type != "cuda" or not self.is_free(size):
             return False
-        if not self.is_free(size):
-            return False
-        held = held_bytes(self.device) + size
-        left = DeviceMemory(_total(self.device), held, size).cache(self.utilization)
-        left = self.split.smallest(left)
+        now = device_memory(self.device, size)
+        left = self.split.smallest(replace(now, held=now.held + size).cache(self.utilization))
         return returned or wanted is None or left >= wanted.bytes
 
     def wanted(self, pending: Collection[int], capacity: int, held: int, per_block: int) -> int:
@@ -120,15 +116,13 @@ class CacheRoom:
         most = self.most(per_block or 0)
         if longest <= most:
             return
-        needed = f"{longest} blocks"
-        got = f"{most} blocks"
+        needed, got = f"{longest} blocks", f"{most} blocks"
         remedy = f"a sequence of {most * self.block_size} tokens would fit; or raise it"
         if self.fixed is None and per_block is not None:
             held = held_bytes(self.device)
+            beside = f" beside {_mib(held)} that this process holds already" if held else ""
             needed += f", {_mib(longest * per_block)}"
-            got = f"{self.utilization}: {_mib(most * per_block)}"
-            if held:
-                got += f" beside {_mib(held)} that this process holds already"
+            got = f"{self.utilization}: {_mib(most * per_block)}{beside}"
             if not most:
                 offloads = "fsdp_config.param_offload, optimizer_offload"
                 remedy = f"raise it, or offload what this process holds: {offloads}"
@@ -182,12 +176,7 @@ def cache_budget(device: torch.device, utilization: float, weights: int) -> int:
 
 def device_memory(device: torch.device, weights: int) -> DeviceMemory:
     """The memory of a CUDA device now."""
-    return DeviceMemory(_total(device), held_bytes(device), weights)
-
-
-def _total(device: torch.device) -> int:
-    total: int = torch.cuda.mem_get_info(device)[1]
-    return total
+    return DeviceMemory(torch.cuda.mem_get_info(device)[1], held_bytes(device), weights)
 
 
 def held_bytes(device: torch.device) -> int:
@@ -207,11 +196,3 @@ def free_bytes(device: torch.device) -> int:
 
 def _mib(count: int) -> str:
     return f"{count / 2**20:,.1f} MiB"
-
-
-def grown(cache: PagedCache, blocks: int, *, lasting: bool = False) -> PagedCache:
-    """A cache of more blocks that begins with this one's content."""
-    out = PagedCache(cache.layers, blocks, cache.block_size, cache.dtype, cache.device, lasting=lasting)
-    for new, old in zip((*out.keys, *out.values), (*cache.keys, *cache.values), strict=True):
-        new[: cache.blocks] = old
-    return out

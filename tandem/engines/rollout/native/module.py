@@ -20,11 +20,12 @@ from transformers import AttentionInterface
 from tandem.engines.rollout.borrowed import borrowed
 from tandem.engines.rollout.native.attention import Attention
 from tandem.engines.rollout.native.paged import LayerShape, StepInput
-from tandem.engines.rollout.native.weights import tensors_of, weight_bytes
+from tandem.engines.rollout.native.weights import weight_bytes
 from tandem.errors import EngineError
 
 _ATTENTION = "tandem_rollout"
 _UNSUPPORTED = ("s_aux", "position_bias")
+_REMEDY = "use rollout.name=hf for this model"
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _ROPE_BY_LENGTH = ("dynamic", "longrope")  # angles that depend on the longest sequence of the batch
 _Call = Callable[..., Tensor]
@@ -44,8 +45,7 @@ class ModuleRunner:
     def __init__(self, module: nn.Module, max_length: int) -> None:
         self._module = module
         config = module.config.get_text_config()  # type: ignore[union-attr, operator]
-        _check_layers(config)
-        _check_rope(config, max_length)
+        _check(config, max_length)
         embedding = module.get_input_embeddings().weight  # type: ignore[operator]
         self.dtype, self.device = embedding.dtype, embedding.device
         self.weight_bytes = weight_bytes(module.parameters())
@@ -61,11 +61,9 @@ class ModuleRunner:
             self._forward(zero, zero, zero, noted)
         layers = range(config.num_hidden_layers)
         if set(found) != set(layers):
-            raise EngineError(
+            raise _refusal(
                 "not every layer's attention goes through transformers' attention interface",
-                field="actor_rollout_ref.rollout.name",
                 got=f"{type(module).__name__}: {len(found)} of {len(layers)} layers",
-                remedy="use rollout.name=hf for this model",
             )
         self.layers = tuple(found[i] for i in layers)
 
@@ -80,7 +78,7 @@ class ModuleRunner:
 
     def reads(self) -> Sequence[Tensor]:
         """See `Runner`."""
-        return tensors_of(self._module)
+        return [*self._module.parameters(), *self._module.buffers()]
 
     def copied(self, module: nn.Module) -> Iterator[tuple[str, Tensor]] | None:
         """See `Runner`."""
@@ -124,44 +122,35 @@ def _attention(
     """Attention in transformers' calling convention; (1, T, N, value_dim) and no weights."""
     unsupported = [name for name in _UNSUPPORTED if options.get(name) is not None]
     if unsupported:
-        raise EngineError(
-            f"this model's attention uses {', '.join(unsupported)}",
-            field="actor_rollout_ref.rollout.name",
-            got=type(layer).__name__,
-            remedy="use rollout.name=hf for this model",
-        )
+        raise _refusal(f"this model's attention uses {', '.join(unsupported)}", got=type(layer).__name__)
     query_TND, keys_THD, values_THD = (part[0].transpose(0, 1) for part in (query_1NTD, key_1HTD, value_1HTD))
     query_TND = query_TND * (query_TND.shape[-1] ** -0.5 if scaling is None else scaling)
-    out_TND = rollout_call(
-        layer.layer_idx, query_TND, keys_THD, values_THD, window=sliding_window, softcap=softcap
-    )
+    masking = {"window": sliding_window or 0, "softcap": softcap or 0.0}
+    out_TND = rollout_call(layer.layer_idx, query_TND, keys_THD, values_THD, **masking)
     return out_TND[None], None
 
 
-def _check_layers(config: Any) -> None:
+def _check(config: Any, max_length: int) -> None:
     unknown = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
     if unknown:
-        raise EngineError(
-            "the model has layers other than full and sliding-window attention",
-            field="actor_rollout_ref.rollout.name",
-            got=", ".join(sorted(unknown)),
-            remedy="use rollout.name=hf for this model",
-        )
-
-
-def _check_rope(config: Any, max_length: int) -> None:
+        kinds = ", ".join(sorted(unknown))
+        raise _refusal("the model has layers other than full and sliding-window attention", got=kinds)
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") not in _ROPE_BY_LENGTH:
         return
     limit = rope.get("original_max_position_embeddings") or config.max_position_embeddings
     if max_length > limit:
-        raise EngineError(
+        raise _refusal(
             "the model's rotary angles change with the longest sequence of a batch",
-            field="actor_rollout_ref.rollout.name",
             got=f"rope type {rope['rope_type']} and sequences of up to {max_length} tokens",
             expected=f"at most {limit} tokens",
-            remedy="use rollout.name=hf for this model, or shorter sequences",
+            remedy=f"{_REMEDY}, or shorter sequences",
         )
+
+
+def _refusal(message: str, *, got: str, expected: str | None = None, remedy: str = _REMEDY) -> EngineError:
+    field = "actor_rollout_ref.rollout.name"
+    return EngineError(message, field=field, got=got, expected=expected, remedy=remedy)
 
 
 AttentionInterface.register(_ATTENTION, _attention)

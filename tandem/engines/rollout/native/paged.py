@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,8 +25,7 @@ from torch import Tensor
 from tandem.engines.rollout.native.lasting import Lasting
 
 
-@dataclass(frozen=True, slots=True)
-class LayerShape:
+class LayerShape(NamedTuple):
     """What one layer keeps per token."""
 
     kv_heads: int
@@ -60,6 +60,7 @@ class StepInput:
     max_length: int
 
 
+@dataclass(eq=False)
 class PagedCache:
     """Keys and values of all running sequences, by block.
 
@@ -71,54 +72,35 @@ class PagedCache:
             the device has any.
 
     Attributes:
-        stays: whether it is such.
+        memory: what can be given back, if it was asked for.
     """
 
-    def __init__(
-        self,
-        layers: Sequence[LayerShape],
-        blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        lasting: bool = False,
-    ) -> None:
-        self.layers = tuple(layers)
-        self.blocks = blocks
-        self.block_size = block_size
-        self.dtype = dtype
-        self.device = device
+    layers: Sequence[LayerShape]
+    blocks: int
+    block_size: int
+    dtype: torch.dtype
+    device: torch.device
+    lasting: bool = False
+
+    def __post_init__(self) -> None:
+        layers, blocks, block_size = tuple(self.layers), self.blocks, self.block_size
+        self.layers = layers
         shapes = [(blocks, layer.kv_heads, layer.key_dim, block_size) for layer in layers]
         shapes += [(blocks, layer.kv_heads, block_size, layer.value_dim) for layer in layers]
-        self._memory = Lasting([(shape, dtype) for shape in shapes], device) if lasting else None
-        self.stays = self._memory is not None and self._memory.stays
-        if self._memory is None:
-            parts = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+        self.memory: Lasting | None = None
+        if self.lasting:
+            self.memory = Lasting([(shape, self.dtype) for shape in shapes], self.device)
+            parts = self.memory.tensors
         else:
-            parts = self._memory.tensors
+            parts = [torch.zeros(shape, dtype=self.dtype, device=self.device) for shape in shapes]
         self.keys, self.values = parts[: len(layers)], parts[len(layers) :]
-
-    def give_back(self) -> None:
-        """Returns the memory of a cache that stays, and its content with it."""
-        assert self._memory is not None
-        self._memory.give_back()
-
-    def take(self) -> None:
-        """Takes the memory again, of whatever content.
-
-        Raises:
-            EngineError: there is not enough.
-        """
-        assert self._memory is not None
-        self._memory.take()
 
     @property
     def bytes(self) -> int:
         return self.blocks * self.block_size * bytes_per_token(self.layers, self.dtype)
 
     def copy_blocks(self, source: Tensor, target: Tensor) -> None:
-        """Copies whole blocks, int64 numbers, in every layer; the targets are distinct and no sources."""
+        """Copy whole blocks, int64 numbers, in every layer; the targets are distinct and no sources."""
         for part in (*self.keys, *self.values):
             part[target] = part[source]
 

@@ -45,17 +45,10 @@ class Plan:
         first = self.decoding
         if not 0 < first < len(self.rows) or self.counts.max() == 1:
             return (self,)
+        names = ("rows", "first", "counts", "sampled", "source")
         decoding, prompts = (
-            replace(
-                self,
-                rows=self.rows[part],
-                first=self.first[part],
-                counts=self.counts[part],
-                sampled=self.sampled[part],
-                source=self.source[part],
-                copies=([], []),
-            )
-            for part in (slice(None, first), slice(first, None))
+            replace(self, copies=([], []), **{name: getattr(self, name)[part] for name in names})
+            for part in (slice(first), slice(first, None))
         )
         return decoding, replace(prompts, decoding=0, source=prompts.source - first)
 
@@ -91,15 +84,8 @@ def step_input(
     if plan.decoding < len(plan.rows):
         owners_T = np.repeat(owners_T, plan.counts)
         positions_T = np.arange(starts_S1[-1]) + (plan.first - starts_S1[:-1])[owners_T]
-        chunks = [
-            content(row)[first : first + count]
-            for row, first, count in zip(
-                plan.rows[plan.decoding :].tolist(),
-                plan.first[plan.decoding :].tolist(),
-                plan.counts[plan.decoding :].tolist(),
-                strict=True,
-            )
-        ]
+        prompts = np.stack((plan.rows, plan.first, plan.counts), 1)[plan.decoding :].tolist()
+        chunks = [content(row)[first : first + count] for row, first, count in prompts]
         ids_T = np.concatenate((ids_T, *chunks))
         wanted, logits_of = np.unique(plan.source, return_inverse=True)
     block_T, offset_T = np.divmod(positions_T, block_size)
@@ -108,15 +94,6 @@ def step_input(
     shared = [logits_of] if len(logits_of) != len(wanted) else []
     arrays = (ids_T, positions_T, slots_T, starts_S1, lengths_S.astype(np.int32), tables_SB, logits_L)
     sent = iter(to_device([torch.from_numpy(array) for array in (*arrays, *shared, *beside)], device))
-    step = StepInput(
-        ids_T=next(sent),
-        positions_T=next(sent),
-        slots_T=next(sent),
-        starts_S1=next(sent),
-        lengths_S=next(sent),
-        tables_SB=next(sent),
-        logits_L=next(sent),
-        max_query=int(plan.counts.max()),
-        max_length=max_length,
-    )
+    parts = {name: next(sent) for name in StepInput.__slots__[: len(arrays)]}
+    step = StepInput(**parts, max_query=int(plan.counts.max()), max_length=max_length)
     return step, next(sent) if shared else None, list(sent)

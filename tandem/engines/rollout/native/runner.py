@@ -35,7 +35,7 @@ class Runner(Protocol):
     copies: bool
 
     def renew(self, module: nn.Module) -> bool:
-        """Goes over to the module's weights as they are now, if they are of the same model. Whether graphs of
+        """Go over to the module's weights as they are now, if they are of the same model. Whether graphs of
         its forward stay good then is for `reads` to say.
 
         Returns:
@@ -43,7 +43,7 @@ class Runner(Protocol):
         """
 
     def rest(self) -> bool:
-        """Gives the memory of its own copies back, if it can take it again in the same place.
+        """Give the memory of its own copies back, if it can take it again in the same place.
 
         Returns:
             Whether it has, and waits for `renew`; else it must be dropped.
@@ -56,7 +56,7 @@ class Runner(Protocol):
         """Its own copies by the names of the module's parameters; None where it reads the module's own."""
 
     def forward(self, step: StepInput, attention: Attention) -> Tensor:
-        """Runs the step's tokens, leaving their keys and values in the attention's cache.
+        """Run the step's tokens, leaving their keys and values in the attention's cache.
 
         Returns:
             The next token's logits after each of `step.logits_L`, (L, V).

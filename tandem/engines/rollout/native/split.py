@@ -31,7 +31,7 @@ class LayerSplit:
     group: dist.ProcessGroup | None = None
 
     def check(self, config: Any) -> None:
-        """Checks that a model's layers can be split evenly.
+        """Check that a model's layers can be split evenly.
 
         Args:
             config: a transformers config of a language model.
@@ -49,6 +49,11 @@ class LayerSplit:
                     expected=f"a divisor of {count}",
                     remedy="take fewer devices per layer; further devices take further samples",
                 )
+
+    def heads(self, config: Any) -> tuple[int, int]:
+        """Return how many query heads and how many key heads of each layer are this rank's."""
+        heads = config.num_attention_heads
+        return heads // self.size, (config.num_key_value_heads or heads) // self.size
 
     def outputs(self, part: nn.Linear) -> Weights:
         """The rows of the weight, the map's outputs, that are this rank's."""

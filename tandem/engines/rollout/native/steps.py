@@ -4,7 +4,7 @@ version of the weights to the next."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
@@ -12,10 +12,10 @@ from tandem.engines.rollout.native.attention import Attention
 from tandem.engines.rollout.native.fused import FusedRunner
 from tandem.engines.rollout.native.graphs import GraphedRunner
 from tandem.engines.rollout.native.paged import StepInput
-from tandem.engines.rollout.native.runner import Runner, RunnerName, make_runner
-from tandem.engines.rollout.native.split import LayerSplit
+from tandem.engines.rollout.native.runner import Runner
 
 
+@dataclass(eq=False)
 class Steps:
     """The forward of an engine's steps.
 
@@ -23,35 +23,24 @@ class Steps:
     are not, those of the sizes that were captured before are captured anew before the first step, not in
     the middle of generation.
 
-    Args:
-        name, max_length, split: see `make_runner`.
+    Attributes:
+        make: makes a runner over a module's weights, see `make_runner`, with `copies` of them or without.
         graphs: whether decode steps are captured and replayed.
         max_num_seqs: sequences of a step, at most.
         max_blocks: of the longest sequence.
-
-    Attributes:
         runner: over the weights there are now; None without weights.
+        moved: whether weights or cache may lie elsewhere than when the graphs were last used.
     """
 
-    def __init__(
-        self,
-        name: RunnerName,
-        max_length: int,
-        split: LayerSplit,
-        *,
-        graphs: bool,
-        max_num_seqs: int,
-        max_blocks: int,
-    ) -> None:
-        self.runner: Runner | None = None
-        self.graphs = graphs
-        self._name: RunnerName = name
-        self._max_length, self._split = max_length, split
-        self._max_num_seqs, self._max_blocks = max_num_seqs, max_blocks
-        self._resting: Runner | None = None  # waits for weights
-        self._graphed: GraphedRunner | None = None
-        self._moved = False  # whether weights or cache may lie elsewhere than when the graphs were last used
-        self._captured: frozenset[int] = frozenset()
+    make: Callable[..., Runner]
+    graphs: bool
+    max_num_seqs: int
+    max_blocks: int
+    runner: Runner | None = None
+    moved: bool = False
+    _resting: Runner | None = None  # waits for weights
+    _graphed: GraphedRunner | None = None
+    _captured: set[int] = field(default_factory=set)
 
     def runner_of(self, module: nn.Module, copies: Callable[[Runner], bool]) -> Runner:
         """A runner over the module's weights as they are now: the one there is if they are of its model, else
@@ -66,30 +55,27 @@ class Steps:
         for runner in (self.runner, self._resting):
             if runner is not None and runner.renew(module):
                 return runner
-        make = partial(make_runner, self._name, module, self._max_length, self._split)
-        made = make(copies=False)
-        return make(copies=True) if isinstance(made, FusedRunner) and copies(made) else made
+        made = self.make(module, copies=False)
+        return self.make(module, copies=True) if isinstance(made, FusedRunner) and copies(made) else made
 
     def use(self, runner: Runner) -> None:
-        """Computes from now on by a runner of `runner_of`."""
+        """Compute from now on by a runner of `runner_of`."""
         if runner not in (self.runner, self._resting):
             self.drop_graphs()
-        self.runner, self._resting, self._moved = runner, None, True
+        self.runner, self._resting, self.moved = runner, None, True
 
     def rest(self) -> None:
-        """Gives up the weights. Graphs stay if the memory of the weights will be where it was."""
-        if self.runner is None:
-            return
-        if self.runner.rest():
+        """Give up the weights. Graphs stay if the memory of the weights will be where it was."""
+        if self.runner is not None and self.runner.rest():
             self._resting = self.runner
-        else:
+        elif self.runner is not None:
             self.drop_graphs()
         self.runner = None
 
     def drop_graphs(self) -> None:
-        """Frees the graphs, of which those that are needed again are captured before the next step."""
+        """Free the graphs, of which those that are needed again are captured before the next step."""
         if self._graphed is not None:
-            self._captured |= self._graphed.captured
+            self._captured.update(self._graphed.replays)
         self._graphed = None
 
     def forward(self, step: StepInput, attention: Attention) -> Tensor:
@@ -97,15 +83,10 @@ class Steps:
         assert self.runner is not None
         if not self.graphs:
             return self.runner.forward(step, attention)
-        graphed = self._graphed
-        if graphed is not None and self._moved and not graphed.is_over(self.runner, attention):
+        graphed, moved, self.moved = self._graphed, self.moved, False
+        if graphed is not None and moved and not graphed.is_over(self.runner, attention):
             self.drop_graphs()
-        self._moved = False
         if self._graphed is None:
-            self._graphed = GraphedRunner(self.runner, attention, self._max_num_seqs, self._max_blocks)
+            self._graphed = GraphedRunner(self.runner, attention, self.max_num_seqs, self.max_blocks)
             self._graphed.prepare(self._captured)
         return self._graphed.forward(step, attention)
-
-    def cache_taken(self) -> None:
-        """Says that the cache has its memory again."""
-        self._moved = True

@@ -3,12 +3,11 @@ those that are multiplied by the same inputs lie side by side."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import chain
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tandem.engines.rollout.native.lasting import Lasting
 from tandem.engines.rollout.native.split import WHOLE, LayerSplit, Weights
@@ -33,22 +32,39 @@ Parts = dict[str, list[Part]]
 """By the name of what a step reads, its parts, joined by rows; `NAME.bias` is the bias of NAME."""
 
 
+MAPS = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "output": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+"""The linear maps of a layer; those of the same inputs have one name."""
+
+_SPLIT_BY_INPUTS = ("output", "down")
+
+
 def parts_of(module: Any, split: LayerSplit) -> Parts:
-    """The weights of a model of the Llama family. "head" is missing where it is the embedding."""
-    config, model, out = module.config, module.model, Parts()
-    _add(out, "embedding", ("model.embed_tokens", (model.embed_tokens.weight.detach(), None)))
+    """Return the weights of a model of the Llama family. "head" is missing where it is the embedding."""
+    config, model, head = module.config, module.model, module.lm_head
+    out = Parts(embedding=[_weight("model.embed_tokens", model.embed_tokens)])
     for index, layer in enumerate(model.layers[: config.num_hidden_layers]):
         path = f"model.layers.{index}"
-        _add_layer(out, layer, path, config, split)
-    _add(out, "norm", ("model.norm", (model.norm.weight.detach(), None)))
-    head = module.lm_head
-    share = split if head_is_split(config, split) else WHOLE
-    if (
-        share.size > 1
-        or head.bias is not None
-        or head.weight.data_ptr() != model.embed_tokens.weight.data_ptr()
-    ):
-        _add(out, "head", ("lm_head", share.outputs(head)))
+        for key, names in MAPS.items():
+            share = split.inputs if key in _SPLIT_BY_INPUTS else split.outputs
+            maps = {f"{path}.{name}": share(layer.get_submodule(name)) for name in names}
+            _add(out, f"{path}.{key}", maps)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            out[f"{path}.{name}"] = [_weight(f"{path}.{name}", getattr(layer, name))]
+        if hasattr(layer.self_attn, "q_norm"):
+            norms = zip(("self_attn.q_norm", "self_attn.k_norm"), split.heads(config), strict=True)
+            out[f"{path}.qk_norm"] = [
+                _weight(f"{path}.{name}", layer.get_submodule(name), rows=count) for name, count in norms
+            ]
+    out["norm"] = [_weight("model.norm", model.norm)]
+    head_split = split if head_is_split(config, split) else WHOLE
+    tied = head.weight.data_ptr() == model.embed_tokens.weight.data_ptr()
+    if not tied or head_split.size > 1 or head.bias is not None:
+        _add(out, "head", {"lm_head": head_split.outputs(head)})
     return out
 
 
@@ -57,33 +73,16 @@ def head_is_split(config: Any, split: LayerSplit) -> bool:
     return bool(config.vocab_size % split.size == 0)
 
 
-def _add_layer(out: Parts, layer: Any, path: str, config: Any, split: LayerSplit) -> None:
-    attention, mlp = layer.self_attn, layer.mlp
-
-    def outputs(owner: Any, at: str, *names: str) -> list[tuple[str, Weights]]:
-        return [(f"{path}.{at}.{name}", split.outputs(getattr(owner, name))) for name in names]
-
-    _add(out, f"{path}.qkv", *outputs(attention, "self_attn", "q_proj", "k_proj", "v_proj"))
-    _add(out, f"{path}.output", (f"{path}.self_attn.o_proj", split.inputs(attention.o_proj)))
-    _add(out, f"{path}.gate_up", *outputs(mlp, "mlp", "gate_proj", "up_proj"))
-    _add(out, f"{path}.down", (f"{path}.mlp.down_proj", split.inputs(mlp.down_proj)))
-    for name in ("input_layernorm", "post_attention_layernorm"):
-        _add(out, f"{path}.{name}", (f"{path}.{name}", (getattr(layer, name).weight.detach(), None)))
-    if hasattr(attention, "q_norm"):
-        heads = config.num_attention_heads
-        counts = (heads // split.size, (config.num_key_value_heads or heads) // split.size)
-        out[f"{path}.qk_norm"] = [
-            Part(
-                f"{path}.self_attn.{name}.weight", getattr(attention, name).weight.detach().expand(count, -1)
-            )
-            for name, count in zip(("q_norm", "k_norm"), counts, strict=True)
-        ]
+def _weight(path: str, owner: Any, rows: int | None = None) -> Part:
+    """Return a module's whole weight; with `rows`, as that many equal rows."""
+    weight = owner.weight.detach()
+    return Part(f"{path}.weight", weight if rows is None else weight.expand(rows, -1))
 
 
-def _add(out: Parts, key: str, *maps: tuple[str, Weights]) -> None:
-    """Adds what maps of the same inputs give side by side; they have all a bias or none."""
-    out[key] = [Part(f"{name}.weight", weight) for name, (weight, _) in maps]
-    biases = [Part(f"{name}.bias", bias) for name, (_, bias) in maps if bias is not None]
+def _add(out: Parts, key: str, maps: Mapping[str, Weights]) -> None:
+    """Add what maps of the same inputs give side by side; they have all a bias or none."""
+    out[key] = [Part(f"{name}.weight", weight) for name, (weight, _) in maps.items()]
+    biases = [Part(f"{name}.bias", bias) for name, (_, bias) in maps.items() if bias is not None]
     if biases:
         out[f"{key}.bias"] = biases
 
@@ -116,7 +115,7 @@ class Copies:
         self._copy(parts)
 
     def fill(self, parts: Parts) -> bool:
-        """Copies other weights of the same shapes and types over those that are there.
+        """Copy other weights of the same shapes and types over those that are there.
 
         Returns:
             Whether they have these shapes and types; else nothing changes.
@@ -129,18 +128,18 @@ class Copies:
 
     @torch.no_grad()
     def _copy(self, parts: Parts) -> None:
-        for (_, target), part in zip(self._pieces(parts), chain(*parts.values()), strict=True):
-            target.copy_(part.tensor)
+        for part, rows in self._pieces(parts):
+            rows.copy_(part.tensor)
 
-    def _pieces(self, parts: Parts) -> Iterator[tuple[str, Tensor]]:
-        """The name of each part, and the rows that it has here."""
+    def _pieces(self, parts: Parts) -> Iterator[tuple[Part, Tensor]]:
+        """Give each part with the rows that it has here."""
         for key, each in parts.items():
             rows = torch.split(self.joined[key], [len(part.tensor) for part in each])
-            yield from zip((part.name for part in each), rows, strict=True)
+            yield from zip(each, rows, strict=True)
 
     def named(self, parts: Parts) -> Iterator[tuple[str, Tensor]]:
-        """The copies by the names of the parameters, of a model that is not split."""
-        for name, rows in self._pieces(parts):
+        """Give the copies by the names of the parameters, of a model that is not split."""
+        for (name, _), rows in self._pieces(parts):
             yield name, rows[0] if name.endswith(("q_norm.weight", "k_norm.weight")) else rows
 
 
@@ -150,8 +149,3 @@ def _shapes(parts: Parts) -> dict[str, list[tuple[torch.Size, torch.dtype]]]:
 
 def weight_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def tensors_of(module: nn.Module) -> list[Tensor]:
-    """All parameters and buffers, those that have several names once."""
-    return [*module.parameters(), *module.buffers()]

@@ -16,7 +16,7 @@ MIXED = [(130, 1), (33, 17), (1, 1), (9, 9), (517, 3), (300, 1)]
 DECODE = [(1, 1), (16, 1), (17, 1), (255, 1), (256, 1), (257, 1), (600, 1)]
 
 
-OPTIONS = [(None, None), (20, None), (None, 3.0), (5, 2.0)]
+OPTIONS = [(0, 0.0), (20, 0.0), (0, 3.0), (5, 2.0)]
 
 
 class Case:
@@ -76,7 +76,7 @@ class Case:
         self.new_keys = torch.cat([k[-c:] for k, c in zip(self.keys, self.counts, strict=True)])
         self.new_values = torch.cat([v[-c:] for v, c in zip(self.values, self.counts, strict=True)])
 
-    def expected(self, window: int | None, softcap: float | None) -> Tensor:
+    def expected(self, window: int, softcap: float) -> Tensor:
         """One query head of one token at a time, in float64."""
         out = []
         starts = self.step.starts_S1.tolist()
@@ -85,19 +85,17 @@ class Case:
             group = self.query.shape[1] // keys.shape[1]
             for token in range(start, stop):
                 last = int(self.step.positions_T[token]) + 1
-                first = 0 if window is None else max(0, last - window)
+                first = max(0, last - window) if window else 0
                 heads = []
                 for head, query in enumerate(self.query[token].double()):
                     scores = keys[first:last, head // group] @ query
-                    if softcap is not None:
+                    if softcap:
                         scores = softcap * torch.tanh(scores / softcap)
                     heads.append(scores.softmax(0) @ values[first:last, head // group])
                 out.append(torch.stack(heads))
         return torch.stack(out)
 
-    def check(
-        self, name: str, tolerance: float, window: int | None = None, softcap: float | None = None
-    ) -> None:
+    def check(self, name: str, tolerance: float, window: int = 0, softcap: float = 0.0) -> None:
         attention = make_attention(self.cache, name)
         attention.write(0, self.step, self.new_keys, self.new_values)
         out = attention.attend(0, self.step, self.query, window=window, softcap=softcap)

@@ -84,7 +84,7 @@ def regions(monkeypatch):
 def make(*, copies=True, **options):
     """As on CUDA."""
     engine = NativeEngine(**{"device": CPU, "max_length": 128, "run_ahead": True, **options})
-    engine._steps.graphs = engine._store._lasting = True
+    engine._steps.graphs = engine._store.lasting = True
     engine._copies = lambda source, runner: copies
     return engine
 

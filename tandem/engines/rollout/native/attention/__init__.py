@@ -20,16 +20,10 @@ class Attention(Protocol):
     cache: PagedCache
 
     def write(self, layer: int, step: StepInput, keys_THD: Tensor, values_THD: Tensor) -> None:
-        """Puts the step's keys and values into their slots; those of tokens with slot -1 go nowhere."""
+        """Put the step's keys and values into their slots; those of tokens with slot -1 go nowhere."""
 
     def attend(
-        self,
-        layer: int,
-        step: StepInput,
-        query_TND: Tensor,
-        *,
-        window: int | None = None,
-        softcap: float | None = None,
+        self, layer: int, step: StepInput, query_TND: Tensor, *, window: int = 0, softcap: float = 0.0
     ) -> Tensor:
         """The result (T, N, value_dim), contiguous, in the cache's dtype. Token t of a sequence sees that
         sequence's columns 0..position.
@@ -37,28 +31,20 @@ class Attention(Protocol):
         Args:
             query_TND: already scaled, in the cache's dtype or float32; the query heads of one key head stand
                 side by side. Rows beyond the step's tokens are left out: the result's are not set.
-            window: only the last `window` of these columns are seen.
-            softcap: scores x pass through softcap * tanh(x / softcap).
+            window: only the last `window` of these columns are seen; 0 for all.
+            softcap: scores x pass through softcap * tanh(x / softcap); 0 for none.
         """
 
 
-_KERNELS = {  # loaded by name: Triton is not installed everywhere
-    "torch": "torch:TorchAttention",
-    "cpu": "cpu:CPUAttention",
-    "triton": "triton:TritonAttention",
-}
+# By the name of the module, which is loaded when it is asked for: Triton is not installed everywhere.
+_ATTENTIONS = {"torch": "TorchAttention", "cpu": "CPUAttention", "triton": "TritonAttention"}
 
 
 def make_attention(cache: PagedCache, name: AttentionName = "auto") -> Attention:
-    """The attention of that name over a cache; "auto" is the fastest that can run there."""
+    """Make the attention of that name over a cache; "auto" is the fastest that can run there."""
     if name == "auto":
-        name = _fastest(cache)
-    module, attribute = _KERNELS[name].split(":")
-    made: Attention = getattr(import_module(f"{__name__}.{module}"), attribute)(cache)
+        name = "torch" if why_not_cpu(cache) else "cpu"
+        if cache.device.type == "cuda" and cache.dtype != float64 and find_spec("triton"):
+            name = "triton"
+    made: Attention = getattr(import_module(f"{__name__}.{name}"), _ATTENTIONS[name])(cache)
     return made
-
-
-def _fastest(cache: PagedCache) -> AttentionName:
-    if cache.device.type == "cuda" and cache.dtype != float64 and find_spec("triton"):
-        return "triton"
-    return "cpu" if why_not_cpu(cache) is None else "torch"

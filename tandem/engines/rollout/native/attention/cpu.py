@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tandem.engines.rollout.native.kernels import load_kernels
+from tandem.engines.rollout.native.kernels import addresses, load_kernels
 from tandem.engines.rollout.native.paged import PagedCache, StepInput, dense_rows
 from tandem.errors import EngineError
 
@@ -47,53 +47,24 @@ class CPUAttention:
     def write(self, layer: int, step: StepInput, keys_THD: Tensor, values_THD: Tensor) -> None:
         assert keys_THD.dtype == values_THD.dtype == self.cache.dtype
         keys_THD, values_THD = dense_rows(keys_THD), dense_rows(values_THD)
-        shape = self.cache.layers[layer]
         self._kernels.write(
-            keys_THD.data_ptr(),
-            *keys_THD.stride()[:2],
-            values_THD.data_ptr(),
-            *values_THD.stride()[:2],
-            step.slots_T.data_ptr(),
-            self.cache.keys[layer].data_ptr(),
-            self.cache.values[layer].data_ptr(),
-            len(step.slots_T),
-            shape.kv_heads,
-            shape.key_dim,
-            shape.value_dim,
-            self.cache.block_size,
-            torch.get_num_threads(),
+            *(keys_THD.data_ptr(), *keys_THD.stride()[:2], values_THD.data_ptr(), *values_THD.stride()[:2]),
+            *addresses(step.slots_T, self.cache.keys[layer], self.cache.values[layer]),
+            *(len(step.slots_T), *self.cache.layers[layer], self.cache.block_size, torch.get_num_threads()),
         )
 
     def attend(
-        self,
-        layer: int,
-        step: StepInput,
-        query_TND: Tensor,
-        *,
-        window: int | None = None,
-        softcap: float | None = None,
+        self, layer: int, step: StepInput, query_TND: Tensor, *, window: int = 0, softcap: float = 0.0
     ) -> Tensor:
         query_TND = query_TND.to(torch.float32).contiguous()
         tokens, heads, _ = query_TND.shape
-        shape = self.cache.layers[layer]
+        shape, keys, values = self.cache.layers[layer], self.cache.keys[layer], self.cache.values[layer]
         out_TND = torch.empty(tokens, heads, shape.value_dim, dtype=self.cache.dtype)
         self._kernels.attend(
-            out_TND.data_ptr(),
-            query_TND.data_ptr(),
-            self.cache.keys[layer].data_ptr(),
-            self.cache.values[layer].data_ptr(),
-            step.starts_S1.data_ptr(),
-            step.tables_SB.data_ptr(),
+            *addresses(out_TND, query_TND, keys, values, step.starts_S1, step.tables_SB),
             step.tables_SB.stride(0),
             step.positions_T.data_ptr(),
-            step.lengths_S.shape[0],
-            heads,
-            shape.kv_heads,
-            shape.key_dim,
-            shape.value_dim,
-            self.cache.block_size,
-            window or 0,
-            softcap or 0.0,
-            torch.get_num_threads(),
+            *(len(step.lengths_S), heads, *shape, self.cache.block_size),
+            *(window, softcap, torch.get_num_threads()),
         )
         return out_TND

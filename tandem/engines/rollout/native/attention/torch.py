@@ -31,36 +31,27 @@ class TorchAttention:
         self.cache.values[layer][block, :, offset] = values_THD[: len(real)][real]
 
     def attend(
-        self,
-        layer: int,
-        step: StepInput,
-        query_TND: Tensor,
-        *,
-        window: int | None = None,
-        softcap: float | None = None,
+        self, layer: int, step: StepInput, query_TND: Tensor, *, window: int = 0, softcap: float = 0.0
     ) -> Tensor:
         tokens, heads, _ = query_TND.shape
-        width = self.cache.layers[layer].value_dim
-        out_TND = query_TND.new_empty(tokens, heads, width, dtype=self.cache.dtype)
+        width, dtype = self.cache.layers[layer].value_dim, self.cache.dtype
+        out_TND = query_TND.new_empty(tokens, heads, width, dtype=dtype)
+        precision = torch.promote_types(dtype, torch.float32)
         blocks = -(-step.max_length // self.cache.block_size)
         for tables_RB, tokens_RQ, lengths_R in _rectangles(step):
-            keys_RHDC, values_RHCD = self._gather(layer, tables_RB[:, :blocks])
+            tables_RB = tables_RB[:, :blocks]
+            keys_RHDC = self.cache.keys[layer][tables_RB].permute(0, 2, 3, 1, 4).flatten(3).to(precision)
+            values_RHCD = self.cache.values[layer][tables_RB].transpose(1, 2).flatten(2, 3).to(precision)
             # What others left beyond a sequence's end may be NaN, which a weight of 0 does not remove.
             beyond_RC = torch.arange(keys_RHDC.shape[3], device=lengths_R.device) >= lengths_R[:, None]
             values_RHCD.masked_fill_(beyond_RC[:, None, :, None], 0.0)
             per_token = keys_RHDC.shape[3] * heads * len(tokens_RQ)
             for part_RQ in torch.split(tokens_RQ, max(1, _MAX_SCORES // per_token), dim=1):
-                out = _attend(
-                    query_TND[part_RQ], keys_RHDC, values_RHCD, step.positions_T[part_RQ], window, softcap
+                query, positions = query_TND[part_RQ].to(precision), step.positions_T[part_RQ]
+                out_TND[part_RQ] = _attend(query, keys_RHDC, values_RHCD, positions, window, softcap).to(
+                    dtype
                 )
-                out_TND[part_RQ] = out.to(out_TND.dtype)
         return out_TND
-
-    def _gather(self, layer: int, tables_RB: Tensor) -> tuple[Tensor, Tensor]:
-        precision = torch.promote_types(self.cache.dtype, torch.float32)
-        keys = self.cache.keys[layer][tables_RB].permute(0, 2, 3, 1, 4).flatten(3)
-        values = self.cache.values[layer][tables_RB].transpose(1, 2).flatten(2, 3)
-        return keys.to(precision), values.to(precision)
 
 
 def _rectangles(step: StepInput) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -81,25 +72,20 @@ def _attend(
     keys_RHDC: Tensor,
     values_RHCD: Tensor,
     positions_RQ: Tensor,
-    window: int | None,
-    softcap: float | None,
+    window: int,
+    softcap: float,
 ) -> Tensor:
     """Attention over one rectangle, (R, Q, N, value_dim)."""
     sequences, queries, heads, _ = query_RQND.shape
     kv_heads, columns = keys_RHDC.shape[1], keys_RHDC.shape[3]
     group = heads // kv_heads
     # The query heads of one key head are rows of one product.
-    query = (
-        query_RQND.to(keys_RHDC.dtype)
-        .view(sequences, queries, kv_heads, group, -1)
-        .permute(0, 2, 3, 1, 4)
-        .flatten(2, 3)
-    )
+    query = query_RQND.view(sequences, queries, kv_heads, group, -1).permute(0, 2, 3, 1, 4).flatten(2, 3)
     scores = (query @ keys_RHDC).view(sequences, kv_heads, group, queries, columns)
-    if softcap is not None:
+    if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     age = positions_RQ[:, :, None] - torch.arange(columns, device=positions_RQ.device)
-    hidden = (age < 0) if window is None else (age < 0) | (age >= window)
+    hidden = (age < 0) | (age >= window) if window else age < 0
     weights = scores.masked_fill_(hidden[:, None, None], -torch.inf).softmax(-1)
     out = (weights.flatten(2, 3) @ values_RHCD).view(sequences, kv_heads, group, queries, -1)
     joined: Tensor = out.permute(0, 3, 1, 2, 4).flatten(2, 3)

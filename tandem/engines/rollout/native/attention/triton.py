@@ -62,34 +62,23 @@ class TritonAttention:
     def write(self, layer: int, step: StepInput, keys_THD: Tensor, values_THD: Tensor) -> None:
         keys_THD, values_THD = dense_rows(keys_THD), dense_rows(values_THD)
         write_kernel[(len(step.slots_T),)](
-            self.cache.keys[layer],
-            self.cache.values[layer],
-            keys_THD,
-            values_THD,
-            step.slots_T,
-            *keys_THD.stride()[:2],
-            *values_THD.stride()[:2],
+            *(self.cache.keys[layer], self.cache.values[layer], keys_THD, values_THD, step.slots_T),
+            *(*keys_THD.stride()[:2], *values_THD.stride()[:2]),
             **_shape(self.cache.layers[layer]),
             H_PAD=next_power_of_2(self.cache.layers[layer].kv_heads),
             BLOCK=self.cache.block_size,
         )
 
     def attend(
-        self,
-        layer: int,
-        step: StepInput,
-        query_TND: Tensor,
-        *,
-        window: int | None = None,
-        softcap: float | None = None,
+        self, layer: int, step: StepInput, query_TND: Tensor, *, window: int = 0, softcap: float = 0.0
     ) -> Tensor:
-        shape = self.cache.layers[layer]
+        shape, keys, values = self.cache.layers[layer], self.cache.keys[layer], self.cache.values[layer]
         query_TND = dense_rows(query_TND.to(self.cache.dtype))
         tokens, heads, _ = query_TND.shape
         sequences = len(step.lengths_S)
         decode = step.max_query == 1
         group = heads // shape.kv_heads
-        tiles = Tiles.of(shape, group, self.cache.dtype, decode)
+        tiles, sizes = Tiles.of(shape, group, self.cache.dtype, decode), _shape(shape)
         splits = 1
         if decode:
             columns = step.tables_SB.shape[1] * self.cache.block_size
@@ -101,21 +90,16 @@ class TritonAttention:
             totals, peaks = out_TNE.new_empty(2, tokens, heads, splits, dtype=torch.float32)
         chunks = sequences if decode else tokens // (tiles.rows // group) + sequences
         attend_kernel[(chunks, shape.kv_heads, splits)](
-            *(parts, totals, peaks, query_TND),
-            self.cache.keys[layer],
-            self.cache.values[layer],
-            step.tables_SB,
-            step.starts_S1,
-            step.lengths_S,
+            *(parts, totals, peaks, query_TND, keys, values, step.tables_SB, step.starts_S1, step.lengths_S),
             *(sequences, step.tables_SB.stride(0), *query_TND.stride()[:2]),
             DECODE=decode,
             SPLITS=splits,
             LEAST_TILES=_LEAST_COLUMNS // tiles.columns,
-            WINDOW=window or 0,
-            SOFTCAP=softcap or 0.0,
+            WINDOW=window,
+            SOFTCAP=softcap,
             GROUP=group,
             ROWS=tiles.rows,
-            **_shape(shape),
+            **sizes,
             BLOCK=self.cache.block_size,
             TILE=tiles.columns,
             RUN=gcd(self.cache.block_size, tiles.columns),
@@ -123,15 +107,8 @@ class TritonAttention:
             num_stages=tiles.stages,
         )
         if splits > 1:
-            combine_kernel[(tokens * heads,)](
-                out_TNE,
-                parts,
-                totals,
-                peaks,
-                SPLITS=splits,
-                E=shape.value_dim,
-                E_PAD=max(16, next_power_of_2(shape.value_dim)),
-            )
+            widths = {name: sizes[name] for name in ("E", "E_PAD")}
+            combine_kernel[(tokens * heads,)](out_TNE, parts, totals, peaks, SPLITS=splits, **widths)
         return out_TNE
 
 

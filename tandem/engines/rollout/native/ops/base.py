@@ -21,7 +21,7 @@ class Heads:
     """How the rows of one joined query, key and value projection are read.
 
     Attributes:
-        cos_PD, sin_PD: rotary tables by position.
+        cos_PD, sin_PD: rotary tables by position, contiguous.
         scale: of the queries, applied after rotation.
     """
 

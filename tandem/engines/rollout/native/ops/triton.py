@@ -8,6 +8,8 @@ N query heads, H key heads, and *_PAD the next power of two.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -18,46 +20,37 @@ from tandem.engines.rollout.native.ops.base import Heads, Rotated
 _GATE_TILE = 1024
 
 
+@dataclass(frozen=True)
 class TritonOps:
     """See `Ops`. For bfloat16, float16 and float32; the first dimension's rows are contiguous."""
 
-    def __init__(self, heads: Heads, eps: float) -> None:
-        self._heads = heads
-        self._eps = eps
-        self._cos_PD, self._sin_PD = heads.cos_PD.contiguous(), heads.sin_PD.contiguous()
+    heads: Heads
+    eps: float
 
     def norm(self, x_RE: Tensor, weight_E: Tensor) -> Tensor:
-        out_RE = torch.empty_like(x_RE)
-        self._norm(out_RE, x_RE, x_RE, weight_E, added=False)
-        return out_RE
+        return self._norm(x_RE, None, weight_E)
 
     def added_norm(self, x_RE: Tensor, added_RE: Tensor, weight_E: Tensor) -> tuple[Tensor, Tensor]:
-        out_RE = torch.empty_like(x_RE)
-        self._norm(out_RE, x_RE, added_RE, weight_E, added=True)
-        return x_RE, out_RE
+        return x_RE, self._norm(x_RE, added_RE, weight_E)
 
-    def _norm(self, out_RE: Tensor, x_RE: Tensor, added_RE: Tensor, weight_E: Tensor, added: bool) -> None:
-        size = x_RE.shape[1]
-        pad = triton.next_power_of_2(size)
-        norm_kernel[(len(x_RE),)](
-            out_RE, x_RE, added_RE, weight_E, self._eps, ADDED=added, E=size, E_PAD=pad, num_warps=_warps(pad)
-        )
+    def _norm(self, x_RE: Tensor, added_RE: Tensor | None, weight_E: Tensor) -> Tensor:
+        out_RE, size = torch.empty_like(x_RE), x_RE.shape[1]
+        sizes = {"E": size, "E_PAD": triton.next_power_of_2(size)}
+        warps = min(16, max(1, sizes["E_PAD"] // 256))  # about eight elements per thread
+        tensors = (out_RE, x_RE, x_RE if added_RE is None else added_RE, weight_E)
+        is_added = added_RE is not None
+        norm_kernel[(len(x_RE),)](*tensors, self.eps, ADDED=is_added, **sizes, num_warps=warps)
+        return out_RE
 
     def rotate(self, qkv: Tensor, positions_T: Tensor, norm_MD: Tensor | None) -> Rotated:
-        heads = self._heads
+        heads = self.heads
         queries, keys, dim = heads.heads, heads.kv_heads, heads.head_dim
         rows = len(positions_T)
         qkv_RXD = qkv.view(len(qkv), queries + 2 * keys, dim)
         query_RND = qkv.new_empty(len(qkv), queries, dim)
         rotate_kernel[(rows, queries + keys)](
-            query_RND,
-            qkv_RXD,
-            positions_T,
-            self._cos_PD,
-            self._sin_PD,
-            qkv if norm_MD is None else norm_MD,
-            heads.scale,
-            self._eps,
+            *(query_RND, qkv_RXD, positions_T, heads.cos_PD, heads.sin_PD),
+            *(qkv if norm_MD is None else norm_MD, heads.scale, self.eps),
             NORMED=norm_MD is not None,
             N=queries,
             H=keys,
@@ -72,11 +65,6 @@ class TritonOps:
         out_RI = gate_up.new_empty(rows, size)
         gate_kernel[(rows, triton.cdiv(size, _GATE_TILE))](out_RI, gate_up, I=size, TILE=_GATE_TILE)
         return out_RI
-
-
-def _warps(elements: int) -> int:
-    """About eight elements per thread."""
-    return min(16, max(1, elements // 256))
 
 
 @triton.jit
