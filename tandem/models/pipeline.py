@@ -22,8 +22,7 @@ from tandem.errors import ConfigError, ModelError
 from tandem.models.collectives import CollectiveMeter
 from tandem.models.packing import PackedInputs
 from tandem.models.parallel import collective_timeout
-from tandem.models.policy import PolicyModel, hidden_states
-from tandem.models.weight_files import Model
+from tandem.models.policy import PackedModel, hidden_states
 
 FIELD = "fsdp_config.pipeline_parallel_size"
 HIDDEN = "hidden"
@@ -129,7 +128,7 @@ class Pipeline:
         than that of the last stage, which has the head too."""
         return next(stage for stage in range(self.size) if layer * self.size < layers * (stage + 1))
 
-    def cut(self, module: Model) -> Parts:
+    def cut(self, module: PackedModel) -> Parts:
         """Leaves of a whole model, in place, what this stage has; before it is sharded. Layers keep their
         places and names.
 
@@ -137,7 +136,7 @@ class Pipeline:
             where all its weights are.
         """
         decoder: Any = module.decoder
-        head: Any = module.model.get_output_embeddings() if isinstance(module, PolicyModel) else module.head
+        head = module.output_layer
         named = {module.hf_name(name): parameter for name, parameter in module.named_parameters()}
         stages: dict[Tensor, int] = dict.fromkeys(decoder.embed_tokens.parameters(), 0)
         for index, layer in enumerate(decoder.layers):
@@ -178,13 +177,13 @@ class Elsewhere(nn.Module):
         return hidden_states
 
 
-def own_layers(module: Model) -> list[nn.Module]:
+def own_layers(module: PackedModel) -> list[nn.Module]:
     """The decoder's layers that are of this rank's stage; all where there is but one."""
     layers: Any = module.decoder.layers
     return [layer for layer in layers if not isinstance(layer, Elsewhere)]
 
 
-def present(units: Sequence[Sequence[nn.Module]], module: Model) -> list[list[nn.Module]]:
+def present(units: Sequence[Sequence[nn.Module]], module: PackedModel) -> list[list[nn.Module]]:
     """The units of this rank's stage among those that were chosen in the whole model; all where there is but
     one."""
     left = {part for part in module.modules() if any(True for _ in part.parameters())}
@@ -198,6 +197,6 @@ def _empty(module: nn.Module) -> None:
         module.register_parameter(name, None)
 
 
-def _passed_on(module: Model, inputs: PackedInputs, outputs: frozenset[str]) -> dict[str, Tensor]:
+def _passed_on(module: PackedModel, inputs: PackedInputs, outputs: frozenset[str]) -> dict[str, Tensor]:
     """The forward of every stage but the last."""
     return {HIDDEN: hidden_states(module.decoder, inputs)}

@@ -32,6 +32,11 @@ class TensorGroup:
         self._group = mesh.get_group()
         self._meter = meter
 
+    def entries(self, vocabulary: int) -> slice:
+        """This rank's entries of a vocabulary: as many on all, rounded up; on the last they may be fewer."""
+        each = -(-vocabulary // self.size)
+        return slice(self.rank * each, min(vocabulary, (self.rank + 1) * each))
+
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """Reduces a contiguous tensor in place, without gradient; the same bits on all ranks."""
         self._meter.all_reduce(tensor, op, self._group)

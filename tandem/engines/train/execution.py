@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from tandem.engines.train.base import Counts, LossFn
 from tandem.engines.train.microbatch import MicroBatch
 from tandem.models.activation_offload import ActivationOffload
-from tandem.models.weight_files import Model
+from tandem.models.policy import PackedModel
 from tandem.observability.metrics import Metrics
 from tandem.protocol import DataProto, Ragged
 
@@ -93,7 +93,7 @@ class OneByOne:
 
     def __init__(
         self,
-        module: Model,
+        module: PackedModel,
         root: FSDPModule,
         offload: ActivationOffload | None,
         device: torch.device,

@@ -18,14 +18,14 @@ from tandem.engines.train.optimizers import require_optimizer
 from tandem.models.architectures import require_packable
 from tandem.models.attention import attention_name
 from tandem.models.compiled import require_compiler
-from tandem.models.heads import head_name, make_head, make_tiles
+from tandem.models.heads import head_name, make_head
 from tandem.models.kernels import Kernels, choose_kernels
 from tandem.models.loading import load_config, load_policy, load_scorer
 from tandem.models.lora import add_adapters, require_peft, train_adapters_alone
-from tandem.models.policy import PolicyModel
+from tandem.models.policy import PackedModel, PolicyModel
 from tandem.models.score import ScoreModel
 from tandem.models.value import ValueModel
-from tandem.models.weight_files import Model, WeightFiles
+from tandem.models.weight_files import WeightFiles
 
 Kind = Literal["policy", "value", "score"]
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -64,7 +64,7 @@ def unsharded_module(
     temperature: float,
     trains: bool,
     base_dtype: torch.dtype | None = None,
-) -> tuple[Model, WeightFiles | None]:
+) -> tuple[PackedModel, WeightFiles | None]:
     """The model of that kind and, where it is still without its weights, the files to fill it from once it is
     sharded. It comes with them where the folder's files are not those of the model, weight by weight:
     pytorch_model.bin, other names, a tied weight stored twice.
@@ -89,21 +89,20 @@ def unsharded_module(
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     attention = attention_name(model.attn_implementation, device, width)
 
-    def made(*, weights: bool) -> Model:
+    def made(*, weights: bool) -> PackedModel:
         backbone = load(path, dtype=dtype, trust_remote_code=remote, attention=attention, weights=weights)
         layers = choose_kernels(backbone, model.use_liger, device, fsdp)
         if model.lora_rank:
             add_adapters(backbone, model, kind, dtype)
-        module: Model
+        module: PackedModel
         if kind == "policy":
-            head, tiles = make_head(model.head, device), make_tiles(model.head, device)
-            module = PolicyModel(backbone, temperature=temperature, head=head, tiles=tiles)
+            module = PolicyModel(backbone, temperature=temperature, head=make_head(model.head, device))
         else:
             module = (ValueModel if kind == "value" else ScoreModel)(backbone)
         module.kernels = Kernels(layers, head_name(model.head, device) if kind == "policy" else None)
         module.requires_grad_(trains).train(trains)
         if model.lora_rank and trains:
-            trained = None if isinstance(module, PolicyModel) else module.head
+            trained = None if kind == "policy" else module.output_layer
             train_adapters_alone(module, trained, base_dtype or dtype)
         return module
 

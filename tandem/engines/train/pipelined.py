@@ -23,10 +23,7 @@ from tandem.engines.train.microbatch import MicroBatch
 from tandem.engines.train.stages import Stages
 from tandem.errors import TandemError
 from tandem.models.pipeline import HIDDEN
-from tandem.models.policy import POLICY_OUTPUTS, PolicyModel, check_outputs
-from tandem.models.score import SCORE_OUTPUTS, ScoreModel
-from tandem.models.value import VALUE_OUTPUTS
-from tandem.models.weight_files import Model
+from tandem.models.policy import PackedModel
 from tandem.observability.metrics import Metric, Metrics
 
 SCHEDULES: dict[str, Any] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
@@ -50,7 +47,7 @@ class Pipelined:
 
     def __init__(
         self,
-        module: Model,
+        module: PackedModel,
         root: FSDPModule,
         stages: Stages,
         schedule: str,
@@ -71,7 +68,7 @@ class Pipelined:
         self, parts: Iterable[MicroBatch], wanted: frozenset[str]
     ) -> Iterator[tuple[MicroBatch, Mapping[str, Tensor]]]:
         """See `Execution`; the same on all stages."""
-        self._check(wanted)
+        self._module.check_outputs(wanted)  # on every stage, lest one wait for another that has raised
         remaining = iter(parts)
         while lot := list(islice(remaining, _LOT * self._pipeline.size)):
             found: list[Mapping[str, Tensor]] = []
@@ -82,7 +79,7 @@ class Pipelined:
 
     def gradients(self, parts: Sequence[MicroBatch], loss: LossFn, counts: Counts) -> tuple[Metrics, Tensor]:
         """See `Execution`; the last stage sees the loss."""
-        self._check(loss.outputs)
+        self._module.check_outputs(loss.outputs)
         found: list[Metrics] = []
         total = torch.zeros((), dtype=torch.float64, device=self._device)
 
@@ -108,15 +105,6 @@ class Pipelined:
         rows, number = self._pipeline.broadcast_object(message)
         told = Metrics({name: Metric(*row) for name, row in rows.items()})
         return told, torch.tensor(number, dtype=torch.float64, device=self._device)
-
-    def _check(self, wanted: frozenset[str]) -> None:
-        """On every stage, so that none waits for another that has raised."""
-        if isinstance(self._module, PolicyModel):
-            check_outputs(wanted, POLICY_OUTPUTS, "policy")
-        elif isinstance(self._module, ScoreModel):
-            check_outputs(wanted, SCORE_OUTPUTS, "score")
-        else:
-            check_outputs(wanted, VALUE_OUTPUTS, "value")
 
     def _kept(self, found: list[Mapping[str, Tensor]], out: Mapping[str, Tensor], part: MicroBatch) -> Tensor:
         found.append(out)

@@ -32,9 +32,8 @@ from tandem.models.activations import Switch
 from tandem.models.attention import written_scores
 from tandem.models.packing import Packing
 from tandem.models.pipeline import own_layers
-from tandem.models.policy import PolicyModel
+from tandem.models.policy import PackedModel
 from tandem.models.tensor_group import local
-from tandem.models.weight_files import Model
 
 _FIELD = "gradient_checkpointing_mode"
 # Of what is free, so much is left: on a GPU for what its allocator cannot join, on a host for other programs.
@@ -63,7 +62,7 @@ class Recomputation:
     def __init__(
         self,
         switch: Switch | None,
-        module: Model,
+        module: PackedModel,
         units: Sequence[FSDPModule],
         division: Division,
         model: BackboneConfig,
@@ -173,7 +172,7 @@ class Recomputation:
         """The most bytes that an update takes beside weights and optimizer state, for each choice. Where a
         budget cuts micro-batches their number changes from step to step: the most costly is meant."""
         several = len(parts) > 1 or micro.max_tokens is not None
-        policy = isinstance(self._module, PolicyModel)
+        policy = self._module.kind == "policy"
         way = Way(
             self._setup(parts),
             self._master,
@@ -237,9 +236,7 @@ class Recomputation:
             sum(_numbers(layer, trained=only) for layer in layers) * shards for only in (False, True)
         )
         whole, trained = (_numbers(self._module, trained=only) * shards for only in (False, True))
-        head: Any = None
-        if isinstance(self._module, PolicyModel):
-            head = self._module.model.get_output_embeddings()
+        head = self._module.output_layer if self._module.kind == "policy" else None
         return Gathered(
             layers=len(layers),
             layer=inside / len(layers),

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from tandem.engines.train.gradients import gradient_norm
 from tandem.models.pipeline import Pipeline
+from tandem.models.policy import PackedModel
 from tandem.models.tensor_group import local
-from tandem.models.weight_files import Model
 
 
 class Stages:
@@ -25,7 +25,7 @@ class Stages:
         shapes: of all weights of the model by Hugging Face name; the same on all ranks.
     """
 
-    def __init__(self, pipeline: Pipeline, module: Model) -> None:
+    def __init__(self, pipeline: Pipeline, module: PackedModel) -> None:
         self.pipeline, self._module = pipeline, module
         parts = pipeline.cut(module)
         self.shapes = parts.shapes

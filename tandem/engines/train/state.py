@@ -28,10 +28,8 @@ from tandem.errors import CheckpointError, EngineError
 from tandem.models.collectives import CollectiveMeter
 from tandem.models.lora import is_adapter
 from tandem.models.parallel import Grid
-from tandem.models.policy import PolicyModel
-from tandem.models.score import ScoreModel
+from tandem.models.policy import PackedModel
 from tandem.models.tensor_group import local
-from tandem.models.value import ValueModel
 
 
 class TrainState:
@@ -50,7 +48,7 @@ class TrainState:
 
     def __init__(
         self,
-        module: PolicyModel | ValueModel | ScoreModel,
+        module: PackedModel,
         optim: OptimConfig | None,
         meter: CollectiveMeter,
         grid: Grid,
@@ -205,8 +203,7 @@ class TrainState:
 
     def output_head(self, dtype: torch.dtype) -> Tensor:
         """See `TrainEngine.output_head`."""
-        embeddings: Any = self.module.model.get_output_embeddings()
-        names = [name for name, p in self.named().items() if p is embeddings.weight]
+        names = [name for name, p in self.named().items() if p is self.module.output_layer.weight]
         (head,) = (value.clone() for _, value in self.weights(dtype, names))
         return head
 
