@@ -82,17 +82,15 @@ class Pipeline:
             ranks: of all pipelines; its first dimension is that of the stages.
         """
         rank, timeout = dist.get_rank(), collective_timeout()
-        found: dict[str, Any] = {}
+        found: Any = None
         for column in ranks.mesh.flatten(1).T.tolist():
             group = dist.new_group(column, timeout=timeout)
             ends = dist.new_group([column[0], column[-1]], timeout=timeout)
             if rank in column:
-                found = {
-                    "stage": column.index(rank),
-                    "group": group,
-                    "ends": ends if rank in (column[0], column[-1]) else None,
-                }
-        return cls(**found, size=ranks.size(0), meter=meter)
+                at_end = rank in (column[0], column[-1])
+                found = cls(column.index(rank), len(column), group, ends if at_end else None, meter)
+        assert isinstance(found, cls)
+        return found
 
     @property
     def last(self) -> bool:
@@ -107,10 +105,8 @@ class Pipeline:
 
     def broadcast_object(self, value: Any) -> Any:
         """The last stage's object, anything that can be pickled. Collective over the pipeline."""
-        held = [value]
-        dist.broadcast_object_list(
-            held, group=self.group, group_src=self.size - 1, device=torch.device("cpu")
-        )
+        held, last = [value], self.size - 1
+        dist.broadcast_object_list(held, group=self.group, group_src=last, device=torch.device("cpu"))
         return held[0]
 
     def sum_ends(self, tensor: Tensor) -> None:
@@ -128,12 +124,13 @@ class Pipeline:
         than that of the last stage, which has the head too."""
         return next(stage for stage in range(self.size) if layer * self.size < layers * (stage + 1))
 
-    def cut(self, module: PackedModel) -> Parts:
+    def cut(self, module: PackedModel) -> tuple[dict[str, torch.Size], dict[str, int], bool]:
         """Leaves of a whole model, in place, what this stage has; before it is sharded. Layers keep their
         places and names.
 
         Returns:
-            where all its weights are.
+            the shapes of all its weights by Hugging Face name, tied ones once; the stage of each; whether
+            embedding and output head are tied, so that beside the first stage the last has their matrix.
         """
         decoder: Any = module.decoder
         head = module.output_layer
@@ -152,22 +149,7 @@ class Pipeline:
             _empty(head)
             module.forward = partial(_passed_on, module)  # type: ignore[method-assign]
         shapes = {name: parameter.shape for name, parameter in named.items()}
-        return Parts(shapes, {name: stages.get(p, self.size - 1) for name, p in named.items()}, tied)
-
-
-@dataclass(frozen=True)
-class Parts:
-    """The places of the weights of a model in stages.
-
-    Attributes:
-        shapes: of all its weights, by Hugging Face name, tied ones once.
-        stages: the stage that has each; where embedding and output head are tied the first.
-        tied: whether they are, so that the last stage has that weight too.
-    """
-
-    shapes: dict[str, torch.Size]
-    stages: dict[str, int]
-    tied: bool
+        return shapes, {name: stages.get(p, self.size - 1) for name, p in named.items()}, tied
 
 
 class Elsewhere(nn.Module):

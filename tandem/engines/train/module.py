@@ -3,6 +3,7 @@ options before that."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -31,55 +32,64 @@ Kind = Literal["policy", "value", "score"]
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
-def dtypes(fsdp: FSDPConfig, device: torch.device) -> tuple[torch.dtype, torch.dtype]:
-    """The types of the weights that are kept, and of forward and backward."""
-    master = _DTYPES[fsdp.model_dtype]
-    return master, _DTYPES.get(fsdp.dtype, torch.bfloat16 if device.type == "cuda" else master)
+@dataclass(frozen=True)
+class Settings:
+    """The sections of the config that an engine is made by, and its device."""
+
+    model: BackboneConfig
+    fsdp: FSDPConfig
+    optim: OptimConfig | None
+    device: torch.device
+
+    @property
+    def master(self) -> torch.dtype:
+        """The type of the weights that are kept, and of gradients."""
+        return _DTYPES[self.fsdp.model_dtype]
+
+    @property
+    def compute(self) -> torch.dtype:
+        """The type of forward and backward."""
+        own = torch.bfloat16 if self.device.type == "cuda" else self.master
+        return _DTYPES.get(self.fsdp.dtype, own)
+
+    @property
+    def output(self) -> torch.dtype:
+        """The type of outputs."""
+        return torch.promote_types(self.compute, torch.float32)
 
 
-def check_options(
-    model: BackboneConfig, fsdp: FSDPConfig, optim: OptimConfig | None, device: torch.device
-) -> None:
+def check_options(settings: Settings) -> None:
     """Checks an engine's options before anything is loaded or started.
 
     Raises:
         ConfigError: options that do not go together, or that need what is not installed.
     """
-    require_optimizer(optim)
-    for error in conflicts(fsdp, model, trains=optim is not None):
+    require_optimizer(settings.optim)
+    for error in conflicts(settings.fsdp, settings.model, trains=settings.optim is not None):
         raise error
-    if fsdp.use_torch_compile:
-        require_compiler(device)
-    prepare(fsdp, device)
+    if settings.fsdp.use_torch_compile:
+        require_compiler(settings.device)
+    prepare(settings.fsdp, settings.device)
 
 
 def unsharded_module(
-    kind: Kind,
-    path: str | Path,
-    model: BackboneConfig,
-    fsdp: FSDPConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    temperature: float,
-    trains: bool,
-    base_dtype: torch.dtype | None = None,
+    kind: Kind, path: str | Path, settings: Settings, *, temperature: float
 ) -> tuple[PackedModel, WeightFiles | None]:
     """The model of that kind and, where it is still without its weights, the files to fill it from once it is
     sharded. It comes with them where the folder's files are not those of the model, weight by weight:
     pytorch_model.bin, other names, a tied weight stored twice.
 
+    Without an optimizer no parameter takes a gradient; of a model with adapters these do, and a head of ours.
+    The weights that adapters stand beside, which no optimizer updates, have the type of the forward.
+
     Args:
-        kind, path, model, fsdp, temperature: see `FSDPEngine`.
-        dtype: of the parameters.
-        device: where it will run.
-        trains: whether the parameters take gradients; of a model with adapters these, and a head of ours.
-        base_dtype: of the weights that adapters stand beside, which no optimizer updates; None: `dtype`.
+        kind, path, temperature: see `FSDPEngine`.
 
     Raises:
         ModelError: a folder that cannot be used, or an architecture that cannot be trained.
         ConfigError: kernels that cannot run here, or adapters for layers that the model has not.
     """
+    model, device, trains = settings.model, settings.device, settings.optim is not None
     require_peft(model)
     remote, scorer = model.trust_remote_code, kind == "score"
     config = load_config(path, trust_remote_code=remote)
@@ -87,13 +97,17 @@ def unsharded_module(
     load = partial(load_scorer, new_head=True) if scorer else load_policy
     text = config.get_text_config()
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    attention = attention_name(model.attn_implementation, device, width)
+    options = {
+        "dtype": settings.master,
+        "trust_remote_code": remote,
+        "attention": attention_name(model.attn_implementation, device, width),
+    }
 
     def made(*, weights: bool) -> PackedModel:
-        backbone = load(path, dtype=dtype, trust_remote_code=remote, attention=attention, weights=weights)
-        layers = choose_kernels(backbone, model.use_liger, device, fsdp)
+        backbone = load(path, **options, weights=weights)
+        layers = choose_kernels(backbone, model.use_liger, device, settings.fsdp)
         if model.lora_rank:
-            add_adapters(backbone, model, kind, dtype)
+            add_adapters(backbone, model, kind, settings.master)
         module: PackedModel
         if kind == "policy":
             module = PolicyModel(backbone, temperature=temperature, head=make_head(model.head, device))
@@ -102,8 +116,7 @@ def unsharded_module(
         module.kernels = Kernels(layers, head_name(model.head, device) if kind == "policy" else None)
         module.requires_grad_(trains).train(trains)
         if model.lora_rank and trains:
-            trained = None if kind == "policy" else module.output_layer
-            train_adapters_alone(module, trained, base_dtype or dtype)
+            train_adapters_alone(module, None if kind == "policy" else module.output_layer, settings.compute)
         return module
 
     files = WeightFiles.find(path)

@@ -27,10 +27,7 @@ class Stages:
 
     def __init__(self, pipeline: Pipeline, module: PackedModel) -> None:
         self.pipeline, self._module = pipeline, module
-        parts = pipeline.cut(module)
-        self.shapes = parts.shapes
-        self._owners = parts.stages
-        self._tied = parts.tied
+        self.shapes, self._owners, self._tied = pipeline.cut(module)
 
     def weights(
         self,
@@ -51,12 +48,10 @@ class Stages:
         for name, shape in self.shapes.items():
             if names is None or name in names:
                 owner = self._owners[name]
-                here = owner == self.pipeline.stage
-                value = (
-                    gathered(mine[name]).contiguous()
-                    if here
-                    else torch.empty(shape, dtype=dtype, device=device)
-                )
+                if owner == self.pipeline.stage:
+                    value = gathered(mine[name]).contiguous()
+                else:
+                    value = torch.empty(shape, dtype=dtype, device=device)
                 yield name, self.pipeline.broadcast(value, owner)
 
     def completed(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
