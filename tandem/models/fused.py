@@ -118,17 +118,9 @@ class _Norm(torch.autograd.Function):
         programs = min(_PROGRAMS, triton.cdiv(rows, sizes["ROWS"]))
         grad_x = torch.empty_like(x)
         parts_PE = factors_R.new_empty(programs if need_weight else 0, len(weight_E))
+        tensors = grad_x, parts_PE, grad, x, weight_E, factors_R
         norm_gradient_kernel[(programs,)](
-            grad_x,
-            parts_PE,
-            grad,
-            x,
-            weight_E,
-            factors_R,
-            rows,
-            WEIGHT=need_weight,
-            **sizes,
-            num_warps=_warps(sizes),
+            *tensors, rows, WEIGHT=need_weight, **sizes, num_warps=_warps(sizes)
         )
         return grad_x, parts_PE.sum(0).to(weight_E.dtype) if need_weight else None, None
 

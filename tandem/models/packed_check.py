@@ -29,7 +29,7 @@ from tandem.models.architectures import judges_tokens, require_packable
 from tandem.models.attention import PACKED
 from tandem.models.loading import load_config, require_trainable
 from tandem.models.packing import PackedInputs, pack
-from tandem.models.policy import PolicyModel
+from tandem.models.policy import PackedModel, PolicyModel
 from tandem.models.score import ScoreModel
 from tandem.models.small_copy import LONGEST, angle_limits, small_copy, window_limits
 from tandem.protocol import Ragged
@@ -115,7 +115,7 @@ def check_packed(
     require_packable(path, config, scorer=scorer, trust_remote_code=trust_remote_code)
     with double_precision():
         packed, own = _pair(path, config, scorer=scorer, trust_remote_code=trust_remote_code)
-        return _tried(path, packed, own, window_limits(config)), own.model
+        return _tried(path, packed, own, window_limits(config)), own
 
 
 def require_sound(found: PackedCheck, path: str | Path, longest: int) -> None:
@@ -169,28 +169,9 @@ def require_packed(packed: Tensor, alone: Tensor, limit: float, model: str) -> N
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Own:
-    """transformers' model as it is, in evaluation mode."""
-
-    model: Any
-    scorer: bool
-
-    def outcome(self, row: Tensor) -> Tensor:
-        """(T): the log-prob of each token given those before it, the first 0; of a scorer the score of the
-        sequence, at its last token."""
-        with torch.no_grad():
-            logits = self.model(input_ids=row[None, :], use_cache=False).logits[0]
-        if self.scorer:
-            return torch.cat([logits.new_zeros(len(row) - 1), logits.reshape(-1)[-1:]])
-        found = torch.log_softmax(logits[:-1], -1).gather(-1, row[1:, None]).squeeze(-1)
-        return torch.cat([logits.new_zeros(1), found])
-
-
-def _pair(
-    path: str | Path, config: Any, *, scorer: bool, trust_remote_code: bool
-) -> tuple[PolicyModel | ScoreModel, _Own]:
-    """The small copy as it is trained, and as transformers has it, with the same weights."""
+def _pair(path: str | Path, config: Any, *, scorer: bool, trust_remote_code: bool) -> tuple[PackedModel, Any]:
+    """The small copy as it is trained, and as transformers has it, with the same weights, in evaluation
+    mode."""
     kind: Any = AutoModelForCausalLM
     if scorer:
         config.num_labels, config.pad_token_id = 1, None
@@ -217,11 +198,11 @@ def _pair(
         ) from error
     require_trainable(model, scorer=scorer)
     model.train()
-    return (ScoreModel(model) if scorer else PolicyModel(model)), _Own(own.eval(), scorer)
+    return ScoreModel(model) if scorer else PolicyModel(model), own.eval()
 
 
-def _tried(path: str | Path, packed: Any, own: _Own, limits: Sequence[int]) -> PackedCheck:
-    text = own.model.config.get_text_config()
+def _tried(path: str | Path, packed: PackedModel, own: Any, limits: Sequence[int]) -> PackedCheck:
+    text = own.config.get_text_config()
     vocabulary = text.vocab_size
     positions = None if list(angle_limits(text)) else getattr(text, "max_position_embeddings", None)
     most = min(LONGEST, positions or LONGEST)
@@ -251,7 +232,7 @@ def _tried(path: str | Path, packed: Any, own: _Own, limits: Sequence[int]) -> P
     return PackedCheck(gradient, others, alone, beyond, failure or None, min(limits, default=None))
 
 
-def _require_repeatable(path: str | Path, packed: Any, tokens: Ragged) -> None:
+def _require_repeatable(path: str | Path, packed: PackedModel, tokens: Ragged) -> None:
     """A draw may matter seldom, as between experts that are nearly as good: who draws is asked often."""
     inputs, before = _packed(packed, tokens), torch.get_rng_state()
     with torch.no_grad():
@@ -268,7 +249,7 @@ def _require_repeatable(path: str | Path, packed: Any, tokens: Ragged) -> None:
         )
 
 
-def _reached(packed: Any, tokens: Ragged) -> float:
+def _reached(packed: PackedModel, tokens: Ragged) -> float:
     """The gradient of each sequence's outcome at the others' embeddings; NaN where none could be seen."""
     inputs = _packed(packed, tokens)
     rows, places = tokens.row_ids(), inputs.packing.cu_seqlens.tolist()
@@ -298,7 +279,7 @@ def _reached(packed: Any, tokens: Ragged) -> float:
     return float(worst)
 
 
-def _changed(packed: Any, tokens: Ragged) -> float:
+def _changed(packed: PackedModel, tokens: Ragged) -> float:
     """How much a sequence's outcome changes when all others have other tokens."""
     vocabulary, worst = packed.model.config.get_text_config().vocab_size, 0.0
     rows, before = tokens.row_ids(), _outcome(packed, _packed(packed, tokens)).detach()
@@ -310,17 +291,30 @@ def _changed(packed: Any, tokens: Ragged) -> float:
     return worst
 
 
-def _gap(packed: Any, own: _Own, tokens: Ragged) -> float:
+def _gap(packed: PackedModel, own: Any, tokens: Ragged) -> float:
     """Packed, as in training, against each sequence alone."""
     together = _outcome(packed, _packed(packed, tokens)).detach()
-    return _difference(together, torch.cat([own.outcome(row) for row in tokens]))
+    return _difference(
+        together, torch.cat([_alone(own, row, scores=packed.whole_sequences) for row in tokens])
+    )
 
 
-def _packed(packed: Any, tokens: Ragged) -> PackedInputs:
+def _alone(own: Any, row: Tensor, *, scores: bool) -> Tensor:
+    """(T): the log-prob of each token given those before it, the first 0; or the score of the sequence, at
+    its last token."""
+    with torch.no_grad():
+        logits = own(input_ids=row[None, :], use_cache=False).logits[0]
+    if scores:
+        return torch.cat([logits.new_zeros(len(row) - 1), logits.reshape(-1)[-1:]])
+    found = torch.log_softmax(logits[:-1], -1).gather(-1, row[1:, None]).squeeze(-1)
+    return torch.cat([logits.new_zeros(1), found])
+
+
+def _packed(packed: PackedModel, tokens: Ragged) -> PackedInputs:
     return pack(tokens, None, device=torch.device("cpu"), whole=packed.whole_sequences)
 
 
-def _outcome(packed: Any, inputs: PackedInputs) -> Tensor:
+def _outcome(packed: PackedModel, inputs: PackedInputs) -> Tensor:
     name = "scores" if packed.whole_sequences else "log_probs"
     out: Tensor = packed(inputs, frozenset({name}))[name]
     return out

@@ -59,13 +59,7 @@ class Grid:
 
     @classmethod
     def over_all_ranks(
-        cls,
-        device: torch.device,
-        *,
-        fsdp_size: int = -1,
-        sequence: int = 1,
-        tensor: int = 1,
-        stages: int = 1,
+        cls, device: torch.device, *, fsdp_size: int = -1, sequence: int = 1, tensor: int = 1, stages: int = 1
     ) -> Grid:
         """
         Args:
@@ -85,17 +79,15 @@ class Grid:
         shards = parts if fsdp_size == -1 else fsdp_size
         _check_divides("fsdp_config.fsdp_size", shards, parts)
         _check_divides("ulysses_sequence_parallel_size", sequence, parts)
-        weights = init_device_mesh(
-            device.type,
+        kind = device.type
+        weights, work = (
             (stages, parts // shards, shards, tensor),
-            mesh_dim_names=("pp", "replicate", "shard", "tp"),
-        )
-        work = init_device_mesh(
-            device.type,
             (stages, parts // sequence, sequence, tensor),
-            mesh_dim_names=("pp", "data", "sequence", "tp"),
         )
-        return cls(weights, work)
+        return cls(
+            init_device_mesh(kind, weights, mesh_dim_names=("pp", "replicate", "shard", "tp")),
+            init_device_mesh(kind, work, mesh_dim_names=("pp", "data", "sequence", "tp")),
+        )
 
     @property
     def share(self) -> Share:

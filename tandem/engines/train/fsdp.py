@@ -181,7 +181,6 @@ class FSDPEngine:
         for rows in parts:
             yield assemble(batch, rows, columns, device=self.device, split=split, fill=fill, **laid)
 
-    @repeatable
     def forward(
         self,
         batch: DataProto,
@@ -198,13 +197,13 @@ class FSDPEngine:
             EngineError: an output this kind of model does not have.
         """
         try:
-            with torch.no_grad(), varied(self.module, adapter=adapter, temperature=temperature):
+            varies = varied(self.module, adapter=adapter, temperature=temperature)
+            with torch.no_grad(), varies, repeatable(self._fsdp):
                 runs = self._execution.outputs(self._micro_batches(batch, frozenset(), micro), outputs)
                 return collected(runs, outputs, batch.ragged("tokens"))
         finally:
             self._reshard()
 
-    @repeatable
     def train_step(self, batch: DataProto, loss: LossFn, *, micro: MicroBatching) -> Metrics:
         """See `TrainEngine.train_step`. Its metrics are the loss's own, grad_norm (before clipping)
         and lr; with activation offload those of `ActivationOffload.report`, over all ranks. Of a loss that
@@ -229,17 +228,18 @@ class FSDPEngine:
         self._recomputation.fit(micro_batches, micro)
         self._interrupted = True
         try:
-            metrics, total = self._accumulate(micro_batches, loss, counts)
-            self._interrupted = False
-            if isinstance(loss, RecountingLoss):
-                factor = loss.recount(metrics, counts)
-                if factor == 0:
-                    return metrics
-                scale(self.module.parameters(), factor)
-                total = total * factor
-            grad_norm = self._state.gradient_norm()
-            check_finite(total, grad_norm)
-            self._state.step(lr, grad_norm, self._optim.clip_grad)
+            with repeatable(self._fsdp):
+                metrics, total = self._accumulate(micro_batches, loss, counts)
+                self._interrupted = False
+                if isinstance(loss, RecountingLoss):
+                    factor = loss.recount(metrics, counts)
+                    if factor == 0:
+                        return metrics
+                    scale(self.module.parameters(), factor)
+                    total = total * factor
+                grad_norm = self._state.gradient_norm()
+                check_finite(total, grad_norm)
+                self._state.step(lr, grad_norm, self._optim.clip_grad)
         finally:
             self._state.zero_grad()
             self._reshard()
