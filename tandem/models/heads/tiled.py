@@ -175,10 +175,6 @@ class TorchTiles:
         return grad_MT.to(hidden_MD.dtype)
 
 
-token_log_probs = partial(tiled_log_probs, TorchTiles())
-"""The head in PyTorch's own operators, for every device and floating type; see `Head`."""
-
-
 def reduced_tile(z_MT: Tensor, with_moment: bool, *, keep: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     """A tile's part of `Sums`: peak, total and moment, each (M). The logits are used up, or kept."""
     peak_M = z_MT.amax(1)
@@ -319,3 +315,7 @@ def logits(hidden_MD: Tensor, weight_TD: Tensor, temperature: float) -> Tensor:
     """(M, T) in the output's precision."""
     logits_MT = wide_product(hidden_MD, weight_TD)
     return logits_MT if temperature == 1 else logits_MT.div_(temperature)
+
+
+token_log_probs = partial(tiled_log_probs, TorchTiles())
+"""The head in PyTorch's own operators, for every device and floating type; see `Head`."""
