@@ -12,20 +12,16 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-)
 
 from tandem.errors import ModelError, TandemError
-from tandem.models.architectures import judges_tokens, require_packable
+from tandem.models.architectures import auto_class, require_packable
 from tandem.models.attention import PACKED
 from tandem.models.loading import load_config, require_trainable
 from tandem.models.packing import PackedInputs, pack
@@ -36,6 +32,7 @@ from tandem.protocol import Ragged
 
 LIMITS = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.2}
 """The error that rounding may make in a log-prob of a run's own weights, nats, on average."""
+_unfit = partial(ModelError, field="model.path")
 _LENGTHS = (9, 1, 33, 2, 17)
 _OTHERS, _ALONE = 1e-12, 1e-6
 _MOST_WEIGHTS = 30_000_000
@@ -129,16 +126,14 @@ def require_sound(found: PackedCheck, path: str | Path, longest: int) -> None:
     if found.sound or (found.sound_within and found.limit is not None and longest <= found.limit):
         return
     if found.sound_within and found.limit is not None:
-        raise ModelError(
+        raise _unfit(
             "the model cannot be trained on packed sequences of this length",
-            field="model.path",
             got=f"{path}: sequences of up to {longest} tokens; {found.lines[-1]}",
             expected=f"at most {found.limit} tokens, where its windows, chunks or angle limits begin",
             remedy="lower the longest prompt and response, or train another model",
         )
-    raise ModelError(
+    raise _unfit(
         "the model does not give packed sequences what it gives each of them alone",
-        field="model.path",
         got=f"{path}: " + "; ".join(found.lines),
         remedy="train another model: no rollout engine mends this",
     )
@@ -151,18 +146,16 @@ def require_packed(packed: Tensor, alone: Tensor, limit: float, model: str) -> N
             are not finite, which is no matter of packing.
     """
     if not bool(alone.isfinite().all()):
-        raise ModelError(
+        raise _unfit(
             "the model's log-probs are not finite, of a sequence alone as of packed ones",
-            field="model.path",
             got=f"{model}: NaN or infinite for {int((~alone.isfinite()).sum())} of {alone.numel()} tokens",
             expected="finite weights, and a type in which they do not overflow",
             remedy="look for NaN among the model's weights; train another checkpoint of it",
         )
     difference = float((packed - alone).abs().mean())
     if not difference <= limit:
-        raise ModelError(
+        raise _unfit(
             "the model does not give packed sequences what it gives each of them alone",
-            field="model.path",
             got=f"{model}: log-probs differ by {difference:.3g} nats on average",
             expected=f"at most {limit:g}",
             remedy="`tandem check --model` shows more; train another model",
@@ -172,12 +165,9 @@ def require_packed(packed: Tensor, alone: Tensor, limit: float, model: str) -> N
 def _pair(path: str | Path, config: Any, *, scorer: bool, trust_remote_code: bool) -> tuple[PackedModel, Any]:
     """The small copy as it is trained, and as transformers has it, with the same weights, in evaluation
     mode."""
-    kind: Any = AutoModelForCausalLM
+    kind = auto_class(config, scorer=scorer)
     if scorer:
         config.num_labels, config.pad_token_id = 1, None
-        kind = (
-            AutoModelForTokenClassification if judges_tokens(config) else AutoModelForSequenceClassification
-        )
     try:
         small = small_copy(config)
         options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "dtype": torch.float64}
@@ -190,9 +180,8 @@ def _pair(path: str | Path, config: Any, *, scorer: bool, trust_remote_code: boo
         own = kind.from_config(small_copy(config), attn_implementation="eager", **options)
         own.load_state_dict(model.state_dict())
     except Exception as error:  # a model's class may raise anything
-        raise ModelError(
+        raise _unfit(
             "no small copy of the model can be made to try it on packed sequences",
-            field="model.path",
             got=f"{path}: {type(error).__name__}: {_first_line(error)}",
             remedy="train another model",
         ) from error
@@ -216,9 +205,8 @@ def _tried(path: str | Path, packed: PackedModel, own: Any, limits: Sequence[int
     except TandemError:
         raise
     except Exception as error:
-        raise ModelError(
+        raise _unfit(
             "the model's own code fails on packed sequences",
-            field="model.path",
             got=f"{path}: {type(error).__name__}: {_first_line(error)}",
             expected="a decoder that takes position_ids, and hands what it does not know to its attention",
             remedy="train another model",
@@ -240,9 +228,8 @@ def _require_repeatable(path: str | Path, packed: PackedModel, tokens: Ragged) -
         draws = not torch.equal(before, torch.get_rng_state())
         differences = [_difference(_outcome(packed, inputs), first) for _ in range(_REPEATS * draws)]
     if any(difference > 0 for difference in differences):
-        raise ModelError(
+        raise _unfit(
             "the model draws random numbers while it is trained, with every dropout of its config at zero",
-            field="model.path",
             got=f"{path}: outcomes of the same tokens differ by up to {max(differences):.3g}",
             expected="the same log-probs each time, as the rollout's are compared with them",
             remedy="train another model",

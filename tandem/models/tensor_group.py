@@ -45,9 +45,7 @@ class TensorGroup:
     def copied(self, x: Tensor) -> Tensor:
         """x, the same on all ranks, on its way into what differs between them: the gradients that come back
         are summed ("f" in Shoeybi et al. 2019, arXiv 1909.08053)."""
-        apply: Any = _Copied.apply
-        out: Tensor = apply(x, self)
-        return out
+        return _Copied.apply(x, self)  # type: ignore[no-untyped-call, no-any-return]
 
     def summed(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x, the same on all; the gradient goes to each of them ("g" there)."""

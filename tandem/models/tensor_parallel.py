@@ -156,7 +156,12 @@ class Split:
     def by_outputs(self, module: Any) -> None:
         """A linear map of which each rank has some outputs."""
         self.place(module, weight=Shard(0), bias=Shard(0))
-        module.forward = lambda x: linear(x, local(module.weight), _local(module.bias))
+
+        def forward(x: Tensor) -> Tensor:
+            bias = None if module.bias is None else local(module.bias)
+            return linear(x, local(module.weight), bias)
+
+        module.forward = forward
 
     def by_inputs(self, module: Any) -> None:
         """A linear map of which each rank has some inputs; outputs are summed, and the bias added once."""
@@ -226,7 +231,3 @@ class Split:
             return plain(stand_in, *args)
 
         module.forward = forward
-
-
-def _local(parameter: Tensor | None) -> Tensor | None:
-    return None if parameter is None else local(parameter)

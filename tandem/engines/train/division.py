@@ -34,11 +34,7 @@ class Division:
 
     @classmethod
     def of(
-        cls,
-        model_path: str | Path,
-        settings: Settings,
-        sequence_parallel: int,
-        meter: CollectiveMeter,
+        cls, model_path: str | Path, settings: Settings, sequence_parallel: int, meter: CollectiveMeter
     ) -> Division:
         """
         Args:

@@ -26,9 +26,7 @@ def synchronize(root: FSDPModule, *, last: bool, each: bool) -> None:
 
 
 def collected(
-    runs: Iterable[tuple[MicroBatch, Mapping[str, Tensor]]],
-    names: Collection[str],
-    tokens: Ragged,
+    runs: Iterable[tuple[MicroBatch, Mapping[str, Tensor]]], names: Collection[str], tokens: Ragged
 ) -> DataProto:
     """The outputs of all micro-batches as columns on the host, in the order of the rows.
 

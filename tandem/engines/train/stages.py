@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -29,37 +29,25 @@ class Stages:
         self.pipeline, self._module = pipeline, module
         self.shapes, self._owners, self._tied = pipeline.cut(module)
 
-    def weights(
-        self,
-        mine: Mapping[str, Tensor],
-        names: Collection[str] | None,
-        gathered: Callable[[Tensor], Tensor],
-        dtype: torch.dtype,
-    ) -> Iterator[tuple[str, Tensor]]:
-        """All weights of the model in the same order on all ranks, each only until the next is asked for.
-        Collective.
+    def has(self, name: str) -> bool:
+        """Whether this stage is the one that a weight comes from."""
+        return self._owners[name] == self.pipeline.stage
+
+    def sent(self, name: str, value: Tensor | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The whole weight, on all stages. Collective.
 
         Args:
-            mine: this stage's parameters.
-            names: only these; None: all.
-            gathered: makes a whole tensor in `dtype` of such a parameter, on all ranks of the stage.
+            value: None where this stage has it not.
         """
-        device = local(next(iter(mine.values()))).device
-        for name, shape in self.shapes.items():
-            if names is None or name in names:
-                owner = self._owners[name]
-                if owner == self.pipeline.stage:
-                    value = gathered(mine[name]).contiguous()
-                else:
-                    value = torch.empty(shape, dtype=dtype, device=device)
-                yield name, self.pipeline.broadcast(value, owner)
+        if value is None:
+            value = torch.empty(self.shapes[name], dtype=dtype, device=device)
+        return self.pipeline.broadcast(value.contiguous(), self._owners[name])
 
     def completed(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """This stage's numbers by name, and zeros for the other stages' weights; a weight that two stages
         have counts in the first."""
         zero = torch.zeros_like(next(iter(sums.values())))
-        here = self.pipeline.stage
-        return {name: sums[name] if self._owners[name] == here else zero for name in self.shapes}
+        return {name: sums[name] if self.has(name) else zero for name in self.shapes}
 
     def sum_tied(self) -> None:
         """Makes the gradient of a matrix that embedding and output head share the sum of both stages', in

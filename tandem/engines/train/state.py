@@ -177,17 +177,17 @@ class TrainState:
 
     def weights(self, dtype: torch.dtype, names: Collection[str] | None) -> Iterator[tuple[str, Tensor]]:
         """See `TrainEngine.weights`."""
-
-        def whole(value: Tensor) -> Tensor:
-            return shards.gathered(self.adapters.merged(value), dtype, self._meter)
-
-        mine = self._mine()
-        if self._stages is not None:
-            yield from self._stages.weights(mine, names, whole, dtype)
-            return
-        for name, value in mine.items():
+        mine, stages = self._mine(), self._stages
+        device = local(next(iter(mine.values()))).device
+        for name in self.shapes():
             if names is None or name in names:
-                yield name, whole(value)
+                value = None
+                if stages is None or stages.has(name):
+                    value = shards.gathered(self.adapters.merged(mine[name]), dtype, self._meter)
+                if stages is not None:
+                    value = stages.sent(name, value, dtype, device)
+                assert value is not None
+                yield name, value
 
     def output_head(self, dtype: torch.dtype) -> Tensor:
         """See `TrainEngine.output_head`."""

@@ -95,9 +95,7 @@ def kl_divergence(
     assert hidden_MD.shape == other_MD.shape, (hidden_MD.shape, other_MD.shape)
     assert weight_VD.shape == other_weight_VD.shape, (weight_VD.shape, other_weight_VD.shape)
     states_MD = hidden_MD if group is None else group.copied(hidden_MD)
-    apply: Any = _KLDivergence.apply
-    divergence: Tensor = apply(temperature, group, states_MD, weight_VD, other_MD, other_weight_VD)
-    return divergence
+    return _KLDivergence.apply(temperature, group, states_MD, weight_VD, other_MD, other_weight_VD)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _KLDivergence(torch.autograd.Function):
