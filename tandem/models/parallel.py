@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from tandem.errors import ConfigError
+from tandem.config.model import PLAIN_DECODERS
+from tandem.errors import ConfigError, ModelError
 from tandem.models.collectives import CollectiveMeter
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -111,6 +112,25 @@ def _check_divides(field: str, size: int, ranks: int) -> None:
             field=field,
             got=f"{size} of {ranks} ranks",
             expected=f"a divisor of {ranks}",
+        )
+
+
+def require_plain(kind: str, field: str, size: int, problem: str) -> None:
+    """
+    Args:
+        kind: a config's model_type.
+        field: the key that divides the model, among `size` ranks.
+
+    Raises:
+        ModelError: an architecture that is not known to be embedding, layers and norm.
+    """
+    if kind not in PLAIN_DECODERS:
+        raise ModelError(
+            problem,
+            field=field,
+            got=f"{size}, model_type {kind}",
+            expected=f"1, or a model of type {', '.join(PLAIN_DECODERS)}",
+            remedy=f"leave {field.rpartition('.')[2]} at 1: FSDP shards any model",
         )
 
 

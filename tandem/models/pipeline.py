@@ -17,11 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tandem.config.model import PLAIN_DECODERS
-from tandem.errors import ConfigError, ModelError
+from tandem.errors import ConfigError
 from tandem.models.collectives import CollectiveMeter
 from tandem.models.packing import PackedInputs
-from tandem.models.parallel import collective_timeout
+from tandem.models.parallel import collective_timeout, require_plain
 from tandem.models.policy import PackedModel, hidden_states
 
 FIELD = "fsdp_config.pipeline_parallel_size"
@@ -39,14 +38,7 @@ def check_pipeline(config: Any, stages: int) -> None:
         ConfigError: more stages than layers.
     """
     text = config.get_text_config()
-    if text.model_type not in PLAIN_DECODERS:
-        raise ModelError(
-            "no stages can be made of this architecture",
-            field=FIELD,
-            got=f"{stages}, model_type {text.model_type}",
-            expected=f"1, or a model of type {', '.join(PLAIN_DECODERS)}",
-            remedy="leave pipeline_parallel_size at 1: FSDP shards any model",
-        )
+    require_plain(text.model_type, FIELD, stages, "no stages can be made of this architecture")
     if stages > text.num_hidden_layers:
         raise ConfigError(
             "more stages than the model has layers",
@@ -108,16 +100,6 @@ class Pipeline:
         held, last = [value], self.size - 1
         dist.broadcast_object_list(held, group=self.group, group_src=last, device=torch.device("cpu"))
         return held[0]
-
-    def sum_ends(self, tensor: Tensor) -> None:
-        """Sums a contiguous tensor of the first and the last stage in place. Collective over these two."""
-        assert self.ends is not None
-        self.meter.all_reduce(tensor, group=self.ends)
-
-    def total(self, tensor: Tensor) -> Tensor:
-        """Sums over stages in place. Collective over the pipeline."""
-        self.meter.all_reduce(tensor, group=self.group)
-        return tensor
 
     def stage_of(self, layer: int, layers: int) -> int:
         """The stage of one of the model's layers. Shares differ by one layer at most, and none is smaller

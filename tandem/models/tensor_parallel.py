@@ -21,6 +21,7 @@ from tandem.config.model import PLAIN_DECODERS
 from tandem.errors import ConfigError, ModelError
 from tandem.models.linear import linear
 from tandem.models.lora import ADAPTER, adapted_layers
+from tandem.models.parallel import require_plain
 from tandem.models.policy import PackedModel, PolicyModel
 from tandem.models.tensor_group import TensorGroup, local
 
@@ -46,14 +47,7 @@ def check_tensor_parallel(config: Any, size: int, *, sequence: int = 1, shards: 
     if size == 1:
         return
     text = config.get_text_config()
-    if text.model_type not in PLAIN_DECODERS:
-        raise ModelError(
-            "tensor parallelism has no plan for this architecture",
-            field=FIELD,
-            got=f"{size}, model_type {text.model_type}",
-            expected=f"1, or a model of type {', '.join(PLAIN_DECODERS)}",
-            remedy="leave tensor_parallel_size at 1: FSDP shards any model",
-        )
+    require_plain(text.model_type, FIELD, size, "tensor parallelism has no plan for this architecture")
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         count = getattr(text, name)
         if count % size:

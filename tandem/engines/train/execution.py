@@ -15,6 +15,9 @@ from tandem.models.policy import PackedModel
 from tandem.observability.metrics import Metrics
 from tandem.protocol import DataProto, Ragged
 
+Run = tuple[MicroBatch, Mapping[str, Tensor]]
+"""A micro-batch, and the outputs of the model there."""
+
 
 def synchronize(root: FSDPModule, *, last: bool, each: bool) -> None:
     """Says what the next backward does with gradients: in the last of a mini-batch, or in each, they are
@@ -25,9 +28,7 @@ def synchronize(root: FSDPModule, *, last: bool, each: bool) -> None:
     root.set_reshard_after_backward(last or each)
 
 
-def collected(
-    runs: Iterable[tuple[MicroBatch, Mapping[str, Tensor]]], names: Collection[str], tokens: Ragged
-) -> DataProto:
+def collected(runs: Iterable[Run], names: Collection[str], tokens: Ragged) -> DataProto:
     """The outputs of all micro-batches as columns on the host, in the order of the rows.
 
     Args:
@@ -78,9 +79,7 @@ class Execution:
         self._module, self._root, self._device = module, root, device
         self._each, self._offload = each, offload
 
-    def outputs(
-        self, parts: Iterable[MicroBatch], wanted: frozenset[str]
-    ) -> Iterator[tuple[MicroBatch, Mapping[str, Tensor]]]:
+    def outputs(self, parts: Iterable[MicroBatch], wanted: frozenset[str]) -> Iterator[Run]:
         """Each micro-batch and the outputs of the model there, without gradient."""
         for part in parts:
             yield part, self._module(part.inputs, wanted)

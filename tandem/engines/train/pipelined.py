@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from tandem.engines.train.base import Counts, LossFn
-from tandem.engines.train.execution import Execution, synchronize
+from tandem.engines.train.execution import Execution, Run, synchronize
 from tandem.engines.train.microbatch import MicroBatch
 from tandem.engines.train.module import Settings
 from tandem.engines.train.stages import Stages
@@ -49,9 +49,7 @@ class Pipelined(Execution):
         super().__init__(module, root, settings.device, each=each)
         self._stages, self._pipeline, self._settings = stages, stages.pipeline, settings
 
-    def outputs(
-        self, parts: Iterable[MicroBatch], wanted: frozenset[str]
-    ) -> Iterator[tuple[MicroBatch, Mapping[str, Tensor]]]:
+    def outputs(self, parts: Iterable[MicroBatch], wanted: frozenset[str]) -> Iterator[Run]:
         """See `Execution`; the same on all stages."""
         self._module.check_outputs(wanted)  # on every stage, lest one wait for another that has raised
         remaining, last = iter(parts), self._pipeline.size - 1

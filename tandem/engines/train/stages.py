@@ -54,10 +54,11 @@ class Stages:
         both: they stay equal, bit by bit. Collective over these two."""
         weight = self._module.decoder.embed_tokens.weight
         if self._tied and weight is not None and weight.grad is not None:
-            self.pipeline.sum_ends(local(weight.grad))
+            self.pipeline.meter.all_reduce(local(weight.grad), group=self.pipeline.ends)
 
     def gradient_norm(self) -> Tensor:
         """See `gradient_norm`; of all stages. Collective."""
         twice = self._module.decoder.embed_tokens.weight if self.pipeline.last and self._tied else None
         square = gradient_norm(p for p in self._module.parameters() if p is not twice).square()
-        return self.pipeline.total(square).sqrt()
+        self.pipeline.meter.all_reduce(square, group=self.pipeline.group)
+        return square.sqrt()
