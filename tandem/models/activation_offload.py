@@ -254,25 +254,22 @@ class ActivationOffload:
     def _unpack(self, packed: Tensor | _Handle) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        if packed.layer is not self._reached:
-            self._reach(packed.layer)
+        layer, lane = packed.layer, self.lane
+        if layer is not self._reached:  # those after it are done with, the one before it is next
+            assert lane is not None
+            if layer.over:
+                raise EngineError(
+                    "the activations of this forward are gone",
+                    expected="a backward before the next forward, and before the report of the micro-batch",
+                )
+            self._reached = layer
+            for later in self._layers[layer.index + 1 :]:
+                later.leave(lane)
+            layer.fetch(lane, self._device)
+            layer.settle(lane)
+            if self._ahead and layer.index > 0:
+                self._layers[layer.index - 1].fetch(lane, self._device)
         return packed.tensor()
-
-    def _reach(self, layer: _Layer) -> None:
-        """The backward has come to this layer: those after it are done with, the one before it is next."""
-        assert self.lane is not None
-        if layer.over:
-            raise EngineError(
-                "the activations of this forward are gone",
-                expected="a backward before the next forward, and before the report of the micro-batch",
-            )
-        self._reached = layer
-        for later in self._layers[layer.index + 1 :]:
-            later.leave(self.lane)
-        layer.fetch(self.lane, self._device)
-        layer.settle(self.lane)
-        if self._ahead and layer.index > 0:
-            self._layers[layer.index - 1].fetch(self.lane, self._device)
 
     def _host_memory(self, layer: _Layer) -> Tensor:
         """Bytes for all that the layer saved, pinned where there is a GPU; larger ones take their place when

@@ -224,22 +224,14 @@ def shard(
     if forward_prefetch:
         for unit, following in pairwise(units[:-1]):
             unit.set_modules_to_forward_prefetch([following])
-    _fix_backward_prefetch(units)
-    return units
-
-
-def _fix_backward_prefetch(units: Sequence[FSDPModule]) -> None:
-    """Each unit's backward gathers the layer before it, and nothing else. FSDP's own guess goes by the
-    forwards since the last backward, and a rollout runs different numbers of them on different ranks, which
-    would then wait for each other in different gathers.
-
-    Args:
-        units: the root last, which is gathered while the first one's backward runs.
-    """
+    # Each unit's backward gathers the layer before it, and nothing else; the first one's the root. FSDP's own
+    # guess goes by the forwards since the last backward, and a rollout runs different numbers of them on
+    # different ranks, which would then wait for each other in different gathers.
     for earlier, unit in pairwise(units):
         unit.set_modules_to_backward_prefetch([earlier])
     if len(units) > 1:
         units[0].set_modules_to_backward_prefetch([units[-1]])
+    return units
 
 
 def _across(parameter: nn.Parameter) -> Shard | None:

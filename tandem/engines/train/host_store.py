@@ -142,7 +142,15 @@ class HostStore:
         layout, buffers = self._laid_out(tensors), self.buffers
         if not there:
             buffers = [torch.empty(size, dtype=dtype, device=self._device) for dtype, size in layout.buffers]
-        self._copy("offload" if there else "onload", layout.pairs(buffers, tensors))
+        pairs, taken = layout.pairs(buffers, tensors), self._taken["offload" if there else "onload"]
+        if self._cuda:  # after what was issued so far, and before what comes next
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        stream = torch.cuda.stream(self._stream) if self._cuda else nullcontext()
+        with stream, taken.measure(self._device, sum(source.nbytes for _, source in pairs)):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+        if self._cuda:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
         if there and self._cuda:
             self._stream.synchronize()  # the host may read them
         self.holds = there
@@ -161,14 +169,3 @@ class HostStore:
                 torch.empty(size, dtype=dtype, pin_memory=self._cuda) for dtype, size in self._layout.buffers
             ]
         return self._layout
-
-    def _copy(self, name: str, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Copies (target, source) after what was issued so far, and before what comes next."""
-        stream = torch.cuda.stream(self._stream) if self._cuda else nullcontext()
-        if self._cuda:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with stream, self._taken[name].measure(self._device, sum(source.nbytes for _, source in pairs)):
-            for target, source in pairs:
-                target.copy_(source, non_blocking=True)
-        if self._cuda:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
