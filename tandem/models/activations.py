@@ -100,7 +100,8 @@ class Switch:
     def __init__(self, layers: Sequence[nn.Module], ops: Sequence[str]) -> None:
         self.mode = "full"
         kept = operators(ops)
-        self._contexts = {"full": noop_context_fn, "ops": partial(create_selective_checkpoint_contexts, kept)}
+        selective = partial(create_selective_checkpoint_contexts, kept)
+        self._contexts: dict[str, Any] = {"full": noop_context_fn, "ops": selective}
         for module in layers:
             layer: Any = module
             layer.forward = partial(self._run, layer.forward)

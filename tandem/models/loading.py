@@ -122,7 +122,7 @@ def load_scorer(
     else:
         require_scorer(path, config)
     options = {"dtype": dtype, "attn_implementation": attention, "trust_remote_code": trust_remote_code}
-    absent = {"score.weight"} if new_head else ()
+    absent: Collection[str] = {"score.weight"} if new_head else ()
     scorer: PreTrainedModel = _made(path, config, options, scorer=True, weights=weights, absent=absent)
     if new_head and weights:
         # As in Stiennon et al. 2020 (arXiv 2009.01325): the first rewards are of order one. Drawn in fp32

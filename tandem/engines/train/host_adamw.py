@@ -61,11 +61,10 @@ class HostAdamW(torch.optim.Optimizer):
             weight, gradient = self._fetched("weight", shard), self._fetched("gradient", gradient)
             torch.cuda.current_stream().synchronize()
         moments = [local(state["exp_avg"])], [local(state["exp_avg_sq"])]
-        beta1, beta2 = group["betas"]
-        numbers = {name: group[name] for name in ("lr", "weight_decay", "eps")}
-        options = {"foreach": not self._fused, "fused": self._fused, "amsgrad": False, "maximize": False}
-        steps = [state["step"]]
-        adamw([weight], [gradient], *moments, [], steps, beta1=beta1, beta2=beta2, **numbers, **options)
+        options = {name: group[name] for name in ("lr", "weight_decay", "eps")}
+        options |= {"beta1": group["betas"][0], "beta2": group["betas"][1]}
+        options |= {"foreach": not self._fused, "fused": self._fused, "amsgrad": False, "maximize": False}
+        adamw([weight], [gradient], *moments, [], [state["step"]], **options)
         if on_device:  # the next fetch into this memory waits on the stream until it has been read
             shard.copy_(weight, non_blocking=True)
 

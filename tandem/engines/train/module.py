@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -97,7 +97,7 @@ def unsharded_module(
     load = partial(load_scorer, new_head=True) if scorer else load_policy
     text = config.get_text_config()
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    options = {
+    options: dict[str, Any] = {
         "dtype": settings.master,
         "trust_remote_code": remote,
         "attention": attention_name(model.attn_implementation, device, width),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice, zip_longest
+from itertools import islice
 from typing import Any
 
 import torch
@@ -54,10 +54,11 @@ class Pipelined(Execution):
         self._module.check_outputs(wanted)  # on every stage, lest one wait for another that has raised
         remaining, last = iter(parts), self._pipeline.size - 1
         while lot := list(islice(remaining, _LOT * self._pipeline.size)):
-            for part, out in zip_longest(lot, self._run(ScheduleGPipe, lot, wanted), fillvalue={}):
-                total, told = part.inputs.total, {}
+            found = self._run(ScheduleGPipe, lot, wanted) or [{}] * len(lot)
+            for part, out in zip(lot, found, strict=True):
+                told: dict[str, Tensor] = {}
                 for name in sorted(wanted):
-                    empty = torch.empty(total, dtype=self._settings.output, device=self._device)
+                    empty = torch.empty(part.inputs.total, dtype=self._settings.output, device=self._device)
                     told[name] = self._pipeline.broadcast(out.get(name, empty).contiguous(), last)
                 yield part, told
 
