@@ -221,7 +221,8 @@ class Split:
 
         def forward(*args: Any) -> Any:
             stand_in = copy(module)
-            stand_in._parameters = {name: seen(p) for name, p in module.named_parameters(recurse=False)}
+            held = module._parameters.items()
+            stand_in._parameters = {name: None if p is None else seen(p) for name, p in held}
             return plain(stand_in, *args)
 
         module.forward = forward
