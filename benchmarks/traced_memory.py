@@ -208,7 +208,9 @@ def _sharded(case: Case, grid: Grid, meter: CollectiveMeter) -> tuple[Any, list[
         module: Any = PolicyModel(backbone) if case.kind == "policy" else ValueModel(backbone)
         module.train()
         if case.lora_rank:
-            train_adapters_alone(module, None if case.kind == "policy" else module.head, torch.bfloat16)
+            train_adapters_alone(
+                module, None if case.kind == "policy" else module.output_layer, torch.bfloat16
+            )
     _allocate(module)
     units = wrapped(module, FSDPConfig().wrap_policy)
     if case.tensor > 1:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +31,8 @@ MIN_BYTES = 1 << 14
 _ALIGNMENT = 64  # bytes, in host memory
 
 
-class Lane(Protocol):
-    """A place where copies run."""
+class SameStream:
+    """Makes copies in the order of the computation, which waits for them."""
 
     def start(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Any:
         """Begins to copy (target, source), once the computation that was issued so far is done.
@@ -40,44 +40,30 @@ class Lane(Protocol):
         Returns:
             A mark of the copies' end.
         """
+        for target, source in pairs:
+            target.copy_(source, non_blocking=True)
 
     def wait(self, mark: Any) -> None:
-        """Makes the computation from now on wait for the mark."""
+        """Makes the computation from now on wait for the mark: here it does so anyway."""
 
 
-class SideStream:
-    """Copies on a CUDA stream of their own, beside the computation."""
+class SideStream(SameStream):
+    """Makes copies on a CUDA stream of their own, beside the computation."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def start(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Any:
-        """See `Lane.start`."""
+        """See `SameStream.start`."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            _copy(pairs)
+            super().start(pairs)
         return self._stream.record_event()
 
     def wait(self, mark: Any) -> None:
-        """See `Lane.wait`."""
+        """See `SameStream.wait`."""
         torch.cuda.current_stream(self._device).wait_event(mark)
-
-
-class SameStream:
-    """Copies in the order of the computation, which waits for them."""
-
-    def start(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """See `Lane.start`."""
-        _copy(pairs)
-
-    def wait(self, mark: None) -> None:
-        """Does nothing: copies are in the order of the computation."""
-
-
-def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    for target, source in pairs:
-        target.copy_(source, non_blocking=True)
 
 
 @dataclass(slots=True, eq=False)
@@ -120,7 +106,7 @@ class _Layer:
         """The bytes of all that may move."""
         return sum(saved.nbytes for saved in self.saved.values())
 
-    def send(self, lane: Lane, memory: Tensor) -> None:
+    def send(self, lane: SameStream, memory: Tensor) -> None:
         """Begins to copy everything out into `memory`, bytes on the host."""
         pairs, start = [], 0
         for saved in self.saved.values():
@@ -130,7 +116,7 @@ class _Layer:
             start += _aligned(saved.nbytes)
         self.mark = lane.start(pairs)
 
-    def fetch(self, lane: Lane, device: torch.device) -> None:
+    def fetch(self, lane: SameStream, device: torch.device) -> None:
         """Begins to copy back what is on the host alone. The memory is the computation's own, as it is
         freed there: the allocator need not know of the copies."""
         pairs = []
@@ -143,13 +129,13 @@ class _Layer:
         if pairs:
             self.mark = lane.start(pairs)
 
-    def settle(self, lane: Lane) -> None:
+    def settle(self, lane: SameStream) -> None:
         """Computation waits for the copies that were begun."""
         if self.mark is not None:
             lane.wait(self.mark)
             self.mark = None
 
-    def leave(self, lane: Lane) -> None:
+    def leave(self, lane: SameStream) -> None:
         """Frees the device's memory, once copies from or to it have ended."""
         self.settle(lane)
         for saved in self.saved.values():
@@ -203,7 +189,7 @@ class ActivationOffload:
         layers: Sequence[nn.Module],
         device: torch.device,
         *,
-        lane: Lane | None,
+        lane: SameStream | None,
         ahead: int,
         min_bytes: int = MIN_BYTES,
     ) -> None:
@@ -224,16 +210,13 @@ class ActivationOffload:
         the most that was left there of what the layers saved."""
         moved = sum(layer.nbytes for layer in self._layers if layer.index < self._last)
         metrics.add_sum("activation_offload_bytes", float(moved))
-        metrics.add_max("activation_resident_bytes", float(self._resident()))
-        self._end()
-
-    def _resident(self) -> int:
         most = small = before = 0
         for layer in self._layers:
             small += sum(layer.small.values())
             most = max(most, small + layer.nbytes + before)
             before = layer.nbytes if self._ahead else 0
-        return most
+        metrics.add_max("activation_resident_bytes", float(most))
+        self._end()
 
     def _forward(self, index: int, layer: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -271,25 +254,22 @@ class ActivationOffload:
     def _unpack(self, packed: Tensor | _Handle) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        if packed.layer is not self._reached:
-            self._reach(packed.layer)
+        layer, lane = packed.layer, self.lane
+        if layer is not self._reached:  # those after it are done with, the one before it is next
+            assert lane is not None
+            if layer.over:
+                raise EngineError(
+                    "the activations of this forward are gone",
+                    expected="a backward before the next forward, and before the report of the micro-batch",
+                )
+            self._reached = layer
+            for later in self._layers[layer.index + 1 :]:
+                later.leave(lane)
+            layer.fetch(lane, self._device)
+            layer.settle(lane)
+            if self._ahead and layer.index > 0:
+                self._layers[layer.index - 1].fetch(lane, self._device)
         return packed.tensor()
-
-    def _reach(self, layer: _Layer) -> None:
-        """The backward has come to this layer: those after it are done with, the one before it is next."""
-        assert self.lane is not None
-        if layer.over:
-            raise EngineError(
-                "the activations of this forward are gone",
-                expected="a backward before the next forward, and before the report of the micro-batch",
-            )
-        self._reached = layer
-        for later in self._layers[layer.index + 1 :]:
-            later.leave(self.lane)
-        layer.fetch(self.lane, self._device)
-        layer.settle(self.lane)
-        if self._ahead and layer.index > 0:
-            self._layers[layer.index - 1].fetch(self.lane, self._device)
 
     def _host_memory(self, layer: _Layer) -> Tensor:
         """Bytes for all that the layer saved, pinned where there is a GPU; larger ones take their place when

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from tandem.config.model import BackboneConfig
 from tandem.errors import ConfigError
 from tandem.memory.activations import Recomputed
-from tandem.models.activation_offload import ActivationOffload, Lane, SameStream, SideStream
+from tandem.models.activation_offload import ActivationOffload, SameStream, SideStream
 
 _LAYERS, _OPS = "gradient_checkpointing_layers", "gradient_checkpointing_ops"
 _KEPT = ("matmul", "attention")
@@ -57,23 +57,28 @@ def manage_activations(layers: Sequence[nn.Module], config: BackboneConfig, devi
     """Makes the layers of a model that is trained do with their activations as the config says. In place;
     before they are sharded.
 
+    Layers that run again in the backward pass keep their input alone (Chen et al. 2016, "Training Deep Nets
+    with Sublinear Memory Cost", https://arxiv.org/abs/1604.06174). Without gradient they run as ever. They
+    must draw no random numbers. The modes: "full", every layer; "first", the first so many; "every", one
+    layer in so many, the last of each; "ops", every layer, but the outputs of some operators are kept as well
+    and not computed again: "matmul" (the products of linear layers), "attention", or operators of PyTorch
+    such as "aten.mm". Compiled layers write most products into buffers of theirs, and run those again.
+
     Raises:
         ConfigError: more layers than the model has, or an operator that PyTorch does not have.
     """
     switch = None
+    mode, count = config.gradient_checkpointing_mode, config.gradient_checkpointing_layers
     if config.recomputes_by_memory:
-        switch = Switch(layers)
+        switch = Switch(layers, _KEPT)
     elif config.enable_gradient_checkpointing:
-        checkpoint_layers(
-            layers,
-            config.gradient_checkpointing_mode,
-            count=config.gradient_checkpointing_layers,
-            ops=config.gradient_checkpointing_ops,
-        )
+        chosen = recomputed_layers(len(layers), mode, count)
+        fixed = Switch([layers[index] for index in chosen], config.gradient_checkpointing_ops)
+        fixed.mode = "ops" if mode == "ops" else "full"
     if not config.enable_activation_offload:
         return Managed(switch)
     beside = config.activation_offload_mode == "async"
-    lane: Lane | None = None
+    lane: SameStream | None = None
     if device.type == "cuda":
         lane = SideStream(device) if beside else SameStream()
     return Managed(switch, ActivationOffload(layers, device, lane=lane, ahead=int(beside)))
@@ -81,7 +86,10 @@ def manage_activations(layers: Sequence[nn.Module], config: BackboneConfig, devi
 
 class Switch:
     """Makes layers run again in the backward pass as `mode` says, which may change between steps; in place.
-    See `checkpoint_layers`, whose "full" and "ops" these are, for linear products and attention.
+    See `manage_activations`.
+
+    Args:
+        ops: the operators whose outputs the mode "ops" keeps.
 
     Attributes:
         mode: "full" until it is set.
@@ -89,56 +97,31 @@ class Switch:
 
     mode: Recomputed
 
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
+    def __init__(self, layers: Sequence[nn.Module], ops: Sequence[str]) -> None:
         self.mode = "full"
-        self._options = {"full": _options(), "ops": _options(_KEPT)}
+        kept = operators(ops)
+        selective = partial(create_selective_checkpoint_contexts, kept)
+        self._contexts: dict[str, Any] = {"full": noop_context_fn, "ops": selective}
         for module in layers:
             layer: Any = module
             layer.forward = partial(self._run, layer.forward)
 
     def _run(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.mode == "none":
+        if self.mode == "none" or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return _checkpointed(forward, self._options[self.mode], *args, **kwargs)
-
-
-def checkpoint_layers(
-    layers: Sequence[nn.Module], mode: str, *, count: int | None = None, ops: Sequence[str] = ()
-) -> None:
-    """Makes layers keep their input alone and run again in the backward pass (Chen et al. 2016, "Training
-    Deep Nets with Sublinear Memory Cost", https://arxiv.org/abs/1604.06174). Without gradient they run as
-    ever. They must draw no random numbers.
-
-    Args:
-        mode: "full", every layer; "first", the first `count`; "every", one layer in `count`, the last of
-            each so many; "ops", every layer, but the outputs of the operators `ops` are kept as well and
-            not computed again.
-        ops: "matmul" (the products of linear layers), "attention", or operators of PyTorch such as
-            "aten.mm". Compiled layers write most products into buffers of theirs, and run those again.
-
-    Raises:
-        ConfigError: see `manage_activations`.
-    """
-    options = _options(ops if mode == "ops" else ())
-    for index in recomputed_layers(len(layers), mode, count):
-        layer: Any = layers[index]
-        layer.forward = partial(_checkpointed, layer.forward, options)
-
-
-def _options(ops: Sequence[str] = ()) -> dict[str, Any]:
-    """The arguments of PyTorch's `checkpoint`, with which the outputs of the operators `ops` are kept."""
-    options: dict[str, Any] = {
-        "use_reentrant": False,
-        "preserve_rng_state": False,
-        "determinism_check": "none",
-    }
-    if ops:
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, operators(ops))
-    return options
+        return checkpoint(
+            forward,
+            *args,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            determinism_check="none",
+            context_fn=self._contexts[self.mode],
+            **kwargs,
+        )
 
 
 def recomputed_layers(total: int, mode: str, count: int | None) -> range:
-    """The layers, of `total`, that run again; see `checkpoint_layers`.
+    """The layers, of `total`, that run again; see `manage_activations`.
 
     Raises:
         ConfigError: a `count` above `total`.
@@ -158,7 +141,7 @@ def recomputed_layers(total: int, mode: str, count: int | None) -> range:
 
 
 def operators(names: Sequence[str]) -> list[torch._ops.OpOverload]:
-    """The overloads of the operators named; see `checkpoint_layers`.
+    """The overloads of the operators named; see `manage_activations`.
 
     Raises:
         ConfigError: a name that PyTorch does not have.
@@ -185,9 +168,3 @@ def _overloads(name: str) -> list[torch._ops.OpOverload]:
         return [getattr(packet, overload) for overload in packet.overloads() if not overload.endswith("out")]
     except (AttributeError, RuntimeError):  # either, by version
         return []
-
-
-def _checkpointed(forward: Any, options: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-    if not torch.is_grad_enabled():
-        return forward(*args, **kwargs)
-    return checkpoint(forward, *args, **options, **kwargs)

@@ -12,12 +12,20 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     PreTrainedConfig,
 )
 
 from tandem.config.model import PLAIN_DECODERS, stored_config
 from tandem.errors import ModelError
 
+_TASKS = {
+    "a causal language model": (MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM),
+    "a sequence classifier": (MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoModelForSequenceClassification),
+    "a token classifier": (MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, AutoModelForTokenClassification),
+}
 _OWN_CODE = "auto_map"  # in a config.json: the classes that the folder brings along
 
 
@@ -56,15 +64,11 @@ def require_task(
     """
     if trust_remote_code and hasattr(config, _OWN_CODE):
         return None
-    by_token = scorer and judges_tokens(config)
-    models: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING if scorer else MODEL_FOR_CAUSAL_LM_MAPPING
-    found = (MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING if by_token else models).get(type(config), None)
+    task = _task_of(config, scorer=scorer)
+    models: Any = _TASKS[task][0]
+    found = models.get(type(config), None)
     if found is None:
-        task = "a causal language model"
-        if scorer:
-            task = "a token classifier" if by_token else "a sequence classifier"
-        problem = f"the model's architecture cannot be loaded as {task}"
-        raise _unsupported(problem, folder, config.to_dict())
+        raise _unsupported(f"the model's architecture cannot be loaded as {task}", folder, config.to_dict())
     return found[0] if isinstance(found, tuple) else found
 
 
@@ -87,9 +91,25 @@ def require_packable(
         )
 
 
+def auto_class(config: PreTrainedConfig, *, scorer: bool) -> Any:
+    """What loads a model for the task; see `require_task`."""
+    return _TASKS[_task_of(config, scorer=scorer)][1]
+
+
+def architecture_of(config: PreTrainedConfig) -> str:
+    """The first architecture that a folder's config names."""
+    return str((getattr(config, "architectures", None) or ["none named"])[0])
+
+
 def judges_tokens(config: PreTrainedConfig) -> bool:
     """Whether a folder's config is that of a token classifier."""
-    return str((getattr(config, "architectures", None) or [""])[0]).endswith("ForTokenClassification")
+    return architecture_of(config).endswith("ForTokenClassification")
+
+
+def _task_of(config: PreTrainedConfig, *, scorer: bool) -> str:
+    if not scorer:
+        return "a causal language model"
+    return "a token classifier" if judges_tokens(config) else "a sequence classifier"
 
 
 def _unsupported(

@@ -7,10 +7,10 @@ Shapes: N packed tokens; H query heads, K key and value heads, D features of a h
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module, metadata
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,16 +24,9 @@ _FIELD = "model.attn_implementation"
 _VARLEN_OPTIONS = inspect.signature(varlen.varlen_attn).parameters
 
 
-class Kernel(Protocol):
-    """Attention of packed sequences."""
-
-    def __call__(self, rows: Sequence[Tensor], packing: Packing, scale: float) -> Tensor:
-        """(N, H, D).
-
-        Args:
-            rows: query (N, H, D), key and value (N, K, D), in bf16 or fp16.
-            scale: factor of the scores.
-        """
+Kernel = Callable[[Sequence[Tensor], Packing, float], Tensor]
+"""Attention of packed sequences, (N, H, D): of query (N, H, D), key and value (N, K, D), in bf16 or fp16; how
+they lie; the factor of the scores."""
 
 
 def torch_varlen(rows: Sequence[Tensor], packing: Packing, scale: float) -> Tensor:

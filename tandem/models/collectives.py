@@ -106,9 +106,7 @@ class CollectiveMeter(Meter):
 
 def summed(x: Tensor, meter: CollectiveMeter, group: dist.ProcessGroup | None) -> Tensor:
     """The sum of all ranks' x, the same on all; the gradient goes to each of them as it is."""
-    apply: Any = _Summed.apply
-    total: Tensor = apply(x, meter, group)
-    return total
+    return _Summed.apply(x, meter, group)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _Summed(torch.autograd.Function):
@@ -132,28 +130,22 @@ def _event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-class _AllGather(DefaultAllGather):
+class _Counted:
+    """A collective of FSDP's, with a meter around it."""
+
     def __init__(self, meter: CollectiveMeter) -> None:
         self._meter = meter
 
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> dist.Work | None:
-        with self._meter.measure(output_tensor.device, output_tensor.nbytes - input_tensor.nbytes):
-            return super().__call__(output_tensor, input_tensor, group, async_op)
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *rest: Any, **options: Any) -> Any:
+        plain: Any = super()
+        received = abs(output_tensor.nbytes - input_tensor.nbytes)
+        with self._meter.measure(output_tensor.device, received):
+            return plain.__call__(output_tensor, input_tensor, *rest, **options)
 
 
-class _ReduceScatter(DefaultReduceScatter):
-    def __init__(self, meter: CollectiveMeter) -> None:
-        self._meter = meter
+class _AllGather(_Counted, DefaultAllGather):
+    """The other ranks' shards come."""
 
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
-        async_op: bool = False,
-    ) -> dist.Work:
-        with self._meter.measure(output_tensor.device, input_tensor.nbytes - output_tensor.nbytes):
-            return super().__call__(output_tensor, input_tensor, group, op, async_op)
+
+class _ReduceScatter(_Counted, DefaultReduceScatter):
+    """The other ranks' contributions to this one's shard come."""

@@ -28,9 +28,7 @@ from tandem.models.attention import no_view
 from tandem.models.heads import token_log_probs
 from tandem.models.heads.compiled import token_log_probs as compiled_log_probs
 from tandem.models.pipeline import own_layers
-from tandem.models.policy import PolicyModel
-from tandem.models.score import ScoreModel
-from tandem.models.value import ValueModel
+from tandem.models.policy import PackedModel, PolicyModel
 
 FIELD = "fsdp_config.use_torch_compile"
 # Below, products take other kernels, and a size of one would be compiled on its own.
@@ -62,7 +60,7 @@ def require_compiler(device: torch.device) -> None:
     )
 
 
-def compile_model(model: PolicyModel | ValueModel | ScoreModel) -> None:
+def compile_model(model: PackedModel) -> None:
     """Makes the layers run compiled when they are called with a packing, and a policy's head if it is
     PyTorch's. In place; before layers are made to run again in the backward pass, and before they are
     sharded."""

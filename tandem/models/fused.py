@@ -58,9 +58,7 @@ def rms_norm(x: Tensor, weight_E: Tensor, eps: float) -> Tensor:
         x: (..., E); float32, bfloat16 or float16.
         weight_E: same type.
     """
-    apply: Any = _Norm.apply
-    out: Tensor = apply(x, weight_E, eps)
-    return out
+    return _Norm.apply(x, weight_E, eps)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
@@ -69,9 +67,7 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
     Args:
         gate, up: same shape; float32, bfloat16 or float16.
     """
-    apply: Any = _Gated.apply
-    out: Tensor = apply(gate, up)
-    return out
+    return _Gated.apply(gate, up)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
@@ -118,17 +114,9 @@ class _Norm(torch.autograd.Function):
         programs = min(_PROGRAMS, triton.cdiv(rows, sizes["ROWS"]))
         grad_x = torch.empty_like(x)
         parts_PE = factors_R.new_empty(programs if need_weight else 0, len(weight_E))
+        tensors = grad_x, parts_PE, grad, x, weight_E, factors_R
         norm_gradient_kernel[(programs,)](
-            grad_x,
-            parts_PE,
-            grad,
-            x,
-            weight_E,
-            factors_R,
-            rows,
-            WEIGHT=need_weight,
-            **sizes,
-            num_warps=_warps(sizes),
+            *tensors, rows, WEIGHT=need_weight, **sizes, num_warps=_warps(sizes)
         )
         return grad_x, parts_PE.sum(0).to(weight_E.dtype) if need_weight else None, None
 

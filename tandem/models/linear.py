@@ -43,9 +43,7 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
         return F.linear(inputs.contiguous(), weight, bias)
     if not torch.is_grad_enabled():
         return _product(inputs, weight, bias)
-    apply: Any = _Linear.apply
-    out: Tensor = apply(inputs, weight, bias)
-    return out
+    return _Linear.apply(inputs, weight, bias)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:

@@ -11,26 +11,25 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    AutoTokenizer,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from tandem.errors import IncompleteModelError, ModelError
-from tandem.models.architectures import judges_tokens, require_known, require_task
+from tandem.models.architectures import (
+    architecture_of,
+    auto_class,
+    judges_tokens,
+    require_known,
+    require_task,
+)
 from tandem.models.attention import PACKED
 from tandem.models.linear import speed_up_linears
 
 # Outputs that our head does not compute.
 _HEAD_EXTRAS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
 _WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+_unfit = partial(ModelError, field="model.path")
+_incomplete = partial(IncompleteModelError, field="model.path")
 _COPY_AGAIN = "copy or download the folder again"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
@@ -87,14 +86,9 @@ def load_policy(
             that `require_trainable` refuses.
     """
     config = load_config(path, trust_remote_code=trust_remote_code)
-    require_task(path, config, trust_remote_code=trust_remote_code)
     options = {"dtype": dtype, "attn_implementation": attention, "trust_remote_code": trust_remote_code}
-    make: Any = _load if weights else _skeleton
-    model = make(AutoModelForCausalLM, path, config, **options)
-    require_trainable(model)
-    speed_up_linears(model)
-    policy: PreTrainedModel = (model.to(device) if weights else model).train()
-    return policy
+    policy: PreTrainedModel = _made(path, config, options, scorer=False, weights=weights)
+    return (policy.to(device) if weights else policy).train()
 
 
 def load_scorer(
@@ -127,19 +121,18 @@ def load_scorer(
         config.num_labels = 1
     else:
         require_scorer(path, config)
-    require_task(path, config, scorer=True, trust_remote_code=trust_remote_code)
     options = {"dtype": dtype, "attn_implementation": attention, "trust_remote_code": trust_remote_code}
-    make: Any = partial(_load, absent={"score.weight"} if new_head else ()) if weights else _skeleton
-    classifier = (
-        AutoModelForTokenClassification if judges_tokens(config) else AutoModelForSequenceClassification
-    )
-    model = make(classifier, path, config, **options)
-    require_trainable(model, scorer=True)
+    absent: Collection[str] = {"score.weight"} if new_head else ()
+    scorer: PreTrainedModel = _made(path, config, options, scorer=True, weights=weights, absent=absent)
     if new_head and weights:
-        _draw_head(model.score, config)
-    speed_up_linears(model)
-    scorer: PreTrainedModel = model.eval()
-    return scorer
+        # As in Stiennon et al. 2020 (arXiv 2009.01325): the first rewards are of order one. Drawn in fp32
+        # and with a generator of its own, so that it is the same in every precision.
+        head: Any = scorer.score
+        drawn = torch.empty(head.weight.shape, dtype=torch.float32)
+        std = (config.get_text_config().hidden_size + 1) ** -0.5
+        nn.init.normal_(drawn, std=std, generator=torch.Generator().manual_seed(torch.initial_seed()))
+        head.weight.detach().copy_(drawn)
+    return scorer.eval()
 
 
 def require_scorer(
@@ -154,7 +147,7 @@ def require_scorer(
     Raises:
         ModelError: it is no sequence classifier with one label, nor a token classifier with one or two.
     """
-    architecture, by_token = _architecture(config), judges_tokens(config)
+    architecture, by_token = architecture_of(config), judges_tokens(config)
     if not (by_token or architecture.endswith("ForSequenceClassification")):
         raise ModelError(
             "the folder holds no reward model",
@@ -182,37 +175,36 @@ def position_limit(config: PreTrainedConfig) -> int | None:
 
 def lacks_score_head(config: PreTrainedConfig) -> bool:
     """True for a checkpoint of a causal language model."""
-    return _architecture(config).endswith("ForCausalLM")
+    return architecture_of(config).endswith("ForCausalLM")
 
 
-def _architecture(config: PreTrainedConfig) -> str:
-    return str((getattr(config, "architectures", None) or ["none named"])[0])
-
-
-def _draw_head(head: nn.Linear, config: PreTrainedConfig) -> None:
-    """N(0, 1/(d+1)) over d features, as in Stiennon et al. 2020 (arXiv 2009.01325): the first rewards are of
-    order one. Drawn in fp32 and with a generator of its own, so that it is the same in every precision."""
-    drawn = torch.empty(head.weight.shape, dtype=torch.float32)
-    std = (config.get_text_config().hidden_size + 1) ** -0.5
-    nn.init.normal_(drawn, std=std, generator=torch.Generator().manual_seed(torch.initial_seed()))
-    with torch.no_grad():
-        head.weight.copy_(drawn)
+def _made(
+    path: str | Path,
+    config: PreTrainedConfig,
+    options: dict[str, Any],
+    *,
+    scorer: bool,
+    weights: bool,
+    absent: Collection[str] = (),
+) -> Any:
+    """A model that can be trained for the task, with the folder's weights, but for those of the names
+    `absent`, or without any."""
+    require_task(path, config, scorer=scorer, trust_remote_code=options["trust_remote_code"])
+    kind = auto_class(config, scorer=scorer)
+    model = _load(kind, path, config, absent, options) if weights else _skeleton(kind, path, config, options)
+    require_trainable(model, scorer=scorer)
+    speed_up_linears(model)
+    return model
 
 
 def _load(
-    auto_class: Any,
-    path: str | Path,
-    config: PreTrainedConfig,
-    *,
-    absent: Collection[str] = (),
-    **options: Any,
+    kind: Any, path: str | Path, config: PreTrainedConfig, absent: Collection[str], options: dict[str, Any]
 ) -> Any:
     """A model of the folder with every one of its weights, but for those of the names `absent`."""
     folder = _folder(path)
     if not any(any(folder.glob(pattern)) for pattern in _WEIGHT_FILES):
-        raise ModelError(
+        raise _unfit(
             "the model folder holds no weights",
-            field="model.path",
             got=folder,
             expected=" or ".join(_WEIGHT_FILES),
             remedy=_COPY_AGAIN,
@@ -222,7 +214,7 @@ def _load(
     # What it would tell of missing weights is looked at below.
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
-        model, report = auto_class.from_pretrained(
+        model, report = kind.from_pretrained(
             folder,
             config=config,
             local_files_only=True,
@@ -239,29 +231,27 @@ def _load(
         for name, held, asked in sorted(report["mismatched_keys"], key=str)
     ]
     if wrong:
-        raise ModelError(
+        raise _unfit(
             "the weights do not have the shapes that config.json gives them",
-            field="model.path",
             got=f"{folder}: {len(wrong)} of them, such as {wrong[0]}",
             remedy="put the config.json of these weights beside them",
         )
     missing = sorted(set(report["missing_keys"]).difference(absent))
     if missing:
-        raise ModelError(
+        raise _unfit(
             "weights are missing",
-            field="model.path",
             got=f"{folder}: {len(missing)}, such as {missing[0]}",
             remedy="export the model again, with all of its weights",
         )
     return model
 
 
-def _skeleton(auto_class: Any, path: str | Path, config: PreTrainedConfig, **options: Any) -> Any:
+def _skeleton(kind: Any, path: str | Path, config: PreTrainedConfig, options: dict[str, Any]) -> Any:
     """The same model without its weights: parameters on the meta device, buffers as the architecture makes
     them."""
     try:
         with torch.device("meta"):
-            model = auto_class.from_config(config, **options)
+            model = kind.from_config(config, **options)
     except (OSError, ValueError, RuntimeError) as error:
         raise _unusable("the model cannot be built", _folder(path), error) from error
     for module in model.modules():
@@ -289,9 +279,8 @@ def load_tokenizer(
     folder = Path(path).expanduser()
     if not trust_remote_code and not any((folder / name).is_file() for name in TOKENIZER_FILES):
         # Asked for one that is not there, transformers may make up an empty tokenizer.
-        raise IncompleteModelError(
+        raise _incomplete(
             "the folder holds no tokenizer",
-            field="model.path",
             got=folder,
             expected=" or ".join(TOKENIZER_FILES),
             remedy="copy the tokenizer's files there, or name their folder with model.tokenizer_path",
@@ -303,9 +292,8 @@ def load_tokenizer(
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _unusable("the folder's tokenizer cannot be loaded", folder, error) from error
     if tokenizer.eos_token_id is None:
-        raise ModelError(
+        raise _unfit(
             "the tokenizer has no end-of-sequence token",
-            field="model.path",
             got=folder,
             remedy='set "eos_token" in tokenizer_config.json',
         )
@@ -317,7 +305,7 @@ def load_tokenizer(
 
 
 def _unusable(problem: str, folder: Path, error: Exception) -> ModelError:
-    return IncompleteModelError(problem, field="model.path", got=f"{folder}: {error}", remedy=_COPY_AGAIN)
+    return _incomplete(problem, got=f"{folder}: {error}", remedy=_COPY_AGAIN)
 
 
 def _shape(sizes: Iterable[int]) -> str:
@@ -327,11 +315,10 @@ def _shape(sizes: Iterable[int]) -> str:
 def _folder(path: str | Path) -> Path:
     folder = Path(path).expanduser()
     if not folder.is_dir():
-        raise ModelError("no such model folder", field="model.path", got=path, remedy="check the path")
+        raise _unfit("no such model folder", got=path, remedy="check the path")
     if not (folder / "config.json").is_file():
-        raise IncompleteModelError(
+        raise _incomplete(
             "the folder is no Hugging Face model",
-            field="model.path",
             got=folder,
             expected="a config.json in it",
             remedy="check the path",
@@ -358,25 +345,19 @@ def require_trainable(model: Any, *, scorer: bool = False) -> None:
                 expected="a decoder `model` and a head `score`, as in Qwen2, Qwen3 and Llama",
             )
     else:
-        _check_head(model)
+        head = model.get_output_embeddings()
+        extras = [name for name in _HEAD_EXTRAS if getattr(model.config, name, None) not in (None, 1, 1.0)]
+        if head is None or getattr(head, "bias", None) is not None or extras:
+            raise _unfit(
+                "the model's output head is not one plain matrix",
+                got=", ".join(extras) or type(head).__name__,
+                expected="logits = hidden · weightᵀ, as in Qwen2, Qwen3 and Llama",
+            )
     decoder = model.model if scorer else model.get_decoder()
     if not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
-        raise ModelError(
+        raise _unfit(
             "the model's decoder has no list of layers under the name that training looks for",
-            field="model.path",
             got=f"{type(model).__name__}: {type(decoder).__name__} without `layers`",
             expected="a decoder with `layers`, as in Qwen2, Qwen3 and Llama",
             remedy="train another model",
-        )
-
-
-def _check_head(model: Any) -> None:
-    head = model.get_output_embeddings()
-    extras = [name for name in _HEAD_EXTRAS if getattr(model.config, name, None) not in (None, 1, 1.0)]
-    if head is None or getattr(head, "bias", None) is not None or extras:
-        raise ModelError(
-            "the model's output head is not one plain matrix",
-            field="model.path",
-            got=", ".join(extras) or type(head).__name__,
-            expected="logits = hidden · weightᵀ, as in Qwen2, Qwen3 and Llama",
         )

@@ -12,30 +12,27 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-)
 
 from tandem.errors import ModelError, TandemError
-from tandem.models.architectures import judges_tokens, require_packable
+from tandem.models.architectures import auto_class, require_packable
 from tandem.models.attention import PACKED
 from tandem.models.loading import load_config, require_trainable
 from tandem.models.packing import PackedInputs, pack
-from tandem.models.policy import PolicyModel
+from tandem.models.policy import PackedModel, PolicyModel
 from tandem.models.score import ScoreModel
 from tandem.models.small_copy import LONGEST, angle_limits, small_copy, window_limits
 from tandem.protocol import Ragged
 
 LIMITS = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.2}
 """The error that rounding may make in a log-prob of a run's own weights, nats, on average."""
+_unfit = partial(ModelError, field="model.path")
 _LENGTHS = (9, 1, 33, 2, 17)
 _OTHERS, _ALONE = 1e-12, 1e-6
 _MOST_WEIGHTS = 30_000_000
@@ -115,7 +112,7 @@ def check_packed(
     require_packable(path, config, scorer=scorer, trust_remote_code=trust_remote_code)
     with double_precision():
         packed, own = _pair(path, config, scorer=scorer, trust_remote_code=trust_remote_code)
-        return _tried(path, packed, own, window_limits(config)), own.model
+        return _tried(path, packed, own, window_limits(config)), own
 
 
 def require_sound(found: PackedCheck, path: str | Path, longest: int) -> None:
@@ -129,16 +126,14 @@ def require_sound(found: PackedCheck, path: str | Path, longest: int) -> None:
     if found.sound or (found.sound_within and found.limit is not None and longest <= found.limit):
         return
     if found.sound_within and found.limit is not None:
-        raise ModelError(
+        raise _unfit(
             "the model cannot be trained on packed sequences of this length",
-            field="model.path",
             got=f"{path}: sequences of up to {longest} tokens; {found.lines[-1]}",
             expected=f"at most {found.limit} tokens, where its windows, chunks or angle limits begin",
             remedy="lower the longest prompt and response, or train another model",
         )
-    raise ModelError(
+    raise _unfit(
         "the model does not give packed sequences what it gives each of them alone",
-        field="model.path",
         got=f"{path}: " + "; ".join(found.lines),
         remedy="train another model: no rollout engine mends this",
     )
@@ -151,52 +146,28 @@ def require_packed(packed: Tensor, alone: Tensor, limit: float, model: str) -> N
             are not finite, which is no matter of packing.
     """
     if not bool(alone.isfinite().all()):
-        raise ModelError(
+        raise _unfit(
             "the model's log-probs are not finite, of a sequence alone as of packed ones",
-            field="model.path",
             got=f"{model}: NaN or infinite for {int((~alone.isfinite()).sum())} of {alone.numel()} tokens",
             expected="finite weights, and a type in which they do not overflow",
             remedy="look for NaN among the model's weights; train another checkpoint of it",
         )
     difference = float((packed - alone).abs().mean())
     if not difference <= limit:
-        raise ModelError(
+        raise _unfit(
             "the model does not give packed sequences what it gives each of them alone",
-            field="model.path",
             got=f"{model}: log-probs differ by {difference:.3g} nats on average",
             expected=f"at most {limit:g}",
             remedy="`tandem check --model` shows more; train another model",
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Own:
-    """transformers' model as it is, in evaluation mode."""
-
-    model: Any
-    scorer: bool
-
-    def outcome(self, row: Tensor) -> Tensor:
-        """(T): the log-prob of each token given those before it, the first 0; of a scorer the score of the
-        sequence, at its last token."""
-        with torch.no_grad():
-            logits = self.model(input_ids=row[None, :], use_cache=False).logits[0]
-        if self.scorer:
-            return torch.cat([logits.new_zeros(len(row) - 1), logits.reshape(-1)[-1:]])
-        found = torch.log_softmax(logits[:-1], -1).gather(-1, row[1:, None]).squeeze(-1)
-        return torch.cat([logits.new_zeros(1), found])
-
-
-def _pair(
-    path: str | Path, config: Any, *, scorer: bool, trust_remote_code: bool
-) -> tuple[PolicyModel | ScoreModel, _Own]:
-    """The small copy as it is trained, and as transformers has it, with the same weights."""
-    kind: Any = AutoModelForCausalLM
+def _pair(path: str | Path, config: Any, *, scorer: bool, trust_remote_code: bool) -> tuple[PackedModel, Any]:
+    """The small copy as it is trained, and as transformers has it, with the same weights, in evaluation
+    mode."""
+    kind = auto_class(config, scorer=scorer)
     if scorer:
         config.num_labels, config.pad_token_id = 1, None
-        kind = (
-            AutoModelForTokenClassification if judges_tokens(config) else AutoModelForSequenceClassification
-        )
     try:
         small = small_copy(config)
         options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "dtype": torch.float64}
@@ -209,19 +180,18 @@ def _pair(
         own = kind.from_config(small_copy(config), attn_implementation="eager", **options)
         own.load_state_dict(model.state_dict())
     except Exception as error:  # a model's class may raise anything
-        raise ModelError(
+        raise _unfit(
             "no small copy of the model can be made to try it on packed sequences",
-            field="model.path",
             got=f"{path}: {type(error).__name__}: {_first_line(error)}",
             remedy="train another model",
         ) from error
     require_trainable(model, scorer=scorer)
     model.train()
-    return (ScoreModel(model) if scorer else PolicyModel(model)), _Own(own.eval(), scorer)
+    return ScoreModel(model) if scorer else PolicyModel(model), own.eval()
 
 
-def _tried(path: str | Path, packed: Any, own: _Own, limits: Sequence[int]) -> PackedCheck:
-    text = own.model.config.get_text_config()
+def _tried(path: str | Path, packed: PackedModel, own: Any, limits: Sequence[int]) -> PackedCheck:
+    text = own.config.get_text_config()
     vocabulary = text.vocab_size
     positions = None if list(angle_limits(text)) else getattr(text, "max_position_embeddings", None)
     most = min(LONGEST, positions or LONGEST)
@@ -235,9 +205,8 @@ def _tried(path: str | Path, packed: Any, own: _Own, limits: Sequence[int]) -> P
     except TandemError:
         raise
     except Exception as error:
-        raise ModelError(
+        raise _unfit(
             "the model's own code fails on packed sequences",
-            field="model.path",
             got=f"{path}: {type(error).__name__}: {_first_line(error)}",
             expected="a decoder that takes position_ids, and hands what it does not know to its attention",
             remedy="train another model",
@@ -251,7 +220,7 @@ def _tried(path: str | Path, packed: Any, own: _Own, limits: Sequence[int]) -> P
     return PackedCheck(gradient, others, alone, beyond, failure or None, min(limits, default=None))
 
 
-def _require_repeatable(path: str | Path, packed: Any, tokens: Ragged) -> None:
+def _require_repeatable(path: str | Path, packed: PackedModel, tokens: Ragged) -> None:
     """A draw may matter seldom, as between experts that are nearly as good: who draws is asked often."""
     inputs, before = _packed(packed, tokens), torch.get_rng_state()
     with torch.no_grad():
@@ -259,16 +228,15 @@ def _require_repeatable(path: str | Path, packed: Any, tokens: Ragged) -> None:
         draws = not torch.equal(before, torch.get_rng_state())
         differences = [_difference(_outcome(packed, inputs), first) for _ in range(_REPEATS * draws)]
     if any(difference > 0 for difference in differences):
-        raise ModelError(
+        raise _unfit(
             "the model draws random numbers while it is trained, with every dropout of its config at zero",
-            field="model.path",
             got=f"{path}: outcomes of the same tokens differ by up to {max(differences):.3g}",
             expected="the same log-probs each time, as the rollout's are compared with them",
             remedy="train another model",
         )
 
 
-def _reached(packed: Any, tokens: Ragged) -> float:
+def _reached(packed: PackedModel, tokens: Ragged) -> float:
     """The gradient of each sequence's outcome at the others' embeddings; NaN where none could be seen."""
     inputs = _packed(packed, tokens)
     rows, places = tokens.row_ids(), inputs.packing.cu_seqlens.tolist()
@@ -298,7 +266,7 @@ def _reached(packed: Any, tokens: Ragged) -> float:
     return float(worst)
 
 
-def _changed(packed: Any, tokens: Ragged) -> float:
+def _changed(packed: PackedModel, tokens: Ragged) -> float:
     """How much a sequence's outcome changes when all others have other tokens."""
     vocabulary, worst = packed.model.config.get_text_config().vocab_size, 0.0
     rows, before = tokens.row_ids(), _outcome(packed, _packed(packed, tokens)).detach()
@@ -310,17 +278,30 @@ def _changed(packed: Any, tokens: Ragged) -> float:
     return worst
 
 
-def _gap(packed: Any, own: _Own, tokens: Ragged) -> float:
+def _gap(packed: PackedModel, own: Any, tokens: Ragged) -> float:
     """Packed, as in training, against each sequence alone."""
     together = _outcome(packed, _packed(packed, tokens)).detach()
-    return _difference(together, torch.cat([own.outcome(row) for row in tokens]))
+    return _difference(
+        together, torch.cat([_alone(own, row, scores=packed.whole_sequences) for row in tokens])
+    )
 
 
-def _packed(packed: Any, tokens: Ragged) -> PackedInputs:
+def _alone(own: Any, row: Tensor, *, scores: bool) -> Tensor:
+    """(T): the log-prob of each token given those before it, the first 0; or the score of the sequence, at
+    its last token."""
+    with torch.no_grad():
+        logits = own(input_ids=row[None, :], use_cache=False).logits[0]
+    if scores:
+        return torch.cat([logits.new_zeros(len(row) - 1), logits.reshape(-1)[-1:]])
+    found = torch.log_softmax(logits[:-1], -1).gather(-1, row[1:, None]).squeeze(-1)
+    return torch.cat([logits.new_zeros(1), found])
+
+
+def _packed(packed: PackedModel, tokens: Ragged) -> PackedInputs:
     return pack(tokens, None, device=torch.device("cpu"), whole=packed.whole_sequences)
 
 
-def _outcome(packed: Any, inputs: PackedInputs) -> Tensor:
+def _outcome(packed: PackedModel, inputs: PackedInputs) -> Tensor:
     name = "scores" if packed.whole_sequences else "log_probs"
     out: Tensor = packed(inputs, frozenset({name}))[name]
     return out

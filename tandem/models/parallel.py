@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from tandem.errors import ConfigError
+from tandem.config.model import PLAIN_DECODERS
+from tandem.errors import ConfigError, ModelError
 from tandem.models.collectives import CollectiveMeter
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -59,13 +60,7 @@ class Grid:
 
     @classmethod
     def over_all_ranks(
-        cls,
-        device: torch.device,
-        *,
-        fsdp_size: int = -1,
-        sequence: int = 1,
-        tensor: int = 1,
-        stages: int = 1,
+        cls, device: torch.device, *, fsdp_size: int = -1, sequence: int = 1, tensor: int = 1, stages: int = 1
     ) -> Grid:
         """
         Args:
@@ -85,17 +80,15 @@ class Grid:
         shards = parts if fsdp_size == -1 else fsdp_size
         _check_divides("fsdp_config.fsdp_size", shards, parts)
         _check_divides("ulysses_sequence_parallel_size", sequence, parts)
-        weights = init_device_mesh(
-            device.type,
+        kind = device.type
+        weights, work = (
             (stages, parts // shards, shards, tensor),
-            mesh_dim_names=("pp", "replicate", "shard", "tp"),
-        )
-        work = init_device_mesh(
-            device.type,
             (stages, parts // sequence, sequence, tensor),
-            mesh_dim_names=("pp", "data", "sequence", "tp"),
         )
-        return cls(weights, work)
+        return cls(
+            init_device_mesh(kind, weights, mesh_dim_names=("pp", "replicate", "shard", "tp")),
+            init_device_mesh(kind, work, mesh_dim_names=("pp", "data", "sequence", "tp")),
+        )
 
     @property
     def share(self) -> Share:
@@ -119,6 +112,25 @@ def _check_divides(field: str, size: int, ranks: int) -> None:
             field=field,
             got=f"{size} of {ranks} ranks",
             expected=f"a divisor of {ranks}",
+        )
+
+
+def require_plain(kind: str, field: str, size: int, problem: str) -> None:
+    """
+    Args:
+        kind: a config's model_type.
+        field: the key that divides the model, among `size` ranks.
+
+    Raises:
+        ModelError: an architecture that is not known to be embedding, layers and norm.
+    """
+    if kind not in PLAIN_DECODERS:
+        raise ModelError(
+            problem,
+            field=field,
+            got=f"{size}, model_type {kind}",
+            expected=f"1, or a model of type {', '.join(PLAIN_DECODERS)}",
+            remedy=f"leave {field.rpartition('.')[2]} at 1: FSDP shards any model",
         )
 
 
@@ -212,22 +224,14 @@ def shard(
     if forward_prefetch:
         for unit, following in pairwise(units[:-1]):
             unit.set_modules_to_forward_prefetch([following])
-    _fix_backward_prefetch(units)
-    return units
-
-
-def _fix_backward_prefetch(units: Sequence[FSDPModule]) -> None:
-    """Each unit's backward gathers the layer before it, and nothing else. FSDP's own guess goes by the
-    forwards since the last backward, and a rollout runs different numbers of them on different ranks, which
-    would then wait for each other in different gathers.
-
-    Args:
-        units: the root last, which is gathered while the first one's backward runs.
-    """
+    # Each unit's backward gathers the layer before it, and nothing else; the first one's the root. FSDP's own
+    # guess goes by the forwards since the last backward, and a rollout runs different numbers of them on
+    # different ranks, which would then wait for each other in different gathers.
     for earlier, unit in pairwise(units):
         unit.set_modules_to_backward_prefetch([earlier])
     if len(units) > 1:
         units[0].set_modules_to_backward_prefetch([units[-1]])
+    return units
 
 
 def _across(parameter: nn.Parameter) -> Shard | None:

@@ -17,13 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tandem.config.model import PLAIN_DECODERS
-from tandem.errors import ConfigError, ModelError
+from tandem.errors import ConfigError
 from tandem.models.collectives import CollectiveMeter
 from tandem.models.packing import PackedInputs
-from tandem.models.parallel import collective_timeout
-from tandem.models.policy import PolicyModel, hidden_states
-from tandem.models.weight_files import Model
+from tandem.models.parallel import collective_timeout, require_plain
+from tandem.models.policy import PackedModel, hidden_states
 
 FIELD = "fsdp_config.pipeline_parallel_size"
 HIDDEN = "hidden"
@@ -40,14 +38,7 @@ def check_pipeline(config: Any, stages: int) -> None:
         ConfigError: more stages than layers.
     """
     text = config.get_text_config()
-    if text.model_type not in PLAIN_DECODERS:
-        raise ModelError(
-            "no stages can be made of this architecture",
-            field=FIELD,
-            got=f"{stages}, model_type {text.model_type}",
-            expected=f"1, or a model of type {', '.join(PLAIN_DECODERS)}",
-            remedy="leave pipeline_parallel_size at 1: FSDP shards any model",
-        )
+    require_plain(text.model_type, FIELD, stages, "no stages can be made of this architecture")
     if stages > text.num_hidden_layers:
         raise ConfigError(
             "more stages than the model has layers",
@@ -83,17 +74,15 @@ class Pipeline:
             ranks: of all pipelines; its first dimension is that of the stages.
         """
         rank, timeout = dist.get_rank(), collective_timeout()
-        found: dict[str, Any] = {}
+        found: Any = None
         for column in ranks.mesh.flatten(1).T.tolist():
             group = dist.new_group(column, timeout=timeout)
             ends = dist.new_group([column[0], column[-1]], timeout=timeout)
             if rank in column:
-                found = {
-                    "stage": column.index(rank),
-                    "group": group,
-                    "ends": ends if rank in (column[0], column[-1]) else None,
-                }
-        return cls(**found, size=ranks.size(0), meter=meter)
+                at_end = rank in (column[0], column[-1])
+                found = cls(column.index(rank), len(column), group, ends if at_end else None, meter)
+        assert isinstance(found, cls)
+        return found
 
     @property
     def last(self) -> bool:
@@ -108,36 +97,25 @@ class Pipeline:
 
     def broadcast_object(self, value: Any) -> Any:
         """The last stage's object, anything that can be pickled. Collective over the pipeline."""
-        held = [value]
-        dist.broadcast_object_list(
-            held, group=self.group, group_src=self.size - 1, device=torch.device("cpu")
-        )
+        held, last = [value], self.size - 1
+        dist.broadcast_object_list(held, group=self.group, group_src=last, device=torch.device("cpu"))
         return held[0]
-
-    def sum_ends(self, tensor: Tensor) -> None:
-        """Sums a contiguous tensor of the first and the last stage in place. Collective over these two."""
-        assert self.ends is not None
-        self.meter.all_reduce(tensor, group=self.ends)
-
-    def total(self, tensor: Tensor) -> Tensor:
-        """Sums over stages in place. Collective over the pipeline."""
-        self.meter.all_reduce(tensor, group=self.group)
-        return tensor
 
     def stage_of(self, layer: int, layers: int) -> int:
         """The stage of one of the model's layers. Shares differ by one layer at most, and none is smaller
         than that of the last stage, which has the head too."""
         return next(stage for stage in range(self.size) if layer * self.size < layers * (stage + 1))
 
-    def cut(self, module: Model) -> Parts:
+    def cut(self, module: PackedModel) -> tuple[dict[str, torch.Size], dict[str, int], bool]:
         """Leaves of a whole model, in place, what this stage has; before it is sharded. Layers keep their
         places and names.
 
         Returns:
-            where all its weights are.
+            the shapes of all its weights by Hugging Face name, tied ones once; the stage of each; whether
+            embedding and output head are tied, so that beside the first stage the last has their matrix.
         """
         decoder: Any = module.decoder
-        head: Any = module.model.get_output_embeddings() if isinstance(module, PolicyModel) else module.head
+        head = module.output_layer
         named = {module.hf_name(name): parameter for name, parameter in module.named_parameters()}
         stages: dict[Tensor, int] = dict.fromkeys(decoder.embed_tokens.parameters(), 0)
         for index, layer in enumerate(decoder.layers):
@@ -153,22 +131,7 @@ class Pipeline:
             _empty(head)
             module.forward = partial(_passed_on, module)  # type: ignore[method-assign]
         shapes = {name: parameter.shape for name, parameter in named.items()}
-        return Parts(shapes, {name: stages.get(p, self.size - 1) for name, p in named.items()}, tied)
-
-
-@dataclass(frozen=True)
-class Parts:
-    """The places of the weights of a model in stages.
-
-    Attributes:
-        shapes: of all its weights, by Hugging Face name, tied ones once.
-        stages: the stage that has each; where embedding and output head are tied the first.
-        tied: whether they are, so that the last stage has that weight too.
-    """
-
-    shapes: dict[str, torch.Size]
-    stages: dict[str, int]
-    tied: bool
+        return shapes, {name: stages.get(p, self.size - 1) for name, p in named.items()}, tied
 
 
 class Elsewhere(nn.Module):
@@ -178,13 +141,13 @@ class Elsewhere(nn.Module):
         return hidden_states
 
 
-def own_layers(module: Model) -> list[nn.Module]:
+def own_layers(module: PackedModel) -> list[nn.Module]:
     """The decoder's layers that are of this rank's stage; all where there is but one."""
     layers: Any = module.decoder.layers
     return [layer for layer in layers if not isinstance(layer, Elsewhere)]
 
 
-def present(units: Sequence[Sequence[nn.Module]], module: Model) -> list[list[nn.Module]]:
+def present(units: Sequence[Sequence[nn.Module]], module: PackedModel) -> list[list[nn.Module]]:
     """The units of this rank's stage among those that were chosen in the whole model; all where there is but
     one."""
     left = {part for part in module.modules() if any(True for _ in part.parameters())}
@@ -198,6 +161,6 @@ def _empty(module: nn.Module) -> None:
         module.register_parameter(name, None)
 
 
-def _passed_on(module: Model, inputs: PackedInputs, outputs: frozenset[str]) -> dict[str, Tensor]:
+def _passed_on(module: PackedModel, inputs: PackedInputs, outputs: frozenset[str]) -> dict[str, Tensor]:
     """The forward of every stage but the last."""
     return {HIDDEN: hidden_states(module.decoder, inputs)}

@@ -5,38 +5,75 @@ Shapes: N input tokens, K predicted tokens, T entries of the micro-batch's token
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tandem.errors import ConfigError, EngineError
 from tandem.models.heads import Head, token_log_probs
 from tandem.models.heads.exact import kl_divergence, sum_pi_squared
-from tandem.models.heads.tiled import Tiles, tiles_for
 from tandem.models.kernels import Kernels
 from tandem.models.lora import plain_name, without_adapters
 from tandem.models.packing import PackedInputs
 from tandem.models.tensor_group import TensorGroup, local
-from tandem.models.vocab_parallel import own_entries, split_token_log_probs
-
-POLICY_OUTPUTS = frozenset({"log_probs", "entropy", "sum_pi_squared", "ref_kl", "hidden"})
 
 
-class PolicyModel(nn.Module):
-    """A causal language model and its head. Only ids go in: FSDP may cast floating arguments.
+class PackedModel(nn.Module):
+    """A model over packed sequences. Only ids go in: FSDP may cast floating arguments.
+
+    Attributes:
+        kind: "policy", "value" or "score".
+        outputs: what it can be asked for.
+        whole_sequences: whether it judges sequences, and does not continue them; see `pack`.
+        starts_at_zero: parameters that are no part of a folder.
+        kernels: what computes layers and outputs.
+    """
+
+    kind: str
+    outputs: frozenset[str]
+    whole_sequences = False
+    starts_at_zero: frozenset[str] = frozenset()
+    kernels = Kernels()
+    model: Any
+
+    @property
+    def decoder(self) -> Any:
+        """The embedding, layers and norm below the head."""
+        return self.model.model
+
+    @property
+    def output_layer(self) -> Any:
+        """The layer that makes outputs of a hidden state."""
+        raise NotImplementedError
+
+    def check_outputs(self, asked: Iterable[str]) -> None:
+        """
+        Raises:
+            EngineError: an output that this kind of model does not have.
+        """
+        unknown = sorted(set(asked) - self.outputs)
+        if unknown:
+            raise EngineError(
+                f"a {self.kind} model has no such output", got=unknown, expected=sorted(self.outputs)
+            )
+
+    def hf_name(self, name: str) -> str:
+        """The Hugging Face name of a parameter of this module."""
+        return plain_name(name.removeprefix("model."))
+
+
+class PolicyModel(PackedModel):
+    """A causal language model and its head.
 
     Args:
         model: the transformers model, loaded with `attention=PACKED`.
         temperature: divides the logits of every output; that of the rollout.
         head: makes the outputs from the hidden states.
-        tiles: gives, for states of a type, the work on a part of the vocabulary, where ranks share it out.
 
     Attributes:
-        kernels: what computes layers and outputs.
         tensor_group: the ranks that share the layers, and the vocabulary; None: this one has all.
         reference_head: (V, D), the whole output embedding of the reference policy, in compute dtype, for
             `ref_kl`; None until it is given.
@@ -45,33 +82,29 @@ class PolicyModel(nn.Module):
         ConfigError: a temperature of zero or below.
     """
 
-    whole_sequences = False
-    kernels = Kernels()
-    starts_at_zero: frozenset[str] = frozenset()
+    kind, outputs = "policy", frozenset({"log_probs", "entropy", "sum_pi_squared", "ref_kl", "hidden"})
     tensor_group: TensorGroup | None = None
     reference_head: Tensor | None = None
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        *,
-        temperature: float = 1.0,
-        head: Head = token_log_probs,
-        tiles: Callable[[torch.dtype], Tiles] = tiles_for,
+        self, model: PreTrainedModel, *, temperature: float = 1.0, head: Head = token_log_probs
     ) -> None:
         super().__init__()
         if temperature <= 0:
             raise ConfigError(
                 "log-probs for training need a positive temperature", field="temperature", got=temperature
             )
-        self.model: Any = model
-        self.temperature = temperature
-        self.head, self.tiles = head, tiles
+        self.model, self.temperature, self.head = model, temperature, head
 
     @property
     def decoder(self) -> Any:
         """The embedding, layers and norm below the head."""
         return self.model.get_decoder()
+
+    @property
+    def output_layer(self) -> Any:
+        """The output embedding."""
+        return self.model.get_output_embeddings()
 
     def forward(self, inputs: PackedInputs, outputs: frozenset[str]) -> dict[str, Tensor]:
         """The wanted outputs, each (T) in fp32 (fp64 for an fp64 model); zero at tokens that were not asked
@@ -85,31 +118,24 @@ class PolicyModel(nn.Module):
         Raises:
             EngineError: an output that a policy does not have, or that lacks the reference's part.
         """
-        check_outputs(outputs, POLICY_OUTPUTS, "policy")
+        self.check_outputs(outputs)
         hidden_KD = decode(self.decoder, inputs).index_select(0, inputs.sources)
-        weight = self.model.get_output_embeddings().weight
-        options: Any = {"temperature": self.temperature, "with_entropy": "entropy" in outputs}
-        if self.tensor_group is None:
-            log_probs_K, entropy_K = self.head(hidden_KD, weight, inputs.targets, **options)
-        else:
-            log_probs_K, entropy_K = split_token_log_probs(
-                hidden_KD, weight, inputs.targets, self.tensor_group, self.tiles(hidden_KD.dtype), **options
-            )
+        weight = self.output_layer.weight
+        options: Any = {"temperature": self.temperature, "group": self.tensor_group}
+        log_probs_K, entropy_K = self.head(
+            hidden_KD, weight, inputs.targets, with_entropy="entropy" in outputs, **options
+        )
         found = {"log_probs": log_probs_K, "entropy": entropy_K, "hidden": hidden_KD}
         if "sum_pi_squared" in outputs:
-            found["sum_pi_squared"] = sum_pi_squared(
-                hidden_KD, local(weight), temperature=self.temperature, group=self.tensor_group
-            )
+            found["sum_pi_squared"] = sum_pi_squared(hidden_KD, local(weight), **options)
         if "ref_kl" in outputs:
-            found["ref_kl"] = self._reference_kl(hidden_KD, weight, inputs.reference)
-        return {
-            name: at_places(value, inputs)
-            for name, value in found.items()
-            if name in outputs and value is not None
-        }
+            compared = self._reference(hidden_KD, inputs.reference)
+            found["ref_kl"] = kl_divergence(hidden_KD, local(weight), *compared, **options)
+        asked = {name: value for name, value in found.items() if name in outputs and value is not None}
+        return {name: at_places(value, inputs) for name, value in asked.items()}
 
-    def _reference_kl(self, hidden_KD: Tensor, weight: Tensor, reference_KD: Tensor | None) -> Tensor:
-        """(K) nats."""
+    def _reference(self, hidden_KD: Tensor, reference_KD: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The reference's hidden states, and its head, or this rank's part of it."""
         if self.reference_head is None or reference_KD is None:
             missing = "output head" if self.reference_head is None else "hidden states"
             raise EngineError(
@@ -118,19 +144,8 @@ class PolicyModel(nn.Module):
             )
         other_head, group = self.reference_head, self.tensor_group
         if group is not None:
-            other_head = other_head[own_entries(len(other_head), group)]
-        return kl_divergence(
-            hidden_KD,
-            local(weight),
-            reference_KD.to(hidden_KD.dtype),
-            other_head,
-            temperature=self.temperature,
-            group=group,
-        )
-
-    def hf_name(self, name: str) -> str:
-        """The Hugging Face name of a parameter of this module."""
-        return plain_name(name.removeprefix("model."))
+            other_head = other_head[group.entries(len(other_head))]
+        return reference_KD.to(hidden_KD.dtype), other_head
 
 
 @contextmanager
@@ -143,13 +158,14 @@ def varied(module: Any, *, adapter: bool, temperature: float | None) -> Iterator
     """
     own = getattr(module, "temperature", None)
     with nullcontext() if adapter else without_adapters(module):
-        if temperature is not None:
-            module.temperature = temperature
+        if temperature is None:
+            yield
+            return
+        module.temperature = temperature
         try:
             yield
         finally:
-            if temperature is not None:
-                module.temperature = own
+            module.temperature = own
 
 
 def decode(decoder: Any, inputs: PackedInputs) -> Tensor:
@@ -159,9 +175,9 @@ def decode(decoder: Any, inputs: PackedInputs) -> Tensor:
 
 def hidden_states(decoder: Any, inputs: PackedInputs) -> Tensor:
     """(1, N, D): what the decoder makes of the tokens, or of the hidden states that stand for them."""
-    ids = inputs.input_ids.unsqueeze(0)
+    tokens = {"input_ids": inputs.input_ids.unsqueeze(0)}
     out = decoder(
-        **({"input_ids": ids} if inputs.hidden is None else {"inputs_embeds": inputs.hidden}),
+        **(tokens if inputs.hidden is None else {"inputs_embeds": inputs.hidden}),
         position_ids=inputs.packing.position_ids.unsqueeze(0),
         use_cache=False,
         packing=inputs.packing,
@@ -177,9 +193,3 @@ def at_places(values_K: Tensor, inputs: PackedInputs) -> Tensor:
     values_T = values_T.index_copy(0, inputs.places, values_K)
     split = inputs.packing.split
     return values_T if split is None else split.gather(values_T)
-
-
-def check_outputs(asked: Iterable[str], known: frozenset[str], kind: str) -> None:
-    unknown = sorted(set(asked) - known)
-    if unknown:
-        raise EngineError(f"a {kind} model has no such output", got=unknown, expected=sorted(known))

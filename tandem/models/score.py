@@ -5,21 +5,15 @@ Shapes: N input tokens, T entries of the micro-batch's token column.
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tandem.models.kernels import Kernels
-from tandem.models.lora import plain_name
 from tandem.models.packing import PackedInputs
-from tandem.models.policy import at_places, check_outputs
+from tandem.models.policy import PackedModel, at_places
 from tandem.models.value import one_number
 
-SCORE_OUTPUTS = frozenset({"scores"})
 
-
-class ScoreModel(nn.Module):
+class ScoreModel(PackedModel):
     """A language model's decoder under the trained head of a sequence classifier with one label, or of a
     token classifier.
 
@@ -27,22 +21,15 @@ class ScoreModel(nn.Module):
         model: what `load_scorer` gives.
     """
 
-    whole_sequences = True
-    kernels = Kernels()
-    starts_at_zero: frozenset[str] = frozenset()
+    kind, outputs, whole_sequences = "score", frozenset({"scores"}), True
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
-        self.model: Any = model
+        self.model = model
 
     @property
-    def decoder(self) -> Any:
-        """The whole language model below the head."""
-        return self.model.model
-
-    @property
-    def head(self) -> nn.Linear:
-        """The layer that judges a hidden state."""
+    def output_layer(self) -> nn.Linear:
+        """The classifier's head."""
         score: nn.Linear = self.model.score
         return score
 
@@ -53,9 +40,5 @@ class ScoreModel(nn.Module):
         Raises:
             EngineError: an output that a score model does not have.
         """
-        check_outputs(outputs, SCORE_OUTPUTS, "score")
-        return {"scores": at_places(one_number(self.head, self.decoder, inputs), inputs)}
-
-    def hf_name(self, name: str) -> str:
-        """The Hugging Face name of a parameter of this module."""
-        return plain_name(name.removeprefix("model."))
+        self.check_outputs(outputs)
+        return {"scores": at_places(one_number(self, inputs), inputs)}

@@ -92,9 +92,7 @@ class SequenceSplit:
         return part_nKD.repeat_interleave(wanted // heads, 1)
 
     def _exchange(self, rows_Sn: Tensor) -> Tensor:
-        apply: Any = _Exchange.apply
-        found: Tensor = apply(rows_Sn, self)
-        return found
+        return _Exchange.apply(rows_Sn, self)  # type: ignore[no-untyped-call, no-any-return]
 
     def swap(self, rows_Sn: Tensor) -> Tensor:
         """Row s goes to rank s, and comes from there."""

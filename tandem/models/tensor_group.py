@@ -32,6 +32,11 @@ class TensorGroup:
         self._group = mesh.get_group()
         self._meter = meter
 
+    def entries(self, vocabulary: int) -> slice:
+        """This rank's entries of a vocabulary: as many on all, rounded up; on the last they may be fewer."""
+        each = -(-vocabulary // self.size)
+        return slice(self.rank * each, min(vocabulary, (self.rank + 1) * each))
+
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """Reduces a contiguous tensor in place, without gradient; the same bits on all ranks."""
         self._meter.all_reduce(tensor, op, self._group)
@@ -40,9 +45,7 @@ class TensorGroup:
     def copied(self, x: Tensor) -> Tensor:
         """x, the same on all ranks, on its way into what differs between them: the gradients that come back
         are summed ("f" in Shoeybi et al. 2019, arXiv 1909.08053)."""
-        apply: Any = _Copied.apply
-        out: Tensor = apply(x, self)
-        return out
+        return _Copied.apply(x, self)  # type: ignore[no-untyped-call, no-any-return]
 
     def summed(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x, the same on all; the gradient goes to each of them ("g" there)."""

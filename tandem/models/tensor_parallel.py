@@ -10,24 +10,26 @@ plain tensors; parameters are DTensors, so that FSDP can cut them further and ch
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from tandem.config.model import PLAIN_DECODERS
 from tandem.errors import ConfigError, ModelError
+from tandem.models.linear import linear
 from tandem.models.lora import ADAPTER, adapted_layers
-from tandem.models.policy import PolicyModel
-from tandem.models.score import ScoreModel
+from tandem.models.parallel import require_plain
+from tandem.models.policy import PackedModel, PolicyModel
 from tandem.models.tensor_group import TensorGroup, local
-from tandem.models.value import ValueModel
-from tandem.models.vocab_parallel import first_entry
 
 FIELD = "fsdp_config.tensor_parallel_size"
+_BY_OUTPUTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+_BY_INPUTS = ("self_attn.o_proj", "mlp.down_proj")
+
+Plan = dict[str, Callable[[Any], None]]
 
 
 def check_tensor_parallel(config: Any, size: int, *, sequence: int = 1, shards: int = 1) -> None:
@@ -45,14 +47,7 @@ def check_tensor_parallel(config: Any, size: int, *, sequence: int = 1, shards: 
     if size == 1:
         return
     text = config.get_text_config()
-    if text.model_type not in PLAIN_DECODERS:
-        raise ModelError(
-            "tensor parallelism has no plan for this architecture",
-            field=FIELD,
-            got=f"{size}, model_type {text.model_type}",
-            expected=f"1, or a model of type {', '.join(PLAIN_DECODERS)}",
-            remedy="leave tensor_parallel_size at 1: FSDP shards any model",
-        )
+    require_plain(text.model_type, FIELD, size, "tensor parallelism has no plan for this architecture")
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         count = getattr(text, name)
         if count % size:
@@ -83,26 +78,25 @@ def check_tensor_parallel(config: Any, size: int, *, sequence: int = 1, shards: 
         )
 
 
-def parallelize(model: PolicyModel | ValueModel | ScoreModel, group: TensorGroup) -> None:
+def parallelize(model: PackedModel, group: TensorGroup) -> None:
     """Splits a whole model, the same on all ranks of the group, in place; before FSDP shards it.
 
     Raises:
         ModelError: a layer with weights that the plan does not know.
     """
-    decoder = model.decoder
-    head = model.model.get_output_embeddings() if isinstance(model, PolicyModel) else None
-    tied = head is not None and head.weight is decoder.embed_tokens.weight
+    decoder, split = model.decoder, Split(group)
+    tied = model.output_layer.weight is decoder.embed_tokens.weight
     for layer in decoder.layers:
-        _apply(layer, _with_adapters(layer, _layer_plan(group), group), group.mesh)
-    _apply(decoder, {"embed_tokens": Vocabulary(group), "norm": Replicated()}, group.mesh)
-    if head is not None and tied:
-        head.weight = decoder.embed_tokens.weight
-    elif head is not None:
-        _place(head, group.mesh, weight=Shard(0))
+        _follow(layer, _with_adapters(layer, split))
+    _follow(decoder, {"embed_tokens": split.vocabulary, "norm": split.whole})
+    if not isinstance(model, PolicyModel):
+        split.place(model.output_layer)
+    elif tied:
+        model.output_layer.weight = decoder.embed_tokens.weight
+    else:
+        split.place(model.output_layer, weight=Shard(0))
     if isinstance(model, PolicyModel):
         model.tensor_group = group
-    else:
-        _place(model.head, group.mesh)
     unknown = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
     if unknown:
         raise ModelError(
@@ -114,101 +108,77 @@ def parallelize(model: PolicyModel | ValueModel | ScoreModel, group: TensorGroup
         )
 
 
-def _layer_plan(group: TensorGroup) -> dict[str, ParallelStyle]:
-    columns, rows = Columnwise(), Rowwise(group)
-    return {
-        "input_layernorm": Replicated(),
-        "self_attn": CopiedInput(group),
-        "self_attn.q_proj": columns,
-        "self_attn.k_proj": columns,
-        "self_attn.v_proj": columns,
-        "self_attn.q_norm": Replicated(group),
-        "self_attn.k_norm": Replicated(group),
-        "self_attn.o_proj": rows,
-        "post_attention_layernorm": Replicated(),
-        "mlp": CopiedInput(group),
-        "mlp.gate_proj": columns,
-        "mlp.up_proj": columns,
-        "mlp.down_proj": rows,
+def _with_adapters(layer: nn.Module, split: Split) -> Plan:
+    """The plan of a layer, of which some maps may have adapters. Where outputs are cut, so are the rows of B,
+    and each rank's gradient of A is a share; where inputs are cut, so are the columns of A, and what it
+    gives, a few numbers a token, is summed."""
+    plan: Plan = {
+        "input_layernorm": split.whole,
+        "self_attn": split.copied_input,
+        "self_attn.q_norm": split.seen_apart,
+        "self_attn.k_norm": split.seen_apart,
+        "post_attention_layernorm": split.whole,
+        "mlp": split.copied_input,
     }
+    maps: Plan = dict.fromkeys(_BY_OUTPUTS, split.by_outputs) | dict.fromkeys(_BY_INPUTS, split.by_inputs)
+    adapted = adapted_layers(layer)
+    for name, cut in maps.items():
+        if name not in adapted:
+            plan[name] = cut
+            continue
+        by_outputs = name in _BY_OUTPUTS
+        plan[f"{name}.base_layer"] = cut
+        plan[f"{name}.lora_A.{ADAPTER}"] = split.seen_apart if by_outputs else cut
+        plan[f"{name}.lora_B.{ADAPTER}"] = cut if by_outputs else split.whole
+    return plan
 
 
-def _with_adapters(
-    layer: nn.Module, plan: dict[str, ParallelStyle], group: TensorGroup
-) -> dict[str, ParallelStyle]:
-    """The plan of a layer of which some maps have adapters. Where outputs are cut, so are the rows of B, and
-    each rank's gradient of A is a share; where inputs are cut, so are the columns of A, and what it gives, a
-    few numbers a token, is summed."""
-    found = dict(plan)
-    for name in adapted_layers(layer):
-        style = found.pop(name, None)
-        if isinstance(style, Columnwise | Rowwise):
-            by_outputs = isinstance(style, Columnwise)
-            found |= {
-                f"{name}.base_layer": style,
-                f"{name}.lora_A.{ADAPTER}": Replicated(group) if by_outputs else style,
-                f"{name}.lora_B.{ADAPTER}": style if by_outputs else Replicated(),
-            }
-    return found
+def _follow(module: nn.Module, plan: Plan) -> None:
+    """Does what the plan says with the parts that the module has; an architecture may lack some."""
+    parts = dict(module.named_modules())
+    for name, change in plan.items():
+        if name in parts:
+            change(parts[name])
 
 
-def _apply(module: nn.Module, plan: dict[str, ParallelStyle], mesh: DeviceMesh) -> None:
-    """Applies what the plan says of the parts that the module has; an architecture may lack some."""
-    parts = {name for name, _ in module.named_modules()}
-    parallelize_module(module, mesh, {name: style for name, style in plan.items() if name in parts})
-
-
-class Columnwise(ParallelStyle):
-    """A linear map of which each rank has some outputs."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _place(module, device_mesh, weight=Shard(0), bias=Shard(0))
-        return _with(module, _locally(module, local))
-
-
-class Rowwise(ParallelStyle):
-    """A linear map of which each rank has some inputs; the outputs are summed, and the bias added once."""
+class Split:
+    """What the ranks of a group do with the parts of a model. Each method changes a module in place."""
 
     def __init__(self, group: TensorGroup) -> None:
         self.group = group
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _place(module, device_mesh, weight=Shard(1))
-        linear: Any = module
-        product = _locally(module, local, without="bias")
+    def by_outputs(self, module: Any) -> None:
+        """A linear map of which each rank has some outputs."""
+        self.place(module, weight=Shard(0), bias=Shard(0))
 
         def forward(x: Tensor) -> Tensor:
-            out = self.group.summed(product(x))
-            return out if linear.bias is None else out + local(linear.bias)
+            bias = None if module.bias is None else local(module.bias)
+            return linear(x, local(module.weight), bias)
 
-        return _with(module, forward)
+        module.forward = forward
 
+    def by_inputs(self, module: Any) -> None:
+        """A linear map of which each rank has some inputs; outputs are summed, and the bias added once."""
+        self.place(module, weight=Shard(1))
 
-class Replicated(ParallelStyle):
-    """A module whose weights every rank has.
+        def forward(x: Tensor) -> Tensor:
+            out = self.group.summed(linear(x, local(module.weight)))
+            return out if module.bias is None else out + local(module.bias)
 
-    Args:
-        group: given where the ranks' inputs differ: the gradients of the weights are summed.
-    """
+        module.forward = forward
 
-    def __init__(self, group: TensorGroup | None = None) -> None:
-        self.group = group
+    def whole(self, module: Any) -> None:
+        """A module whose weights every rank has, and gives the same inputs."""
+        self._on_parameters(module, local)
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _place(module, device_mesh)
-        group = self.group
-        seen = local if group is None else lambda parameter: group.copied(local(parameter))
-        return _with(module, _locally(module, seen))
+    def seen_apart(self, module: Any) -> None:
+        """A module whose weights every rank has, and gives inputs of its own: the gradients of the weights
+        are summed."""
+        self._on_parameters(module, lambda parameter: self.group.copied(local(parameter)))
 
-
-class CopiedInput(ParallelStyle):
-    """A module whose parts each work on the whole input, given first or as `hidden_states`: the gradients
-    that they send back to it are summed once for all."""
-
-    def __init__(self, group: TensorGroup) -> None:
-        self.group = group
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def copied_input(self, module: Any) -> None:
+        """A module whose parts each work on the whole input, given first or as `hidden_states`: the gradients
+        that they send back to it are summed once for all."""
         plain: Callable[..., Any] = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -216,19 +186,12 @@ class CopiedInput(ParallelStyle):
                 return plain(self.group.copied(args[0]), *args[1:], **kwargs)
             return plain(**kwargs | {"hidden_states": self.group.copied(kwargs["hidden_states"])})
 
-        return _with(module, forward)
+        module.forward = forward
 
-
-class Vocabulary(ParallelStyle):
-    """An embedding of which each rank has some entries: it looks up its own, and the sum is the whole."""
-
-    def __init__(self, group: TensorGroup) -> None:
-        self.group = group
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        assert isinstance(module, nn.Embedding)
-        first = first_entry(module.num_embeddings, self.group)
-        _place(module, device_mesh, weight=Shard(0))
+    def vocabulary(self, module: Any) -> None:
+        """An embedding of which each rank has some entries: it looks up its own, and the sum is the whole."""
+        first = self.group.entries(module.num_embeddings).start
+        self.place(module, weight=Shard(0))
 
         def forward(ids: Tensor) -> Tensor:
             weight = local(module.weight)
@@ -240,52 +203,26 @@ class Vocabulary(ParallelStyle):
             rows = F.embedding(places.where(mine, 0), weight, padding)
             return self.group.summed(rows.masked_fill(~mine.unsqueeze(-1), 0))
 
-        return _with(module, forward)
+        module.forward = forward
 
+    def place(self, module: nn.Module, **cut: Placement) -> None:
+        """Makes the module's own parameters DTensors that hold this rank's part; whole where `cut` is
+        silent."""
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            placements = [cut.get(name, Replicate())]
+            placed = distribute_tensor(parameter.detach(), self.group.mesh, placements, src_data_rank=None)
+            learns = parameter.requires_grad
+            module.register_parameter(name, nn.Parameter(placed, requires_grad=learns))
 
-def _place(module: nn.Module, mesh: DeviceMesh, **cut: Placement) -> None:
-    """Makes the module's own parameters DTensors that hold this rank's part; whole where `cut` is silent."""
-    for name, parameter in list(module.named_parameters(recurse=False)):
-        placement = cut.get(name, Replicate())
-        whole = parameter.detach()
-        part = whole
-        if isinstance(placement, Shard):
-            part = whole.chunk(mesh.size(), placement.dim)[mesh.get_local_rank()].contiguous()
-        placed = DTensor.from_local(
-            part if part.is_meta else part.to(mesh.device_type),
-            mesh,
-            [placement],
-            shape=whole.shape,
-            stride=whole.stride(),
-        )
-        module.register_parameter(name, nn.Parameter(placed, requires_grad=parameter.requires_grad))
+    def _on_parameters(self, module: Any, seen: Callable[[Tensor], Tensor]) -> None:
+        """Runs the module's forward as it is, on a copy of the module whose parameters `seen` makes."""
+        self.place(module)
+        plain = module.forward.__func__
 
+        def forward(*args: Any) -> Any:
+            stand_in = copy(module)
+            held = module._parameters.items()
+            stand_in._parameters = {name: None if p is None else seen(p) for name, p in held}
+            return plain(stand_in, *args)
 
-def _locally(
-    module: nn.Module, seen: Callable[[Tensor], Tensor], *, without: str | None = None
-) -> Callable[..., Any]:
-    """The module's forward as it is, run on what `seen` makes of its parameters.
-
-    Args:
-        without: the name of a parameter that it does not get.
-    """
-    plain: Callable[..., Any] = module.forward
-    holder: Any = module
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        held = holder._parameters
-        holder._parameters = {
-            name: None if parameter is None or name == without else seen(parameter)
-            for name, parameter in held.items()
-        }
-        try:
-            return plain(*args, **kwargs)
-        finally:
-            holder._parameters = held
-
-    return forward
-
-
-def _with(module: nn.Module, forward: Callable[..., Any]) -> nn.Module:
-    module.forward = forward
-    return module
+        module.forward = forward

@@ -11,16 +11,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tandem.models.kernels import Kernels
 from tandem.models.lora import plain_name
 from tandem.models.packing import PackedInputs
-from tandem.models.policy import at_places, check_outputs, decode
+from tandem.models.policy import PackedModel, at_places, decode
 from tandem.models.tensor_group import local
 
-VALUE_OUTPUTS = frozenset({"values"})
 
-
-class ValueModel(nn.Module):
+class ValueModel(PackedModel):
     """A language model's decoder under a linear head that starts at zero: the first values are 0,
     whatever the language model was, and nothing in it is random.
 
@@ -28,10 +25,8 @@ class ValueModel(nn.Module):
         model: a causal language model, loaded with `attention=PACKED`; its own head is dropped.
     """
 
-    whole_sequences = False
-    kernels = Kernels()
-    starts_at_zero: frozenset[str] = frozenset({"value_head.weight", "value_head.bias"})
-    """Parameters that are no part of a folder."""
+    kind, outputs = "value", frozenset({"values"})
+    starts_at_zero = frozenset({"value_head.weight", "value_head.bias"})
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -49,8 +44,8 @@ class ValueModel(nn.Module):
         return self.model
 
     @property
-    def head(self) -> nn.Linear:
-        """The layer that judges a hidden state."""
+    def output_layer(self) -> nn.Linear:
+        """The head."""
         return self.value_head
 
     def forward(self, inputs: PackedInputs, outputs: frozenset[str]) -> dict[str, Tensor]:
@@ -60,18 +55,19 @@ class ValueModel(nn.Module):
         Raises:
             EngineError: an output that a value model does not have.
         """
-        check_outputs(outputs, VALUE_OUTPUTS, "value")
-        return {"values": at_places(one_number(self.value_head, self.decoder, inputs), inputs)}
+        self.check_outputs(outputs)
+        return {"values": at_places(one_number(self, inputs), inputs)}
 
     def hf_name(self, name: str) -> str:
         """The name of a parameter in a folder that `load_policy` reads; the head has one of its own."""
         return plain_name(name)
 
 
-def one_number(head: nn.Linear, decoder: Any, inputs: PackedInputs) -> Tensor:
+def one_number(module: PackedModel, inputs: PackedInputs) -> Tensor:
     """(K): the head's single output over the last hidden state at each position asked for; of two outputs the
     second's probability. In the output's precision, at least fp32: bf16 would round it to three digits."""
-    hidden_KD = decode(decoder, inputs).index_select(0, inputs.sources)
+    head = module.output_layer
+    hidden_KD = decode(module.decoder, inputs).index_select(0, inputs.sources)
     out_type = torch.promote_types(hidden_KD.dtype, torch.float32)
     bias_1 = None if head.bias is None else local(head.bias).to(out_type)
     out_KL = nn.functional.linear(hidden_KD.to(out_type), local(head.weight).to(out_type), bias_1)

@@ -14,16 +14,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from tandem.models.lora import is_adapter
-from tandem.models.policy import PolicyModel
-from tandem.models.score import ScoreModel
+from tandem.models.policy import PackedModel
 from tandem.models.tensor_group import local, place
-from tandem.models.value import ValueModel
 from tandem.texts import parse_json
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
-
-Model = PolicyModel | ValueModel | ScoreModel
 
 
 class WeightFiles:
@@ -62,7 +58,7 @@ class WeightFiles:
             return None
         return None
 
-    def hold(self, module: Model) -> bool:
+    def hold(self, module: PackedModel) -> bool:
         """True where each weight that the module needs is there, under its name and in its shape. A folder
         of which that is not true may still be one that transformers can convert."""
         return self.fit(module.model, {name: value.shape for name, value in _stored(module).items()})
@@ -80,7 +76,7 @@ class WeightFiles:
                 yield name, stored.get_tensor(name)
 
     @torch.no_grad()
-    def fill(self, module: Model, device: torch.device) -> None:
+    def fill(self, module: PackedModel, device: torch.device) -> None:
         """Gives a sharded module on the meta device its memory, and each of its shards what the files hold
         there, in the shard's type. What no folder holds starts at zero, but for adapters.
 
@@ -105,7 +101,7 @@ class WeightFiles:
                 local(parameter).zero_()
 
 
-def _stored(module: Model) -> dict[str, Tensor]:
+def _stored(module: PackedModel) -> dict[str, Tensor]:
     """The tensors of a module that a folder holds, by Hugging Face name: parameters, tied ones once, and
     persistent buffers; no adapters."""
     persistent = module.state_dict(keep_vars=True).keys()

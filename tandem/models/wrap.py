@@ -35,7 +35,16 @@ def wrapped(model: Any, policy: WrapPolicyConfig) -> list[list[nn.Module]]:
     if not policy.min_num_params:
         return [[module] for module in modules]
     _check_apart(modules)
-    return _together(modules, policy.min_num_params)
+    units: list[list[nn.Module]] = []
+    gathering: list[nn.Module] = []
+    for module in modules:
+        gathering.append(module)
+        if sum(p.numel() for part in gathering for p in part.parameters()) >= policy.min_num_params:
+            units.append(gathering)
+            gathering = []
+    if units:
+        units[-1] += gathering
+    return units
 
 
 def _of_classes(model: Any, names: Sequence[str]) -> list[nn.Module]:
@@ -77,16 +86,3 @@ def _check_apart(modules: Sequence[nn.Module]) -> None:
                 got=f"{type(module).__name__}, {type(inner).__name__}",
                 remedy="name one of the two classes, or set wrap_policy.min_num_params=0",
             )
-
-
-def _together(modules: Sequence[nn.Module], least: int) -> list[list[nn.Module]]:
-    units: list[list[nn.Module]] = []
-    gathering: list[nn.Module] = []
-    for module in modules:
-        gathering.append(module)
-        if sum(p.numel() for part in gathering for p in part.parameters()) >= least:
-            units.append(gathering)
-            gathering = []
-    if units:
-        units[-1] += gathering
-    return units

@@ -9,14 +9,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import parallelize_module
 
 from tandem.models.collectives import CollectiveMeter
 from tandem.models.heads import tiled
 from tandem.models.parallel import init_distributed, leave_distributed
 from tandem.models.tensor_group import TensorGroup
-from tandem.models.tensor_parallel import Vocabulary
-from tandem.models.vocab_parallel import split_token_log_probs
+from tandem.models.tensor_parallel import Split
 
 ROWS, FEATURES, PADDING = 37, 12, 13
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
@@ -39,7 +37,7 @@ def head(group, vocabulary, tile_bytes, temperature, dtype, asked):
     split = DTensor.from_local(part, group.mesh, [Shard(0)], shape=weight.shape, stride=weight.stride())
     hidden, split = hidden.requires_grad_(), nn.Parameter(split)
     options = {"temperature": temperature, "with_entropy": bool(asked[1])}
-    found = split_token_log_probs(hidden, split, targets, group, tiled.TorchTiles(), **options)
+    found = tiled.token_log_probs(hidden, split, targets, group=group, **options)
     sum((value * m).sum() for value, m, use in zip(found, mix, asked, strict=True) if use).backward()
     return [value.detach() for value in found if value is not None], hidden.grad, split.grad.full_tensor()
 
@@ -47,7 +45,7 @@ def head(group, vocabulary, tile_bytes, temperature, dtype, asked):
 def embedding(group, vocabulary):
     _, weight, ids, _ = inputs(vocabulary, torch.float64)
     module = nn.Embedding(vocabulary, FEATURES, PADDING, _weight=weight.clone())
-    parallelize_module(module, group.mesh, Vocabulary(group))
+    Split(group).vocabulary(module)
     out = module(ids)
     (out * torch.arange(out.numel()).view_as(out)).sum().backward()
     return out.detach(), module.weight.grad.full_tensor()

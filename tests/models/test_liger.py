@@ -13,7 +13,7 @@ from transformers.models.qwen2 import modeling_qwen2
 
 from tandem.errors import ConfigError
 from tandem.models.heads import liger as liger_head
-from tandem.models.liger import patch
+from tandem.models.kernels import patch
 from tests.support.heads import check_head, make_case
 
 

@@ -41,15 +41,15 @@ def test_stages_in_succession_are_the_whole(qwen2_folder):
     given, hidden, names = pack(tokens, None, device=CPU, fill=20), None, []
     for stage in range(2):
         module = PolicyModel(load_policy(qwen2_folder, dtype=torch.float64))
-        parts = place(stage, 2).cut(module)
-        assert parts.shapes == {whole.hf_name(n): p.shape for n, p in whole.named_parameters()}
+        shapes, owners, tied = place(stage, 2).cut(module)
+        assert shapes == {whole.hf_name(n): p.shape for n, p in whole.named_parameters()}
         assert len(own_layers(module)) < len(whole.decoder.layers) == len(module.decoder.layers)
         mine = {module.hf_name(name) for name, _ in module.named_parameters()}
-        assert {name for name, owner in parts.stages.items() if owner == stage} <= mine
+        assert {name for name, owner in owners.items() if owner == stage} <= mine
         names.append(mine)
         out = module(replace(given, hidden=hidden), outputs)
         hidden = out.get(HIDDEN)
-    assert names[0] & names[1] == ({"model.embed_tokens.weight"} if parts.tied else set())
+    assert names[0] & names[1] == ({"model.embed_tokens.weight"} if tied else set())
     assert torch.allclose(out["log_probs"], wanted, rtol=0, atol=1e-12)
 
 

@@ -11,8 +11,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from tandem.config.fsdp import FSDPConfig
 from tandem.config.model import BackboneConfig
+from tandem.config.optim import OptimConfig
 from tandem.engines.train.fsdp import FSDPEngine
-from tandem.engines.train.module import unsharded_module
+from tandem.engines.train.module import Settings, unsharded_module
 from tandem.errors import ModelError
 from tandem.models.loading import load_policy
 from tandem.models.weight_files import WeightFiles
@@ -102,16 +103,8 @@ def test_several_files_in_another_type(folder, stored, read_in_rows, monkeypatch
 
 
 def test_parameters_have_no_memory_until_they_are_sharded(folder):
-    module, files = unsharded_module(
-        "policy",
-        folder,
-        BackboneConfig(path=str(folder)),
-        FSDPConfig(),
-        torch.float32,
-        torch.device("cpu"),
-        temperature=1.0,
-        trains=True,
-    )
+    settings = Settings(BackboneConfig(path=str(folder)), FSDPConfig(), OptimConfig(), torch.device("cpu"))
+    module, files = unsharded_module("policy", folder, settings, temperature=1.0)
     assert files is not None
     assert all(p.is_meta and p.requires_grad for p in module.parameters())
     assert not any(buffer.is_meta for buffer in module.buffers())

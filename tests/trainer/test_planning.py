@@ -11,7 +11,7 @@ import torch
 
 from tandem.config.load import load_train_config
 from tandem.engines.train import recomputation
-from tandem.engines.train.execution import OneByOne
+from tandem.engines.train.execution import Execution
 from tandem.engines.train.fsdp import FSDPEngine
 from tandem.errors import DeviceMemoryError
 from tandem.memory.host import host_free
@@ -91,7 +91,7 @@ def test_memory_that_does_not_suffice_is_held_against_the_plan(
         return fail() if "response_mask" in batch.batch else real(self, batch, **options)
 
     if where == "train_step":
-        monkeypatch.setattr(OneByOne, "gradients", fail)
+        monkeypatch.setattr(Execution, "gradients", fail)
     else:
         monkeypatch.setattr(FSDPEngine, "forward", forward)
     words = [*lab.overrides(lab.folder / where), "actor_rollout_ref.actor.ppo_mini_batch_size=2"]

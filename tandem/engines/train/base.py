@@ -73,11 +73,7 @@ class LossFn(Protocol):
     def columns(self) -> frozenset[str]: ...
 
     def __call__(
-        self,
-        out: Mapping[str, Tensor],
-        columns: Mapping[str, Tensor],
-        offsets: Tensor,
-        counts: Counts,
+        self, out: Mapping[str, Tensor], columns: Mapping[str, Tensor], offsets: Tensor, counts: Counts
     ) -> tuple[Tensor, Metrics]: ...
 
 

@@ -12,10 +12,9 @@ kernels holds for the engine's own work alone: a rollout and other models of the
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import wraps
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 
@@ -25,15 +24,6 @@ from tandem.errors import ConfigError, EngineError
 FIELD = "fsdp_config.full_determinism"
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 _WORKSPACES = (":4096:8", ":16:8")  # those with which cuBLAS promises the same bits
-
-
-class _Engine(Protocol):
-    _fsdp: FSDPConfig
-
-
-P = ParamSpec("P")
-R = TypeVar("R")
-E = TypeVar("E", bound=_Engine)
 
 
 def prepare(fsdp: FSDPConfig, device: torch.device) -> None:
@@ -59,17 +49,9 @@ def prepare(fsdp: FSDPConfig, device: torch.device) -> None:
     os.environ.setdefault("NCCL_ALGO", "Ring")
 
 
-def repeatable(method: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, P], R]:
-    """A method of an engine with deterministic kernels alone, where its config asks for it."""
-
-    @wraps(method)
-    def run(self: E, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        if not self._fsdp.full_determinism:
-            return method(self, *args, **kwargs)
-        with deterministic_kernels():
-            return method(self, *args, **kwargs)
-
-    return run
+def repeatable(fsdp: FSDPConfig) -> AbstractContextManager[None]:
+    """Inside, deterministic kernels alone, where the config asks for it."""
+    return deterministic_kernels() if fsdp.full_determinism else nullcontext()
 
 
 @contextmanager

@@ -5,10 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
-from tandem.config.fsdp import FSDPConfig
-from tandem.config.model import BackboneConfig
+from tandem.engines.train.module import Settings
 from tandem.errors import EngineError
 from tandem.models.collectives import CollectiveMeter
 from tandem.models.loading import load_config
@@ -28,25 +25,16 @@ class Division:
         sequence: the ranks that share the tokens of its micro-batches; None: it has them to itself.
         tensor: the ranks that split the layers; None: it has them whole.
         pipeline: the ranks of the other stages; None: it has all layers.
-        schedule: of the pipeline, by name.
     """
 
     grid: Grid
     sequence: SequenceSplit | None
     tensor: TensorGroup | None
     pipeline: Pipeline | None
-    schedule: str
 
     @classmethod
     def of(
-        cls,
-        model_path: str | Path,
-        model: BackboneConfig,
-        fsdp: FSDPConfig,
-        sequence_parallel: int,
-        *,
-        device: torch.device,
-        meter: CollectiveMeter,
+        cls, model_path: str | Path, settings: Settings, sequence_parallel: int, meter: CollectiveMeter
     ) -> Division:
         """
         Args:
@@ -58,6 +46,7 @@ class Division:
             ModelError: attention heads that cannot be shared out, layers that cannot be split, or a model of
                 which no stages can be made.
         """
+        fsdp, device = settings.fsdp, settings.device
         init_distributed(device)
         grid = Grid.over_all_ranks(
             device,
@@ -66,7 +55,7 @@ class Division:
             tensor=fsdp.tensor_parallel_size,
             stages=fsdp.pipeline_parallel_size,
         )
-        config = load_config(model_path, trust_remote_code=model.trust_remote_code)
+        config = load_config(model_path, trust_remote_code=settings.model.trust_remote_code)
         sequence, tensor = grid.work["sequence"], grid.work["tp"]
         split, group, pipeline = SequenceSplit.of(sequence, meter), None, None
         if split is not None:
@@ -78,7 +67,7 @@ class Division:
         if fsdp.pipeline_parallel_size > 1:
             check_pipeline(config, fsdp.pipeline_parallel_size)
             pipeline = Pipeline.of(grid.work, meter)
-        return cls(grid, split, group, pipeline, fsdp.pipeline_schedule)
+        return cls(grid, split, group, pipeline)
 
     @property
     def stages(self) -> int:
@@ -95,17 +84,14 @@ class Division:
         Raises:
             EngineError: no rank can have it.
         """
-        if self.pipeline is not None:
-            raise EngineError(
-                "each rank has only the layers of its stage, so no module can be shared whole",
-                field="fsdp_config.pipeline_parallel_size",
-                got=self.pipeline.size,
-                expected="1, or a receiver that takes a stream of weights",
-            )
-        if self.tensor is not None:
-            raise EngineError(
-                "each rank has only its part of every layer, so no module can be shared whole",
-                field="fsdp_config.tensor_parallel_size",
-                got=self.tensor.size,
-                expected="1, or a receiver that takes a stream of weights",
-            )
+        for name, part, has in (
+            ("pipeline", self.pipeline, "the layers of its stage"),
+            ("tensor", self.tensor, "its part of every layer"),
+        ):
+            if part is not None:
+                raise EngineError(
+                    f"each rank has only {has}, so no module can be shared whole",
+                    field=f"fsdp_config.{name}_parallel_size",
+                    got=part.size,
+                    expected="1, or a receiver that takes a stream of weights",
+                )

@@ -1,10 +1,8 @@
-"""Two ways to run the micro-batches of a step share a protocol; the one of a model without pipeline stages
-runs one after the other."""
+"""The run of a step's micro-batches, one after the other."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,30 +11,12 @@ from torch.distributed.fsdp import FSDPModule
 from tandem.engines.train.base import Counts, LossFn
 from tandem.engines.train.microbatch import MicroBatch
 from tandem.models.activation_offload import ActivationOffload
-from tandem.models.weight_files import Model
+from tandem.models.policy import PackedModel
 from tandem.observability.metrics import Metrics
 from tandem.protocol import DataProto, Ragged
 
-
-class Execution(Protocol):
-    """All methods are collective over the ranks that take the same rows."""
-
-    def outputs(
-        self, parts: Iterable[MicroBatch], wanted: frozenset[str]
-    ) -> Iterator[tuple[MicroBatch, Mapping[str, Tensor]]]:
-        """Each micro-batch and the outputs of the model there, without gradient."""
-
-    def gradients(self, parts: Sequence[MicroBatch], loss: LossFn, counts: Counts) -> tuple[Metrics, Tensor]:
-        """Leaves the gradients of these micro-batches with the parameters, over all ranks, in the last
-        backward of which they meet.
-
-        Returns:
-            metrics, and the fp64 sum of losses; both are this rank's, and empty and zero on those that see
-            no loss.
-        """
-
-    def told(self, metrics: Metrics, total: Tensor) -> tuple[Metrics, Tensor]:
-        """The metrics and the total, sent by a rank that sees the loss to those that do not."""
+Run = tuple[MicroBatch, Mapping[str, Tensor]]
+"""A micro-batch, and the outputs of the model there."""
 
 
 def synchronize(root: FSDPModule, *, last: bool, each: bool) -> None:
@@ -48,11 +28,7 @@ def synchronize(root: FSDPModule, *, last: bool, each: bool) -> None:
     root.set_reshard_after_backward(last or each)
 
 
-def collected(
-    runs: Iterable[tuple[MicroBatch, Mapping[str, Tensor]]],
-    names: Collection[str],
-    tokens: Ragged,
-) -> DataProto:
+def collected(runs: Iterable[Run], names: Collection[str], tokens: Ragged) -> DataProto:
     """The outputs of all micro-batches as columns on the host, in the order of the rows.
 
     Args:
@@ -81,8 +57,8 @@ def collected(
     )
 
 
-class OneByOne:
-    """Micro-batches one after the other.
+class Execution:
+    """Micro-batches one after the other. All methods are collective over the ranks that take the same rows.
 
     Args:
         module: sharded.
@@ -93,25 +69,30 @@ class OneByOne:
 
     def __init__(
         self,
-        module: Model,
+        module: PackedModel,
         root: FSDPModule,
-        offload: ActivationOffload | None,
         device: torch.device,
         *,
-        each: bool = False,
+        each: bool,
+        offload: ActivationOffload | None = None,
     ) -> None:
-        self._module, self._root, self._each = module, root, each
-        self._offload, self._device = offload, device
+        self._module, self._root, self._device = module, root, device
+        self._each, self._offload = each, offload
 
-    def outputs(
-        self, parts: Iterable[MicroBatch], wanted: frozenset[str]
-    ) -> Iterator[tuple[MicroBatch, Mapping[str, Tensor]]]:
-        """See `Execution`."""
+    def outputs(self, parts: Iterable[MicroBatch], wanted: frozenset[str]) -> Iterator[Run]:
+        """Each micro-batch and the outputs of the model there, without gradient."""
         for part in parts:
             yield part, self._module(part.inputs, wanted)
 
     def gradients(self, parts: Sequence[MicroBatch], loss: LossFn, counts: Counts) -> tuple[Metrics, Tensor]:
-        """See `Execution`. Weights stay gathered between micro-batches whose gradients are not reduced."""
+        """Leaves the gradients of these micro-batches with the parameters, over all ranks, in the last
+        backward of which they meet. Weights stay gathered between micro-batches whose gradients are not
+        reduced.
+
+        Returns:
+            metrics, and the fp64 sum of losses; both are this rank's, and empty and zero on those that see
+            no loss.
+        """
         found: list[Metrics] = []
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for index, part in enumerate(parts):
@@ -126,5 +107,6 @@ class OneByOne:
         return Metrics.merged(found), total
 
     def told(self, metrics: Metrics, total: Tensor) -> tuple[Metrics, Tensor]:
-        """See `Execution`: every rank sees the loss."""
+        """The metrics and the total, sent by a rank that sees the loss to those that do not: here every rank
+        does."""
         return metrics, total

@@ -17,7 +17,7 @@ from tandem.config.optim import OptimConfig
 from tandem.engines.train.base import JUDGED, REFERENCE, Counts, LossFn, MicroBatching, RecountingLoss
 from tandem.engines.train.deterministic import repeatable
 from tandem.engines.train.division import Division
-from tandem.engines.train.execution import Execution, OneByOne, collected
+from tandem.engines.train.execution import Execution, collected
 from tandem.engines.train.gradients import check_finite, scale
 from tandem.engines.train.microbatch import (
     CPU_BLOCK_TOKENS,
@@ -27,7 +27,7 @@ from tandem.engines.train.microbatch import (
     global_counts,
     most_tokens,
 )
-from tandem.engines.train.module import Kind, check_options, dtypes, unsharded_module
+from tandem.engines.train.module import Kind, Settings, check_options, unsharded_module
 from tandem.engines.train.optim import learning_rate
 from tandem.engines.train.pipelined import Pipelined
 from tandem.engines.train.recomputation import Recomputation
@@ -86,78 +86,60 @@ class FSDPEngine:
         device: torch.device,
         say: Callable[[str], None] | None = None,
     ) -> None:
-        check_options(model, fsdp, optim, device)
-        self.device = device
-        self.version = 0
-        self._fsdp, self._optim = fsdp, optim
+        settings = Settings(model, fsdp, optim, device)
+        check_options(settings)
+        self.device, self.version = device, 0
+        self._settings, self._fsdp, self._optim = settings, fsdp, optim
         self._total_steps, self._updates_per_step = total_steps, updates_per_step
         self._interrupted = False
-        self._pad_to_longest = not model.use_remove_padding
-        self._master, self._compute = dtypes(fsdp, device)
         self._meter = CollectiveMeter()
-        division = Division.of(model_path, model, fsdp, sequence_parallel, device=device, meter=self._meter)
-        self.grid, self.share, self._split = division.grid, division.grid.share, division.sequence
-        self._division, self.unshards = division, division.whole and not model.lora_rank
+        division = Division.of(model_path, settings, sequence_parallel, self._meter)
+        self.grid, self.share, self._division = division.grid, division.grid.share, division
+        self.unshards = division.whole and not model.lora_rank
         self._others = self.grid.work["data"].get_group()  # with other rows
-        self.module, files = unsharded_module(
-            kind,
-            model_path,
-            model,
-            fsdp,
-            self._master,
-            device,
-            temperature=temperature,
-            trains=optim is not None,
-            base_dtype=self._compute,
-        )
+        self.module, files = unsharded_module(kind, model_path, settings, temperature=temperature)
         self.kernels = self.module.kernels
         units = wrapped(self.module, fsdp.wrap_policy)
         stages = None if division.pipeline is None else Stages(division.pipeline, self.module)
         if division.tensor is not None:
             parallelize(self.module, division.tensor)
-        self._units, switch = self._sharded(units, model, fsdp)
+        self._units, switch = self._sharded(units)
         if files is not None:
             files.fill(self.module, device)
         draw_adapters(self.module, model.lora_adapter_path)
-        types = {"compute": self._compute, "master": self._master}
-        self._recomputation = Recomputation(
-            switch, self.module, self._units, division, model, fsdp, **types, device=device, say=say
-        )
-        self._execution = self._made_execution(stages)
+        self._recomputation = Recomputation(switch, self.module, self._units, division, settings, say)
+        each, root = self._recomputation.reduces_each, self._units[-1]
+        if stages is None:
+            self._execution = Execution(self.module, root, device, each=each, offload=self.activation_offload)
+        else:
+            self._execution = Pipelined(self.module, root, settings, stages, each=each)
         self._warm_up(kind, model_path)
         self._state = TrainState(self.module, optim, self._meter, self.grid, stages)
 
-    def _sharded(
-        self, units: list[list[nn.Module]], model: BackboneConfig, fsdp: FSDPConfig
-    ) -> tuple[list[FSDPModule], Switch | None]:
+    def _sharded(self, units: list[list[nn.Module]]) -> tuple[list[FSDPModule], Switch | None]:
         """The units of FSDP, the root last, after all that changes how layers run, and what chooses which of
         them run again."""
+        settings, fsdp = self._settings, self._fsdp
         # One rank gains nothing from giving up parameters it would at once gather from itself.
         self._reshard_after_forward = fsdp.reshard_after_forward and self.grid.weights["shard"].size() > 1
         if fsdp.use_torch_compile:
             compile_model(self.module)
         layers: Any = self.module.decoder.layers
-        managed = Managed() if self._optim is None else manage_activations(layers, model, self.device)
+        managed = Managed()
+        if self._optim is not None:
+            managed = manage_activations(layers, settings.model, self.device)
         self.activation_offload = managed.offload
         sharded = shard(
             self.module,
             present(units, self.module),
             self.grid.fsdp,
-            compute_dtype=self._compute,
-            master_dtype=self._master,
+            compute_dtype=settings.compute,
+            master_dtype=settings.master,
             reshard_after_forward=self._reshard_after_forward,
             forward_prefetch=fsdp.forward_prefetch,
             meter=self._meter,
         )
         return sharded, managed.switch
-
-    def _made_execution(self, stages: Stages | None) -> Execution:
-        each = self._recomputation.reduces_each
-        if stages is None:
-            return OneByOne(self.module, self._root, self.activation_offload, self.device, each=each)
-        types = {"compute_dtype": self._compute, "output_dtype": self.output_dtype}
-        schedule = self._division.schedule
-        return Pipelined(self.module, self._root, stages, schedule, self.device, **types, each=each)
 
     def _warm_up(self, kind: Kind, model_path: str | Path) -> None:
         """First forwards through the root: FSDP takes the module that runs first for its root, and that may
@@ -176,7 +158,7 @@ class FSDPEngine:
             self.forward(tokens, outputs=frozenset({"log_probs"}), micro=micro).ragged("log_probs").values
             for micro in (MicroBatching(), MicroBatching(max_samples=1))
         )
-        require_packed(together, alone, LIMITS[self._compute], str(model_path))
+        require_packed(together, alone, LIMITS[self.compute_dtype], str(model_path))
 
     def _reshard(self) -> None:
         for unit in self._units:
@@ -191,13 +173,14 @@ class FSDPEngine:
         block_tokens = CPU_BLOCK_TOKENS if self.device.type == "cpu" else None
         stages, ranks, fill = self._division.stages, self.grid.work["sequence"].size(), 0
         parts = cut_alike(lengths, micro.over(ranks), self._meter, block_tokens=block_tokens, least=stages)
-        laid = {"pad_to_longest": self._pad_to_longest, "whole": self.module.whole_sequences}
+        padded = not self._settings.model.use_remove_padding
+        laid = {"pad_to_longest": padded, "whole": self.module.whole_sequences}
         if stages > 1:
             fill = most_tokens(batch, parts, **laid)
+        split = self._division.sequence
         for rows in parts:
-            yield assemble(batch, rows, columns, device=self.device, split=self._split, fill=fill, **laid)
+            yield assemble(batch, rows, columns, device=self.device, split=split, fill=fill, **laid)
 
-    @repeatable
     def forward(
         self,
         batch: DataProto,
@@ -214,13 +197,13 @@ class FSDPEngine:
             EngineError: an output this kind of model does not have.
         """
         try:
-            with torch.no_grad(), varied(self.module, adapter=adapter, temperature=temperature):
+            varies = varied(self.module, adapter=adapter, temperature=temperature)
+            with torch.no_grad(), varies, repeatable(self._fsdp):
                 runs = self._execution.outputs(self._micro_batches(batch, frozenset(), micro), outputs)
                 return collected(runs, outputs, batch.ragged("tokens"))
         finally:
             self._reshard()
 
-    @repeatable
     def train_step(self, batch: DataProto, loss: LossFn, *, micro: MicroBatching) -> Metrics:
         """See `TrainEngine.train_step`. Its metrics are the loss's own, grad_norm (before clipping)
         and lr; with activation offload those of `ActivationOffload.report`, over all ranks. Of a loss that
@@ -245,17 +228,18 @@ class FSDPEngine:
         self._recomputation.fit(micro_batches, micro)
         self._interrupted = True
         try:
-            metrics, total = self._accumulate(micro_batches, loss, counts)
-            self._interrupted = False
-            if isinstance(loss, RecountingLoss):
-                factor = loss.recount(metrics, counts)
-                if factor == 0:
-                    return metrics
-                scale(self.module.parameters(), factor)
-                total = total * factor
-            grad_norm = self._state.gradient_norm()
-            check_finite(total, grad_norm)
-            self._state.step(lr, grad_norm, self._optim.clip_grad)
+            with repeatable(self._fsdp):
+                metrics, total = self._accumulate(micro_batches, loss, counts)
+                self._interrupted = False
+                if isinstance(loss, RecountingLoss):
+                    factor = loss.recount(metrics, counts)
+                    if factor == 0:
+                        return metrics
+                    scale(self.module.parameters(), factor)
+                    total = total * factor
+                grad_norm = self._state.gradient_norm()
+                check_finite(total, grad_norm)
+                self._state.step(lr, grad_norm, self._optim.clip_grad)
         finally:
             self._state.zero_grad()
             self._reshard()
@@ -275,10 +259,6 @@ class FSDPEngine:
             with self._meter.measure(self.device, all_reduce_bytes(merged.reduced_bytes, self.share.size)):
                 merged = merged.all_reduced(self._others, self.device)
         return self._execution.told(merged, total)
-
-    @property
-    def _root(self) -> FSDPModule:
-        return self._units[-1]
 
     @contextmanager
     def unsharded(self) -> Iterator[nn.Module]:
@@ -307,7 +287,7 @@ class FSDPEngine:
     ) -> Iterator[tuple[str, Tensor]]:
         """See `TrainEngine.weights`. Shards are merged with their adapters and change their type before they
         are gathered; of the gathered tensors there is one at a time."""
-        yield from self._state.weights(dtype or self._master, names)
+        yield from self._state.weights(dtype or self._settings.master, names)
 
     @property
     def weight_shapes(self) -> dict[str, torch.Size]:
@@ -316,7 +296,7 @@ class FSDPEngine:
 
     def digest(self, dtype: torch.dtype | None = None) -> Digest:
         """See `TrainEngine.digest`."""
-        sums = self._state.checksums(dtype or self._compute)
+        sums = self._state.checksums(dtype or self.compute_dtype)
         total = torch.stack(list(sums.values()))
         for name in ("shard", "tp", "pp"):
             self._meter.all_reduce(total, group=self.grid.weights[name].get_group())
@@ -333,11 +313,11 @@ class FSDPEngine:
 
     def output_head(self) -> Tensor:
         """See `TrainEngine.output_head`."""
-        return self._state.output_head(self._compute)
+        return self._state.output_head(self.compute_dtype)
 
     def hold_reference_head(self, head: Tensor) -> None:
         """See `TrainEngine.hold_reference_head`."""
-        self.module.reference_head = head.to(self.device, self._compute)
+        self.module.reference_head = head.to(self.device, self.compute_dtype)
 
     def take_collectives(self) -> tuple[float, int]:
         """See `TrainEngine.take_collectives`. The few numbers that the gradient's norm and checkpoints
@@ -347,12 +327,12 @@ class FSDPEngine:
     @property
     def compute_dtype(self) -> torch.dtype:
         """See `TrainEngine.compute_dtype`."""
-        return self._compute
+        return self._settings.compute
 
     @property
     def output_dtype(self) -> torch.dtype:
         """See `TrainEngine.output_dtype`."""
-        return torch.promote_types(self._compute, torch.float32)
+        return self._settings.output
 
     def save(self, path: Path) -> None:
         """Writes model, optimizer and version into the folder `path`, each rank its own shards."""
@@ -372,15 +352,13 @@ class FSDPEngine:
 
     def offload(self) -> None:
         """Moves what the config says to the host. On a CPU there is nowhere to go: nothing moves."""
-        self._state.move("cpu", parameters=self._fsdp.param_offload, optimizer=self._fsdp.optimizer_offload)
+        if self.device.type != "cpu":
+            self._state.offload(parameters=self._fsdp.param_offload, optimizer=self._fsdp.optimizer_offload)
 
     def onload(self, *, optimizer: bool) -> None:
         """See `TrainEngine.onload`."""
-        self._state.move(
-            self.device,
-            parameters=self._fsdp.param_offload,
-            optimizer=optimizer and self._fsdp.optimizer_offload,
-        )
+        optimizer = optimizer and self._fsdp.optimizer_offload
+        self._state.onload(parameters=self._fsdp.param_offload, optimizer=optimizer)
 
     def take_transfers(self) -> dict[str, tuple[float, int]]:
         """See `TrainEngine.take_transfers`."""
@@ -391,8 +369,8 @@ class FSDPEngine:
         dtypes; ranks."""
         return {
             **self._state.counts(),
-            "master_dtype": str(self._master),
-            "compute_dtype": str(self._compute),
+            "master_dtype": str(self._settings.master),
+            "compute_dtype": str(self.compute_dtype),
             "world_size": self.grid.work.size(),
             "device": str(self.device),
             "offload_applies": self.device.type != "cpu",

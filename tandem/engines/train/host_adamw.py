@@ -35,18 +35,11 @@ class HostAdamW(torch.optim.Optimizer):
     Args:
         groups: `params` and `weight_decay`.
         fused: one kernel; else several.
+        numbers: lr, betas and eps.
     """
 
-    def __init__(
-        self,
-        groups: Iterable[dict[str, Any]],
-        *,
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        fused: bool,
-    ) -> None:
-        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
+    def __init__(self, groups: Iterable[dict[str, Any]], *, fused: bool, **numbers: Any) -> None:
+        super().__init__(groups, numbers)
         self._fused = fused
         self._pinned: dict[str, Tensor] = {}
         for group in self.param_groups:
@@ -67,23 +60,11 @@ class HostAdamW(torch.optim.Optimizer):
         if on_device:
             weight, gradient = self._fetched("weight", shard), self._fetched("gradient", gradient)
             torch.cuda.current_stream().synchronize()
-        adamw(
-            [weight],
-            [gradient],
-            [local(state["exp_avg"])],
-            [local(state["exp_avg_sq"])],
-            [],
-            [state["step"]],
-            foreach=not self._fused,
-            fused=self._fused,
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
+        moments = [local(state["exp_avg"])], [local(state["exp_avg_sq"])]
+        options = {name: group[name] for name in ("lr", "weight_decay", "eps")}
+        options |= {"beta1": group["betas"][0], "beta2": group["betas"][1]}
+        options |= {"foreach": not self._fused, "fused": self._fused, "amsgrad": False, "maximize": False}
+        adamw([weight], [gradient], *moments, [], [state["step"]], **options)
         if on_device:  # the next fetch into this memory waits on the stream until it has been read
             shard.copy_(weight, non_blocking=True)
 

@@ -7,7 +7,7 @@ waits for them by events.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -46,35 +46,22 @@ def remade(value: Any, parts: Iterator[Tensor]) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a tensor lies.
-
-    Attributes:
-        buffer: the number of its buffer.
-        start: in it, in numbers.
-    """
-
-    buffer: int
-    start: int
-
-
-@dataclass(frozen=True, slots=True)
 class _Layout:
     """The buffers for tensors of these types and shapes.
 
     Attributes:
         kinds: type and shape of each tensor.
-        places: of each.
+        places: of each: the number of its buffer, and where it starts there, in numbers.
         buffers: type, and how many numbers.
     """
 
     kinds: list[tuple[torch.dtype, torch.Size]]
-    places: list[_Place]
+    places: list[tuple[int, int]]
     buffers: list[tuple[torch.dtype, int]]
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], limit: int) -> _Layout:
-        places: list[_Place] = []
+        places: list[tuple[int, int]] = []
         buffers: list[tuple[torch.dtype, int]] = []
         last: dict[torch.dtype, int] = {}  # the buffer that fills up
         for tensor in tensors:
@@ -85,15 +72,15 @@ class _Layout:
                 number = last[dtype] = len(buffers)
                 buffers.append((dtype, 0))
             start = buffers[number][1]
-            places.append(_Place(number, start))
+            places.append((number, start))
             buffers[number] = dtype, start + size
         return cls([(tensor.dtype, tensor.shape) for tensor in tensors], places, buffers)
 
     def views(self, buffers: Sequence[Tensor]) -> list[Tensor]:
         """The tensors, in such buffers."""
         return [
-            buffers[place.buffer][place.start : place.start + shape.numel()].view(shape)
-            for place, (_, shape) in zip(self.places, self.kinds, strict=True)
+            buffers[number][start : start + shape.numel()].view(shape)
+            for (number, start), (_, shape) in zip(self.places, self.kinds, strict=True)
         ]
 
     def pairs(self, buffers: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
@@ -101,25 +88,23 @@ class _Layout:
         a one already, else one after the other."""
         views, found = self.views(buffers), []
         for number, buffer in enumerate(buffers):
-            mine = [index for index, place in enumerate(self.places) if place.buffer == number]
-            whole = self._whole(number, [tensors[index] for index in mine], mine)
-            if whole is None:
-                found += [(views[index], tensors[index]) for index in mine]
-            else:
-                found.append((buffer, whole))
+            mine = [index for index, place in enumerate(self.places) if place[0] == number]
+            whole = self._whole(number, {self.places[index][1]: tensors[index] for index in mine})
+            apart = [(views[index], tensors[index]) for index in mine]
+            found += apart if whole is None else [(buffer, whole)]
         return found
 
-    def _whole(self, number: int, tensors: Sequence[Tensor], indices: Sequence[int]) -> Tensor | None:
-        """The buffer that these tensors lie in, each in its place."""
-        dtype, size = self.buffers[number]
-        storage = tensors[0].untyped_storage()
+    def _whole(self, number: int, tensors: Mapping[int, Tensor]) -> Tensor | None:
+        """The buffer that these tensors, by where they start in it, lie in."""
+        (dtype, size), first = self.buffers[number], next(iter(tensors.values()))
+        storage = first.untyped_storage()
         if storage.nbytes() != size * dtype.itemsize:
             return None
-        for tensor, index in zip(tensors, indices, strict=True):
+        for start, tensor in tensors.items():
             shares = tensor.untyped_storage().data_ptr() == storage.data_ptr()
-            if not shares or tensor.storage_offset() != self.places[index].start:
+            if not shares or tensor.storage_offset() != start:
                 return None
-        return torch.empty(0, dtype=dtype, device=tensors[0].device).set_(storage, 0, (size,), (1,))
+        return torch.empty(0, dtype=dtype, device=first.device).set_(storage, 0, (size,), (1,))
 
 
 class HostStore:
@@ -146,30 +131,31 @@ class HostStore:
     def offload(self, values: Sequence[Tensor]) -> list[Tensor]:
         """The tensors in host memory, once they are there. Their memory on the device is free as soon as
         nobody holds them. They may be sharded, or wrap others."""
-        return self._moved(values, self._fetch)
+        return self._moved(values, there=True)
 
     def onload(self, values: Sequence[Tensor]) -> list[Tensor]:
         """The tensors on the device; what is computed there from now on waits until they have come."""
-        return self._moved(values, self._bring_back)
+        return self._moved(values, there=False)
 
-    def _moved(self, values: Sequence[Tensor], move: Callable[[list[Tensor]], list[Tensor]]) -> list[Tensor]:
-        parts = iter(move([leaf for value in values for leaf in leaves(value)]))
-        return [remade(value, parts) for value in values]
-
-    def _fetch(self, tensors: list[Tensor]) -> list[Tensor]:
-        layout = self._laid_out(tensors)
-        self._copy("offload", layout.pairs(self.buffers, tensors))
+    def _moved(self, values: Sequence[Tensor], *, there: bool) -> list[Tensor]:
+        tensors = [leaf for value in values for leaf in leaves(value)]
+        layout, buffers = self._laid_out(tensors), self.buffers
+        if not there:
+            buffers = [torch.empty(size, dtype=dtype, device=self._device) for dtype, size in layout.buffers]
+        pairs, taken = layout.pairs(buffers, tensors), self._taken["offload" if there else "onload"]
+        if self._cuda:  # after what was issued so far, and before what comes next
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        stream = torch.cuda.stream(self._stream) if self._cuda else nullcontext()
+        with stream, taken.measure(self._device, sum(source.nbytes for _, source in pairs)):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
         if self._cuda:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        if there and self._cuda:
             self._stream.synchronize()  # the host may read them
-        self.holds = True
-        return layout.views(self.buffers)
-
-    def _bring_back(self, tensors: list[Tensor]) -> list[Tensor]:
-        layout = self._laid_out(tensors)
-        buffers = [torch.empty(size, dtype=dtype, device=self._device) for dtype, size in layout.buffers]
-        self._copy("onload", layout.pairs(buffers, tensors))
-        self.holds = False
-        return layout.views(buffers)
+        self.holds = there
+        parts = iter(layout.views(buffers))
+        return [remade(value, parts) for value in values]
 
     def take(self) -> dict[str, tuple[float, int]]:
         """Seconds and bytes of the copies since the last call, by "offload" and "onload"."""
@@ -183,14 +169,3 @@ class HostStore:
                 torch.empty(size, dtype=dtype, pin_memory=self._cuda) for dtype, size in self._layout.buffers
             ]
         return self._layout
-
-    def _copy(self, name: str, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Copies (target, source) after what was issued so far, and before what comes next."""
-        stream = torch.cuda.stream(self._stream) if self._cuda else nullcontext()
-        if self._cuda:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with stream, self._taken[name].measure(self._device, sum(source.nbytes for _, source in pairs)):
-            for target, source in pairs:
-                target.copy_(source, non_blocking=True)
-        if self._cuda:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)

@@ -78,15 +78,13 @@ class Adapters:
         """
         if self._base is None:
             learns = trained(named)
-            self._base = self._digests({name: p for name, p in named.items() if name not in learns})
+            frozen = {name: p.detach() for name, p in named.items() if name not in learns}
+            total = torch.stack([part_checksum(p, BASE_TYPE) for p in frozen.values()])
+            for axis in ("shard", "tp"):
+                self._meter.all_reduce(total, group=self._grid.weights[axis].get_group())
+            self._base = dict(zip(frozen, total.cpu().unbind(), strict=True))
         scaling = scaling_of(next(iter(self._layers.values())))
         return {BASE: dict(self._base), SCALING: torch.tensor(scaling, dtype=torch.float64)}
-
-    def _digests(self, frozen: dict[str, Tensor]) -> dict[str, Tensor]:
-        total = torch.stack([part_checksum(p.detach(), BASE_TYPE) for p in frozen.values()])
-        for name in ("shard", "tp"):
-            self._meter.all_reduce(total, group=self._grid.weights[name].get_group())
-        return dict(zip(frozen, total.cpu().unbind(), strict=True))
 
     def check_saved(self, path: Path, state: dict[str, Any]) -> None:
         """Refuses what was saved beside another base or with other adapters, before anything is read into

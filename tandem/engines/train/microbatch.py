@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,6 @@ from tandem.engines.train.base import JUDGED, REFERENCE, Counts, MicroBatching
 from tandem.errors import NoTokensError
 from tandem.models.collectives import CollectiveMeter
 from tandem.models.packing import PackedInputs, input_lengths, pack
-from tandem.models.sequence_parallel import SequenceSplit
 from tandem.protocol import DataProto, Ragged
 
 # On a CPU larger micro-batches are not faster, as their activations leave the caches (measured: 5%
@@ -61,18 +61,22 @@ def cut_alike(
         ConfigError: see `cut`.
     """
     parts = _spread(cut(lengths, micro, block_tokens=block_tokens), lengths, least)
-    most = _most(max(least, len(parts)), meter)
+    most = most_of_ranks(max(least, len(parts)), meter)
     if micro.max_tokens is not None:
         if len(parts) < most:
             parts = _spread(cut(lengths, micro, block_tokens=block_tokens, at_least=most), lengths, least)
-        most = _most(max(least, len(parts)), meter)
+        most = most_of_ranks(max(least, len(parts)), meter)
     return parts + [[] for _ in range(most - len(parts))]
 
 
-def _most(count: int, meter: CollectiveMeter) -> int:
-    """The largest of all ranks' counts."""
-    largest = torch.tensor(count)
-    meter.all_reduce(largest, dist.ReduceOp.MAX)
+def most_of_ranks(number: int, meter: CollectiveMeter | None = None) -> int:
+    """Of all ranks' numbers the largest. Collective, on the host.
+
+    Args:
+        meter: counts the exchange; None: nobody does.
+    """
+    largest = torch.tensor(number)
+    (meter or CollectiveMeter()).all_reduce(largest, dist.ReduceOp.MAX)
     return int(largest)
 
 
@@ -92,13 +96,6 @@ def cut(
     Raises:
         ConfigError: a row alone exceeds the token budget.
     """
-    parts = _by_rule(lengths, micro, at_least)
-    if block_tokens is None:
-        return parts
-    return [block for rows in parts for block in _blocks(rows, lengths, block_tokens)]
-
-
-def _by_rule(lengths: Sequence[int], micro: MicroBatching, at_least: int) -> list[list[int]]:
     assert micro.max_samples is None or micro.max_tokens is None, micro
 
     def longest_first(rows: Iterable[int]) -> list[int]:
@@ -106,10 +103,14 @@ def _by_rule(lengths: Sequence[int], micro: MicroBatching, at_least: int) -> lis
 
     if micro.max_tokens is not None:
         parts = [longest_first(rows) for rows in within_budget(lengths, micro.max_tokens, at_least)]
-        return sorted(parts, key=lambda rows: (-lengths[rows[0]], rows[0]))
-    ordered = longest_first(range(len(lengths)))
-    size = micro.max_samples or len(ordered)
-    return [ordered[start : start + size] for start in range(0, len(ordered), max(1, size))]
+        parts.sort(key=lambda rows: (-lengths[rows[0]], rows[0]))
+    else:
+        ordered = longest_first(range(len(lengths)))
+        size = micro.max_samples or len(ordered)
+        parts = [ordered[start : start + size] for start in range(0, len(ordered), max(1, size))]
+    if block_tokens is None:
+        return parts
+    return [block for rows in parts for block in _blocks(rows, lengths, block_tokens)]
 
 
 def _blocks(rows: list[int], lengths: Sequence[int], limit: int) -> list[list[int]]:
@@ -166,10 +167,8 @@ def assemble(
     columns: frozenset[str],
     *,
     device: torch.device,
-    pad_to_longest: bool = False,
     whole: bool = False,
-    split: SequenceSplit | None = None,
-    fill: int = 0,
+    **laid: Any,
 ) -> MicroBatch:
     """One micro-batch on the model's device. No rows make a ghost: one sequence of one token, whose
     columns are all zero, its `response_mask` false. It takes part in every collective and adds nothing.
@@ -179,7 +178,7 @@ def assemble(
             where a row holds several sequences, `sequence_lengths`; `ref_hidden` where it is to be compared;
             for a model that judges more than last tokens, `judged_tokens`.
         columns: ragged or dense columns for the loss.
-        pad_to_longest, whole, split, fill: see `pack`.
+        whole, laid: the options of `pack`.
 
     Raises:
         DataError: a column that is not there.
@@ -189,19 +188,10 @@ def assemble(
     asked = JUDGED if whole else "response_mask"
     wanted = part.ragged(asked).values.cpu() if asked in part else None
     names = sorted(columns)
-    inputs = pack(
-        tokens.to("cpu"),
-        wanted,
-        device=device,
-        pad_to_longest=pad_to_longest,
-        whole=whole,
-        split=split,
-        fill=fill,
-    )
+    inputs = pack(tokens.to("cpu"), wanted, device=device, whole=whole, **laid)
     if REFERENCE in part:
-        hidden_TD = part.ragged(REFERENCE).values
-        reference = hidden_TD.to(device).index_select(0, inputs.places)
-        inputs = replace(inputs, reference=reference)
+        hidden_TD = part.ragged(REFERENCE).values.to(device)
+        inputs = replace(inputs, reference=hidden_TD.index_select(0, inputs.places))
     offsets, *values = to_device([tokens.offsets, *(flat(part, name) for name in names)], device)
     return MicroBatch(
         rows=rows,
@@ -222,12 +212,9 @@ def most_tokens(
         parts: rows of each.
     """
     kept = batch.select(sorted({"tokens", "sequence_lengths"} & set(batch.batch)), ())
-    sizes = (
-        input_lengths(sequences(kept[list(rows)]).lengths, pad_to_longest=pad_to_longest, whole=whole).sum()
-        for rows in parts
-        if rows
-    )
-    return max(map(int, sizes), default=1)
+    laid = {"pad_to_longest": pad_to_longest, "whole": whole}
+    inputs = (input_lengths(sequences(kept[list(rows)]).lengths, **laid) for rows in parts if rows)
+    return max((int(lengths_B.sum()) for lengths_B in inputs), default=1)
 
 
 def sequences(batch: DataProto) -> Ragged:
@@ -248,9 +235,7 @@ def _ghost(batch: DataProto) -> DataProto:
     """One row in the image of the batch's columns."""
     row: dict[str, Tensor | Ragged] = {}
     for name, column in batch.batch.items():
-        if isinstance(column, Ragged):
-            zero = column.values.new_zeros((1, *column.values.shape[1:]))
-            row[name] = Ragged.from_lengths(zero, [1])
-        else:
-            row[name] = column.new_zeros((1, *column.shape[1:]))
+        values = column.values if isinstance(column, Ragged) else column
+        zero = values.new_zeros((1, *values.shape[1:]))
+        row[name] = Ragged.from_lengths(zero, [1]) if isinstance(column, Ragged) else zero
     return DataProto(row)

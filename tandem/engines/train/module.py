@@ -3,9 +3,10 @@ options before that."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -18,68 +19,77 @@ from tandem.engines.train.optimizers import require_optimizer
 from tandem.models.architectures import require_packable
 from tandem.models.attention import attention_name
 from tandem.models.compiled import require_compiler
-from tandem.models.heads import head_name, make_head, make_tiles
+from tandem.models.heads import head_name, make_head
 from tandem.models.kernels import Kernels, choose_kernels
 from tandem.models.loading import load_config, load_policy, load_scorer
 from tandem.models.lora import add_adapters, require_peft, train_adapters_alone
-from tandem.models.policy import PolicyModel
+from tandem.models.policy import PackedModel, PolicyModel
 from tandem.models.score import ScoreModel
 from tandem.models.value import ValueModel
-from tandem.models.weight_files import Model, WeightFiles
+from tandem.models.weight_files import WeightFiles
 
 Kind = Literal["policy", "value", "score"]
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
-def dtypes(fsdp: FSDPConfig, device: torch.device) -> tuple[torch.dtype, torch.dtype]:
-    """The types of the weights that are kept, and of forward and backward."""
-    master = _DTYPES[fsdp.model_dtype]
-    return master, _DTYPES.get(fsdp.dtype, torch.bfloat16 if device.type == "cuda" else master)
+@dataclass(frozen=True)
+class Settings:
+    """The sections of the config that an engine is made by, and its device."""
+
+    model: BackboneConfig
+    fsdp: FSDPConfig
+    optim: OptimConfig | None
+    device: torch.device
+
+    @property
+    def master(self) -> torch.dtype:
+        """The type of the weights that are kept, and of gradients."""
+        return _DTYPES[self.fsdp.model_dtype]
+
+    @property
+    def compute(self) -> torch.dtype:
+        """The type of forward and backward."""
+        own = torch.bfloat16 if self.device.type == "cuda" else self.master
+        return _DTYPES.get(self.fsdp.dtype, own)
+
+    @property
+    def output(self) -> torch.dtype:
+        """The type of outputs."""
+        return torch.promote_types(self.compute, torch.float32)
 
 
-def check_options(
-    model: BackboneConfig, fsdp: FSDPConfig, optim: OptimConfig | None, device: torch.device
-) -> None:
+def check_options(settings: Settings) -> None:
     """Checks an engine's options before anything is loaded or started.
 
     Raises:
         ConfigError: options that do not go together, or that need what is not installed.
     """
-    require_optimizer(optim)
-    for error in conflicts(fsdp, model, trains=optim is not None):
+    require_optimizer(settings.optim)
+    for error in conflicts(settings.fsdp, settings.model, trains=settings.optim is not None):
         raise error
-    if fsdp.use_torch_compile:
-        require_compiler(device)
-    prepare(fsdp, device)
+    if settings.fsdp.use_torch_compile:
+        require_compiler(settings.device)
+    prepare(settings.fsdp, settings.device)
 
 
 def unsharded_module(
-    kind: Kind,
-    path: str | Path,
-    model: BackboneConfig,
-    fsdp: FSDPConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    temperature: float,
-    trains: bool,
-    base_dtype: torch.dtype | None = None,
-) -> tuple[Model, WeightFiles | None]:
+    kind: Kind, path: str | Path, settings: Settings, *, temperature: float
+) -> tuple[PackedModel, WeightFiles | None]:
     """The model of that kind and, where it is still without its weights, the files to fill it from once it is
     sharded. It comes with them where the folder's files are not those of the model, weight by weight:
     pytorch_model.bin, other names, a tied weight stored twice.
 
+    Without an optimizer no parameter takes a gradient; of a model with adapters these do, and a head of ours.
+    The weights that adapters stand beside, which no optimizer updates, have the type of the forward.
+
     Args:
-        kind, path, model, fsdp, temperature: see `FSDPEngine`.
-        dtype: of the parameters.
-        device: where it will run.
-        trains: whether the parameters take gradients; of a model with adapters these, and a head of ours.
-        base_dtype: of the weights that adapters stand beside, which no optimizer updates; None: `dtype`.
+        kind, path, temperature: see `FSDPEngine`.
 
     Raises:
         ModelError: a folder that cannot be used, or an architecture that cannot be trained.
         ConfigError: kernels that cannot run here, or adapters for layers that the model has not.
     """
+    model, device, trains = settings.model, settings.device, settings.optim is not None
     require_peft(model)
     remote, scorer = model.trust_remote_code, kind == "score"
     config = load_config(path, trust_remote_code=remote)
@@ -87,24 +97,26 @@ def unsharded_module(
     load = partial(load_scorer, new_head=True) if scorer else load_policy
     text = config.get_text_config()
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    attention = attention_name(model.attn_implementation, device, width)
+    options: dict[str, Any] = {
+        "dtype": settings.master,
+        "trust_remote_code": remote,
+        "attention": attention_name(model.attn_implementation, device, width),
+    }
 
-    def made(*, weights: bool) -> Model:
-        backbone = load(path, dtype=dtype, trust_remote_code=remote, attention=attention, weights=weights)
-        layers = choose_kernels(backbone, model.use_liger, device, fsdp)
+    def made(*, weights: bool) -> PackedModel:
+        backbone = load(path, **options, weights=weights)
+        layers = choose_kernels(backbone, model.use_liger, device, settings.fsdp)
         if model.lora_rank:
-            add_adapters(backbone, model, kind, dtype)
-        module: Model
+            add_adapters(backbone, model, kind, settings.master)
+        module: PackedModel
         if kind == "policy":
-            head, tiles = make_head(model.head, device), make_tiles(model.head, device)
-            module = PolicyModel(backbone, temperature=temperature, head=head, tiles=tiles)
+            module = PolicyModel(backbone, temperature=temperature, head=make_head(model.head, device))
         else:
             module = (ValueModel if kind == "value" else ScoreModel)(backbone)
         module.kernels = Kernels(layers, head_name(model.head, device) if kind == "policy" else None)
         module.requires_grad_(trains).train(trains)
         if model.lora_rank and trains:
-            trained = None if isinstance(module, PolicyModel) else module.head
-            train_adapters_alone(module, trained, base_dtype or dtype)
+            train_adapters_alone(module, None if kind == "policy" else module.output_layer, settings.compute)
         return module
 
     files = WeightFiles.find(path)

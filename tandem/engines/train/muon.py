@@ -99,7 +99,13 @@ class Muon(torch.optim.Optimizer):
         self, mesh: DeviceMesh, matrices: Sequence[Tensor], updates: Sequence[Tensor]
     ) -> Iterator[Tensor]:
         """The r-th matrix goes to rank r, and comes back."""
-        ranks, rank, group = mesh.size(), mesh.get_local_rank(), mesh.get_group()
+        ranks, rank = mesh.size(), mesh.get_local_rank()
+
+        def exchange(received: Tensor, sent: Tensor, taken: list[int], given: list[int]) -> None:
+            from_others = (received.numel() - taken[rank]) * received.element_size()
+            with self._meter.measure(received.device, from_others):
+                dist.all_to_all_single(received, sent, taken, given, group=mesh.get_group())
+
         given = [update.numel() for update in updates] + [0] * (ranks - len(updates))
         taken = [0] * ranks
         if rank < len(matrices):
@@ -108,26 +114,13 @@ class Muon(torch.optim.Optimizer):
             taken = [max(0, min(most, height - most * at)) * width for at in range(ranks)]
         sent = torch.cat([update.reshape(-1) for update in updates])
         whole = sent.new_empty(sum(taken))
-        self._exchange(whole, sent, taken, given, rank, group)
+        exchange(whole, sent, taken, given)
         if rank < len(matrices):
             whole = orthogonalised(whole.view(matrices[rank].shape)).reshape(-1)
         back = torch.empty_like(sent)
-        self._exchange(back, whole, given, taken, rank, group)
+        exchange(back, whole, given, taken)
         for part, update in zip(torch.split(back, given), updates, strict=False):
             yield part.view(update.shape)
-
-    def _exchange(
-        self,
-        received: Tensor,
-        sent: Tensor,
-        taken: list[int],
-        given: list[int],
-        rank: int,
-        group: dist.ProcessGroup,
-    ) -> None:
-        from_others = (received.numel() - taken[rank]) * received.element_size()
-        with self._meter.measure(received.device, from_others):
-            dist.all_to_all_single(received, sent, taken, given, group=group)
 
     def _gathered(self, matrix: DTensor, update: Tensor) -> Tensor:
         mesh, placements = matrix.device_mesh, matrix.placements

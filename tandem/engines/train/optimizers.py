@@ -77,15 +77,12 @@ def build_optimizers(
         return [HostAdamW(_groups(kinds, list(kinds), optim), **adamw, fused=optim.fused)]
     hidden: set[Tensor] = set()
     if optim.optimizer == "muon":
-        hidden = {
-            p for layer in layers for p in layer.parameters() if p.ndim == 2 and kinds.get(p) == "other"
-        }
-    rest = [p for p in kinds if p not in hidden]
+        inside = (p for layer in layers for p in layer.parameters())
+        hidden = {p for p in inside if p.ndim == 2 and kinds.get(p) == "other"}
     optimizers: list[Optimizer] = []
-    if rest:
-        optimizers.append(_adamw(_groups(kinds, rest, optim), adamw, fused=optim.fused))
-    if hidden:
-        groups = _groups(kinds, [p for p in kinds if p in hidden], optim)
+    if groups := _groups(kinds, [p for p in kinds if p not in hidden], optim):
+        optimizers.append(_adamw(groups, adamw, fused=optim.fused))
+    if groups := _groups(kinds, [p for p in kinds if p in hidden], optim):
         optimizers.append(Muon(groups, lr=optim.lr, momentum=optim.muon_momentum, meter=meter))
     return optimizers
 

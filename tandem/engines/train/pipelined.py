@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -18,15 +17,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from tandem.engines.train.base import Counts, LossFn
-from tandem.engines.train.execution import synchronize
+from tandem.engines.train.execution import Execution, Run, synchronize
 from tandem.engines.train.microbatch import MicroBatch
+from tandem.engines.train.module import Settings
 from tandem.engines.train.stages import Stages
 from tandem.errors import TandemError
 from tandem.models.pipeline import HIDDEN
-from tandem.models.policy import POLICY_OUTPUTS, PolicyModel, check_outputs
-from tandem.models.score import SCORE_OUTPUTS, ScoreModel
-from tandem.models.value import VALUE_OUTPUTS
-from tandem.models.weight_files import Model
+from tandem.models.policy import PackedModel
 from tandem.observability.metrics import Metric, Metrics
 
 SCHEDULES: dict[str, Any] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
@@ -35,54 +32,39 @@ SCHEDULES: dict[str, Any] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 _LOT = 4
 
 
-class Pipelined:
-    """See `Execution`.
+class Pipelined(Execution):
+    """Micro-batches through the stages; see `Execution`.
 
     Args:
         module: this rank's stage, sharded.
         root: its FSDP unit.
+        settings: has the schedule of a training step.
         stages: its place among the others.
-        schedule: of a training step, by name.
-        compute_dtype: of hidden states.
-        output_dtype: of outputs.
         each: gradients are reduced in every micro-batch, not in the last alone.
     """
 
     def __init__(
-        self,
-        module: Model,
-        root: FSDPModule,
-        stages: Stages,
-        schedule: str,
-        device: torch.device,
-        *,
-        compute_dtype: torch.dtype,
-        output_dtype: torch.dtype,
-        each: bool = False,
+        self, module: PackedModel, root: FSDPModule, settings: Settings, stages: Stages, *, each: bool
     ) -> None:
-        self._module, self._root, self._each = module, root, each
-        self._stages, self._pipeline = stages, stages.pipeline
-        self._schedule = SCHEDULES[schedule]
-        self._compute, self._output = compute_dtype, output_dtype
-        self._device = device
-        self._width: int = module.decoder.config.hidden_size
+        super().__init__(module, root, settings.device, each=each)
+        self._stages, self._pipeline, self._settings = stages, stages.pipeline, settings
 
-    def outputs(
-        self, parts: Iterable[MicroBatch], wanted: frozenset[str]
-    ) -> Iterator[tuple[MicroBatch, Mapping[str, Tensor]]]:
+    def outputs(self, parts: Iterable[MicroBatch], wanted: frozenset[str]) -> Iterator[Run]:
         """See `Execution`; the same on all stages."""
-        self._check(wanted)
-        remaining = iter(parts)
+        self._module.check_outputs(wanted)  # on every stage, lest one wait for another that has raised
+        remaining, last = iter(parts), self._pipeline.size - 1
         while lot := list(islice(remaining, _LOT * self._pipeline.size)):
-            found: list[Mapping[str, Tensor]] = []
-            self._run(ScheduleGPipe, lot, wanted, partial(self._kept, found), trains=False)
-            for index, part in enumerate(lot):
-                out = found[index] if found else {}
-                yield part, {name: self._from_last(out.get(name), part) for name in sorted(wanted)}
+            found = self._run(ScheduleGPipe, lot, wanted) or [{}] * len(lot)
+            for part, out in zip(lot, found, strict=True):
+                told: dict[str, Tensor] = {}
+                for name in sorted(wanted):
+                    empty = torch.empty(part.inputs.total, dtype=self._settings.output, device=self._device)
+                    told[name] = self._pipeline.broadcast(out.get(name, empty).contiguous(), last)
+                yield part, told
 
     def gradients(self, parts: Sequence[MicroBatch], loss: LossFn, counts: Counts) -> tuple[Metrics, Tensor]:
         """See `Execution`; the last stage sees the loss."""
-        self._check(loss.outputs)
+        self._module.check_outputs(loss.outputs)
         found: list[Metrics] = []
         total = torch.zeros((), dtype=torch.float64, device=self._device)
 
@@ -92,7 +74,7 @@ class Pipelined:
             total.add_(share.detach())
             return share
 
-        self._run(self._schedule, parts, loss.outputs, share_of, trains=True)
+        self._run(SCHEDULES[self._settings.fsdp.pipeline_schedule], parts, loss.outputs, share_of)
         self._stages.sum_tied()
         return Metrics.merged(found), total
 
@@ -109,73 +91,61 @@ class Pipelined:
         told = Metrics({name: Metric(*row) for name, row in rows.items()})
         return told, torch.tensor(number, dtype=torch.float64, device=self._device)
 
-    def _check(self, wanted: frozenset[str]) -> None:
-        """On every stage, so that none waits for another that has raised."""
-        if isinstance(self._module, PolicyModel):
-            check_outputs(wanted, POLICY_OUTPUTS, "policy")
-        elif isinstance(self._module, ScoreModel):
-            check_outputs(wanted, SCORE_OUTPUTS, "score")
-        else:
-            check_outputs(wanted, VALUE_OUTPUTS, "value")
-
-    def _kept(self, found: list[Mapping[str, Tensor]], out: Mapping[str, Tensor], part: MicroBatch) -> Tensor:
-        found.append(out)
-        return torch.zeros((), dtype=self._output, device=self._device)
-
-    def _from_last(self, value: Tensor | None, part: MicroBatch) -> Tensor:
-        if value is None:
-            value = torch.empty(part.inputs.total, dtype=self._output, device=self._device)
-        return self._pipeline.broadcast(value.contiguous(), self._pipeline.size - 1)
-
     def _run(
         self,
         schedule: Any,
         parts: Sequence[MicroBatch],
         wanted: frozenset[str],
-        ending: Callable[[Mapping[str, Tensor], MicroBatch], Tensor],
-        *,
-        trains: bool,
-    ) -> None:
+        share_of: Callable[[Mapping[str, Tensor], MicroBatch], Tensor] | None = None,
+    ) -> list[Mapping[str, Tensor]]:
         """
         Args:
-            ending: makes of the outputs of a micro-batch the scalar that the last stage ends with; where the
-                model trains its gradients are taken.
+            share_of: makes the loss, whose gradients are taken, of the last stage's outputs of a micro-batch.
+
+        Returns:
+            without a loss, on the last stage: the outputs of each micro-batch.
 
         Raises:
-            TandemError: as `ending` raised it, on the last stage.
+            TandemError: as `share_of` raised it, on the last stage.
         """
-        pipeline = self._pipeline
+        pipeline, trains, found = self._pipeline, share_of is not None, list[Mapping[str, Tensor]]()
+        ended = torch.zeros((), dtype=self._settings.output, device=self._device)
 
         def through(index: int, hidden: Tensor | None) -> Tensor:
             part = parts[index]
             if hidden is not None:
                 pipeline.meter.count(hidden.nbytes)
             out = self._module(replace(part.inputs, hidden=hidden), wanted)
-            return ending(out, part) if pipeline.last else out[HIDDEN]
+            if not pipeline.last:
+                return out[HIDDEN]
+            if share_of is not None:
+                return share_of(out, part)
+            found.append(out)
+            return ended
 
         # Given shapes, PyTorch runs nothing to find them out.
-        tokens = len(parts[0].inputs.input_ids)
-        hidden = torch.empty(1, tokens, self._width, dtype=self._compute, device="meta", requires_grad=trains)
+        shape = 1, len(parts[0].inputs.input_ids), self._module.decoder.config.hidden_size
+        hidden = torch.empty(shape, dtype=self._settings.compute, device="meta", requires_grad=trains)
         stage = _Stage(
             _Through(through),
             pipeline.stage,
             pipeline.size,
             self._device,
             input_args=(hidden,) if pipeline.stage else (),
-            output_args=torch.empty((), dtype=self._output, device="meta") if pipeline.last else hidden,
+            output_args=ended.to("meta") if pipeline.last else hidden,
             group=pipeline.group,
         )
         stage.root, stage.each = self._root, self._each
-        indices = torch.arange(len(parts))
-        made = schedule(stage, len(parts), loss_fn=_itself if trains else None, scale_grads=False)
+        indices, itself = torch.arange(len(parts)), (lambda share, index: share) if trains else None
+        made = schedule(stage, len(parts), loss_fn=itself, scale_grads=False)
+        target = indices if trains and pipeline.last else None
         try:
-            made.step(
-                index=indices, target=indices if trains and pipeline.last else None, return_outputs=False
-            )
+            made.step(index=indices, target=target, return_outputs=False)
         except RuntimeError as error:  # that PyTorch wraps around what a stage raised
             if isinstance(error.__cause__, TandemError):
                 raise error.__cause__ from None
             raise
+        return found
 
 
 class _Stage(PipelineStage):
@@ -207,8 +177,3 @@ class _Through(nn.Module):
 
     def forward(self, hidden: Tensor | None = None, *, index: Tensor) -> Tensor:
         return self._run(int(index), hidden)
-
-
-def _itself(share: Tensor, index: Tensor) -> Tensor:
-    """The last stage ends with the loss."""
-    return share

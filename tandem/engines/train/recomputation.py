@@ -17,24 +17,22 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from tandem.config.fsdp import FSDPConfig
-from tandem.config.model import PLAIN_DECODERS, BackboneConfig
+from tandem.config.model import PLAIN_DECODERS
 from tandem.device import memory_use
 from tandem.engines.train.base import MicroBatching
 from tandem.engines.train.division import Division
-from tandem.engines.train.microbatch import MicroBatch
+from tandem.engines.train.microbatch import MicroBatch, most_of_ranks
+from tandem.engines.train.module import Settings
 from tandem.errors import DeviceMemoryError
-from tandem.memory.activations import FASTEST_FIRST, Decoder, Recomputed, Setup, fastest_that_fits
+from tandem.memory.activations import FASTEST_FIRST, Recomputed, Setup, fastest_that_fits
 from tandem.memory.host import host_free, host_total
 from tandem.memory.shapes import model_shape
 from tandem.memory.training import CPU_TILE, TILE, Gathered, Way, reduces_each, update_moments, worst
 from tandem.models.activations import Switch
 from tandem.models.attention import written_scores
-from tandem.models.packing import Packing
 from tandem.models.pipeline import own_layers
-from tandem.models.policy import PolicyModel
+from tandem.models.policy import PackedModel
 from tandem.models.tensor_group import local
-from tandem.models.weight_files import Model
 
 _FIELD = "gradient_checkpointing_mode"
 # Of what is free, so much is left: on a GPU for what its allocator cannot join, on a host for other programs.
@@ -51,9 +49,7 @@ class Recomputation:
         module: sharded.
         units: of FSDP, the root last.
         division: this rank's places.
-        model, fsdp: how it is run.
-        compute, master: types of forward and backward, and of weights and gradients.
-        device: where it runs.
+        settings: how it is run.
         say: tells the user; None: nobody does.
 
     Attributes:
@@ -63,23 +59,21 @@ class Recomputation:
     def __init__(
         self,
         switch: Switch | None,
-        module: Model,
+        module: PackedModel,
         units: Sequence[FSDPModule],
         division: Division,
-        model: BackboneConfig,
-        fsdp: FSDPConfig,
-        *,
-        compute: torch.dtype,
-        master: torch.dtype,
-        device: torch.device,
+        settings: Settings,
         say: Callable[[str], None] | None,
     ) -> None:
         self._switch, self._module, self._units = switch, module, units
-        self._model, self._compiled, self._reshard = model, fsdp.use_torch_compile, fsdp.reshard_after_forward
-        self._division, self._device, self._say = division, device, say
-        self._compute, self._master = compute.itemsize, master.itemsize
-        self._kind = str(module.decoder.config.model_type)
-        self.reduces_each = self._reduces_each(fsdp.gradient_sync)
+        self._settings, self._model, self._device = settings, settings.model, settings.device
+        self._compiled = settings.fsdp.use_torch_compile
+        self._division, self._say = division, say
+        self._shards = division.grid.weights["shard"].size()
+        own = self._gathered()
+        whole = settings.compute.itemsize * own.whole + settings.master.itemsize * own.trained
+        asked, total = settings.fsdp.gradient_sync, _total_bytes(self._device)
+        self.reduces_each = bool(most_of_ranks(reduces_each(asked, whole, self._shards, total)))
         self._tokens = 0  # for which the choice was made
         self._sentence = ""
 
@@ -125,11 +119,6 @@ class Recomputation:
                 remedy=f"set {full}" if self._whole else f"set {_FIELD}=full, then {full}",
             ) from error
 
-    def _reduces_each(self, asked: str) -> bool:
-        own, shards = self._gathered(), self._division.grid.weights["shard"].size()
-        whole = self._compute * own.whole + self._master * own.trained
-        return bool(_largest(reduces_each(asked, whole, shards, _total_bytes(self._device))))
-
     @property
     def _whole(self) -> bool:
         """Whether all layers run again as a whole."""
@@ -139,8 +128,9 @@ class Recomputation:
 
     def _reason(self) -> str | None:
         """Why there is nothing to choose."""
-        if self._kind not in PLAIN_DECODERS:
-            return f"what the layers of {self._kind} keep is not known; {_FIELD} chooses otherwise"
+        kind = self._module.decoder.config.model_type
+        if kind not in PLAIN_DECODERS:
+            return f"what the layers of {kind} keep is not known; {_FIELD} chooses otherwise"
         if self._model.enable_activation_offload:
             return "activations wait on the host, and the inputs of layers are the least to copy"
         return None
@@ -150,7 +140,7 @@ class Recomputation:
         tokens = max(len(part.inputs.input_ids) for part in parts)
         if budget is not None:
             tokens = max(tokens, budget)
-        return _largest(tokens)
+        return most_of_ranks(tokens)
 
     def _choose(self, parts: Sequence[MicroBatch], micro: MicroBatching) -> None:
         assert self._switch is not None
@@ -158,7 +148,7 @@ class Recomputation:
         free = _free_bytes(self._device)
         room = int(free * (1 - _SPARED[self._device.type]))
         mine = fastest_that_fits(needed, room)
-        mode = FASTEST_FIRST[_largest(FASTEST_FIRST.index(mine))]
+        mode = FASTEST_FIRST[most_of_ranks(FASTEST_FIRST.index(mine))]
         self._switch.mode = mode
         rest = ["another rank has less memory"] if mode != mine else []
         rest += ["which may not suffice"] if needed[mode] > room else []
@@ -173,19 +163,20 @@ class Recomputation:
         """The most bytes that an update takes beside weights and optimizer state, for each choice. Where a
         budget cuts micro-batches their number changes from step to step: the most costly is meant."""
         several = len(parts) > 1 or micro.max_tokens is not None
-        policy = isinstance(self._module, PolicyModel)
+        policy = self._module.kind == "policy"
         way = Way(
             self._setup(parts),
-            self._master,
-            self._division.grid.weights["shard"].size(),
-            reshard=self._reshard,
+            self._settings.master.itemsize,
+            self._shards,
+            reshard=self._settings.fsdp.reshard_after_forward,
             head=(self._module.kernels.head or "torch") if policy else "value",
             micro_batches=3 if several else 1,
             each=self.reduces_each,
             entropy=policy,
             tile=CPU_TILE if self._device.type == "cpu" else TILE,
         )
-        own, decoder = self._gathered(), self._decoder()
+        shape = model_shape(self._module.decoder.config.to_dict())
+        own, decoder = self._gathered(), replace(shape.decoder, layers=len(own_layers(self._module)))
         return {
             mode: round(worst(update_moments(own, decoder, replace(way, mode=mode), self._tokens)).total)
             for mode in FASTEST_FIRST
@@ -198,48 +189,37 @@ class Recomputation:
             self._say(sentence)
         self._sentence = sentence
 
-    def _decoder(self) -> Decoder:
-        shape = model_shape(self._module.decoder.config.to_dict())
-        return replace(shape.decoder, layers=len(own_layers(self._module)))
-
     def _setup(self, parts: Sequence[MicroBatch]) -> Setup:
         work, pipeline = self._division.grid.work, self._division.pipeline
-        packings = [part.inputs.packing for part in parts]
-        held = 1
-        if pipeline is not None:
-            held = len(parts)
-            if self._division.schedule == "1f1b":
-                held = min(held, pipeline.size - pipeline.stage)
+        packings, itemsize = [part.inputs.packing for part in parts], self._settings.compute.itemsize
+        held = 1 if pipeline is None else len(parts)
+        if pipeline is not None and self._settings.fsdp.pipeline_schedule == "1f1b":
+            held = min(held, pipeline.size - pipeline.stage)
+        attention: dict[str, Any] = {}
+        if self._device.type == "cpu":
+            attention = {
+                "rectangles": any(p.places is not None for p in packings),
+                "padding": max(p.padded_tokens / p.tokens for p in packings),
+                "scores": max(written_scores(p, itemsize) / p.tokens for p in packings),
+            }
         return Setup(
-            itemsize=self._compute,
+            itemsize=itemsize,
             tensor=work["tp"].size(),
             sequence=work["sequence"].size(),
             lora_rank=self._model.lora_rank,
             fused=self._module.kernels.fused,
             held=held,
-            **self._kernels(packings),
+            **attention,
         )
-
-    def _kernels(self, packings: Sequence[Packing]) -> dict[str, Any]:
-        """What attention takes on this device."""
-        if self._device.type != "cpu":
-            return {}
-        return {
-            "rectangles": any(p.places is not None for p in packings),
-            "padding": max(p.padded_tokens / p.tokens for p in packings),
-            "scores": max(written_scores(p, self._compute) / p.tokens for p in packings),
-        }
 
     def _gathered(self) -> Gathered:
         """What this rank has when all shards are there."""
-        shards, layers = self._division.grid.weights["shard"].size(), own_layers(self._module)
+        shards, layers = self._shards, own_layers(self._module)
         inside, learns = (
             sum(_numbers(layer, trained=only) for layer in layers) * shards for only in (False, True)
         )
         whole, trained = (_numbers(self._module, trained=only) * shards for only in (False, True))
-        head: Any = None
-        if isinstance(self._module, PolicyModel):
-            head = self._module.model.get_output_embeddings()
+        head = self._module.output_layer if self._module.kind == "policy" else None
         return Gathered(
             layers=len(layers),
             layer=inside / len(layers),
@@ -274,14 +254,6 @@ def _total_bytes(device: torch.device) -> int:
 
 def _ranks_here() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-
-
-def _largest(number: int) -> int:
-    """Of all ranks' numbers the largest; on the host."""
-    found = torch.tensor(number)
-    if dist.get_world_size() > 1:
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-    return int(found)
 
 
 def _size(count: int) -> str:

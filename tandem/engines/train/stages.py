@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from tandem.engines.train.gradients import gradient_norm
 from tandem.models.pipeline import Pipeline
+from tandem.models.policy import PackedModel
 from tandem.models.tensor_group import local
-from tandem.models.weight_files import Model
 
 
 class Stages:
@@ -25,56 +25,40 @@ class Stages:
         shapes: of all weights of the model by Hugging Face name; the same on all ranks.
     """
 
-    def __init__(self, pipeline: Pipeline, module: Model) -> None:
+    def __init__(self, pipeline: Pipeline, module: PackedModel) -> None:
         self.pipeline, self._module = pipeline, module
-        parts = pipeline.cut(module)
-        self.shapes = parts.shapes
-        self._owners = parts.stages
-        self._tied = parts.tied
+        self.shapes, self._owners, self._tied = pipeline.cut(module)
 
-    def weights(
-        self,
-        mine: Mapping[str, Tensor],
-        names: Collection[str] | None,
-        gathered: Callable[[Tensor], Tensor],
-        dtype: torch.dtype,
-    ) -> Iterator[tuple[str, Tensor]]:
-        """All weights of the model in the same order on all ranks, each only until the next is asked for.
-        Collective.
+    def has(self, name: str) -> bool:
+        """Whether this stage is the one that a weight comes from."""
+        return self._owners[name] == self.pipeline.stage
+
+    def sent(self, name: str, value: Tensor | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The whole weight, on all stages. Collective.
 
         Args:
-            mine: this stage's parameters.
-            names: only these; None: all.
-            gathered: makes a whole tensor in `dtype` of such a parameter, on all ranks of the stage.
+            value: None where this stage has it not.
         """
-        device = local(next(iter(mine.values()))).device
-        for name, shape in self.shapes.items():
-            if names is None or name in names:
-                owner = self._owners[name]
-                here = owner == self.pipeline.stage
-                value = (
-                    gathered(mine[name]).contiguous()
-                    if here
-                    else torch.empty(shape, dtype=dtype, device=device)
-                )
-                yield name, self.pipeline.broadcast(value, owner)
+        if value is None:
+            value = torch.empty(self.shapes[name], dtype=dtype, device=device)
+        return self.pipeline.broadcast(value.contiguous(), self._owners[name])
 
     def completed(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """This stage's numbers by name, and zeros for the other stages' weights; a weight that two stages
         have counts in the first."""
         zero = torch.zeros_like(next(iter(sums.values())))
-        here = self.pipeline.stage
-        return {name: sums[name] if self._owners[name] == here else zero for name in self.shapes}
+        return {name: sums[name] if self.has(name) else zero for name in self.shapes}
 
     def sum_tied(self) -> None:
         """Makes the gradient of a matrix that embedding and output head share the sum of both stages', in
         both: they stay equal, bit by bit. Collective over these two."""
         weight = self._module.decoder.embed_tokens.weight
         if self._tied and weight is not None and weight.grad is not None:
-            self.pipeline.sum_ends(local(weight.grad))
+            self.pipeline.meter.all_reduce(local(weight.grad), group=self.pipeline.ends)
 
     def gradient_norm(self) -> Tensor:
         """See `gradient_norm`; of all stages. Collective."""
         twice = self._module.decoder.embed_tokens.weight if self.pipeline.last and self._tied else None
         square = gradient_norm(p for p in self._module.parameters() if p is not twice).square()
-        return self.pipeline.total(square).sqrt()
+        self.pipeline.meter.all_reduce(square, group=self.pipeline.group)
+        return square.sqrt()

@@ -4,6 +4,7 @@ place and checkpoint."""
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,8 @@ from tandem.errors import CheckpointError, EngineError
 from tandem.models.collectives import CollectiveMeter
 from tandem.models.lora import is_adapter
 from tandem.models.parallel import Grid
-from tandem.models.policy import PolicyModel
-from tandem.models.score import ScoreModel
+from tandem.models.policy import PackedModel
 from tandem.models.tensor_group import local
-from tandem.models.value import ValueModel
 
 
 class TrainState:
@@ -50,7 +49,7 @@ class TrainState:
 
     def __init__(
         self,
-        module: PolicyModel | ValueModel | ScoreModel,
+        module: PackedModel,
         optim: OptimConfig | None,
         meter: CollectiveMeter,
         grid: Grid,
@@ -62,17 +61,17 @@ class TrainState:
         self._writers: dist.ProcessGroup | None = None
         self._stays = optim is not None and optim.optimizer == "adamw_cpu"
         self._optim = optim
-        self._device = local(next(module.parameters())).device
-        self._parameters_host, self._optimizer_host = HostStore(self._device), HostStore(self._device)
+        device = local(next(module.parameters())).device
+        self._parameters_host, self._optimizer_host = HostStore(device), HostStore(device)
         self.reset_optimizer()
 
     def reset_optimizer(self) -> None:
         """Optimizers as before the first step, where the module is trained."""
         layers: Any = self.module.decoder.layers
-        made = [] if self._optim is None else build_optimizers(self.module, layers, self._optim, self._meter)
-        self.optimizers = made
+        optim, meter = self._optim, self._meter
+        self.optimizers = [] if optim is None else build_optimizers(self.module, layers, optim, meter)
         self._optimizer_host.holds = False
-        self._slots = {p: slots for optimizer in made for p, slots in optimizer.state.items()}
+        self._slots = {p: slots for each in self.optimizers for p, slots in each.state.items()}
 
     def gradient_norm(self) -> Tensor:
         """Euclidean norm of the whole gradient over all ranks; a float64 scalar on the device."""
@@ -90,13 +89,6 @@ class TrainState:
 
     def zero_grad(self) -> None:
         self.module.zero_grad(set_to_none=True)
-
-    def move(self, device: torch.device | str, *, parameters: bool, optimizer: bool) -> None:
-        """Moves what is asked for, and is not there, to the host or back to its device; nothing of a model
-        that lives on the host."""
-        if self._device.type != "cpu":
-            move = self.offload if torch.device(device).type == "cpu" else self.onload
-            move(parameters=parameters, optimizer=optimizer)
 
     def offload(self, *, parameters: bool, optimizer: bool) -> None:
         """Moves what is asked for to the host, if it is on the device."""
@@ -131,24 +123,18 @@ class TrainState:
 
     def take_transfers(self) -> dict[str, tuple[float, int]]:
         """See `TrainEngine.take_transfers`."""
-        both = self._parameters_host.take(), self._optimizer_host.take()
-        return {
-            way: (both[0][way][0] + both[1][way][0], both[0][way][1] + both[1][way][1]) for way in both[0]
-        }
+        first, second = self._parameters_host.take(), self._optimizer_host.take()
+        return {way: (first[way][0] + second[way][0], first[way][1] + second[way][1]) for way in first}
 
     def bytes_by_device(self) -> dict[str, int]:
         """Bytes of this rank's shards: "parameters@DEVICE" and "optimizer@DEVICE"."""
-        total: dict[str, int] = {}
-        for kind, tensors in (("parameters", self.module.parameters()), ("optimizer", self._moments())):
+        total: Counter[str] = Counter()
+        moments = [value for slots in self._slots.values() for value in slots.values()]
+        for kind, tensors in (("parameters", self.module.parameters()), ("optimizer", moments)):
             for tensor in tensors:
                 shard = local(tensor.detach())
-                key = f"{kind}@{shard.device}"
-                total[key] = total.get(key, 0) + sum(part.nbytes for part in leaves(shard))
-        return total
-
-    def _moments(self) -> Iterator[Tensor]:
-        for slots in self._slots.values():
-            yield from slots.values()
+                total[f"{kind}@{shard.device}"] += sum(part.nbytes for part in leaves(shard))
+        return dict(total)
 
     def copy_in(self, stream: Iterable[tuple[str, Tensor]], *, whole: bool) -> None:
         """Takes over full tensors by Hugging Face name, each rank its shards; optimizer state stays.
@@ -191,22 +177,21 @@ class TrainState:
 
     def weights(self, dtype: torch.dtype, names: Collection[str] | None) -> Iterator[tuple[str, Tensor]]:
         """See `TrainEngine.weights`."""
-
-        def whole(value: Tensor) -> Tensor:
-            return shards.gathered(self.adapters.merged(value), dtype, self._meter)
-
-        mine = self._mine()
-        if self._stages is not None:
-            yield from self._stages.weights(mine, names, whole, dtype)
-            return
-        for name, value in mine.items():
+        mine, stages = self._mine(), self._stages
+        device = local(next(iter(mine.values()))).device
+        for name in self.shapes():
             if names is None or name in names:
-                yield name, whole(value)
+                value = None
+                if stages is None or stages.has(name):
+                    value = shards.gathered(self.adapters.merged(mine[name]), dtype, self._meter)
+                if stages is not None:
+                    value = stages.sent(name, value, dtype, device)
+                assert value is not None
+                yield name, value
 
     def output_head(self, dtype: torch.dtype) -> Tensor:
         """See `TrainEngine.output_head`."""
-        embeddings: Any = self.module.model.get_output_embeddings()
-        names = [name for name, p in self.named().items() if p is embeddings.weight]
+        names = [name for name, p in self.named().items() if p is self.module.output_layer.weight]
         (head,) = (value.clone() for _, value in self.weights(dtype, names))
         return head
 

@@ -6,7 +6,6 @@ else all compute them a second time in the backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Protocol
@@ -15,9 +14,10 @@ import torch
 from torch import Tensor
 
 from tandem.errors import ConfigError
-from tandem.models.heads.tiled import Tiles, tiles_for, token_log_probs
+from tandem.models.heads.tiled import token_log_probs
+from tandem.models.tensor_group import TensorGroup
 
-__all__ = ["HEADS", "Head", "head_name", "make_head", "make_tiles", "token_log_probs"]
+__all__ = ["Head", "head_name", "make_head", "token_log_probs"]
 
 _FIELD = "model.fused_kernel_options.impl_backend"
 
@@ -33,6 +33,7 @@ class Head(Protocol):
         *,
         temperature: float,
         with_entropy: bool,
+        group: TensorGroup | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probability of each target and, if asked for, the entropy of its distribution, both of
         softmax(hidden weightᵀ / temperature), with gradients to hidden and weight.
@@ -43,17 +44,15 @@ class Head(Protocol):
             targets_M: int64 token ids.
             temperature: divides the logits; > 0.
             with_entropy: whether entropies are asked for.
+            group: the ranks that share the vocabulary, each with some rows of the output embedding
+                (Shoeybi et al. 2019, arXiv 1909.08053, section 3). What they exchange are numbers per
+                position, and once the gradient of the states. None: this one has all of it.
 
         Returns:
             (M) log-probabilities and (M) entropies or None, nats; fp32, or fp64 for fp64 input.
         """
 
 
-HEADS = {  # loaded by name: Triton and Liger are not installed everywhere
-    "torch": "tiled:token_log_probs",
-    "triton": "triton:token_log_probs",
-    "liger": "liger:token_log_probs",
-}
 _INSTALL = {
     "triton": "install PyTorch's CUDA build, which brings Triton",
     "liger": "pip install 'liger-kernel[cutedsl]>=0.8.5'",
@@ -77,19 +76,9 @@ def make_head(name: str, device: torch.device) -> Head:
     name = head_name(name, device)
     if name in _INSTALL:
         _check(name, device)
-    module, attribute = HEADS[name].split(":")
-    head: Head = getattr(import_module(f"{__name__}.{module}"), attribute)
+    module = "tiled" if name == "torch" else name  # loaded by name: the others are not installed everywhere
+    head: Head = import_module(f"{__name__}.{module}").token_log_probs
     return head
-
-
-def make_tiles(name: str, device: torch.device) -> Callable[[torch.dtype], Tiles]:
-    """What gives the tiles, for states of a type, of the head of that name; PyTorch's for one without.
-    Ranks that share out the vocabulary evaluate their parts with them. See `make_head`."""
-    if head_name(name, device) != "triton":
-        return tiles_for
-    _check("triton", device)
-    made: Callable[[torch.dtype], Tiles] = import_module(f"{__name__}.triton").tiles_for
-    return made
 
 
 def _check(name: str, device: torch.device) -> None:
@@ -101,15 +90,10 @@ def _check(name: str, device: torch.device) -> None:
             expected="auto or torch",
             remedy=f"set {_FIELD}=auto, which is PyTorch's here",
         )
-    missing = [package for package in _packages(name, device) if find_spec(package) is None]
+    needed = ["triton"] if name == "triton" else ["liger_kernel"]
+    if name == "liger" and torch.cuda.get_device_capability(device) == (9, 0):
+        needed.append("cutlass")
+    missing = [package for package in needed if find_spec(package) is None]
     if missing:
-        raise ConfigError(
-            f"not installed: {', '.join(missing)}", field=_FIELD, got=name, remedy=_INSTALL[name]
-        )
-
-
-def _packages(name: str, device: torch.device) -> list[str]:
-    if name == "triton":
-        return ["triton"]
-    hopper = torch.cuda.get_device_capability(device) == (9, 0)
-    return ["liger_kernel", "cutlass"] if hopper else ["liger_kernel"]
+        problem = f"not installed: {', '.join(missing)}"
+        raise ConfigError(problem, field=_FIELD, got=name, remedy=_INSTALL[name])

@@ -8,16 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.models.heads.tiled import TorchTiles, graded_tile, reduced_tile, tiled_log_probs
+from tandem.models.heads.tiled import LogitGradient, TorchTiles, graded_tile, reduced_tile, tiled_log_probs
 
 _MIN_ROWS = 8  # below, a tile goes through PyTorch's operators; one row would be compiled on its own
 
 
-def token_log_probs(
-    hidden_MD: Tensor, weight_VD: Tensor, targets_M: Tensor, *, temperature: float, with_entropy: bool
-) -> tuple[Tensor, Tensor | None]:
+def token_log_probs(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
     """See `Head`."""
-    return tiled_log_probs(_tiles(), hidden_MD, weight_VD, targets_M, temperature, with_entropy)
+    return tiled_log_probs(_tiles(), *args, **kwargs)
 
 
 @cache
@@ -25,8 +23,8 @@ def _tiles() -> TorchTiles:
     reduced: Any = torch.compile(_reduced, dynamic=True)
     graded: Any = torch.compile(_graded, dynamic=True)
 
-    def take(compiled: Any, plain: Any, z_MT: Tensor, *rest: Any, keep: bool) -> Any:
-        return compiled(z_MT, *rest) if len(z_MT) >= _MIN_ROWS else plain(z_MT, *rest, keep=keep)
+    def take(compiled: Any, plain: Any, z_MT: Tensor, asked: Any, *, keep: bool) -> Any:
+        return compiled(z_MT, asked) if len(z_MT) >= _MIN_ROWS else plain(z_MT, asked, keep=keep)
 
     return TorchTiles(partial(take, reduced, reduced_tile), partial(take, graded, graded_tile))
 
@@ -40,12 +38,10 @@ def _reduced(z_MT: Tensor, with_moment: bool) -> tuple[Tensor, Tensor, Tensor | 
     return peak_M, weights_MT.sum(1), moment_M
 
 
-def _graded(
-    z_MT: Tensor, peak_M: Tensor, log_total_M: Tensor, constant_M: Tensor, slope_M: Tensor | None
-) -> Tensor:
+def _graded(z_MT: Tensor, wanted: LogitGradient) -> Tensor:
     """`graded_tile`, with nothing written in place."""
-    log_p_MT = z_MT - peak_M.unsqueeze(1) - log_total_M.unsqueeze(1)
-    factor_MT = constant_M.unsqueeze(1)
-    if slope_M is not None:
-        factor_MT = log_p_MT * slope_M.unsqueeze(1) + factor_MT
+    log_p_MT = z_MT - wanted.peak_M.unsqueeze(1) - wanted.log_total_M.unsqueeze(1)
+    factor_MT = wanted.constant_M.unsqueeze(1)
+    if wanted.slope_M is not None:
+        factor_MT = log_p_MT * wanted.slope_M.unsqueeze(1) + factor_MT
     return log_p_MT.exp() * factor_MT

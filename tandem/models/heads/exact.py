@@ -11,14 +11,14 @@ Shapes: M positions, D hidden features, V vocabulary entries (of this rank), T e
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tandem.models.heads.tiled import output_type, tile_width, tiles_of
-from tandem.models.linear import product, wide_product
+from tandem.models.heads.tiled import logits, output_type, tile_width, tiles_of
+from tandem.models.linear import product
 from tandem.models.tensor_group import TensorGroup
 
 
@@ -95,115 +95,71 @@ def kl_divergence(
     assert hidden_MD.shape == other_MD.shape, (hidden_MD.shape, other_MD.shape)
     assert weight_VD.shape == other_weight_VD.shape, (weight_VD.shape, other_weight_VD.shape)
     states_MD = hidden_MD if group is None else group.copied(hidden_MD)
-    apply: Any = _KLDivergence.apply
-    divergence: Tensor = apply(states_MD, weight_VD, other_MD, other_weight_VD, temperature, group)
-    return divergence
-
-
-class _Sums(NamedTuple):
-    """The sums of both distributions, each (M): the largest logit and log Σ exp(logit - largest), over all
-    tiles; the divergence. In the output's precision."""
-
-    peak: Tensor
-    log_total: Tensor
-    other_peak: Tensor
-    other_log_total: Tensor
-    divergence: Tensor
-
-
-def _sums(
-    hidden_MD: Tensor,
-    weight_VD: Tensor,
-    other_MD: Tensor,
-    other_weight_VD: Tensor,
-    temperature: float,
-    group: TensorGroup | None,
-) -> _Sums:
-    found = []
-    for start, weight_TD in tiles_of(weight_VD, tile_width(hidden_MD)):
-        z_MT = _logits(hidden_MD, weight_TD, temperature)
-        y_MT = _logits(other_MD, other_weight_VD[start : start + len(weight_TD)], temperature)
-        peak_M, other_peak_M = z_MT.amax(1), y_MT.amax(1)
-        # Each from its own peak: the difference of two large logits would have lost its digits.
-        z_MT.sub_(peak_M.unsqueeze(1))
-        y_MT.sub_(other_peak_M.unsqueeze(1))
-        weights_MT = z_MT.exp()
-        cross_M = torch.linalg.vecdot(weights_MT, z_MT.sub_(y_MT))
-        found.append(
-            torch.stack([peak_M, weights_MT.sum(1), other_peak_M, y_MT.exp_().sum(1), cross_M]).double()
-        )
-    peak_SM, total_SM, other_peak_SM, other_total_SM, cross_SM = torch.stack(found, 1)
-    peak_M, other_peak_M = _peak(peak_SM, group), _peak(other_peak_SM, group)
-    total_M = _total(total_SM * (peak_SM - peak_M).exp(), group)
-    other_total_M = _total(other_total_SM * (other_peak_SM - other_peak_M).exp(), group)
-    # Σ w (z - y) of a tile, whose peaks were taken off
-    shift_SM = (peak_SM - peak_M) - (other_peak_SM - other_peak_M)
-    crossed_M = _total((cross_SM + shift_SM * total_SM) * (peak_SM - peak_M).exp(), group)
-    log_total_M, other_log_total_M = total_M.log(), other_total_M.log()
-    divergence_M = (crossed_M / total_M - log_total_M + other_log_total_M).clamp(min=0)
-    made = (peak_M, log_total_M, other_peak_M, other_log_total_M, divergence_M)
-    return _Sums(*(value.to(output_type(hidden_MD)) for value in made))
+    return _KLDivergence.apply(temperature, group, states_MD, weight_VD, other_MD, other_weight_VD)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _KLDivergence(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden_MD: Tensor,
-        weight_VD: Tensor,
-        other_MD: Tensor,
-        other_weight_VD: Tensor,
-        temperature: float,
-        group: TensorGroup | None,
-    ) -> Tensor:
-        inputs = (hidden_MD, weight_VD, other_MD, other_weight_VD)
+    def forward(ctx: Any, temperature: float, group: TensorGroup | None, *inputs: Tensor) -> Tensor:
+        hidden_MD, weight_VD, other_MD, other_weight_VD = inputs
         ctx.temperature = temperature
         if len(hidden_MD) == 0:
             ctx.save_for_backward(*inputs)
             return hidden_MD.new_empty(0, dtype=output_type(hidden_MD))
-        sums = _sums(*inputs, temperature, group)
-        ctx.save_for_backward(*inputs, *sums)
-        return sums.divergence.clone()
+        found = []
+        for start, weight_TD in tiles_of(weight_VD, tile_width(hidden_MD)):
+            z_MT = _logits(hidden_MD, weight_TD, temperature)
+            y_MT = _logits(other_MD, other_weight_VD[start : start + len(weight_TD)], temperature)
+            peak_M, other_peak_M = z_MT.amax(1), y_MT.amax(1)
+            # Each from its own peak: the difference of two large logits would have lost its digits.
+            z_MT.sub_(peak_M.unsqueeze(1))
+            y_MT.sub_(other_peak_M.unsqueeze(1))
+            weights_MT = z_MT.exp()
+            cross_M = torch.linalg.vecdot(weights_MT, z_MT.sub_(y_MT))
+            sums = (peak_M, weights_MT.sum(1), other_peak_M, y_MT.exp_().sum(1), cross_M)
+            found.append(torch.stack(sums).double())
+        peak_SM, total_SM, other_peak_SM, other_total_SM, cross_SM = torch.stack(found, 1)
+        peak_M, other_peak_M = _peak(peak_SM, group), _peak(other_peak_SM, group)
+        total_M = _total(total_SM * (peak_SM - peak_M).exp(), group)
+        other_total_M = _total(other_total_SM * (other_peak_SM - other_peak_M).exp(), group)
+        # Σ w (z - y) of a tile, whose peaks were taken off
+        shift_SM = (peak_SM - peak_M) - (other_peak_SM - other_peak_M)
+        crossed_M = _total((cross_SM + shift_SM * total_SM) * (peak_SM - peak_M).exp(), group)
+        log_total_M, other_log_total_M = total_M.log(), other_total_M.log()
+        divergence_M = (crossed_M / total_M - log_total_M + other_log_total_M).clamp(min=0)
+        made = (peak_M, log_total_M, other_peak_M, other_log_total_M, divergence_M)
+        saved = [value.to(output_type(hidden_MD)) for value in made]
+        ctx.save_for_backward(*inputs, *saved)
+        return saved[-1].clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden_MD, weight_VD, other_MD, other_weight_VD, *saved = ctx.saved_tensors
         if len(hidden_MD) == 0:
-            return torch.empty_like(hidden_MD), torch.zeros_like(weight_VD), None, None, None, None
-        sums, need_weight = _Sums(*saved), ctx.needs_input_grad[1]
+            return None, None, torch.empty_like(hidden_MD), torch.zeros_like(weight_VD), None, None
+        peak_M, log_total_M, other_peak_M, other_log_total_M, divergence_M = saved
         slope_M1 = (grads[0] / ctx.temperature).unsqueeze(1)
-        grad_hidden_MD = torch.zeros_like(hidden_MD, dtype=sums.peak.dtype)
-        grad_weight_VD = torch.empty_like(weight_VD) if need_weight else None
+        grad_hidden_MD = torch.zeros_like(hidden_MD, dtype=peak_M.dtype)
+        grad_weight_VD = torch.empty_like(weight_VD) if ctx.needs_input_grad[3] else None
         for start, weight_TD in tiles_of(weight_VD, tile_width(hidden_MD)):
-            log_p_MT = _log_probs(hidden_MD, weight_TD, ctx.temperature, sums.peak, sums.log_total)
-            log_q_MT = _log_probs(
-                other_MD,
-                other_weight_VD[start : start + len(weight_TD)],
-                ctx.temperature,
-                sums.other_peak,
-                sums.other_log_total,
-            )
-            excess_MT = log_q_MT.neg_().add_(log_p_MT).sub_(sums.divergence.unsqueeze(1))
+            other_TD = other_weight_VD[start : start + len(weight_TD)]
+            log_p_MT = _logits(hidden_MD, weight_TD, ctx.temperature).sub_(peak_M.unsqueeze(1))
+            log_p_MT.sub_(log_total_M.unsqueeze(1))
+            log_q_MT = _logits(other_MD, other_TD, ctx.temperature).sub_(other_peak_M.unsqueeze(1))
+            log_q_MT.sub_(other_log_total_M.unsqueeze(1))
+            excess_MT = log_q_MT.neg_().add_(log_p_MT).sub_(divergence_M.unsqueeze(1))
             grad_MT = log_p_MT.exp_().mul_(excess_MT).mul_(slope_M1).to(hidden_MD.dtype)
             grad_hidden_MD += product(grad_MT, weight_TD.T)
             if grad_weight_VD is not None:
                 grad_weight_VD[start : start + len(weight_TD)] = product(grad_MT.T, hidden_MD.T)
-        return grad_hidden_MD.to(hidden_MD.dtype), grad_weight_VD, None, None, None, None
-
-
-def _log_probs(
-    hidden_MD: Tensor, weight_TD: Tensor, temperature: float, peak_M: Tensor, log_total_M: Tensor
-) -> Tensor:
-    z_MT = _logits(hidden_MD, weight_TD, temperature)
-    return z_MT.sub_(peak_M.unsqueeze(1)).sub_(log_total_M.unsqueeze(1))
+        return None, None, grad_hidden_MD.to(hidden_MD.dtype), grad_weight_VD, None, None
 
 
 def _logits(hidden_MD: Tensor, weight_TD: Tensor, temperature: float) -> Tensor:
     """(M, T) in the output's precision."""
     if not hidden_MD.is_cuda:  # where `wide_product` would round
         hidden_MD, weight_TD = (values.to(output_type(hidden_MD)) for values in (hidden_MD, weight_TD))
-    logits_MT = wide_product(hidden_MD, weight_TD)
-    return logits_MT if temperature == 1 else logits_MT.div_(temperature)
+    return logits(hidden_MD, weight_TD, temperature)
 
 
 def _peak(peak_SM: Tensor, group: TensorGroup | None) -> Tensor:

@@ -15,18 +15,24 @@ import torch
 from torch import Tensor
 
 from tandem.models.heads import tiled
+from tandem.models.tensor_group import TensorGroup
 
 _NO_TARGET = -100  # the id for which Liger computes nothing; no token has it
 
 
 def token_log_probs(
-    hidden_MD: Tensor, weight_VD: Tensor, targets_M: Tensor, *, temperature: float, with_entropy: bool
+    hidden_MD: Tensor,
+    weight_VD: Tensor,
+    targets_M: Tensor,
+    *,
+    temperature: float,
+    with_entropy: bool,
+    group: TensorGroup | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """See `Head`. Types other than bfloat16, and no positions, which Liger refuses, take PyTorch's way."""
-    if len(hidden_MD) == 0 or hidden_MD.dtype != torch.bfloat16:
-        return tiled.token_log_probs(
-            hidden_MD, weight_VD, targets_M, temperature=temperature, with_entropy=with_entropy
-        )
+    """See `Head`. Types other than bfloat16, no positions, which Liger refuses, and a vocabulary that ranks
+    share out take PyTorch's way."""
+    if len(hidden_MD) == 0 or hidden_MD.dtype != torch.bfloat16 or group is not None:
+        return tiled.token_log_probs(hidden_MD, weight_VD, targets_M, temperature, with_entropy, group)
     function: Any = import_module("liger_kernel.ops").LigerFusedLinearScaledCrossEntropyFunction
     found = function.apply(
         hidden_MD.contiguous(), weight_VD, targets_M, float(temperature), _NO_TARGET, 1, with_entropy

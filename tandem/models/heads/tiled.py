@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tandem.models.linear import product, wide_product
-from tandem.models.tensor_group import TensorGroup
+from tandem.models.tensor_group import TensorGroup, local
 
 # Bytes of one tile, by kind of device, where T is not the least.
 TILE_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
@@ -31,18 +32,6 @@ _LEAST_TILE = 256
 # The most bytes of logits that wait for the backward pass. Fixed: what is free differs between ranks and
 # steps, and a peak of memory must be known from sizes alone.
 _KEPT_BYTES = 256 << 20
-
-
-def token_log_probs(
-    hidden_MD: Tensor, weight_VD: Tensor, targets_M: Tensor, *, temperature: float, with_entropy: bool
-) -> tuple[Tensor, Tensor | None]:
-    """See `Head`; in PyTorch's own operators, for every device and floating type."""
-    return tiled_log_probs(TorchTiles(), hidden_MD, weight_VD, targets_M, temperature, with_entropy)
-
-
-def tiles_for(dtype: torch.dtype) -> Tiles:
-    """The tiles for states of a type: PyTorch's."""
-    return TorchTiles()
 
 
 def tiled_log_probs(
@@ -54,9 +43,11 @@ def tiled_log_probs(
     with_entropy: bool,
     group: TensorGroup | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """See `Head`; `tiles` does the work within a tile. Where ranks of a group share out the vocabulary, the
-    weight and the targets are counted from this rank's first entry, and its gradient of the hidden states
-    is a share of the whole."""
+    """See `Head`; `tiles` does the work within a tile."""
+    if group is not None:
+        hidden_MD = group.copied(hidden_MD)
+        targets_M = targets_M - group.entries(weight_VD.shape[0]).start
+        weight_VD = local(weight_VD)
     assert hidden_MD.ndim == 2 and targets_M.shape == hidden_MD.shape[:1]
     assert weight_VD.shape[1] == hidden_MD.shape[1] and temperature > 0
     size = len(hidden_MD) * len(weight_VD) * output_type(hidden_MD).itemsize
@@ -96,8 +87,7 @@ class Sums:
     kept: Sequence[Tensor] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class LogitGradient:
+class LogitGradient(NamedTuple):
     """The gradient of the loss in the logits: p (constant + slope log p), plus `target` at the target, with
     log p = z - peak - log_total.
 
@@ -158,7 +148,7 @@ class TorchTiles:
         kept: list[Tensor] = []
         target_M: Tensor | None = None
         for start, weight_TD in tiles_of(weight_VD, self.width(hidden_MD)):
-            z_MT = _logits(hidden_MD, weight_TD, temperature)
+            z_MT = logits(hidden_MD, weight_TD, temperature)
             here_M, index_M1 = _places(targets_M - start, len(weight_TD))
             found_M = z_MT.gather(1, index_M1).squeeze(1)
             target_M = found_M if target_M is None else torch.where(here_M, found_M, target_M)
@@ -178,9 +168,8 @@ class TorchTiles:
 
     def gradient(self, tile: Inputs, wanted: LogitGradient, kept_MT: Tensor | None) -> Tensor:
         hidden_MD, weight_TD, targets_M, temperature = tile
-        z_MT = _logits(hidden_MD, weight_TD, temperature) if kept_MT is None else kept_MT
-        factors = (wanted.peak_M, wanted.log_total_M, wanted.constant_M, wanted.slope_M)
-        grad_MT = self._graded(z_MT, *factors, keep=kept_MT is not None)
+        z_MT = logits(hidden_MD, weight_TD, temperature) if kept_MT is None else kept_MT
+        grad_MT = self._graded(z_MT, wanted, keep=kept_MT is not None)
         here_M, index_M1 = _places(targets_M, len(weight_TD))
         grad_MT.scatter_add_(1, index_M1, (wanted.target_M * here_M).unsqueeze(1))
         return grad_MT.to(hidden_MD.dtype)
@@ -195,24 +184,16 @@ def reduced_tile(z_MT: Tensor, with_moment: bool, *, keep: bool) -> tuple[Tensor
     return peak_M, weights_MT.sum(1), moment_M
 
 
-def graded_tile(
-    z_MT: Tensor,
-    peak_M: Tensor,
-    log_total_M: Tensor,
-    constant_M: Tensor,
-    slope_M: Tensor | None,
-    *,
-    keep: bool,
-) -> Tensor:
+def graded_tile(z_MT: Tensor, wanted: LogitGradient, *, keep: bool) -> Tensor:
     """(M, T): what `LogitGradient` says of a tile's logits, but at the targets. The logits are used up, or
     kept."""
     # Two subtractions: their sum, rounded, would be off by 5e-4 for logits of 1e4.
-    shifted_MT = torch.sub(z_MT, peak_M.unsqueeze(1), out=None if keep else z_MT)
-    log_p_MT = shifted_MT.sub_(log_total_M.unsqueeze(1))
-    grad_MT = log_p_MT.exp()
-    if slope_M is None:
-        return grad_MT.mul_(constant_M.unsqueeze(1))
-    return grad_MT.mul_(log_p_MT.mul_(slope_M.unsqueeze(1)).add_(constant_M.unsqueeze(1)))
+    shifted_MT = torch.sub(z_MT, wanted.peak_M.unsqueeze(1), out=None if keep else z_MT)
+    log_p_MT = shifted_MT.sub_(wanted.log_total_M.unsqueeze(1))
+    grad_MT, constant_M1 = log_p_MT.exp(), wanted.constant_M.unsqueeze(1)
+    if wanted.slope_M is None:
+        return grad_MT.mul_(constant_M1)
+    return grad_MT.mul_(log_p_MT.mul_(wanted.slope_M.unsqueeze(1)).add_(constant_M1))
 
 
 class _TiledLogProbs(torch.autograd.Function):
@@ -237,8 +218,8 @@ class _TiledLogProbs(torch.autograd.Function):
         peak_M, log_total_M, entropy_M = found = merged(sums)
         log_probs_M = sums.target_M - peak_M - log_total_M
         if group is not None:
-            here_M = (targets_M >= 0) & (targets_M < len(weight_VD))
-            log_probs_M, peak_M, log_total_M, entropy_M = over_ranks(group, sums.target_M, here_M, *found)
+            here_M, _ = _places(targets_M, len(weight_VD))
+            log_probs_M, peak_M, log_total_M, entropy_M = over_ranks(group, sums.target_M, here_M, found)
         ctx.save_for_backward(hidden_MD, weight_VD, targets_M, peak_M, log_total_M, entropy_M, *sums.kept)
         ctx.temperature, ctx.tiles = temperature, tiles
         return log_probs_M, entropy_M
@@ -248,34 +229,22 @@ class _TiledLogProbs(torch.autograd.Function):
         hidden_MD, weight_VD, targets_M, peak_M, log_total_M, entropy_M, *kept = ctx.saved_tensors
         if len(hidden_MD) == 0:
             return torch.empty_like(hidden_MD), torch.zeros_like(weight_VD), *[None] * 6
-        wanted = logit_gradient(grads, ctx.temperature, peak_M, log_total_M, entropy_M)
-        inputs = Inputs(hidden_MD, weight_VD, targets_M, ctx.temperature)
-        found = tiled_gradients(ctx.tiles, inputs, wanted, *ctx.needs_input_grad[:2], kept=kept)
-        return *found, *[None] * 6
-
-
-def tiled_gradients(
-    tiles: Tiles,
-    inputs: Inputs,
-    wanted: LogitGradient,
-    need_hidden: bool,
-    need_weight: bool,
-    *,
-    kept: Sequence[Tensor],
-) -> tuple[Tensor, Tensor | None]:
-    """The gradients of the states and of the weight, tile by tile; `kept` as in `Sums`."""
-    hidden_MD, weight_VD, targets_M, _ = inputs
-    grad_hidden_MD = torch.zeros_like(hidden_MD, dtype=wanted.peak_M.dtype)
-    grad_weight_VD = torch.empty_like(weight_VD) if need_weight else None
-    for index, (start, weight_TD) in enumerate(tiles_of(weight_VD, tiles.width(hidden_MD))):
-        kept_MT = kept[index] if kept else None
-        tile = inputs._replace(weight_VD=weight_TD, targets_M=targets_M - start)
-        grad_MT = tiles.gradient(tile, wanted, kept_MT)
-        if need_hidden:
-            grad_hidden_MD += product(grad_MT, weight_TD.T)
-        if grad_weight_VD is not None:
-            grad_weight_VD[start : start + len(weight_TD)] = product(grad_MT.T, hidden_MD.T)
-    return grad_hidden_MD.to(hidden_MD.dtype), grad_weight_VD
+        of_log_probs, of_entropy = (None if grad is None else grad / ctx.temperature for grad in grads)
+        target_M = torch.zeros_like(peak_M) if of_log_probs is None else of_log_probs
+        constant_M = -target_M if of_entropy is None else -(target_M + of_entropy * entropy_M)
+        slope_M = None if of_entropy is None else -of_entropy
+        wanted = LogitGradient(peak_M, log_total_M, constant_M, slope_M, target_M)
+        need_hidden, need_weight = ctx.needs_input_grad[:2]
+        grad_hidden_MD = torch.zeros_like(hidden_MD, dtype=peak_M.dtype)
+        grad_weight_VD = torch.empty_like(weight_VD) if need_weight else None
+        for index, (start, weight_TD) in enumerate(tiles_of(weight_VD, ctx.tiles.width(hidden_MD))):
+            tile = Inputs(hidden_MD, weight_TD, targets_M - start, ctx.temperature)
+            grad_MT = ctx.tiles.gradient(tile, wanted, kept[index] if kept else None)
+            if need_hidden:
+                grad_hidden_MD += product(grad_MT, weight_TD.T)
+            if grad_weight_VD is not None:
+                grad_weight_VD[start : start + len(weight_TD)] = product(grad_MT.T, hidden_MD.T)
+        return grad_hidden_MD.to(hidden_MD.dtype), grad_weight_VD, *[None] * 6
 
 
 def merged(sums: Sums) -> tuple[Tensor, Tensor, Tensor]:
@@ -293,18 +262,17 @@ def merged(sums: Sums) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def over_ranks(
-    group: TensorGroup,
-    target_M: Tensor,
-    here_M: Tensor,
-    peak_M: Tensor,
-    log_total_M: Tensor,
-    entropy_M: Tensor,
+    group: TensorGroup, target_M: Tensor, here_M: Tensor, own: tuple[Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The log-probs of the targets, and what `merged` gives of one rank's entries, over all ranks. With S_r
     the entries of rank r, the probability q_r of the whole S_r and the rank's own p(v | S_r),
 
         log p(v) = log p(v | S_r) + log q_r        H = Σ_r q_r (H(p(· | S_r)) - log q_r).
+
+    Args:
+        own: what `merged` gives of this rank's entries.
     """
+    peak_M, log_total_M, entropy_M = own
     whole_peak_M = group.all_reduce(peak_M.clone(), dist.ReduceOp.MAX)
     own_M = peak_M - whole_peak_M + log_total_M
     whole_total_M = group.all_reduce(own_M.exp()).log()
@@ -314,20 +282,6 @@ def over_ranks(
         found.append(log_q_M.exp() * (entropy_M - log_q_M))
     totals = group.all_reduce(torch.stack(found))
     return totals[0].clone(), whole_peak_M, whole_total_M, totals[1].clone() if len(entropy_M) else entropy_M
-
-
-def logit_gradient(
-    grads: tuple[Tensor | None, ...],
-    temperature: float,
-    peak_M: Tensor,
-    log_total_M: Tensor,
-    entropy_M: Tensor,
-) -> LogitGradient:
-    of_log_probs, of_entropy = (None if grad is None else grad / temperature for grad in grads)
-    target_M = torch.zeros_like(peak_M) if of_log_probs is None else of_log_probs
-    constant_M = -target_M if of_entropy is None else -(target_M + of_entropy * entropy_M)
-    slope_M = None if of_entropy is None else -of_entropy
-    return LogitGradient(peak_M, log_total_M, constant_M, slope_M, target_M)
 
 
 def output_type(hidden_MD: Tensor) -> torch.dtype:
@@ -357,6 +311,11 @@ def _places(targets_M: Tensor, width: int) -> tuple[Tensor, Tensor]:
     return here_M, targets_M.clamp(0, width - 1).unsqueeze(1)
 
 
-def _logits(hidden_MD: Tensor, weight_TD: Tensor, temperature: float) -> Tensor:
+def logits(hidden_MD: Tensor, weight_TD: Tensor, temperature: float) -> Tensor:
+    """(M, T) in the output's precision."""
     logits_MT = wide_product(hidden_MD, weight_TD)
     return logits_MT if temperature == 1 else logits_MT.div_(temperature)
+
+
+token_log_probs = partial(tiled_log_probs, TorchTiles())
+"""The head in PyTorch's own operators, for every device and floating type; see `Head`."""

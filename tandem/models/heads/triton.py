@@ -8,20 +8,13 @@ to cuBLAS; no atomics, so that a run repeats bit for bit.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from tandem.models.heads.tiled import (
-    Inputs,
-    LogitGradient,
-    Sums,
-    Tiles,
-    TorchTiles,
-    tile_width,
-    tiled_log_probs,
-)
+from tandem.models.heads.tiled import Inputs, LogitGradient, Sums, TorchTiles, tile_width, tiled_log_probs
 from tandem.models.heads.triton_kernels import gradient_kernel, sums_kernel
 
 # Vocabulary entries per program of the forward pass, or one block: a thousand positions of 152k entries are
@@ -29,17 +22,10 @@ from tandem.models.heads.triton_kernels import gradient_kernel, sums_kernel
 _SPAN = 2048
 
 
-def token_log_probs(
-    hidden_MD: Tensor, weight_VD: Tensor, targets_M: Tensor, *, temperature: float, with_entropy: bool
-) -> tuple[Tensor, Tensor | None]:
-    """See `Head`."""
-    tiles = tiles_for(hidden_MD.dtype)
-    return tiled_log_probs(tiles, hidden_MD, weight_VD, targets_M, temperature, with_entropy)
-
-
-def tiles_for(dtype: torch.dtype) -> Tiles:
-    """The tiles for states of a type: Triton's, but for float64, which it has no fast product of."""
-    return TorchTiles() if dtype == torch.float64 else TritonTiles()
+def token_log_probs(hidden_MD: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    """See `Head`. Of float64 Triton has no fast product: it takes PyTorch's way."""
+    tiles = TorchTiles() if hidden_MD.dtype == torch.float64 else TritonTiles()
+    return tiled_log_probs(tiles, hidden_MD, *args, **kwargs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,24 +82,12 @@ class TritonTiles:
         spans = triton.cdiv(vocabulary, span)
         sums_SM = hidden_MD.new_empty(3 if with_moment else 2, spans, rows, dtype=torch.float32)
         target_M = hidden_MD.new_empty(rows, dtype=torch.float32)
-        sums_kernel[(triton.cdiv(rows, blocks.rows) * spans,)](
-            sums_SM[0],
-            sums_SM[1],
-            sums_SM[-1],
-            target_M,
-            hidden_MD,
-            weight_VD,
-            targets_M.contiguous(),
-            rows,
-            vocabulary,
-            hidden_MD.stride(0),
-            weight_VD.stride(0),
-            1 / temperature,
-            MOMENT=with_moment,
-            SPAN=span,
-            WIDTH=hidden_MD.shape[1],
-            **blocks.constants,
-        )
+        outputs = sums_SM[0], sums_SM[1], sums_SM[-1], target_M
+        tensors = hidden_MD, weight_VD, targets_M.contiguous()
+        numbers = rows, vocabulary, hidden_MD.stride(0), weight_VD.stride(0), 1 / temperature
+        constants = {"MOMENT": with_moment, "SPAN": span, "WIDTH": hidden_MD.shape[1], **blocks.constants}
+        programs = triton.cdiv(rows, blocks.rows) * spans
+        sums_kernel[(programs,)](*outputs, *tensors, *numbers, **constants)
         return Sums(sums_SM[0], sums_SM[1], sums_SM[2] if with_moment else None, target_M)
 
     def width(self, hidden_MD: Tensor) -> int:
@@ -125,26 +99,13 @@ class TritonTiles:
         (rows, width), columns = hidden_MD.shape, len(weight_TD)
         blocks = Blocks.of(hidden_MD.dtype, hidden_MD.device)
         grad_MT = hidden_MD.new_empty(rows, columns)
-        gradient_kernel[(triton.cdiv(rows, blocks.rows) * triton.cdiv(columns, blocks.columns),)](
-            grad_MT,
-            hidden_MD,
-            weight_TD,
-            targets_M,
-            wanted.peak_M,
-            wanted.log_total_M,
-            wanted.constant_M,
-            wanted.constant_M if wanted.slope_M is None else wanted.slope_M,
-            wanted.target_M,
-            rows,
-            columns,
-            hidden_MD.stride(0),
-            weight_TD.stride(0),
-            grad_MT.stride(0),
-            1 / temperature,
-            SLOPE=wanted.slope_M is not None,
-            WIDTH=width,
-            **blocks.constants,
-        )
+        slope_M = wanted.constant_M if wanted.slope_M is None else wanted.slope_M
+        factors = wanted.peak_M, wanted.log_total_M, wanted.constant_M, slope_M, wanted.target_M
+        strides = hidden_MD.stride(0), weight_TD.stride(0), grad_MT.stride(0)
+        constants = {"SLOPE": wanted.slope_M is not None, "WIDTH": width, **blocks.constants}
+        programs = triton.cdiv(rows, blocks.rows) * triton.cdiv(columns, blocks.columns)
+        tensors = grad_MT, hidden_MD, weight_TD, targets_M, *factors
+        gradient_kernel[(programs,)](*tensors, rows, columns, *strides, 1 / temperature, **constants)
         return grad_MT
 
 

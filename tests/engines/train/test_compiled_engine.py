@@ -13,7 +13,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from tandem.config.fsdp import FSDPConfig
 from tandem.config.model import BackboneConfig
-from tandem.engines.train.module import check_options
+from tandem.engines.train.module import Settings, check_options
 from tandem.errors import ConfigError
 from tandem.models import compiled
 from tandem.models.heads import compiled as compiled_head
@@ -172,10 +172,10 @@ def test_two_ranks(folder, plain, tmp_path):
 
 
 def refusal(fsdp=None, device=CPU, **model):
+    fsdp = FSDPConfig(**COMPILED, **(fsdp or {}))
+    settings = Settings(BackboneConfig(path="nowhere", **model), fsdp, None, device)
     with pytest.raises(ConfigError) as caught:
-        check_options(
-            BackboneConfig(path="nowhere", **model), FSDPConfig(**COMPILED, **(fsdp or {})), None, device
-        )
+        check_options(settings)
     return caught.value
 
 

@@ -11,7 +11,7 @@ from tandem.config.fsdp import FSDPConfig
 from tandem.config.model import BackboneConfig
 from tandem.engines.train import deterministic
 from tandem.engines.train.deterministic import deterministic_kernels, prepare
-from tandem.engines.train.module import check_options
+from tandem.engines.train.module import Settings, check_options
 from tandem.errors import ConfigError, EngineError
 from tandem.protocol import DataProto
 from tests.support.ranks import run_ranks
@@ -159,5 +159,5 @@ def test_too_late_or_another_workspace_is_refused(environment, given, allocated)
 def test_ligers_kernels_are_refused_before_anything_is_loaded():
     model = BackboneConfig(path="nowhere", use_liger=True)
     with pytest.raises(ConfigError, match="Liger's kernels do not promise") as caught:
-        check_options(model, FSDPConfig(**EXACT), None, torch.device("cpu"))
+        check_options(Settings(model, FSDPConfig(**EXACT), None, torch.device("cpu")))
     assert caught.value.remedy == "set model.use_liger=false, or fsdp_config.full_determinism=false"

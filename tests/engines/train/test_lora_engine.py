@@ -13,9 +13,10 @@ from transformers import AutoModelForCausalLM
 from tandem.checkpoint.weights import read_weights
 from tandem.config.fsdp import FSDPConfig
 from tandem.config.model import BackboneConfig
+from tandem.config.optim import OptimConfig
 from tandem.engines.train import fsdp
 from tandem.engines.train.fsdp import FSDPEngine
-from tandem.engines.train.module import unsharded_module
+from tandem.engines.train.module import Settings, unsharded_module
 from tandem.engines.weight_sync import digest
 from tandem.errors import CheckpointError, ConfigError, EngineError
 from tandem.models import lora
@@ -264,17 +265,8 @@ def test_nothing_is_loaded_for_what_is_refused(folder, monkeypatch):
 
 def test_parameters_have_no_memory_until_they_are_sharded(folder):
     model = BackboneConfig(path=str(folder), **lora_models.KEYS)
-    module, files = unsharded_module(
-        "policy",
-        folder,
-        model,
-        FSDPConfig(),
-        torch.float32,
-        torch.device("cpu"),
-        temperature=1.0,
-        trains=True,
-        base_dtype=torch.bfloat16,
-    )
+    settings = Settings(model, FSDPConfig(dtype="bf16"), OptimConfig(), torch.device("cpu"))
+    module, files = unsharded_module("policy", folder, settings, temperature=1.0)
     assert files is not None
     assert all(parameter.is_meta for parameter in module.parameters())
     for name, parameter in module.named_parameters():
