@@ -31,11 +31,6 @@ class Form(Protocol):
     results depend on beside tokenizer and template."""
 
     @property
-    def columns(self) -> tuple[str, ...] | None:
-        """Those that it looks at; None: all."""
-        ...
-
-    @property
     def told_by(self) -> tuple[str, ...]:
         """The columns that tell a row from others."""
         ...

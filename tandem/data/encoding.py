@@ -261,9 +261,5 @@ def _part_of(arrow: Sequence[Path], columns: Sequence[str], start: int, stop: in
 
 def _part(encoder: Encoder, table: pa.Table, start: int) -> Part:
     """What the rows of a table become; `start` is the number of the first."""
-    columns = encoder.form.columns
-    chosen = (
-        table if columns is None else table.select([name for name in columns if name in table.column_names])
-    )
-    chunks = (chosen.slice(at, CHUNK_ROWS).to_pylist() for at in range(0, len(chosen), CHUNK_ROWS))
-    return encoder.part([row for chunk in chunks for row in chunk], range(start, start + len(chosen)))
+    chunks = (table.slice(at, CHUNK_ROWS).to_pylist() for at in range(0, len(table), CHUNK_ROWS))
+    return encoder.part([row for chunk in chunks for row in chunk], range(start, start + len(table)))

@@ -96,14 +96,9 @@ class OwnPrompts(PromptDataset):
             sources += map(self._form.source, records)
             parts.append(part)
         made = gather_rows(self._names, self._encoder, parts)
-        self._kept, self._lengths, self.digests = made.kept, made.lengths, made.digests
+        self._kept, self.digests, self.longest = made.kept, made.digests, int(made.lengths.max())
         self._sources = pa.chunked_array([pa.array(sources, pa.string())])
-        self.data_sources = tuple(sorted(set(sources)))
         self.dropped = len(rows) - len(self._kept)
-
-    @property
-    def longest(self) -> int:
-        return int(self._lengths.max())
 
     def batch(self, rows: Sequence[int], *, uid_prefix: Prefix) -> DataProto:
         """See `PromptDataset.batch`."""

@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO
 
 from tandem.errors import ConfigError, file_errors
@@ -50,9 +49,7 @@ class ProcessLock:
         self.acquire()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
     def acquire(self) -> None:

@@ -139,7 +139,8 @@ class Metrics(dict[str, Metric]):
         return out
 
 
-_SPREADS = ("std", "sample_std", "ess")
+_SPREADS: tuple[Reduction, ...] = ("std", "sample_std", "ess")
+_SUMMED: tuple[Reduction, ...] = ("sum", "mean", *_SPREADS)
 
 
 def _spread(reduction: Reduction, total: float, squares: float, count: float) -> float:
@@ -153,11 +154,7 @@ def _spread(reduction: Reduction, total: float, squares: float, count: float) ->
 
 
 _REDUCE_OPS: dict[Reduction, dist.ReduceOp.RedOpType] = {
-    "sum": dist.ReduceOp.SUM,
-    "mean": dist.ReduceOp.SUM,
-    "std": dist.ReduceOp.SUM,
-    "sample_std": dist.ReduceOp.SUM,
-    "ess": dist.ReduceOp.SUM,
+    **dict.fromkeys(_SUMMED, dist.ReduceOp.SUM),
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
 }

@@ -57,40 +57,22 @@ class RunFolder:
 
     Args:
         path: the run's folder.
+
+    Attributes:
+        path, config_file, metrics_file, events_file, timeline_file, samples, checkpoints, logs: see above.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self.config_file = self.path / "config.yaml"
+        self.metrics_file = self.path / "metrics.jsonl"
+        self.events_file = self.path / "events.jsonl"
+        self.timeline_file = self.path / "timeline.json"
+        self.samples = self.path / "samples"
+        self.checkpoints = self.path / "checkpoints"
+        self.logs = self.path / "log"
         self.samples.mkdir(parents=True, exist_ok=True)
         self.logs.mkdir(exist_ok=True)
-
-    @property
-    def config_file(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def metrics_file(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def events_file(self) -> Path:
-        return self.path / "events.jsonl"
-
-    @property
-    def timeline_file(self) -> Path:
-        return self.path / "timeline.json"
-
-    @property
-    def samples(self) -> Path:
-        return self.path / "samples"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "log"
 
     def write_config(self, yaml: str) -> None:
         """Write the config, and its signature: code that it names may run when this user reads the folder."""

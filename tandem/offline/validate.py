@@ -30,7 +30,7 @@ from tandem.data.examples import PreferenceForm
 from tandem.data.files import CHUNK_ROWS, DataFiles, read_files
 from tandem.data.lines import line_numbers, scan
 from tandem.data.preferences import prompt_of
-from tandem.data.reader import holds_ids
+from tandem.data.prompts import holds_ids
 from tandem.data.sft import Columns, are_text
 from tandem.data.tokens import Piece, encoded
 from tandem.errors import DataError
