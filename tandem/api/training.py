@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from inspect import GEN_SUSPENDED, getgeneratorstate
 from pathlib import Path
 from typing import Any, Self
@@ -80,10 +81,10 @@ def train(
     Raises:
         TandemError: anything that is wrong with these; before the model is loaded, where it can be known.
     """
-    loaded = _loaded(model, train, val, rewards, algorithm, steps, out, config)
+    made = _loaded(model, train, val, rewards, algorithm, steps, out, config)
     heard = [] if on_step is None else [lambda step: on_step(step.number, step.metrics)]
-    run_ppo(loaded.config, say=say, listeners=[LiveCurve(), *heard])
-    return Run(loaded.config.trainer.default_local_dir)
+    run_ppo(made, say=say, listeners=[LiveCurve(), *heard])
+    return Run(made.trainer.default_local_dir)
 
 
 class Trainer:
@@ -115,7 +116,7 @@ class Trainer:
         out: str | Path | None = None,
         config: Config = None,
     ) -> None:
-        self.config = _loaded(model, train, val, rewards, algorithm, steps, out, config).config
+        self.config = _loaded(model, train, val, rewards, algorithm, steps, out, config)
         self._loop = build_ppo(self.config, say=say, listeners=[LiveCurve()])
         self._steps = self._loop.steps()
         self._closed = False
@@ -200,9 +201,7 @@ class Trainer:
             return
         self._closed = True
         try:
-            if (
-                getgeneratorstate(self._steps) == GEN_SUSPENDED
-            ):  # else it has ended, or was broken off within a step
+            if getgeneratorstate(self._steps) == GEN_SUSPENDED:  # else it ended, or broke off within a step
                 self._loop.save_unsaved()
             self._steps.close()
         finally:
@@ -241,9 +240,9 @@ def sft(
     Raises:
         TandemError: anything that is wrong with these.
     """
-    loaded = _supervised(load_sft_config, "sft", model, train, val, steps, out, config)
-    run_sft(loaded.config, say=say)
-    return Run(loaded.config.trainer.default_local_dir)
+    made = _resolved(load_sft_config, "sft", "model.path", model, train, val, steps, out, config)
+    run_sft(made, say=say)
+    return Run(made.trainer.default_local_dir)
 
 
 def reward_model(
@@ -264,9 +263,9 @@ def reward_model(
     Raises:
         TandemError: anything that is wrong with these.
     """
-    loaded = _supervised(load_rm_config, "rm", model, train, val, steps, out, config)
-    run_rm(loaded.config, say=say)
-    return Run(loaded.config.trainer.default_local_dir)
+    made = _resolved(load_rm_config, "rm", "model.path", model, train, val, steps, out, config)
+    run_rm(made, say=say)
+    return Run(made.trainer.default_local_dir)
 
 
 def _loaded(
@@ -278,55 +277,55 @@ def _loaded(
     steps: int | None,
     out: str | Path | None,
     config: Config,
-) -> Loaded[TrainConfig]:
-    name = ALGORITHMS.get(algorithm, algorithm) if isinstance(algorithm, str) else algorithm
-    file, keys = split_config(config)
-    folder = Path(out or keys.get("trainer.default_local_dir") or new_folder(algorithm_name(algorithm)))
-    inputs = folder / INPUTS
-    given = {
-        "actor_rollout_ref.model.path": str(model),
-        **rows_keys(train, val, inputs),
-        **reward_keys(rewards, inputs),
-        "algorithm.adv_estimator": name if isinstance(name, str) else reference(name, inputs),
-        "trainer.total_training_steps": steps,
-        "trainer.default_local_dir": str(folder),
-        **keys,
-    }
-    return _said(load_train_config(file, words(given, inputs), count_rows=count_rows))
+) -> TrainConfig:
+    """The config of a run of reinforcement."""
+    estimator = ALGORITHMS.get(algorithm, algorithm) if isinstance(algorithm, str) else algorithm
+    named = algorithm if isinstance(algorithm, str) else algorithm.__name__
+
+    def own(inputs: Path) -> dict[str, Any]:
+        place = estimator if isinstance(estimator, str) else reference(estimator, inputs)
+        return {**reward_keys(rewards, inputs), "algorithm.adv_estimator": place}
+
+    load = partial(load_train_config, count_rows=count_rows)
+    key, name = "actor_rollout_ref.model.path", named.rpartition(":")[2]
+    made: TrainConfig = _resolved(load, name, key, model, train, val, steps, out, config, own)
+    return made
 
 
-def _supervised(
+def _resolved(
     load: Callable[..., Loaded[Any]],
     name: str,
+    model_key: str,
     model: str | Path,
     train: Rows,
     val: Rows,
     steps: int | None,
     out: str | Path | None,
     config: Config,
-) -> Loaded[Any]:
+    own: Callable[[Path], dict[str, Any]] = lambda inputs: {},
+) -> Any:
+    """The config, once its notices are printed and nothing that it needs is missing here.
+
+    Args:
+        load: a command's.
+        name: of a new folder.
+        model_key: the key of the model.
+        model, train, val, steps, out, config: see `train`.
+        own: makes the command's own keys, with the folder of rows and functions.
+    """
     file, keys = split_config(config)
     folder = Path(out or keys.get("trainer.default_local_dir") or new_folder(name))
     inputs = folder / INPUTS
     given = {
-        "model.path": str(model),
+        model_key: str(model),
         **rows_keys(train, val, inputs),
+        **own(inputs),
         "trainer.total_training_steps": steps,
         "trainer.default_local_dir": str(folder),
         **keys,
     }
-    return _said(load(file, words(given, inputs)))
-
-
-def _said(loaded: Loaded[Any]) -> Loaded[Any]:
-    """The config, once its notices are printed and nothing that it needs is missing here."""
+    loaded = load(file, words(given, inputs))
     for notice in loaded.said:
         say(f"note: {notice}")
     refuse(lacking(loaded.config))
-    return loaded
-
-
-def algorithm_name(algorithm: Algorithm) -> str:
-    """A name for a folder."""
-    given = algorithm if isinstance(algorithm, str) else algorithm.__name__
-    return given.rpartition(":")[2]
+    return loaded.config
