@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -13,7 +12,7 @@ import numpy as np
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
-from tandem.data.cache import digest
+from tandem.data.cache import digest, number_of
 from tandem.data.chat import ChatTemplate, plain, tokenizer_digest
 from tandem.data.tokens import Piece, encoded
 from tandem.data.truncation import Limit
@@ -115,7 +114,7 @@ class Encoder:
         formed = 0
         error = None
         for at, record in enumerate(records):
-            digests[at] = _digest(record[name] for name in self.form.told_by)
+            digests[at] = number_of(_json([plain(record[name]) for name in self.form.told_by]))
             try:
                 if problem := self.form.problem(record):
                     problems[SHAPE].append((numbers[at], problem))
@@ -182,11 +181,6 @@ class Encoder:
 
 
 _json = json.JSONEncoder(default=str).encode
-
-
-def _digest(values: Iterable[Any]) -> int:
-    text = _json([plain(value) for value in values])
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
 
 
 def _named(error: Exception) -> str:
