@@ -170,14 +170,12 @@ class Encoder:
             yield from encoded(self.tokenizer, rows)
         except Exception:  # of one row: which one?
             for row, pieces in zip(owners.tolist(), rows, strict=True):
-                yield self._alone(row, pieces, problems)
-
-    def _alone(self, row: int, pieces: list[Piece], problems: Problems) -> list[np.ndarray]:
-        try:
-            return encoded(self.tokenizer, [pieces])[0]
-        except Exception as error:
-            problems[FAILED].append((row, _named(error)))
-            return [np.zeros(1, np.int32)] * len(pieces)
+                try:
+                    (ids,) = encoded(self.tokenizer, [pieces])
+                except Exception as error:
+                    problems[FAILED].append((row, _named(error)))
+                    ids = [np.zeros(1, np.int32)] * len(pieces)
+                yield ids
 
 
 _json = json.JSONEncoder(default=str).encode

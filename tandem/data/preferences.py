@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tandem.data.examples import PreferenceForm
@@ -71,7 +70,10 @@ class PreferenceDataset:
         ]
         (self.chosen, self.chosen_mask), (self.rejected, self.rejected_mask) = map(written, sides)
         self.digests = sides[0].digests
-        self.margins = _margins(table, margin_key)
+        margins = [0.0] * len(table)
+        if margin_key is not None:
+            margins = [float(record[margin_key]) for _, record in table.records([margin_key])]
+        self.margins = torch.tensor(margins, dtype=torch.float64)
 
     def __len__(self) -> int:
         return len(self.chosen)
@@ -116,9 +118,3 @@ def prompt_of(table: DataFiles, prompt_key: str, needs: Sequence[str]) -> str | 
     if prompt_key != _PROMPT and are_text(table, needs[:2]):
         read_files([str(path) for path in table.paths], (prompt_key, *needs), keys=_KEYS)
     return None
-
-
-def _margins(files: DataFiles, key: str | None) -> Tensor:
-    if key is None:
-        return torch.zeros(len(files), dtype=torch.float64)
-    return torch.tensor([float(record[key]) for _, record in files.records([key])], dtype=torch.float64)

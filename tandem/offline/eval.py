@@ -144,43 +144,37 @@ def evaluate_file(config: EvalConfig, *, overwrite: bool, say: Callable[[str], N
     """
     output = Path(config.data.output_path)
     with alone(output, "data.output_path", say):
-        return _evaluate(config, output, overwrite, say)
-
-
-def _evaluate(
-    config: EvalConfig, output: Path, overwrite: bool, say: Callable[[str], None]
-) -> dict[str, Source]:
-    samples = output.with_suffix(".samples.parquet")
-    journals = [beside(output, "scores"), *([beside(output, "responses")] if config.model.path else [])]
-    check_new_outputs([output, samples], journals, overwrite)
-    reward = own_reward(config.custom_reward_function, config.reward.timeout)
-    reads = VERLS if reward is None else reward.reads
-    renamed = {"data_source": config.data.reward_fn_key}
-    needs = [renamed.get(name, name) for name in reads.needs if name != "prompt"]
-    generates = config.model.path is not None
-    responses = _generated(config, output, overwrite, say, needs) if generates else _given(config, needs)
-    check_new_columns(responses.table, list(SCORE_COLUMNS))
-    problems = _problems(responses, config.data, reward)
-    names = [problem.data_source for problem in problems]
-    check_sources(set(names), reward, config.reward.sandbox, say)
-    ks = _ks(config.eval.k, min(responses.counts))
-    settings = responses.settings | _reward_settings(config, problems)
-    journal = Journal(journals[0], settings, overwrite=overwrite)
-    if journal.entries:
-        say(f"{len(journal.entries)} responses are scored already; going on with the others")
-    with closing(Pool(reward, config.reward, output.with_suffix(".rewards.log"), say)) as pool:
-        verdicts = _verdicts(responses, problems, pool, journal)
-    if failed := pool.counts["failed"]:
-        say(f"{failed} scores failed, and count as 0 (reward.on_error)")
-    sources = measure(verdicts, names, ks, config.eval, seed=config.trainer.seed)
-    write_rows(samples, responses.table, responses.columns() | _columns(verdicts))
-    measured = {name: asdict(source) for name, source in sources.items()}
-    report = {"sources": measured, "config": to_dict(config)}
-    replace_file(output, (json.dumps(report, indent=2, ensure_ascii=False) + "\n").encode())
-    journal.remove()
-    if responses.journal is not None:
-        responses.journal.remove()  # last: they took the most work
-    return sources
+        samples = output.with_suffix(".samples.parquet")
+        journals = [beside(output, "scores"), *([beside(output, "responses")] if config.model.path else [])]
+        check_new_outputs([output, samples], journals, overwrite)
+        reward = own_reward(config.custom_reward_function, config.reward.timeout)
+        reads = VERLS if reward is None else reward.reads
+        renamed = {"data_source": config.data.reward_fn_key}
+        needs = [renamed.get(name, name) for name in reads.needs if name != "prompt"]
+        generates = bool(config.model.path)
+        responses = _generated(config, output, overwrite, say, needs) if generates else _given(config, needs)
+        check_new_columns(responses.table, list(SCORE_COLUMNS))
+        problems = _problems(responses, config.data, reward)
+        names = [problem.data_source for problem in problems]
+        check_sources(set(names), reward, config.reward.sandbox, say)
+        ks = _ks(config.eval.k, min(responses.counts))
+        settings = responses.settings | _reward_settings(config, problems)
+        journal = Journal(journals[0], settings, overwrite=overwrite)
+        if journal.entries:
+            say(f"{len(journal.entries)} responses are scored already; going on with the others")
+        with closing(Pool(reward, config.reward, output.with_suffix(".rewards.log"), say)) as pool:
+            verdicts = _verdicts(responses, problems, pool, journal)
+        if failed := pool.counts["failed"]:
+            say(f"{failed} scores failed, and count as 0 (reward.on_error)")
+        sources = measure(verdicts, names, ks, config.eval, seed=config.trainer.seed)
+        write_rows(samples, responses.table, responses.columns() | _columns(verdicts))
+        measured = {name: asdict(source) for name, source in sources.items()}
+        report = {"sources": measured, "config": to_dict(config)}
+        replace_file(output, (json.dumps(report, indent=2, ensure_ascii=False) + "\n").encode())
+        journal.remove()
+        if responses.journal is not None:
+            responses.journal.remove()  # last: they took the most work
+        return sources
 
 
 def _verdicts(
