@@ -28,6 +28,7 @@ from tandem.api.rows import Rows
 from tandem.api.runs import Run
 from tandem.config.load import Loaded, load_rm_config, load_sft_config, load_train_config
 from tandem.config.root import TrainConfig
+from tandem.config.supervised import RMConfig, SFTConfig
 from tandem.data.chat import ChatTemplate
 from tandem.data.files import count_rows
 from tandem.data.tokens import encoded
@@ -240,7 +241,7 @@ def sft(
     Raises:
         TandemError: anything that is wrong with these.
     """
-    made = _resolved(load_sft_config, "sft", "model.path", model, train, val, steps, out, config)
+    made: SFTConfig = _resolved(load_sft_config, "sft", "model.path", model, train, val, steps, out, config)
     run_sft(made, say=say)
     return Run(made.trainer.default_local_dir)
 
@@ -263,7 +264,7 @@ def reward_model(
     Raises:
         TandemError: anything that is wrong with these.
     """
-    made = _resolved(load_rm_config, "rm", "model.path", model, train, val, steps, out, config)
+    made: RMConfig = _resolved(load_rm_config, "rm", "model.path", model, train, val, steps, out, config)
     run_rm(made, say=say)
     return Run(made.trainer.default_local_dir)
 

@@ -171,11 +171,13 @@ class Offline:
         rollout, prompts = self._config.rollout, hashlib.blake2b(digest_size=8)
         for request in self.requests[:: rollout.n]:
             prompts.update(len(request.prompt_ids).to_bytes(8, "little") + request.prompt_ids.tobytes())
-        keys = ("name", "dtype", "n", "logprobs_mode")
         return {
             "data.path (prompts)": prompts.hexdigest(),
             "model.path": [self._folder, *_weight_files(Path(self._folder))],
-            **{f"rollout.{key}": getattr(rollout, key) for key in keys},
+            "rollout.name": rollout.name,
+            "rollout.dtype": rollout.dtype,
+            "rollout.n": rollout.n,
+            "rollout.logprobs_mode": rollout.logprobs_mode,
             "rollout (sampling)": repr(self._params),
         }
 
