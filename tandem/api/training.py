@@ -28,7 +28,6 @@ from tandem.api.rows import Rows
 from tandem.api.runs import Run
 from tandem.config.load import Loaded, load_rm_config, load_sft_config, load_train_config
 from tandem.config.root import TrainConfig
-from tandem.config.supervised import RMConfig, SFTConfig
 from tandem.data.chat import ChatTemplate
 from tandem.data.files import count_rows
 from tandem.data.tokens import encoded
@@ -82,10 +81,10 @@ def train(
     Raises:
         TandemError: anything that is wrong with these; before the model is loaded, where it can be known.
     """
-    made = _loaded(model, train, val, rewards, algorithm, steps, out, config)
+    loaded = _loaded(model, train, val, rewards, algorithm, steps, out, config)
     heard = [] if on_step is None else [lambda step: on_step(step.number, step.metrics)]
-    run_ppo(made, say=say, listeners=[LiveCurve(), *heard])
-    return Run(made.trainer.default_local_dir)
+    run_ppo(loaded.config, say=say, listeners=[LiveCurve(), *heard])
+    return Run(loaded.config.trainer.default_local_dir)
 
 
 class Trainer:
@@ -117,7 +116,7 @@ class Trainer:
         out: str | Path | None = None,
         config: Config = None,
     ) -> None:
-        self.config = _loaded(model, train, val, rewards, algorithm, steps, out, config)
+        self.config = _loaded(model, train, val, rewards, algorithm, steps, out, config).config
         self._loop = build_ppo(self.config, say=say, listeners=[LiveCurve()])
         self._steps = self._loop.steps()
         self._closed = False
@@ -241,9 +240,9 @@ def sft(
     Raises:
         TandemError: anything that is wrong with these.
     """
-    made: SFTConfig = _resolved(load_sft_config, "sft", "model.path", model, train, val, steps, out, config)
-    run_sft(made, say=say)
-    return Run(made.trainer.default_local_dir)
+    loaded = _resolved(load_sft_config, "sft", "model.path", model, train, val, steps, out, config)
+    run_sft(loaded.config, say=say)
+    return Run(loaded.config.trainer.default_local_dir)
 
 
 def reward_model(
@@ -264,9 +263,9 @@ def reward_model(
     Raises:
         TandemError: anything that is wrong with these.
     """
-    made: RMConfig = _resolved(load_rm_config, "rm", "model.path", model, train, val, steps, out, config)
-    run_rm(made, say=say)
-    return Run(made.trainer.default_local_dir)
+    loaded = _resolved(load_rm_config, "rm", "model.path", model, train, val, steps, out, config)
+    run_rm(loaded.config, say=say)
+    return Run(loaded.config.trainer.default_local_dir)
 
 
 def _loaded(
@@ -278,7 +277,7 @@ def _loaded(
     steps: int | None,
     out: str | Path | None,
     config: Config,
-) -> TrainConfig:
+) -> Loaded[TrainConfig]:
     """The config of a run of reinforcement."""
     estimator = ALGORITHMS.get(algorithm, algorithm) if isinstance(algorithm, str) else algorithm
     named = algorithm if isinstance(algorithm, str) else algorithm.__name__
@@ -289,8 +288,7 @@ def _loaded(
 
     load = partial(load_train_config, count_rows=count_rows)
     key, name = "actor_rollout_ref.model.path", named.rpartition(":")[2]
-    made: TrainConfig = _resolved(load, name, key, model, train, val, steps, out, config, own)
-    return made
+    return _resolved(load, name, key, model, train, val, steps, out, config, own)
 
 
 def _resolved(
@@ -304,7 +302,7 @@ def _resolved(
     out: str | Path | None,
     config: Config,
     own: Callable[[Path], dict[str, Any]] = lambda inputs: {},
-) -> Any:
+) -> Loaded[Any]:
     """The config, once its notices are printed and nothing that it needs is missing here.
 
     Args:
@@ -329,4 +327,4 @@ def _resolved(
     for notice in loaded.said:
         say(f"note: {notice}")
     refuse(lacking(loaded.config))
-    return loaded.config
+    return loaded
