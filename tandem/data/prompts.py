@@ -146,15 +146,24 @@ class PromptDataset:
             a role for a text, none for token ids), extra_info, index (the row's number in all files), and
             columns, those of the row by name, where the reward reads them so.
         """
-        index = self._kept[np.asarray(rows, dtype=np.int64)]
-        return prompt_table(
-            self._form,
-            self._files.take(index),
-            self.tokens[list(rows)],
-            uids(uid_prefix, index.tolist()),
-            index.tolist(),
-            by_name=self._by_name,
-        )
+        index = self._kept[np.asarray(rows, dtype=np.int64)].tolist()
+        return self._table_of(self._files.take(index), self.tokens[list(rows)], uid_prefix, index)
+
+    def _table_of(
+        self, records: Sequence[dict[str, Any]], tokens: Ragged, uid_prefix: Prefix, index: Sequence[int]
+    ) -> DataProto:
+        form = self._form
+        table: dict[str, Any] = {
+            "uid": uids(uid_prefix, index),
+            "data_source": list(map(form.source, records)),
+            "ground_truth": list(map(form.truth, records)),
+            "messages": list(map(form.messages, records)),
+            "extra_info": [record.get("extra_info") or {} for record in records],
+            "index": index,
+        }
+        if self._by_name:
+            table["columns"] = [{**record, "prompt": record[form.prompt_key]} for record in records]
+        return DataProto({"prompts": tokens.to(torch.int64)}, table)
 
     def recall(self, uids: Sequence[str]) -> DataProto:
         """The table of prompts that were in earlier ones, by their uids."""
@@ -193,32 +202,3 @@ def holds_ids(files: DataFiles, prompt_key: str) -> bool:
 def by_name(form: PromptForm, optional: Sequence[str] | None) -> bool:
     """Whether the reward reads columns by their names."""
     return not form.scored or optional is None or not {*(form.needs or ()), *optional} <= _SCORED
-
-
-def prompt_table(
-    form: PromptForm,
-    records: Sequence[dict[str, Any]],
-    tokens: Ragged,
-    uids: Sequence[str],
-    index: Sequence[int],
-    *,
-    by_name: bool,
-) -> DataProto:
-    """A table of prompts; see `PromptDataset.batch`.
-
-    Args:
-        records: their rows.
-        tokens, uids, index: of each.
-        by_name: the columns go along, for a reward that reads them by their names.
-    """
-    table: dict[str, Any] = {
-        "uid": uids,
-        "data_source": list(map(form.source, records)),
-        "ground_truth": list(map(form.truth, records)),
-        "messages": list(map(form.messages, records)),
-        "extra_info": [record.get("extra_info") or {} for record in records],
-        "index": index,
-    }
-    if by_name:
-        table["columns"] = [{**record, "prompt": record[form.prompt_key]} for record in records]
-    return DataProto({"prompts": tokens.to(torch.int64)}, table)

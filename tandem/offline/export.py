@@ -72,7 +72,10 @@ def _export(
         raise CheckpointError("the folder to write is not empty", field=str(out), remedy="name a new folder")
     run = checkpoint if (checkpoint / "config.yaml").is_file() else checkpoint.parent.parent
     found = _found(run, checkpoint, best=best)
-    model = _model_config(run / "config.yaml")
+    tree = read_config(run / "config.yaml")
+    at = "actor_rollout_ref.model" if "actor_rollout_ref" in tree else "model"  # by the trainer that wrote it
+    given = {name: resolved(tree, f"{at}.{name}") for name in at_key(tree, at)}
+    model = ModelConfig.model_validate(given)
     require_own(run / "config.yaml", model.model_dump())
     scores = (found.path / "reward_model").is_dir()
     tokenizer = tokenizer_of(model)
@@ -152,10 +155,3 @@ def _best(manager: CheckpointManager, run: Path, given: Path) -> Checkpoint:
             remedy="export its newest checkpoint, or name one",
         )
     return found
-
-
-def _model_config(path: Path) -> ModelConfig:
-    """The model section of a run's resolved config, whichever trainer wrote it."""
-    tree = read_config(path)
-    at = "actor_rollout_ref.model" if "actor_rollout_ref" in tree else "model"
-    return ModelConfig.model_validate({name: resolved(tree, f"{at}.{name}") for name in at_key(tree, at)})
