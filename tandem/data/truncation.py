@@ -10,6 +10,9 @@ from tandem.data.files import DataFiles
 from tandem.data.validate import RowProblems
 from tandem.errors import DataError
 
+TRUNCATIONS = ("error", "left", "right", "middle")
+"""What happens to a sequence over the limit: refused; its beginning, end or middle cut off."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limit:
@@ -18,14 +21,26 @@ class Limit:
     Attributes:
         tokens: the limit.
         field: the key that says so, for messages.
-        truncation: "error" refuses a longer sequence; "left", "right" and "middle" name the part to cut off.
+        truncation: one of `TRUNCATIONS`.
         drops: leave longer ones out instead.
+
+    Raises:
+        DataError: no such truncation.
     """
 
     tokens: int
     field: str
     truncation: str = "error"
     drops: bool = False
+
+    def __post_init__(self) -> None:
+        if self.truncation not in TRUNCATIONS:
+            raise DataError(
+                "no such truncation mode",
+                field="data.truncation",
+                got=self.truncation,
+                expected=f"one of {', '.join(TRUNCATIONS)}",
+            )
 
     def holds(self, length: int) -> bool:
         """Whether a sequence of this length is within it, or cut to it."""
