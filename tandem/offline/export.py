@@ -6,11 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tandem.checkpoint.best import Best
 from tandem.checkpoint.hf_export import export
@@ -85,7 +81,10 @@ def _export(
     config = load_config(model.path, trust_remote_code=model.trust_remote_code)
     if scores:
         config.num_labels = 1
-        config.pad_token_id = _padding(tokenizer)
+        # By it transformers finds the last token of each sequence. One that also ends sequences would miss
+        # their scores: then there is none, and only single sequences can be scored, not wrong ones.
+        padding = tokenizer.pad_token_id
+        config.pad_token_id = None if padding == tokenizer.eos_token_id else padding
 
     def beside(folder: Path) -> None:
         copy_files(model, folder, scores=scores)
@@ -120,13 +119,6 @@ def _found(run: Path, given: Path, *, best: bool) -> Checkpoint:
             expected="RUN/checkpoints/step_NNNNNN, or RUN, with RUN/config.yaml",
         )
     return found
-
-
-def _padding(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The padding token, by which transformers finds the last token of each sequence. None where it also ends
-    sequences, whose score would be missed: then only single sequences can be scored, not wrong ones."""
-    padding = tokenizer.pad_token_id
-    return None if padding is None or padding == tokenizer.eos_token_id else int(padding)
 
 
 def _best(manager: CheckpointManager, run: Path, given: Path) -> Checkpoint:
