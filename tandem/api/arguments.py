@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,9 +42,8 @@ def new_folder(name: str) -> str:
 
 def words(keys: Mapping[str, Any], inputs: Path) -> list[str]:
     """`key=value` words; a function goes to a file in `inputs`, and its place is the value."""
-    return [
-        f"{name}={json.dumps(_plain(value, inputs))}" for name, value in keys.items() if value is not None
-    ]
+    given = {name: _plain(value, inputs) for name, value in keys.items() if value is not None}
+    return [f"{name}={json.dumps(value)}" for name, value in given.items()]
 
 
 def _plain(value: Any, inputs: Path) -> Any:
@@ -79,11 +77,9 @@ def reward_keys(rewards: Rewards, inputs: Path) -> dict[str, Any]:
     found = [_place(function, weight, inputs) for function, weight in _weighted(rewards)]
     if not found:
         return {}
-    seen: Counter[str] = Counter()
-    for each in found:
-        seen[each["name"]] += 1
-        if seen[each["name"]] > 1:
-            each["label"] = f"{each['name']}_{seen[each['name']]}"
+    for place, each in enumerate(found):
+        if before := sum(one["name"] == each["name"] for one in found[:place]):
+            each["label"] = f"{each['name']}_{before + 1}"
     if len(found) == 1 and found[0]["weight"] == 1.0:
         return {f"custom_reward_function.{name}": found[0][name] for name in ("path", "name")}
     return {"custom_reward_function.terms": found}

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tandem.errors import DataError
+from tandem.observability.files import replace_file
 
 Rows = Any
 """Paths, one or a list, or a list of dicts, or a table."""
@@ -41,9 +42,7 @@ def data_files(rows: Rows, folder: Path, name: str) -> list[str]:
     path = folder / f"{name}-{hashlib.blake2b(content, digest_size=4).hexdigest()}.parquet"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
-        partial.write_bytes(content)
-        partial.replace(path)
+        replace_file(path, content)
     return [str(path)]
 
 

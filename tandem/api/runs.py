@@ -179,12 +179,8 @@ def _inputs(out: str | Path | None) -> Iterator[Path]:
 
 
 def _one_file(rows: Rows, folder: Path) -> str:
-    if (
-        isinstance(rows, list)
-        and rows
-        and all(isinstance(row, str) for row in rows)
-        and not Path(rows[0]).is_file()
-    ):
+    are_texts = isinstance(rows, list) and rows and all(isinstance(row, str) for row in rows)
+    if are_texts and not Path(rows[0]).is_file():
         rows = [{"prompt": row} for row in rows]
     (path,) = data_files(rows, folder, "rows")
     return path

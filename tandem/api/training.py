@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from inspect import GEN_SUSPENDED, getgeneratorstate
 from pathlib import Path
 from typing import Any, Self
@@ -200,9 +201,7 @@ class Trainer:
             return
         self._closed = True
         try:
-            if (
-                getgeneratorstate(self._steps) == GEN_SUSPENDED
-            ):  # else it has ended, or was broken off within a step
+            if getgeneratorstate(self._steps) == GEN_SUSPENDED:  # else it ended, or broke off within a step
                 self._loop.save_unsaved()
             self._steps.close()
         finally:
@@ -241,7 +240,7 @@ def sft(
     Raises:
         TandemError: anything that is wrong with these.
     """
-    loaded = _supervised(load_sft_config, "sft", model, train, val, steps, out, config)
+    loaded = _resolved(load_sft_config, "sft", "model.path", model, train, val, steps, out, config)
     run_sft(loaded.config, say=say)
     return Run(loaded.config.trainer.default_local_dir)
 
@@ -264,7 +263,7 @@ def reward_model(
     Raises:
         TandemError: anything that is wrong with these.
     """
-    loaded = _supervised(load_rm_config, "rm", model, train, val, steps, out, config)
+    loaded = _resolved(load_rm_config, "rm", "model.path", model, train, val, steps, out, config)
     run_rm(loaded.config, say=say)
     return Run(loaded.config.trainer.default_local_dir)
 
@@ -279,54 +278,53 @@ def _loaded(
     out: str | Path | None,
     config: Config,
 ) -> Loaded[TrainConfig]:
-    name = ALGORITHMS.get(algorithm, algorithm) if isinstance(algorithm, str) else algorithm
-    file, keys = split_config(config)
-    folder = Path(out or keys.get("trainer.default_local_dir") or new_folder(algorithm_name(algorithm)))
-    inputs = folder / INPUTS
-    given = {
-        "actor_rollout_ref.model.path": str(model),
-        **rows_keys(train, val, inputs),
-        **reward_keys(rewards, inputs),
-        "algorithm.adv_estimator": name if isinstance(name, str) else reference(name, inputs),
-        "trainer.total_training_steps": steps,
-        "trainer.default_local_dir": str(folder),
-        **keys,
-    }
-    return _said(load_train_config(file, words(given, inputs), count_rows=count_rows))
+    """The config of a run of reinforcement."""
+    estimator = ALGORITHMS.get(algorithm, algorithm) if isinstance(algorithm, str) else algorithm
+    named = algorithm if isinstance(algorithm, str) else algorithm.__name__
+
+    def own(inputs: Path) -> dict[str, Any]:
+        place = estimator if isinstance(estimator, str) else reference(estimator, inputs)
+        return {**reward_keys(rewards, inputs), "algorithm.adv_estimator": place}
+
+    load = partial(load_train_config, count_rows=count_rows)
+    key, name = "actor_rollout_ref.model.path", named.rpartition(":")[2]
+    return _resolved(load, name, key, model, train, val, steps, out, config, own)
 
 
-def _supervised(
+def _resolved(
     load: Callable[..., Loaded[Any]],
     name: str,
+    model_key: str,
     model: str | Path,
     train: Rows,
     val: Rows,
     steps: int | None,
     out: str | Path | None,
     config: Config,
+    own: Callable[[Path], dict[str, Any]] = lambda inputs: {},
 ) -> Loaded[Any]:
+    """The config, once its notices are printed and nothing that it needs is missing here.
+
+    Args:
+        load: a command's.
+        name: of a new folder.
+        model_key: the key of the model.
+        model, train, val, steps, out, config: see `train`.
+        own: makes the command's own keys, with the folder of rows and functions.
+    """
     file, keys = split_config(config)
     folder = Path(out or keys.get("trainer.default_local_dir") or new_folder(name))
     inputs = folder / INPUTS
     given = {
-        "model.path": str(model),
+        model_key: str(model),
         **rows_keys(train, val, inputs),
+        **own(inputs),
         "trainer.total_training_steps": steps,
         "trainer.default_local_dir": str(folder),
         **keys,
     }
-    return _said(load(file, words(given, inputs)))
-
-
-def _said(loaded: Loaded[Any]) -> Loaded[Any]:
-    """The config, once its notices are printed and nothing that it needs is missing here."""
+    loaded = load(file, words(given, inputs))
     for notice in loaded.said:
         say(f"note: {notice}")
     refuse(lacking(loaded.config))
     return loaded
-
-
-def algorithm_name(algorithm: Algorithm) -> str:
-    """A name for a folder."""
-    given = algorithm if isinstance(algorithm, str) else algorithm.__name__
-    return given.rpartition(":")[2]

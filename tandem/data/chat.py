@@ -151,13 +151,10 @@ class ChatTemplate:
     def _begun(self, role: str) -> str:
         call = {"type": "function", "function": {"name": "f", "arguments": {}}}
         calls = {"tool_calls": [call]} if role == "tool" else {}
-        before: list[Message] = [
-            {"role": "user", "content": "a"},
-            {"role": "assistant", "content": "b", **calls},
-        ]
+        asked, answered = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b", **calls}
         try:
-            ended = self.render(before)
-            longer = self.render([*before, {"role": role, "content": "c"}])
+            ended = self.render([asked, answered])
+            longer = self.render([asked, answered, {"role": role, "content": "c"}])
         except Exception:  # whatever a template does with roles that it does not know
             return ""
         follows = longer[len(ended) :] if longer.startswith(ended) else ""

@@ -94,16 +94,14 @@ class PassRateSampler:
         momentum: float = 0.5,
         floor: float = 0.05,
     ) -> None:
-        for name, given, fits in (
-            ("start", start, 0 <= start <= 1),
-            ("momentum", momentum, 0 <= momentum < 1),
-            ("floor", floor, floor > 0),
+        for name, given, fits, expected in (
+            ("start", start, 0 <= start <= 1, "0 to 1"),
+            ("momentum", momentum, 0 <= momentum < 1, "0 to below 1"),
+            ("floor", floor, floor > 0, "above 0"),
         ):
             if not fits:
-                expected = {"start": "0 to 1", "momentum": "0 to below 1", "floor": "above 0"}[name]
-                raise ConfigError(
-                    "out of range", field=f"data.sampler.kwargs.{name}", got=given, expected=expected
-                )
+                field = f"data.sampler.kwargs.{name}"
+                raise ConfigError("out of range", field=field, got=given, expected=expected)
         self._rates = np.full(len(dataset), start)
         self._momentum, self._floor = momentum, floor
         self._random = np.random.Generator(np.random.PCG64(seed))

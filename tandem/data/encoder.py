@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -13,7 +12,7 @@ import numpy as np
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
-from tandem.data.cache import digest
+from tandem.data.cache import digest, number_of
 from tandem.data.chat import ChatTemplate, plain, tokenizer_digest
 from tandem.data.tokens import Piece, encoded
 from tandem.data.truncation import Limit
@@ -29,11 +28,6 @@ Problems = dict[str, list[tuple[int, str]]]
 class Form(Protocol):
     """What is done with the rows of a use. It goes to other processes, and its `repr` says all that its
     results depend on beside tokenizer and template."""
-
-    @property
-    def columns(self) -> tuple[str, ...] | None:
-        """Those that it looks at; None: all."""
-        ...
 
     @property
     def told_by(self) -> tuple[str, ...]:
@@ -120,7 +114,7 @@ class Encoder:
         formed = 0
         error = None
         for at, record in enumerate(records):
-            digests[at] = _digest(record[name] for name in self.form.told_by)
+            digests[at] = number_of(_json([plain(record[name]) for name in self.form.told_by]))
             try:
                 if problem := self.form.problem(record):
                     problems[SHAPE].append((numbers[at], problem))
@@ -176,22 +170,15 @@ class Encoder:
             yield from encoded(self.tokenizer, rows)
         except Exception:  # of one row: which one?
             for row, pieces in zip(owners.tolist(), rows, strict=True):
-                yield self._alone(row, pieces, problems)
-
-    def _alone(self, row: int, pieces: list[Piece], problems: Problems) -> list[np.ndarray]:
-        try:
-            return encoded(self.tokenizer, [pieces])[0]
-        except Exception as error:
-            problems[FAILED].append((row, _named(error)))
-            return [np.zeros(1, np.int32)] * len(pieces)
+                try:
+                    (ids,) = encoded(self.tokenizer, [pieces])
+                except Exception as error:
+                    problems[FAILED].append((row, _named(error)))
+                    ids = [np.zeros(1, np.int32)] * len(pieces)
+                yield ids
 
 
 _json = json.JSONEncoder(default=str).encode
-
-
-def _digest(values: Iterable[Any]) -> int:
-    text = _json([plain(value) for value in values])
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
 
 
 def _named(error: Exception) -> str:

@@ -13,7 +13,6 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from types import ModuleType
@@ -71,11 +70,25 @@ def encode(files: DataFiles, encoder: Encoder, *, workers: int | None, cache_dir
     if not files.arrow:
         return gather_rows(files, encoder, _parts(files, encoder, 1))
     assert cache_dir is not None, "what is mapped is kept"
+    # As many processes as there are processors, each with several parts to do.
+    enough = max(1, min(len(os.sched_getaffinity(0)), len(files) // (4 * PART_ROWS)))
+
+    def keep(folder: Path) -> None:
+        folder.mkdir()
+        with (
+            (folder / "ids").open("wb") as ids,
+            (folder / "masks").open("wb") as masks,
+            Progress("tokenize", len(files)) as progress,
+        ):
+            parts = _counted(_parts(files, encoder, workers or enough), progress)
+            told = _gather(files, encoder, parts, ids, masks)
+        for name, values in zip(_TOLD, told, strict=True):
+            np.save(folder / f"{name}.npy", values)
+
     name = f"tokens-{digest(files.digest, encoder.digest)}"
-    make = partial(_keep, files, encoder, workers or _processes(len(files)))
-    folder = Cache(Path(cache_dir).expanduser()).entry(name, f"the tokens of {files.names}", make)
+    folder = Cache(Path(cache_dir).expanduser()).entry(name, f"the tokens of {files.names}", keep)
     ids, masks = _map(folder / "ids", np.int32), _map(folder / "masks", bool)
-    return _encoded(files, encoder, ids, masks, *(np.load(folder / f"{each}.npy") for each in _TOLD))
+    return _within_limit(files, encoder, ids, masks, [np.load(folder / f"{each}.npy") for each in _TOLD])
 
 
 def gather_rows(files: DataFiles, encoder: Encoder, parts: Iterable[Part]) -> Encoded:
@@ -87,37 +100,20 @@ def gather_rows(files: DataFiles, encoder: Encoder, parts: Iterable[Part]) -> En
     ids, masks = io.BytesIO(), io.BytesIO()
     told = _gather(files, encoder, parts, ids, masks)
     flat_ids, flat_masks = np.frombuffer(ids.getbuffer(), np.int32), np.frombuffer(masks.getbuffer(), bool)
-    return _encoded(files, encoder, flat_ids, flat_masks, *told)
+    return _within_limit(files, encoder, flat_ids, flat_masks, told)
 
 
-def _encoded(
-    files: DataFiles,
-    encoder: Encoder,
-    ids: np.ndarray,
-    masks: np.ndarray,
-    lengths: np.ndarray,
-    rows: np.ndarray,
-    digests: np.ndarray,
+def _within_limit(
+    files: DataFiles, encoder: Encoder, ids: np.ndarray, masks: np.ndarray, told: Sequence[np.ndarray]
 ) -> Encoded:
+    """Of all sequences, of whose tokens these are those that the limit keeps."""
+    lengths, rows, digests = told
     kept = encoder.limit.kept(lengths, rows, files)
     return Encoded(ids, masks, np.minimum(lengths[kept], encoder.limit.tokens), rows[kept], digests[kept])
 
 
 def _map(path: Path, kind: Any) -> np.ndarray:
     return np.memmap(path, kind, mode="c") if path.stat().st_size else np.zeros(0, kind)
-
-
-def _keep(files: DataFiles, encoder: Encoder, workers: int, folder: Path) -> None:
-    folder.mkdir()
-    with (
-        (folder / "ids").open("wb") as ids,
-        (folder / "masks").open("wb") as masks,
-        Progress("tokenize", len(files)) as progress,
-    ):
-        parts = _counted(_parts(files, encoder, workers), progress)
-        told = _gather(files, encoder, parts, ids, masks)
-    for name, values in zip(_TOLD, told, strict=True):
-        np.save(folder / f"{name}.npy", values)
 
 
 def _counted(parts: Iterator[Part], progress: Progress) -> Iterator[Part]:
@@ -135,48 +131,40 @@ def _gather(
         DataError: see `encode`; of the problems the kind that comes first.
     """
     problems = {kind: RowProblems(files.where) for kind in (SHAPE, FAILED, TEMPLATE, EMPTY, UNLEARNT)}
-    lengths, rows, digests, reasons, formed, error = [], [], [], set(), 0, None
+    told: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+    reasons, formed, error = set(), 0, None
     for part in parts:
         ids.write(part.ids.data)
         masks.write(part.masks.data)
-        lengths.append(part.lengths)
-        rows.append(part.rows)
-        digests.append(part.digests)
+        told.append((part.lengths, part.rows, part.digests))
         for kind, found in part.problems.items():
             for row, problem in found:
                 problems[kind].add(row, problem)
         reasons |= {reason for _, reason in part.problems[TEMPLATE]}
         formed, error = formed + part.formed, error or part.error
-    whole, owners = np.concatenate(lengths), np.concatenate(rows)
+    lengths, rows, digests = map(np.concatenate, zip(*told, strict=True))
     _refuse(problems[SHAPE], SHAPE, files, encoder)
     if error is not None:
         raise error
-    if len(whole) > 1 and not formed and len(reasons) == 1:
-        raise encoder.template.broken(f"{reasons.pop()}, for each of {len(whole)} rows")
+    if len(lengths) > 1 and not formed and len(reasons) == 1:
+        raise encoder.template.broken(f"{reasons.pop()}, for each of {len(lengths)} rows")
     for kind in (FAILED, TEMPLATE, EMPTY):
         _refuse(problems[kind], kind, files, encoder)
-    encoder.limit.kept(whole, owners, files)
+    encoder.limit.kept(lengths, rows, files)
     _refuse(problems[UNLEARNT], UNLEARNT, files, encoder)
-    return whole, owners, np.concatenate(digests)
+    return lengths, rows, digests
 
 
 def _refuse(found: RowProblems, kind: str, files: DataFiles, encoder: Encoder) -> None:
-    limit, key = encoder.limit, encoder.template.key
+    mend, limit = "mend or remove these rows; rows are counted from 0", encoder.limit
+    takes = "rows that the chat template and the tokenizer take"
     message, expected, remedy = {
-        SHAPE: (
-            "of the wrong shape",
-            encoder.form.expected,
-            "mend or remove these rows; rows are counted from 0",
-        ),
-        FAILED: (
-            "that could not be turned into tokens",
-            "rows that the chat template and the tokenizer take",
-            "mend or remove these rows; rows are counted from 0",
-        ),
+        SHAPE: ("of the wrong shape", encoder.form.expected, mend),
+        FAILED: ("that could not be turned into tokens", takes, mend),
         TEMPLATE: (
             "that the tokenizer's chat template cannot format",
             "conversations that the template accepts",
-            f"mend these rows, or set another template: {key}=…",
+            f"mend these rows, or set another template: {encoder.template.key}=…",
         ),
         EMPTY: (
             "whose prompt has no tokens",
@@ -192,11 +180,6 @@ def _refuse(found: RowProblems, kind: str, files: DataFiles, encoder: Encoder) -
     found.raise_if_any(message, field=files.names, expected=expected, remedy=remedy)
 
 
-def _processes(rows: int) -> int:
-    """As many as there are processors, each with several parts to do."""
-    return max(1, min(len(os.sched_getaffinity(0)), rows // (4 * PART_ROWS)))
-
-
 def _parts(files: DataFiles, encoder: Encoder, workers: int) -> Iterator[Part]:
     """What all rows become, in their order."""
     starts = range(0, len(files), PART_ROWS)
@@ -209,10 +192,9 @@ def _parts(files: DataFiles, encoder: Encoder, workers: int) -> Iterator[Part]:
         for start in starts:
             if len(waiting) == 2 * workers:
                 yield _result(files, *waiting.popleft())
+            stop = min(start + PART_ROWS, len(files))
             with _without_main():
-                job = pool.submit(
-                    _part_of, files.arrow, files.columns, start, min(start + PART_ROWS, len(files))
-                )
+                job = pool.submit(_part_of, files.arrow, files.columns, start, stop)
             waiting.append((start, job))
         while waiting:
             yield _result(files, *waiting.popleft())
@@ -261,9 +243,5 @@ def _part_of(arrow: Sequence[Path], columns: Sequence[str], start: int, stop: in
 
 def _part(encoder: Encoder, table: pa.Table, start: int) -> Part:
     """What the rows of a table become; `start` is the number of the first."""
-    columns = encoder.form.columns
-    chosen = (
-        table if columns is None else table.select([name for name in columns if name in table.column_names])
-    )
-    chunks = (chosen.slice(at, CHUNK_ROWS).to_pylist() for at in range(0, len(chosen), CHUNK_ROWS))
-    return encoder.part([row for chunk in chunks for row in chunk], range(start, start + len(chosen)))
+    chunks = (table.slice(at, CHUNK_ROWS).to_pylist() for at in range(0, len(table), CHUNK_ROWS))
+    return encoder.part([row for chunk in chunks for row in chunk], range(start, start + len(table)))

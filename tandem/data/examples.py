@@ -30,19 +30,15 @@ class ConversationForm:
     texts: ClassVar[bool] = False
 
     @property
-    def columns(self) -> tuple[str, ...]:
-        return (self.key,) if self.tools_key is None else (self.key, self.tools_key)
-
-    told_by = columns
+    def told_by(self) -> tuple[str, ...]:
+        return _present(self.key, self.tools_key)
 
     @property
     def expected(self) -> str:
         return f"{self.key}: [{{role, content}}, …] with a turn of the assistant that is not the first"
 
     def problem(self, row: Mapping[str, Any]) -> str | None:
-        if problem := turns_problem(row[self.key]):
-            return f"{self.key}: {problem}"
-        return tools_problem(row, self.tools_key)
+        return _of(self.key, turns_problem(row[self.key])) or tools_problem(row, self.tools_key)
 
     def pieces(self, row: Mapping[str, Any], template: ChatTemplate) -> list[list[Piece]]:
         return examples(template, row[self.key], tools_of(row.get(self.tools_key or "")))
@@ -64,27 +60,21 @@ class PairForm:
     tools_key: str | None = None
 
     @property
-    def columns(self) -> tuple[str, ...]:
-        tools = () if self.tools_key is None else (self.tools_key,)
-        return self.prompt_key, self.response_key, *tools
-
-    told_by = columns
+    def told_by(self) -> tuple[str, ...]:
+        return _present(self.prompt_key, self.response_key, self.tools_key)
 
     @property
     def expected(self) -> str:
+        messages = "[{role, content}, …]"
         if self.texts:
-            return f"{self.prompt_key}: [{{role, content}}, …] or text; {self.response_key}: text"
-        turn = "with a turn of the assistant"
-        return (
-            f"{self.prompt_key}: [{{role, content}}, …]; {self.response_key}: [{{role, content}}, …] {turn}"
-        )
+            return f"{self.prompt_key}: {messages} or text; {self.response_key}: text"
+        return f"{self.prompt_key}: {messages}; {self.response_key}: {messages} with a turn of the assistant"
 
     def problem(self, row: Mapping[str, Any]) -> str | None:
         prompt, response = row[self.prompt_key], row[self.response_key]
-        if wrong := prompt_problem(prompt):
-            return f"{self.prompt_key}: {wrong}"
         wrong = _text_problem(response) if self.texts else _following_problem(prompt, response)
-        return f"{self.response_key}: {wrong}" if wrong else tools_problem(row, self.tools_key)
+        told = _of(self.prompt_key, prompt_problem(prompt)) or _of(self.response_key, wrong)
+        return told or tools_problem(row, self.tools_key)
 
     def pieces(self, row: Mapping[str, Any], template: ChatTemplate) -> list[list[Piece]]:
         prompt, response = row[self.prompt_key], row[self.response_key]
@@ -102,18 +92,15 @@ class TextForm:
     texts: ClassVar[bool] = True
 
     @property
-    def columns(self) -> tuple[str, ...]:
+    def told_by(self) -> tuple[str, ...]:
         return (self.key,)
-
-    told_by = columns
 
     @property
     def expected(self) -> str:
         return f"{self.key}: text"
 
     def problem(self, row: Mapping[str, Any]) -> str | None:
-        wrong = _text_problem(row[self.key])
-        return f"{self.key}: {wrong}" if wrong else None
+        return _of(self.key, _text_problem(row[self.key]))
 
     def pieces(self, row: Mapping[str, Any], template: ChatTemplate) -> list[list[Piece]]:
         return [_all_learnt(template, row[self.key])]
@@ -141,11 +128,8 @@ class PreferenceForm:
     side: str = ""
 
     @property
-    def columns(self) -> tuple[str, ...]:
-        named = (self.prompt_key, *self.answers, self.margin_key)
-        return tuple(name for name in named if name is not None)
-
-    told_by = columns
+    def told_by(self) -> tuple[str, ...]:
+        return _present(self.prompt_key, *self.answers, self.margin_key)
 
     @property
     def expected(self) -> str:
@@ -156,20 +140,17 @@ class PreferenceForm:
 
     def problem(self, row: Mapping[str, Any]) -> str | None:
         if self.texts and self.prompt_key is not None and (wrong := prompt_problem(row[self.prompt_key])):
-            return f"{self.prompt_key}: {wrong}"
+            return _of(self.prompt_key, wrong)
         for key in self.answers:
             if wrong := _text_problem(row[key]) if self.texts else self._messages_problem(row, row[key]):
-                return f"{key}: {wrong}"
-        return None if self.margin_key is None else _margin_problem(self.margin_key, row[self.margin_key])
+                return _of(key, wrong)
+        return _of(self.margin_key, _margin_problem(row[self.margin_key])) if self.margin_key else None
 
     def _messages_problem(self, row: Mapping[str, Any], answer: Any) -> str | None:
-        if not self._follows(answer):
-            wrong = turns_problem(answer)
-        else:
-            wrong = _following_problem(row[self.prompt_key or ""], answer)
-        if wrong:
-            return wrong
-        return None if answer[-1]["role"] == "assistant" else "the assistant does not have the last word"
+        follows = self._follows(answer)
+        wrong = _following_problem(row[self.prompt_key or ""], answer) if follows else turns_problem(answer)
+        ended = wrong or answer[-1]["role"] == "assistant"
+        return wrong if ended else "the assistant does not have the last word"
 
     def _follows(self, answer: Any) -> bool:
         """Whether an answer of messages follows the prompt, and is no conversation of its own."""
@@ -186,6 +167,17 @@ class PreferenceForm:
         if prompt is None or not self._follows(answer):
             return [answered(template, answer)]
         return [answered(template, [*prompt, *answer], prompt=len(prompt))]
+
+
+ExampleForm = ConversationForm | PairForm | TextForm | PreferenceForm
+
+
+def _present(*keys: str | None) -> tuple[str, ...]:
+    return tuple(key for key in keys if key is not None)
+
+
+def _of(key: str, problem: str | None) -> str | None:
+    return f"{key}: {problem}" if problem else None
 
 
 def answered(template: ChatTemplate, messages: Sequence[Message], *, prompt: int = 0) -> list[Piece]:
@@ -227,9 +219,9 @@ def _following_problem(prompt: Any, answer: Any) -> str | None:
     return None if any(turn["role"] == "assistant" for turn in answer) else "no turn of the assistant"
 
 
-def _margin_problem(key: str, margin: Any) -> str | None:
+def _margin_problem(margin: Any) -> str | None:
     with suppress(ValueError):
         margin = float(margin) if isinstance(margin, str) else margin
     if isinstance(margin, bool) or not isinstance(margin, int | float):
-        return f"{key}: {kind(margin)}, not a number"
-    return None if math.isfinite(margin) else f"{key}: {margin}, not a finite number"
+        return f"{kind(margin)}, not a number"
+    return None if math.isfinite(margin) else f"{margin}, not a finite number"

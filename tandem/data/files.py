@@ -127,8 +127,9 @@ def read_files(
         raise DataError("no data file is named", field="files", expected="at least one path")
     if max_samples < -1 or max_samples == 0:
         raise DataError("out of range", field="max_samples", got=max_samples, expected="-1 (all) or >= 1")
-    large = cache_dir is not None and sum(map(bytes_of, paths)) > IN_MEMORY_BYTES
-    cache = Cache(Path(cache_dir).expanduser()) if cache_dir is not None and large else None
+    cache = None
+    if cache_dir is not None and sum(map(bytes_of, paths)) > IN_MEMORY_BYTES:
+        cache = Cache(Path(cache_dir).expanduser())
     there = [open_file(path, cache) for path in paths]
     wanted = _shared_columns(there, alternatives, keys)
     names = None if optional is None else list(dict.fromkeys([*wanted, *optional]))
@@ -152,9 +153,8 @@ def read_files(
     if cache is None:
         return DataFiles(whole.combine_chunks(), tuple(paths), tuple(starts))
     told = digest(whole.column_names, len(whole), *(part.digest for part in parts))
-    return DataFiles(
-        whole, tuple(paths), tuple(starts), tuple(part.place for part in parts if part.place), told
-    )
+    arrow = tuple(part.place for part in parts if part.place)
+    return DataFiles(whole, tuple(paths), tuple(starts), arrow, told)
 
 
 def read_part(arrow: Sequence[Path], columns: Sequence[str], start: int, stop: int) -> pa.Table:
@@ -197,18 +197,17 @@ def _shared_columns(
         if all(set(wanted) <= set(file.columns) for file in files):
             return list(wanted)
     expected = " or ".join(dict.fromkeys(", ".join(wanted) for wanted in alternatives))
+    remedy = "rename the columns" + (f", or name yours with {' or '.join(keys)}" if keys else "")
     for file in files:
         missing = [[name for name in wanted if name not in file.columns] for wanted in alternatives]
         if all(missing):
-            _refuse_numbers(file, [wanted[0] for wanted in alternatives], keys)
+            _refuse_numbers(file, [wanted[0] for wanted in alternatives], remedy)
             raise DataError(
                 "missing column " + " or ".join(dict.fromkeys(" and ".join(map(repr, n)) for n in missing)),
                 field=str(file.path),
                 got=f"columns {', '.join(file.columns)}",
                 expected=expected,
-                remedy=_nearest([name for names in missing for name in names], file.columns)
-                + "rename the columns"
-                + (f", or name yours with {' or '.join(keys)}" if keys else ""),
+                remedy=_nearest([name for names in missing for name in names], file.columns) + remedy,
             )
     raise DataError(
         "the files have different columns",
@@ -218,7 +217,7 @@ def _shared_columns(
     )
 
 
-def _refuse_numbers(file: File, texts: Sequence[str], keys: Sequence[str]) -> None:
+def _refuse_numbers(file: File, texts: Sequence[str], remedy: str) -> None:
     """
     Raises:
         DataError: a column of texts or messages holds numbers; then it is not the one that is meant, whatever
@@ -232,7 +231,7 @@ def _refuse_numbers(file: File, texts: Sequence[str], keys: Sequence[str]) -> No
                 field=str(file.path),
                 got=f"{name}: {kind}; columns {', '.join(file.columns)}",
                 expected="text, or a list of {role, content}",
-                remedy="rename the columns" + (f", or name yours with {' or '.join(keys)}" if keys else ""),
+                remedy=remedy,
             )
 
 

@@ -6,7 +6,6 @@ import gzip
 import io
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -27,6 +26,7 @@ ARROW, CSV, JSON, LINES, PARQUET = "Arrow", "CSV", "JSON", "JSON-lines", "parque
 FORMATS = {".arrow": ARROW, ".feather": ARROW, ".csv": CSV, ".json": JSON, ".jsonl": LINES}
 """By the file's ending, before `.gz`; others are parquet. A JSON file is a list, or has a row per line."""
 UNREADABLE = (OSError, EOFError, ValueError, OverflowError, RecursionError, pa.ArrowException)
+_READABLE = "a parquet, Arrow, JSON or CSV file"
 BLOCK_BYTES = 64 << 20
 """Read at a time, and the longest line of a JSON-lines file: Arrow's default, 1 MiB, is less than a long
 conversation."""
@@ -44,10 +44,12 @@ class Part(NamedTuple):
     digest: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class File:
+class File(NamedTuple):
+    """A file that was opened: what is in it, how many rows, and how columns of it are read."""
+
     path: Path
     schema: pa.Schema
+    rows: int
     read: Callable[[list[str]], Part]
 
     @property
@@ -56,42 +58,49 @@ class File:
 
 
 def open_file(path: Path, cache: Cache | None) -> File:
+    """Look into a file.
+
+    Raises:
+        DataError: it is missing, unreadable or empty.
+    """
     if is_task(str(path)):
-        made = pa.Table.from_pylist(parse(str(path)).rows())
-        return File(path, made.schema, lambda names: Part(made.select(names), None, digest(str(path))))
+        return _held(path, Part(pa.Table.from_pylist(parse(str(path)).rows()), None, digest(str(path))))
     if not path.is_file():
         raise DataError(
             "is a folder" if path.is_dir() else "no such data file",
             field=str(path),
-            expected="a parquet, Arrow, JSON or CSV file",
+            expected=_READABLE,
             remedy="check data.train_files and data.val_files; paths are relative to the working folder",
         )
-    if path.stat().st_size == 0:
-        raise _empty(path)
     try:
-        if format_of(path) != PARQUET:
-            return _whole(path, Part(whole_table(path)) if cache is None else _text_part(path, cache))
-        parquet = pa_parquet.ParquetFile(path)
-        if parquet.metadata.num_rows == 0:
-            raise _empty(path)
-
-        def read(names: list[str]) -> Part:
-            if cache is None:
-                return Part(parquet.read(columns=names))
-            batches = partial(parquet.iter_batches, BATCH_ROWS, columns=names)
-            return _kept(path, cache, lambda: map(pa.Table.from_batches, zip(batches())), names)
-
-        return File(path, parquet.schema_arrow, read)
+        file = _looked_into(path, cache) if path.stat().st_size else None
     except DataError:
         raise
     except UNREADABLE as error:
         raise unreadable(path, error) from error
+    if file is None or not file.rows:
+        raise DataError("the data file is empty", field=str(path), got="0 rows", expected="at least one row")
+    return file
 
 
-def _whole(path: Path, part: Part) -> File:
-    if part.table.num_rows == 0:
-        raise _empty(path)
-    return File(path, part.table.schema, lambda names: part._replace(table=part.table.select(names)))
+def _looked_into(path: Path, cache: Cache | None) -> File:
+    if format_of(path) != PARQUET:
+        return _held(path, Part(whole_table(path)) if cache is None else _text_part(path, cache))
+    parquet = pa_parquet.ParquetFile(path)
+
+    def read(names: list[str]) -> Part:
+        if cache is None:
+            return Part(parquet.read(columns=names))
+        batches = partial(parquet.iter_batches, BATCH_ROWS, columns=names)
+        return _kept(path, cache, lambda: map(pa.Table.from_batches, zip(batches())), names)
+
+    return File(path, parquet.schema_arrow, parquet.metadata.num_rows, read)
+
+
+def _held(path: Path, part: Part) -> File:
+    """A file whose rows are there already."""
+    table = part.table
+    return File(path, table.schema, len(table), lambda names: part._replace(table=table.select(names)))
 
 
 def _text_part(path: Path, cache: Cache) -> Part:
@@ -156,6 +165,12 @@ def opened(path: Path) -> IO[bytes]:
     return gzip.open(path) if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]
 
 
+def is_list(path: Path) -> bool:
+    """Whether a JSON file holds a list, and not a row per line."""
+    with opened(path) as file:
+        return format_of(path) == JSON and file.read(64).lstrip()[:1] == b"["
+
+
 def whole_table(path: Path) -> pa.Table:
     """All of a file that is not parquet."""
     kind = format_of(path)
@@ -164,11 +179,7 @@ def whole_table(path: Path) -> pa.Table:
     if kind == ARROW:
         return mapped(path)
     with opened(path) as file:
-        if kind == JSON and file.read(64).lstrip()[:1] == b"[":
-            file.seek(0)
-            return table_of(parse_exact(Shallow(file).read()))
-        file.seek(0)
-        return _json_lines(file)
+        return table_of(parse_exact(Shallow(file).read())) if is_list(path) else _json_lines(file)
 
 
 def _json_lines(source: IO[bytes]) -> pa.Table:
@@ -194,20 +205,16 @@ def _parsed_lines(source: IO[bytes]) -> Iterator[Any]:
 def _blocks(path: Path) -> Iterator[pa.Table]:
     """The rows of a file that is not parquet, some at a time, but for a JSON list."""
     kind = format_of(path)
-    if kind == ARROW:
-        yield from (pa.Table.from_batches([batch]) for batch in mapped(path).to_batches())
-    if kind == CSV:
-        yield from map(pa.Table.from_batches, zip(_open_csv(path)))
     if kind in (ARROW, CSV):
-        return
-    with opened(path) as file:
-        is_list = file.read(64).lstrip()[:1] == b"["
-        file.seek(0)
-        while block := b"" if is_list else file.read(BLOCK_BYTES):
-            if not block.isspace():
-                yield _json_lines(io.BytesIO(block + file.readline()))
-    if is_list:
+        batches = mapped(path).to_batches() if kind == ARROW else _open_csv(path)
+        yield from map(pa.Table.from_batches, zip(batches))
+    elif is_list(path):
         yield whole_table(path)
+    else:
+        with opened(path) as file:
+            while block := file.read(BLOCK_BYTES):
+                if not block.isspace():
+                    yield _json_lines(io.BytesIO(block + file.readline()))
 
 
 def _open_csv(path: Path) -> pa_csv.CSVStreamingReader:
@@ -228,16 +235,12 @@ def read_columns(file: File, columns: list[str]) -> Part:
     return part
 
 
-def _empty(path: Path) -> DataError:
-    return DataError("the data file is empty", field=str(path), got="0 rows", expected="at least one row")
-
-
 def unreadable(path: Path, error: Exception) -> DataError:
     return DataError(
         f"not a readable {format_of(path)} file",
         field=str(path),
         got=str(error).splitlines()[0],
-        expected="a parquet, Arrow, JSON or CSV file",
+        expected=_READABLE,
         remedy="correct the row; a column whose values differ in kind can be written as text"
         if isinstance(error, RowError)
         else "write the file anew; it may be cut off or of another format",

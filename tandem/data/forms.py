@@ -67,13 +67,8 @@ class PromptForm:
         if self.answer_key is not None:
             stand_in |= {"reward_model": self.answer_key, "data_source": None}
         names = (stand_in.get(name, name) for name in (*(self.needs or ()), *self.beside))
-        return tuple(
-            dict.fromkeys(
-                name
-                for name in (self.prompt_key, *names, self.system_key, self.tools_key)
-                if name is not None
-            )
-        )
+        wanted = (self.prompt_key, *names, self.system_key, self.tools_key)
+        return tuple(dict.fromkeys(name for name in wanted if name is not None))
 
     @property
     def expected(self) -> str:
@@ -114,18 +109,10 @@ class PromptForm:
         if self.scored:
             return None if self.answer_key is not None else reward_problem(row, self.reward_fn_key)
         reserved = RESERVED if self.prompt_key == "prompt" else ("prompt", *RESERVED)
-        held = [] if self.needs is None else [name for name in reserved if name in row]
-        meaning = "as what a reward function is given beside columns"
-        return f"a column is named {held[0]}, {meaning}" if held else None
-
-    def tools(self, row: Mapping[str, Any]) -> list[Any] | None:
-        """The tools of a row.
-
-        Raises:
-            ValueError: no list of them.
-        """
-        given = None if self.tools_key is None else row[self.tools_key]
-        return tools_of(given)
+        for name in () if self.needs is None else reserved:
+            if name in row:
+                return f"a column is named {name}, as what a reward function is given beside columns"
+        return None
 
     def messages(self, row: Mapping[str, Any]) -> list[Message]:
         """The prompt as messages: for text already formatted one without a role, none for token ids."""
@@ -145,7 +132,7 @@ class PromptForm:
             return [[(row[self.prompt_key], False)]]
         if not messages[0]["role"]:
             return [template.prompt(messages[0]["content"])]
-        return [template.prompt(messages, self.tools(row))]
+        return [template.prompt(messages, tools_of(row.get(self.tools_key or "")))]
 
     def source(self, row: Mapping[str, Any]) -> str:
         """The data source."""
@@ -153,9 +140,9 @@ class PromptForm:
 
     def truth(self, row: Mapping[str, Any]) -> Any:
         """The ground truth, None where there is none."""
-        return (
-            row[self.answer_key] if self.answer_key else (row.get("reward_model") or {}).get("ground_truth")
-        )
+        if self.answer_key:
+            return row[self.answer_key]
+        return (row.get("reward_model") or {}).get("ground_truth")
 
 
 def tools_of(given: Any) -> list[Any] | None:

@@ -12,7 +12,7 @@ from typing import IO, Any
 import pyarrow as pa
 
 from tandem.data.depth import Shallow
-from tandem.data.formats import CSV, JSON, LINES, format_of, opened
+from tandem.data.formats import CSV, JSON, LINES, format_of, is_list, opened
 from tandem.data.values import Seen, kind_of, other_kinds
 from tandem.tasks import is_task
 from tandem.texts import parse_exact
@@ -24,7 +24,7 @@ Scanned = Iterator[tuple[int, dict[str, Any] | None, str | None]]
 def line_numbers(path: Path) -> Sequence[int]:
     """The line, from 1, on which each row begins; none of a file whose rows have no lines."""
     kind = format_of(path)
-    if is_task(str(path)) or kind not in (CSV, LINES, JSON) or (kind == JSON and _is_list(path)):
+    if is_task(str(path)) or kind not in (CSV, LINES, JSON) or is_list(path):
         return ()
     with opened(path) as file:
         if kind == CSV:
@@ -39,7 +39,7 @@ def scan(path: Path) -> Scanned:
         with opened(path) as file:
             if kind == CSV:
                 yield from _scan_csv(file)
-            elif kind == JSON and _is_list(path):
+            elif is_list(path):
                 rows = parse_exact(Shallow(file).read())
                 yield from _typed((number, row, None) for number, row in enumerate(rows))
             elif kind in (JSON, LINES):
@@ -47,11 +47,6 @@ def scan(path: Path) -> Scanned:
                 yield from _typed((number, *_parsed(text)) for number, text in enumerate(texts))
     except (OSError, EOFError, ValueError):  # cut off: what the reader says of the file stands
         return
-
-
-def _is_list(path: Path) -> bool:
-    with opened(path) as file:
-        return file.read(64).lstrip()[:1] == b"["
 
 
 def _csv(file: IO[bytes]) -> Iterator[tuple[int, list[str]]]:

@@ -192,13 +192,11 @@ class EveryRow:
     Args:
         dataset: where rows come from.
         batch_size: rows per batch; None gives one batch of all.
-        uid_prefix: see the dataset.
     """
 
-    def __init__(self, dataset: Dataset, batch_size: int | None = None, *, uid_prefix: str = "val") -> None:
+    def __init__(self, dataset: Dataset, batch_size: int | None = None) -> None:
         self._dataset = dataset
         self._size = batch_size or len(dataset)
-        self._uid_prefix = uid_prefix
 
     def __len__(self) -> int:
         return math.ceil(len(self._dataset) / self._size)
@@ -208,7 +206,7 @@ class EveryRow:
             raise IndexError(number)
         start = number * self._size
         rows = range(start, min(start + self._size, len(self._dataset)))
-        return self._dataset.batch(rows, uid_prefix=self._uid_prefix)
+        return self._dataset.batch(rows, uid_prefix="val")
 
     def __iter__(self) -> Iterator[DataProto]:
         return map(self.__getitem__, range(len(self)))

@@ -21,8 +21,8 @@ from tandem.data.encoder import Encoder, Part
 from tandem.data.encoding import PART_ROWS, gather_rows
 from tandem.data.files import DataFiles
 from tandem.data.forms import PromptForm
-from tandem.data.loader import Prefix, uids
-from tandem.data.prompts import PromptDataset, prompt_table
+from tandem.data.loader import Prefix
+from tandem.data.prompts import PromptDataset
 from tandem.errors import ConfigError, DataError
 from tandem.loading import load_module
 from tandem.protocol import DataProto, Ragged
@@ -96,14 +96,9 @@ class OwnPrompts(PromptDataset):
             sources += map(self._form.source, records)
             parts.append(part)
         made = gather_rows(self._names, self._encoder, parts)
-        self._kept, self._lengths, self.digests = made.kept, made.lengths, made.digests
+        self._kept, self.digests, self.longest = made.kept, made.digests, int(made.lengths.max())
         self._sources = pa.chunked_array([pa.array(sources, pa.string())])
-        self.data_sources = tuple(sorted(set(sources)))
         self.dropped = len(rows) - len(self._kept)
-
-    @property
-    def longest(self) -> int:
-        return int(self._lengths.max())
 
     def batch(self, rows: Sequence[int], *, uid_prefix: Prefix) -> DataProto:
         """See `PromptDataset.batch`."""
@@ -113,9 +108,7 @@ class OwnPrompts(PromptDataset):
         if len(made.kept) < len(index):
             raise DataError("a row that it gave before is now over the limit", field=self._names.names)
         tokens = Ragged.from_lengths(torch.from_numpy(made.ids), torch.from_numpy(made.lengths))
-        return prompt_table(
-            self._form, records, tokens, uids(uid_prefix, index), index, by_name=self._by_name
-        )
+        return self._table_of(records, tokens, uid_prefix, index)
 
     def records(self, rows: Sequence[int]) -> list[dict[str, Any]]:
         """The named rows as the dataset gives them."""

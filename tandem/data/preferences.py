@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from tandem.data.chat import ChatTemplate
-from tandem.data.encoder import Encoder
-from tandem.data.encoding import encode
 from tandem.data.examples import PreferenceForm
 from tandem.data.files import DataFiles, read_files
 from tandem.data.loader import Prefix, uids
-from tandem.data.sft import are_text, written
-from tandem.data.truncation import Limit
+from tandem.data.sft import are_text, encode_learnt, written
 from tandem.protocol import DataProto, Ragged
 
 _PROMPT = "prompt"
@@ -39,10 +34,8 @@ class PreferenceDataset:
         chosen_key, rejected_key: the columns of the better and the worse answer.
         prompt_key: the column of prompts. "prompt" may be missing, another only where answers are messages.
         margin_key: the column of margins, by how much the chosen answer is to be better; None: by 0.
-        max_length: tokens at most, of either answer with its prompt.
-        truncation: what happens to longer ones: "error", or the part to cut: "left", "right", "middle".
-        chat_template_kwargs: further variables of the chat template.
-        workers, cache_dir: see `tandem.data.encoding.encode` and `read_files`.
+        cache_dir: see `read_files`.
+        options: see `encode_learnt`; the length is of either answer with its prompt.
 
     Attributes:
         chosen, rejected: Ragged int32, a row per pair.
@@ -63,32 +56,24 @@ class PreferenceDataset:
         rejected_key: str = "rejected",
         prompt_key: str = _PROMPT,
         margin_key: str | None = None,
-        max_length: int = 1024,
-        truncation: str = "error",
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        workers: int | None = None,
         cache_dir: str | None = None,
+        **options: Any,
     ) -> None:
         answers = (chosen_key, rejected_key)
         needs = (*answers, *([] if margin_key is None else [margin_key]))
         table = read_files(files, (prompt_key, *needs), needs, keys=_KEYS, cache_dir=cache_dir)
-        texts = are_text(table, answers)
         prompt = prompt_of(table, prompt_key, needs)
-        form = PreferenceForm(answers, prompt, margin_key, texts)
-        template = ChatTemplate(tokenizer, chat_template_kwargs)
-        limit = Limit(max_length, "data.max_length", truncation)
+        form = PreferenceForm(answers, prompt, margin_key, are_text(table, answers))
         sides = [
-            encode(
-                table,
-                Encoder(replace(form, side=key), tokenizer, template, limit, ended=texts, learnt=True),
-                workers=workers,
-                cache_dir=cache_dir,
-            )
+            encode_learnt(table, tokenizer, replace(form, side=key), cache_dir=cache_dir, **options)
             for key in answers
         ]
         (self.chosen, self.chosen_mask), (self.rejected, self.rejected_mask) = map(written, sides)
         self.digests = sides[0].digests
-        self.margins = _margins(table, margin_key)
+        margins = [0.0] * len(table)
+        if margin_key is not None:
+            margins = [float(record[margin_key]) for _, record in table.records([margin_key])]
+        self.margins = torch.tensor(margins, dtype=torch.float64)
 
     def __len__(self) -> int:
         return len(self.chosen)
@@ -133,9 +118,3 @@ def prompt_of(table: DataFiles, prompt_key: str, needs: Sequence[str]) -> str | 
     if prompt_key != _PROMPT and are_text(table, needs[:2]):
         read_files([str(path) for path in table.paths], (prompt_key, *needs), keys=_KEYS)
     return None
-
-
-def _margins(files: DataFiles, key: str | None) -> Tensor:
-    if key is None:
-        return torch.zeros(len(files), dtype=torch.float64)
-    return torch.tensor([float(record[key]) for _, record in files.records([key])], dtype=torch.float64)

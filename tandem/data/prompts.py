@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -12,9 +13,13 @@ import pyarrow.compute as pa_compute
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from tandem.data.chat import ChatTemplate
+from tandem.data.encoder import Encoder
+from tandem.data.encoding import encode
+from tandem.data.files import DataFiles, read_files
 from tandem.data.forms import PARAMETERS, UNNAMED, PromptForm
 from tandem.data.loader import Prefix, uids
-from tandem.data.reader import PromptRows
+from tandem.data.truncation import Limit
 from tandem.errors import DataError
 from tandem.protocol import DataProto, Ragged
 
@@ -33,13 +38,18 @@ class PromptDataset:
         form: what stands in a row.
         optional: further columns that the reward reads where they are there; None: all others. It is given
             those that it reads, and the prompt as "prompt".
-        options: max_prompt_length, truncation, filter_overlong_prompts, max_samples, chat_template_kwargs,
-            workers, cache_dir: see `PromptRows`.
+        max_prompt_length: tokens at most, the template's included.
+        truncation: what happens to longer prompts: "error", or the part to cut: "left", "right", "middle".
+        filter_overlong_prompts: drop longer prompts instead.
+        max_samples: use the first so many rows; -1 uses all.
+        chat_template_kwargs: further variables of the chat template.
+        template_key: the config key of the chat template, for messages.
+        workers, cache_dir: see `tandem.data.encoding.encode` and `read_files`.
 
     Attributes:
         tokens: Ragged int32, one row per prompt.
         digests: (N) uint64, of each prompt as the files hold it.
-        data_sources: the different ones, sorted.
+        longest: tokens of the longest prompt.
         dropped: how many prompts were left out for their length.
 
     Raises:
@@ -53,27 +63,46 @@ class PromptDataset:
         *,
         form: PromptForm = PromptForm(),  # noqa: B008 (frozen)
         optional: Sequence[str] | None = ("extra_info",),
-        **options: Any,
+        max_prompt_length: int = 512,
+        truncation: str = "error",
+        filter_overlong_prompts: bool = False,
+        max_samples: int = -1,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        template_key: str = "actor_rollout_ref.model.custom_chat_template",
+        workers: int | None = None,
+        cache_dir: str | None = None,
     ) -> None:
-        rows = PromptRows(
+        limit = Limit(max_prompt_length, "data.max_prompt_length", truncation, filter_overlong_prompts)
+        self._files = read_files(
             files,
-            tokenizer,
-            form=form,
+            form.required,
             optional=None if optional is None else (*optional, *form.media_keys, form.reward_fn_key),
-            column_keys=(
-                "data.prompt_key",
-                *(["data.reward_fn_key", "data.answer_key"] if form.scored else [PARAMETERS]),
-                *(["data.system_key"] if form.system_key else []),
-                *(["data.tools_key"] if form.tools_key else []),
-            ),
-            template_key="actor_rollout_ref.model.custom_chat_template",
-            **options,
+            max_samples=max_samples,
+            keys=_column_keys(form),
+            cache_dir=cache_dir,
         )
-        self._files, self._kept, self._form = rows.files, rows.kept, rows.form
-        self.tokens, self.digests, self.dropped = rows.tokens, rows.digests, rows.dropped
+        self._form = replace(form, as_ids=holds_ids(self._files, form.prompt_key))
+        template = ChatTemplate(tokenizer, chat_template_kwargs, template_key)
+        encoder = Encoder(self._form, tokenizer, template, limit)
+        made = encode(self._files, encoder, workers=workers, cache_dir=cache_dir)
+        self._kept, self.digests, self.longest = made.kept, made.digests, int(made.lengths.max())
+        self.tokens = Ragged.from_lengths(torch.from_numpy(made.ids), torch.from_numpy(made.lengths))
+        self.dropped = len(self._files) - len(self._kept)
         self._by_name = by_name(form, optional)
-        names = self._sources.value_counts().field("values").to_pylist()
-        self.data_sources = tuple(sorted(names))
+
+    @property
+    def table(self) -> pa.Table:
+        """All columns read, of the rows that were kept."""
+        return self._files.table.take(pa.array(self._kept)) if self.dropped else self._files.table
+
+    def where(self, row: int) -> str:
+        """The name in messages of one of the rows that were kept."""
+        return self._files.where(int(self._kept[row]))
+
+    @cached_property
+    def data_sources(self) -> tuple[str, ...]:
+        """The different ones, sorted."""
+        return tuple(sorted(self._sources.value_counts().field("values").to_pylist()))
 
     @cached_property
     def _sources(self) -> pa.ChunkedArray:
@@ -105,11 +134,6 @@ class PromptDataset:
     def __len__(self) -> int:
         return len(self._kept)
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest prompt."""
-        return int(self.tokens.lengths.max())
-
     def batch(self, rows: Sequence[int], *, uid_prefix: Prefix) -> DataProto:
         """A table of the named prompts.
 
@@ -122,15 +146,24 @@ class PromptDataset:
             a role for a text, none for token ids), extra_info, index (the row's number in all files), and
             columns, those of the row by name, where the reward reads them so.
         """
-        index = self._kept[np.asarray(rows, dtype=np.int64)]
-        return prompt_table(
-            self._form,
-            self._files.take(index),
-            self.tokens[list(rows)],
-            uids(uid_prefix, index.tolist()),
-            index.tolist(),
-            by_name=self._by_name,
-        )
+        index = self._kept[np.asarray(rows, dtype=np.int64)].tolist()
+        return self._table_of(self._files.take(index), self.tokens[list(rows)], uid_prefix, index)
+
+    def _table_of(
+        self, records: Sequence[dict[str, Any]], tokens: Ragged, uid_prefix: Prefix, index: Sequence[int]
+    ) -> DataProto:
+        form = self._form
+        table: dict[str, Any] = {
+            "uid": uids(uid_prefix, index),
+            "data_source": list(map(form.source, records)),
+            "ground_truth": list(map(form.truth, records)),
+            "messages": list(map(form.messages, records)),
+            "extra_info": [record.get("extra_info") or {} for record in records],
+            "index": index,
+        }
+        if self._by_name:
+            table["columns"] = [{**record, "prompt": record[form.prompt_key]} for record in records]
+        return DataProto({"prompts": tokens.to(torch.int64)}, table)
 
     def recall(self, uids: Sequence[str]) -> DataProto:
         """The table of prompts that were in earlier ones, by their uids."""
@@ -152,35 +185,20 @@ class PromptDataset:
         return self._files.take(self._kept[np.asarray(rows, dtype=np.int64)])
 
 
+def _column_keys(form: PromptForm) -> list[str]:
+    """The config keys that name columns, for messages."""
+    keys = ["data.prompt_key"]
+    if form.needs is not None:
+        keys += ["data.reward_fn_key", "data.answer_key"] if form.scored else [PARAMETERS]
+    return keys + [f"data.{name}" for name in ("system_key", "tools_key") if getattr(form, name)]
+
+
+def holds_ids(files: DataFiles, prompt_key: str) -> bool:
+    """Whether the prompts are lists of token ids."""
+    kind = files.table.schema.field(prompt_key).type
+    return bool(pa.types.is_list(kind) and pa.types.is_integer(kind.value_type))
+
+
 def by_name(form: PromptForm, optional: Sequence[str] | None) -> bool:
     """Whether the reward reads columns by their names."""
     return not form.scored or optional is None or not {*(form.needs or ()), *optional} <= _SCORED
-
-
-def prompt_table(
-    form: PromptForm,
-    records: Sequence[dict[str, Any]],
-    tokens: Ragged,
-    uids: Sequence[str],
-    index: Sequence[int],
-    *,
-    by_name: bool,
-) -> DataProto:
-    """A table of prompts; see `PromptDataset.batch`.
-
-    Args:
-        records: their rows.
-        tokens, uids, index: of each.
-        by_name: the columns go along, for a reward that reads them by their names.
-    """
-    table: dict[str, Any] = {
-        "uid": uids,
-        "data_source": list(map(form.source, records)),
-        "ground_truth": list(map(form.truth, records)),
-        "messages": list(map(form.messages, records)),
-        "extra_info": [record.get("extra_info") or {} for record in records],
-        "index": index,
-    }
-    if by_name:
-        table["columns"] = [{**record, "prompt": record[form.prompt_key]} for record in records]
-    return DataProto({"prompts": tokens.to(torch.int64)}, table)

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from tandem.data.chat import ChatTemplate
 from tandem.data.encoder import Encoder
 from tandem.data.encoding import Encoded, encode
-from tandem.data.examples import ConversationForm, PairForm, TextForm
+from tandem.data.examples import ConversationForm, ExampleForm, PairForm, TextForm
 from tandem.data.files import DataFiles, read_files
 from tandem.data.loader import Prefix, uids
 from tandem.data.truncation import Limit
@@ -87,12 +87,10 @@ class SFTDataset:
         prompt_key: the column of prompts.
         response_key: the column of responses. Files without "response" may have "completion".
         text_key: the column of texts.
-        max_length: tokens at most.
-        truncation: what happens to longer rows: "error", or the part to cut: "left", "right", "middle".
         max_samples: use the first so many rows; -1 uses all.
-        chat_template_kwargs: further variables of the chat template.
         tools_key: the column of the tools that the template of messages is given; "tools" may be missing.
-        workers, cache_dir: see `tandem.data.encoding.encode` and `read_files`.
+        cache_dir: see `read_files`.
+        options: see `encode_learnt`.
 
     Attributes:
         tokens: Ragged int32, one row per sequence.
@@ -112,13 +110,10 @@ class SFTDataset:
         prompt_key: str = "prompt",
         response_key: str = _RESPONSE,
         text_key: str = "text",
-        max_length: int = 1024,
-        truncation: str = "error",
         max_samples: int = -1,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
         tools_key: str | None = _TOOLS,
-        workers: int | None = None,
         cache_dir: str | None = None,
+        **options: Any,
     ) -> None:
         columns = Columns(messages_key, prompt_key, response_key, text_key, tools_key)
         table = read_files(
@@ -129,16 +124,7 @@ class SFTDataset:
             keys=_KEYS,
             cache_dir=cache_dir,
         )
-        form = columns.form(table)
-        encoder = Encoder(
-            form,
-            tokenizer,
-            ChatTemplate(tokenizer, chat_template_kwargs),
-            Limit(max_length, "data.max_length", truncation),
-            ended=form.texts,
-            learnt=True,
-        )
-        made = encode(table, encoder, workers=workers, cache_dir=cache_dir)
+        made = encode_learnt(table, tokenizer, columns.form(table), cache_dir=cache_dir, **options)
         self.digests, self._rows = made.digests, made.kept
         self.tokens, self.response_mask = written(made)
 
@@ -159,6 +145,34 @@ def are_text(files: DataFiles, columns: Sequence[str]) -> bool:
     """Return whether these columns hold texts, by the first row."""
     (first,) = files.take([0])
     return all(isinstance(first[key], str) for key in columns)
+
+
+def encode_learnt(
+    table: DataFiles,
+    tokenizer: PreTrainedTokenizerBase,
+    form: ExampleForm,
+    *,
+    max_length: int = 1024,
+    truncation: str = "error",
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    workers: int | None = None,
+    cache_dir: str | None = None,
+) -> Encoded:
+    """Return the tokens of examples to learn from.
+
+    Args:
+        table: the rows.
+        tokenizer: a Hugging Face tokenizer.
+        form: what stands in a row.
+        max_length: tokens at most.
+        truncation: what happens to longer rows: "error", or the part to cut: "left", "right", "middle".
+        chat_template_kwargs: further variables of the chat template.
+        workers, cache_dir: see `tandem.data.encoding.encode`.
+    """
+    template = ChatTemplate(tokenizer, chat_template_kwargs)
+    limit = Limit(max_length, "data.max_length", truncation)
+    encoder = Encoder(form, tokenizer, template, limit, ended=form.texts, learnt=True)
+    return encode(table, encoder, workers=workers, cache_dir=cache_dir)
 
 
 def written(made: Encoded) -> tuple[Ragged, Ragged]:

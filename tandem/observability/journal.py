@@ -54,11 +54,8 @@ class Journal:
                 got=str(error),
                 remedy="move it away, or start anew with --overwrite",
             ) from error
-        self._check_same(then, parse_json(self._header)["settings"])
-
-    def _check_same(self, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-        names = [name for name in {**then, **now} if then.get(name) != now.get(name)]
-        if names:
+        now = parse_json(self._header)["settings"]
+        if names := [name for name in {**then, **now} if then.get(name) != now.get(name)]:
             raise ConfigError(
                 f"unfinished work of other settings is there: {len(self.entries)} finished pieces",
                 field=str(self.path),

@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO
 
 from tandem.errors import ConfigError, file_errors
@@ -50,9 +49,7 @@ class ProcessLock:
         self.acquire()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
     def acquire(self) -> None:
@@ -113,23 +110,21 @@ class ProcessLock:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in _TAKEN:
-                raise self._taken(_holder(file)) from None
+                holder = _holder(file)
+                elsewhere = holder.get("host") != socket.gethostname()
+                end = f"kill {holder.get('pid')}" + (f" on {holder.get('host')}" if elsewhere else "")
+                raise ConfigError(
+                    "another process writes there",
+                    field=self._field,
+                    got=f"{self.path.parent}: {_named(holder)}",
+                    expected="one process at a time",
+                    remedy=f"wait for its end, end it ({end}), or choose another {self._field}",
+                ) from None
             if error.errno not in NO_LOCKS_HERE:
                 raise
             self._say(
                 f"{self.path.parent}: this file system has no locks; a second process would not be noticed"
             )
-
-    def _taken(self, holder: dict[str, str]) -> ConfigError:
-        here = holder.get("host") == socket.gethostname()
-        end = f"kill {holder.get('pid')}" + ("" if here else f" on {holder.get('host')}")
-        return ConfigError(
-            "another process writes there",
-            field=self._field,
-            got=f"{self.path.parent}: {_named(holder)}",
-            expected="one process at a time",
-            remedy=f"wait for its end, end it ({end}), or choose another {self._field}",
-        )
 
     def _tell_left(self, holder: dict[str, str]) -> None:
         """A lock that a process of this machine left is nobody's, and the process had no last word. One of
@@ -171,11 +166,10 @@ def process_began(pid: int) -> str | None:
     """When a living process of this machine began, in Linux's clock ticks; tells it from a later one of the
     same number."""
     try:
-        fields = (
-            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-        )
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
+    fields = text.rpartition(")")[2].split()
     return None if fields[0] == "Z" else fields[19]  # a zombie has ended
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tandem.device import to_device
 
+Number = Tensor | float
 Spread = Literal["std", "sample_std", "ess"]
 Reduction = Literal["sum", "mean", "max", "min"] | Spread
 
@@ -32,20 +33,16 @@ class Metric:
         squares: for spreads the weighted sum of the squared observations; unused otherwise.
     """
 
-    value: Tensor | float
-    weight: Tensor | float
+    value: Number
+    weight: Number
     reduction: Reduction
-    squares: Tensor | float = 0.0
+    squares: Number = 0.0
 
     def merge(self, other: Metric) -> Metric:
         assert self.reduction == other.reduction, (self.reduction, other.reduction)
         if self.reduction not in ("max", "min"):
-            return Metric(
-                self.value + other.value,
-                self.weight + other.weight,
-                self.reduction,
-                self.squares + other.squares,
-            )
+            value, weight = self.value + other.value, self.weight + other.weight
+            return Metric(value, weight, self.reduction, self.squares + other.squares)
         pick = torch.maximum if self.reduction == "max" else torch.minimum  # these keep a NaN
         return Metric(pick(_scalar(self.value), _scalar(other.value)), 1.0, self.reduction)
 
@@ -53,27 +50,20 @@ class Metric:
 class Metrics(dict[str, Metric]):
     """Named metrics of one phase; see the module's docstring."""
 
-    def add_sum(self, name: str, value: Tensor | float) -> None:
+    def add_sum(self, name: str, value: Number) -> None:
         self._add(name, Metric(_detached(value), 1.0, "sum"))
 
-    def add_mean(self, name: str, total: Tensor | float, weight: Tensor | float) -> None:
+    def add_mean(self, name: str, total: Number, weight: Number) -> None:
         """`total` is the weighted sum of the observations, `weight` the sum of their weights."""
         self._add(name, Metric(_detached(total), _detached(weight), "mean"))
 
-    def add_max(self, name: str, value: Tensor | float) -> None:
+    def add_max(self, name: str, value: Number) -> None:
         self._add(name, Metric(_detached(value), 1.0, "max"))
 
-    def add_min(self, name: str, value: Tensor | float) -> None:
+    def add_min(self, name: str, value: Number) -> None:
         self._add(name, Metric(_detached(value), 1.0, "min"))
 
-    def add_spread(
-        self,
-        name: str,
-        reduction: Spread,
-        total: Tensor | float,
-        squares: Tensor | float,
-        count: Tensor | float,
-    ) -> None:
+    def add_spread(self, name: str, reduction: Spread, total: Number, squares: Number, count: Number) -> None:
         """How observations differ, of all parts together.
 
         Args:
@@ -125,7 +115,7 @@ class Metrics(dict[str, Metric]):
                     by_device.setdefault(part.device, []).append(part.detach().double().reshape(()))
         fetched = {device: iter(torch.stack(parts).tolist()) for device, parts in by_device.items()}
 
-        def number(part: Tensor | float) -> float:
+        def number(part: Number) -> float:
             return next(fetched[part.device]) if isinstance(part, Tensor) else float(part)
 
         out: dict[str, float] = {}
@@ -139,7 +129,8 @@ class Metrics(dict[str, Metric]):
         return out
 
 
-_SPREADS = ("std", "sample_std", "ess")
+_SPREADS: tuple[Reduction, ...] = ("std", "sample_std", "ess")
+_SUMMED: tuple[Reduction, ...] = ("sum", "mean", *_SPREADS)
 
 
 def _spread(reduction: Reduction, total: float, squares: float, count: float) -> float:
@@ -153,25 +144,21 @@ def _spread(reduction: Reduction, total: float, squares: float, count: float) ->
 
 
 _REDUCE_OPS: dict[Reduction, dist.ReduceOp.RedOpType] = {
-    "sum": dist.ReduceOp.SUM,
-    "mean": dist.ReduceOp.SUM,
-    "std": dist.ReduceOp.SUM,
-    "sample_std": dist.ReduceOp.SUM,
-    "ess": dist.ReduceOp.SUM,
+    **dict.fromkeys(_SUMMED, dist.ReduceOp.SUM),
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
 }
 
 
-def _detached(value: Tensor | float) -> Tensor | float:
+def _detached(value: Number) -> Number:
     return value.detach() if isinstance(value, Tensor) else value
 
 
-def _scalar(value: Tensor | float) -> Tensor:
+def _scalar(value: Number) -> Tensor:
     return torch.as_tensor(value, dtype=torch.float64).reshape(())
 
 
-def _table(rows: Sequence[tuple[Tensor | float, ...]], device: torch.device) -> Tensor:
+def _table(rows: Sequence[tuple[Number, ...]], device: torch.device) -> Tensor:
     """fp64 (rows, columns) on the device. What the host knows goes there in one copy."""
     parts = [part for row in rows for part in row]
     far = [isinstance(part, Tensor) and part.device.type != "cpu" for part in parts]

@@ -273,24 +273,16 @@ class Run:
 
     def _no_samples(self, step: int | None, steps: list[int], val: bool) -> DataError:
         what = "validation samples" if val else "samples"
+        field, expected = str(self.path), listed(steps)
         if steps:
-            return DataError(
-                f"no {what} of this step", field=str(self.path), got=step, expected=listed(steps)
-            )
+            return DataError(f"no {what} of this step", field=field, got=step, expected=expected)
         freq = self.setting("trainer.samples_freq")
         if freq is None and self.config:  # supervised runs have no such key
-            return DataError(f"this run writes no {what}", field=str(self.path))
-        keys = (
-            "data.val_files, trainer.test_freq and trainer.samples_freq=1"
-            if val
-            else "trainer.samples_freq=1"
-        )
-        return DataError(
-            f"the run has written no {what}",
-            field=str(self.path),
-            got=f"trainer.samples_freq={freq}, {self.steps} steps done",
-            remedy=f"with {keys} a run writes them",
-        )
+            return DataError(f"this run writes no {what}", field=field)
+        got = f"trainer.samples_freq={freq}, {self.steps} steps done"
+        more = "data.val_files, trainer.test_freq and " if val else ""
+        remedy = f"with {more}trainer.samples_freq=1 a run writes them"
+        return DataError(f"the run has written no {what}", field=field, got=got, remedy=remedy)
 
     @property
     def seconds(self) -> float:
@@ -314,7 +306,10 @@ class GrowingLines:
 
     def __init__(self, path: Path, key: str, kind: type, folder: Path | None = None) -> None:
         self._path, self._key, self._kind, self._folder = path, key, kind, folder
-        self._file = GrowingFile(path, folder=folder)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._file = GrowingFile(self._path, folder=self._folder)
         self._found: list[dict[str, Any]] = []
 
     def look(self) -> list[dict[str, Any]]:
@@ -331,10 +326,7 @@ class GrowingLines:
         try:
             self._found += [self._parsed(line, number) for number, line in enumerate(lines, first)]
         except DataError:
-            self._file, self._found = (
-                GrowingFile(self._path, folder=self._folder),
-                [],
-            )  # to be found at the next look too
+            self._begin()  # to be found at the next look too
             raise
         return list(self._found)
 

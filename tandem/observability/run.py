@@ -57,40 +57,22 @@ class RunFolder:
 
     Args:
         path: the run's folder.
+
+    Attributes:
+        path, config_file, metrics_file, events_file, timeline_file, samples, checkpoints, logs: see above.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self.config_file = self.path / "config.yaml"
+        self.metrics_file = self.path / "metrics.jsonl"
+        self.events_file = self.path / "events.jsonl"
+        self.timeline_file = self.path / "timeline.json"
+        self.samples = self.path / "samples"
+        self.checkpoints = self.path / "checkpoints"
+        self.logs = self.path / "log"
         self.samples.mkdir(parents=True, exist_ok=True)
         self.logs.mkdir(exist_ok=True)
-
-    @property
-    def config_file(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def metrics_file(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def events_file(self) -> Path:
-        return self.path / "events.jsonl"
-
-    @property
-    def timeline_file(self) -> Path:
-        return self.path / "timeline.json"
-
-    @property
-    def samples(self) -> Path:
-        return self.path / "samples"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "log"
 
     def write_config(self, yaml: str) -> None:
         """Write the config, and its signature: code that it names may run when this user reads the folder."""
@@ -99,9 +81,9 @@ class RunFolder:
 
     def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Appends one line, on disk when this returns. NaN and infinities become null, which JSON has."""
-        row: dict[str, Any] = {"step": step}
-        row.update((name, _finite(value)) for name, value in metrics.items())
-        append_line(self.metrics_file, json.dumps(row, allow_nan=False), durable=True)
+        numbers = {name: float(value) for name, value in metrics.items()}
+        finite = {name: number if math.isfinite(number) else None for name, number in numbers.items()}
+        append_line(self.metrics_file, json.dumps({"step": step} | finite, allow_nan=False), durable=True)
 
     def event(self, kind: str, **fields: Any) -> None:
         """Appends one line about the run itself, with the time.
@@ -130,11 +112,11 @@ class RunFolder:
             raise DataError("sample columns have different lengths", got=lengths, expected="one length")
         path = self.samples / f"step_{step:06d}{'_' if part else ''}{part}.parquet"
         partial = path.with_suffix(".partial")
-        columns = {name: _arrow(column) for name, column in table.items()}
-        fields = [
-            pa.field(name, array.type, metadata={KIND: kind}) for name, (kind, array) in columns.items()
-        ]
-        arrays = [array for _, array in columns.values()]
+        fields, arrays = [], []
+        for name, column in table.items():
+            kind, array = _arrow(column)
+            fields.append(pa.field(name, array.type, metadata={KIND: kind}))
+            arrays.append(array)
         with file_errors(path):
             pq.write_table(pa.Table.from_arrays(arrays, schema=pa.schema(fields)), partial)
             partial.replace(path)
@@ -147,7 +129,10 @@ class RunFolder:
             if len(found) < count:
                 columns = ["messages", "response_text", "scores"]
                 rows = next(pq.ParquetFile(path).iter_batches(count - len(found), columns=columns))
-                found += [_generation(row) for row in rows.to_pylist()]
+                found += [
+                    Generation(conversation(row["messages"]), row["response_text"], row["scores"])
+                    for row in rows.to_pylist()
+                ]
         return found
 
     def log(self, message: str) -> None:
@@ -234,11 +219,8 @@ def read_batch(path: str | Path) -> DataProto:
     for field, column in zip(table.schema, table.columns, strict=True):
         kind = (field.metadata or {}).get(KIND)
         if kind is None:
-            raise DataError(
-                "samples of an earlier version, which cannot be learnt from again",
-                field=str(path),
-                got=field.name,
-            )
+            message = "samples of an earlier version, which cannot be learnt from again"
+            raise DataError(message, field=str(path), got=field.name)
         array = column.chunk(0)
         if kind == b"ragged":
             lengths = torch.from_numpy(array.value_lengths().to_numpy().copy())
@@ -254,17 +236,8 @@ def read_batch(path: str | Path) -> DataProto:
     return DataProto(tensors, arrays)
 
 
-def _generation(row: Mapping[str, Any]) -> Generation:
-    return Generation(conversation(row["messages"]), row["response_text"], row["scores"])
-
-
 def _has_entries(folder: Path) -> bool:
     return folder.is_dir() and any(folder.iterdir())
-
-
-def _finite(value: float) -> float | None:
-    number = float(value)
-    return number if math.isfinite(number) else None
 
 
 def _arrow(column: SampleColumn) -> tuple[str, pa.Array]:
@@ -272,9 +245,9 @@ def _arrow(column: SampleColumn) -> tuple[str, pa.Array]:
     if isinstance(column, Ragged):
         values = pa.array(column.values.detach().cpu().numpy())
         return "ragged", pa.LargeListArray.from_arrays(column.offsets.numpy(), values)
-    kind = "dense" if isinstance(column, Tensor) else "plain"
+    kind = "plain"
     if isinstance(column, Tensor):
-        column = column.detach().cpu().numpy()
+        kind, column = "dense", column.detach().cpu().numpy()
     if isinstance(column, np.ndarray) and column.ndim > 1:
         column = list(column)
     if any(isinstance(entry, Mapping) for entry in column):

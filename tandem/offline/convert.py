@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 
@@ -19,13 +19,7 @@ from tandem.offline.faults import UNREWARDED, odd_roles, unscored
 from tandem.rewards.boxes import last_boxed
 
 Row = Mapping[str, Any]
-_SPEAKERS = {
-    "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "observation": "tool",
-}
+_SPEAKERS = {"human": "user", "observation": "tool", **dict.fromkeys(("gpt", "chatgpt", "bot"), "assistant")}
 _HUMAN = re.compile(r"\n\n(Human|Assistant):")
 _BOXED = "Put the final answer in \\boxed{}."
 _CONVERSATIONS = PreferenceForm(("chosen", "rejected"), None, None, texts=False).problem
@@ -58,12 +52,13 @@ class Format:
 
     Attributes:
         columns: those that tell it, and are needed.
-        convert: a row, its number and the settings to a row of training; raises Unfit.
+        convert: a row and the settings to a row of training, or what one with a reward is made of; raises
+            Unfit.
         reader: the command that reads the result.
     """
 
     columns: tuple[str, ...]
-    convert: Callable[[Row, int, Settings], dict[str, Any]]
+    convert: Callable[[Row, Settings], dict[str, Any] | Scored]
     reader: str = "train"
 
 
@@ -123,24 +118,28 @@ def _converted(
     for number, record in rows.records():
         row = {**record, **{name: record.get(theirs) for name, theirs in settings.columns.items()}}
         try:
-            yield form.convert(row, number, settings)
+            made = form.convert(row, settings)
+            yield _scored(row, number, settings, made) if isinstance(made, Scored) else made
         except Unfit as error:
             problems.add(number, str(error))
 
 
-def _scored(
-    row: Row,
-    number: int,
-    settings: Settings,
-    question: Any,
-    truth: Any,
-    source: str | None,
-    hint: str,
-    *keep: str,
-) -> dict[str, Any]:
+class Scored(NamedTuple):
+    """What a row of `tandem train` is made of: a question, a text or messages; the truth; the data source of
+    the format, if it has one; what is put after each question; the columns that are kept beside."""
+
+    question: Any
+    truth: Any
+    source: str | None = None
+    hint: str = ""
+    keep: Sequence[str] = ()
+
+
+def _scored(row: Row, number: int, settings: Settings, made: Scored) -> dict[str, Any]:
     """A row of `tandem train`."""
-    hint = hint if settings.instruction is None else settings.instruction
-    name = settings.source or row.get("data_source") or source
+    question, truth = made.question, made.truth
+    hint = made.hint if settings.instruction is None else settings.instruction
+    name = settings.source or row.get("data_source") or made.source
     prompt = [{"role": "user", "content": question}] if isinstance(question, str) else question
     if not name:
         raise Unfit("no data_source, which chooses the reward; name one with --source")
@@ -152,16 +151,16 @@ def _scored(
     if hint:
         prompt = [*prompt[:-1], {**prompt[-1], "content": f"{prompt[-1]['content']}\n\n{hint}"}]
     own = row.get("extra_info")
-    kept = {key: row[key] for key in keep if key in row}
-    made = {
+    kept = {key: row[key] for key in made.keep if key in row}
+    scored = {
         "data_source": str(name),
         "prompt": prompt,
         "ability": str(row.get("ability") or "math"),
         "reward_model": {"style": "rule", "ground_truth": truth if isinstance(truth, list) else str(truth)},
         "extra_info": {"index": number, **kept, **(own if isinstance(own, Mapping) else {})},
     }
-    _refuse(unscored(made, PromptForm()))
-    return made
+    _refuse(unscored(scored, PromptForm()))
+    return scored
 
 
 def _refuse(found: Iterable[tuple[str, str]]) -> None:
@@ -171,42 +170,36 @@ def _refuse(found: Iterable[tuple[str, str]]) -> None:
             raise Unfit(problem)
 
 
-def _gsm8k(row: Row, number: int, settings: Settings) -> dict[str, Any]:
+def _gsm8k(row: Row, settings: Settings) -> Scored:
     _, marker, answer = str(row["answer"]).rpartition("####")
     truth = answer.strip().replace(",", "") if marker else None
     hint = 'Give the final number after "####".'
-    return _scored(row, number, settings, row["question"], truth, "openai/gsm8k", hint, "question", "answer")
+    return Scored(row["question"], truth, "openai/gsm8k", hint, ("question", "answer"))
 
 
-def _math(row: Row, number: int, settings: Settings) -> dict[str, Any]:
+def _math(row: Row, settings: Settings) -> Scored:
     truth = row.get("answer")
     truth = last_boxed(str(row["solution"])) if truth is None else truth
     source = "DigitalLearningGmbH/MATH-lighteval"
-    return _scored(row, number, settings, row["problem"], truth, source, _BOXED, "level", "type", "subject")
+    return Scored(row["problem"], truth, source, _BOXED, ("level", "type", "subject"))
 
 
-def _deepmath(row: Row, number: int, settings: Settings) -> dict[str, Any]:
-    truth = row["final_answer"]
-    return _scored(row, number, settings, row["question"], truth, "MATH", _BOXED, "difficulty", "topic")
+def _deepmath(row: Row, settings: Settings) -> Scored:
+    return Scored(row["question"], row["final_answer"], "MATH", _BOXED, ("difficulty", "topic"))
 
 
-def _dapo(row: Row, number: int, settings: Settings) -> dict[str, Any]:
+def _dapo(row: Row, settings: Settings) -> Scored:
     model = row["reward_model"]
     truth = model.get("ground_truth") if isinstance(model, Mapping) else None
-    prompt = row.get("source_prompt") or row["prompt"]
-    return _scored(row, number, settings, prompt, truth, "math_dapo", "")
+    return Scored(row.get("source_prompt") or row["prompt"], truth, "math_dapo")
 
 
-def _table(row: Row, number: int, settings: Settings) -> dict[str, Any]:
-    others = [
-        name for name in row if name not in ("prompt", "answer", "data_source", "ability", "extra_info")
-    ]
-    used = settings.columns.values()
-    keep = [name for name in others if name not in used]
-    return _scored(row, number, settings, row["prompt"], row["answer"], None, "", *keep)
+def _table(row: Row, settings: Settings) -> Scored:
+    used = {"prompt", "answer", "data_source", "ability", "extra_info", *settings.columns.values()}
+    return Scored(row["prompt"], row["answer"], keep=[name for name in row if name not in used])
 
 
-def _sharegpt(row: Row, number: int, settings: Settings) -> dict[str, Any]:
+def _sharegpt(row: Row, settings: Settings) -> dict[str, Any]:
     turns = row["conversations"]
     if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
         raise Unfit(f"conversations: not a list of turns but {kind(turns)}")
@@ -217,7 +210,7 @@ def _sharegpt(row: Row, number: int, settings: Settings) -> dict[str, Any]:
     return _conversation(row, messages)
 
 
-def _alpaca(row: Row, number: int, settings: Settings) -> dict[str, Any]:
+def _alpaca(row: Row, settings: Settings) -> dict[str, Any]:
     asked = "\n\n".join(text for text in (row["instruction"], row.get("input")) if text)
     if not asked or not row["output"]:
         raise Unfit("no instruction" if not asked else "no output")
@@ -234,7 +227,7 @@ def _conversation(row: Row, messages: list[dict[str, Any]]) -> dict[str, Any]:
     return {"messages": messages}
 
 
-def _preference(row: Row, number: int, settings: Settings) -> dict[str, Any]:
+def _preference(row: Row, settings: Settings) -> dict[str, Any]:
     prompt = row.get("prompt")
     before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt or ())
     made: dict[str, Any] = {name: _answered(before, row[name]) for name in ("chosen", "rejected")}

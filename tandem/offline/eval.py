@@ -10,9 +10,9 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 
@@ -23,27 +23,23 @@ from tandem.data.forms import PARAMETERS, UNNAMED
 from tandem.data.rows import check_new_columns, json_line, write_rows
 from tandem.data.validate import RowProblems, kind, reward_problem
 from tandem.errors import ConfigError
-from tandem.models.vocabulary import tokenizer_of
 from tandem.observability.files import replace_file
 from tandem.observability.journal import Journal
 from tandem.observability.progress import Progress
-from tandem.offline.generate import (
-    COLUMNS,
-    Offline,
-    alone,
-    beside,
-    check_new_outputs,
-    read_rows,
-    response_columns,
-    response_text,
-)
+from tandem.offline.generate import COLUMNS, Offline, alone, beside, check_new_outputs
 from tandem.offline.measures import Source, Verdict, measure
 from tandem.protocol import Sample
 from tandem.rewards import Item, Pool, Scorer, check_sources, own_reward
 from tandem.rewards.signatures import VERLS
 
-SCORE_COLUMNS = ("scores", "right", "answers", "reward_why")
-"""The columns added to each row: lists, one entry per response."""
+_TEXTS = pa.list_(pa.string())
+SCORE_COLUMNS = {
+    "scores": ("score", None),
+    "right": ("right", None),
+    "answers": ("answer", _TEXTS),
+    "reward_why": ("why", _TEXTS),
+}
+"""The columns added to each row, lists with an entry per response: the field of its verdict, and the type."""
 
 _SCORED_AT_ONCE = 16
 
@@ -56,7 +52,8 @@ class Response(NamedTuple):
     text: str
 
 
-class Responses(Protocol):
+@dataclass(frozen=True)
+class Responses:
     """A source of responses.
 
     Attributes:
@@ -64,103 +61,69 @@ class Responses(Protocol):
         where: a row's number to its name in messages.
         counts: (P) responses to each row.
         settings: what the responses depend on.
+        parts: all responses, as they come.
+        columns: makes the columns to write beside the rows' own, after the last part.
+        journal: what is kept of responses that a model writes, to go on from.
     """
 
     table: pa.Table
     where: Callable[[int], str]
     counts: list[int]
     settings: dict[str, Any]
-
-    def parts(self) -> Iterator[list[Response]]:
-        """All responses, as they come."""
-        ...
-
-    def columns(self) -> dict[str, pa.Array]:
-        """The columns to write beside the rows' own, after the last part."""
-        ...
-
-    def forget(self) -> None:
-        """Drops what was kept to go on from; the report is written."""
-        ...
+    parts: Iterator[list[Response]]
+    columns: Callable[[], dict[str, pa.Array]] = dict
+    journal: Journal | None = None
 
 
-class Generated:
+def _generated(
+    config: EvalConfig, output: Path, overwrite: bool, say: Callable[[str], None], needs: Sequence[str]
+) -> Responses:
     """Responses that a model writes now."""
+    offline = Offline(config, say, needs)
+    rows, settings, samples = offline.rows, offline.settings(), list[Sample]()
+    journal = Journal(beside(output, "responses"), settings, overwrite=overwrite)
 
-    def __init__(
-        self,
-        config: EvalConfig,
-        output: Path,
-        overwrite: bool,
-        say: Callable[[str], None],
-        needs: Sequence[str],
-    ) -> None:
-        self._say, self._n, self._samples = say, config.rollout.n, list[Sample]()
-        self._tokenizer = tokenizer_of(config.model)
-        rows = read_rows(config.data, self._tokenizer, say, needs=needs)
-        check_new_columns(rows.table, COLUMNS)
-        self._offline = Offline(
-            config.data, config.model, config.rollout, config.trainer, self._tokenizer, rows
-        )
-        self.table = rows.table
-        self.where: Callable[[int], str] = rows.where
-        self.counts = [self._n] * len(rows)
-        self.settings = self._offline.settings()
-        self._journal = Journal(beside(output, "responses"), self.settings, overwrite=overwrite)
+    def parts() -> Iterator[list[Response]]:
+        for part in offline.samples(journal):
+            samples.extend(part)
+            yield [Response(int(each.uid), each.sample, offline.text(each)) for each in part]
 
-    def parts(self) -> Iterator[list[Response]]:
-        for part in self._offline.samples(self._journal, self._say):
-            self._samples += part
-            yield [Response(int(s.uid), s.sample, response_text(self._tokenizer, s)) for s in part]
-
-    def columns(self) -> dict[str, pa.Array]:
-        return response_columns(self._samples, self._tokenizer, self._n)
-
-    def forget(self) -> None:
-        self._journal.remove()
+    counts = [config.rollout.n] * len(rows)
+    return Responses(
+        rows.table, rows.where, counts, settings, parts(), lambda: offline.columns(samples), journal
+    )
 
 
-class Given:
+def _given(config: EvalConfig, needs: Sequence[str]) -> Responses:
     """Responses that a column of the data holds: a text, or a list of texts, in each row."""
+    data, name = config.data, config.data.response_key
+    named = "data.reward_fn_key" if "reward_model" in needs else PARAMETERS
+    keys, columns = ("data.response_key", named), (name, *needs)
+    files = read_files(data.path, columns, optional=None, max_samples=data.max_samples, keys=keys)
+    problems = RowProblems(files.where)
+    given: list[list[str]] = []
+    for row, value in enumerate(files.table[name].to_pylist()):
+        texts = [value] if isinstance(value, str) else value
+        if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+            problems.add(row, f"{name} is {kind(value)}, not a text or a list of texts")
+        given.append(texts)
+    problems.raise_if_any(
+        "without responses",
+        field=", ".join(data.path),
+        expected=f"{name}: a text, or a list of texts as `tandem generate` writes them",
+        remedy="mend these rows, or name another column with data.response_key",
+    )
 
-    def __init__(self, config: EvalConfig, needs: Sequence[str]) -> None:
-        data, name = config.data, config.data.response_key
-        named = "data.reward_fn_key" if "reward_model" in needs else PARAMETERS
-        keys, columns = ("data.response_key", named), (name, *needs)
-        files = read_files(data.path, columns, optional=None, max_samples=data.max_samples, keys=keys)
-        self.table = files.table
-        self.where: Callable[[int], str] = files.where
-        problems = RowProblems(self.where)
-        self._texts: list[list[str]] = []
-        for row, value in enumerate(self.table[name].to_pylist()):
-            texts = [value] if isinstance(value, str) else value
-            if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
-                problems.add(row, f"{name} is {kind(value)}, not a text or a list of texts")
-            self._texts.append(texts)
-        problems.raise_if_any(
-            "without responses",
-            field=", ".join(data.path),
-            expected=f"{name}: a text, or a list of texts as `tandem generate` writes them",
-            remedy="mend these rows, or name another column with data.response_key",
-        )
-        self.counts = list(map(len, self._texts))
-        self.settings = {"data.path (responses)": _hash(self._texts)}
-
-    def parts(self) -> Iterator[list[Response]]:
-        every = [
-            Response(row, i, text) for row, texts in enumerate(self._texts) for i, text in enumerate(texts)
-        ]
+    def parts() -> Iterator[list[Response]]:
+        every = [Response(row, i, text) for row, texts in enumerate(given) for i, text in enumerate(texts)]
         with Progress("score", len(every), unit="responses") as progress:
             for start in range(0, len(every), _SCORED_AT_ONCE):
                 part = every[start : start + _SCORED_AT_ONCE]
                 yield part
                 progress.advance(len(part), len(part))
 
-    def columns(self) -> dict[str, pa.Array]:
-        return {}
-
-    def forget(self) -> None:
-        """Drops nothing: the responses are the user's."""
+    settings = {"data.path (responses)": _hash(given)}
+    return Responses(files.table, files.where, list(map(len, given)), settings, parts())
 
 
 def evaluate_file(config: EvalConfig, *, overwrite: bool, say: Callable[[str], None]) -> dict[str, Source]:
@@ -181,46 +144,37 @@ def evaluate_file(config: EvalConfig, *, overwrite: bool, say: Callable[[str], N
     """
     output = Path(config.data.output_path)
     with alone(output, "data.output_path", say):
-        return _evaluate(config, output, overwrite, say)
-
-
-def _evaluate(
-    config: EvalConfig, output: Path, overwrite: bool, say: Callable[[str], None]
-) -> dict[str, Source]:
-    samples = output.with_suffix(".samples.parquet")
-    journals = [beside(output, "scores"), *([beside(output, "responses")] if config.model.path else [])]
-    check_new_outputs([output, samples], journals, overwrite)
-    custom = config.custom_reward_function
-    reward = own_reward(custom, config.reward.timeout)
-    reads = VERLS if reward is None else reward.reads
-    renamed = {"data_source": config.data.reward_fn_key}
-    needs = [renamed.get(name, name) for name in reads.needs if name != "prompt"]
-    responses: Responses = (
-        Generated(config, output, overwrite, say, needs) if config.model.path else Given(config, needs)
-    )
-    check_new_columns(responses.table, SCORE_COLUMNS)
-    problems = _problems(responses, config.data, reward)
-    check_sources({problem.data_source for problem in problems}, reward, config.reward.sandbox, say)
-    ks = _ks(config.eval.k, min(responses.counts))
-    settings = responses.settings | _reward_settings(config, problems)
-    journal = Journal(journals[0], settings, overwrite=overwrite)
-    if journal.entries:
-        say(f"{len(journal.entries)} responses are scored already; going on with the others")
-    with closing(Pool(reward, config.reward, output.with_suffix(".rewards.log"), say)) as pool:
-        verdicts = _verdicts(responses, problems, pool, journal)
-    if failed := pool.counts["failed"]:
-        say(f"{failed} scores failed, and count as 0 (reward.on_error)")
-    names = [problem.data_source for problem in problems]
-    sources = measure(verdicts, names, ks, config.eval, seed=config.trainer.seed)
-    write_rows(samples, responses.table, responses.columns() | _columns(verdicts))
-    report = {
-        "sources": {name: asdict(source) for name, source in sources.items()},
-        "config": to_dict(config),
-    }
-    replace_file(output, (json.dumps(report, indent=2, ensure_ascii=False) + "\n").encode())
-    journal.remove()
-    responses.forget()  # last: they took the most work
-    return sources
+        samples = output.with_suffix(".samples.parquet")
+        journals = [beside(output, "scores"), *([beside(output, "responses")] if config.model.path else [])]
+        check_new_outputs([output, samples], journals, overwrite)
+        reward = own_reward(config.custom_reward_function, config.reward.timeout)
+        reads = VERLS if reward is None else reward.reads
+        renamed = {"data_source": config.data.reward_fn_key}
+        needs = [renamed.get(name, name) for name in reads.needs if name != "prompt"]
+        generates = bool(config.model.path)
+        responses = _generated(config, output, overwrite, say, needs) if generates else _given(config, needs)
+        check_new_columns(responses.table, list(SCORE_COLUMNS))
+        problems = _problems(responses, config.data, reward)
+        names = [problem.data_source for problem in problems]
+        check_sources(set(names), reward, config.reward.sandbox, say)
+        ks = _ks(config.eval.k, min(responses.counts))
+        settings = responses.settings | _reward_settings(config, problems)
+        journal = Journal(journals[0], settings, overwrite=overwrite)
+        if journal.entries:
+            say(f"{len(journal.entries)} responses are scored already; going on with the others")
+        with closing(Pool(reward, config.reward, output.with_suffix(".rewards.log"), say)) as pool:
+            verdicts = _verdicts(responses, problems, pool, journal)
+        if failed := pool.counts["failed"]:
+            say(f"{failed} scores failed, and count as 0 (reward.on_error)")
+        sources = measure(verdicts, names, ks, config.eval, seed=config.trainer.seed)
+        write_rows(samples, responses.table, responses.columns() | _columns(verdicts))
+        measured = {name: asdict(source) for name, source in sources.items()}
+        report = {"sources": measured, "config": to_dict(config)}
+        replace_file(output, (json.dumps(report, indent=2, ensure_ascii=False) + "\n").encode())
+        journal.remove()
+        if responses.journal is not None:
+            responses.journal.remove()  # last: they took the most work
+        return sources
 
 
 def _verdicts(
@@ -241,7 +195,7 @@ def _verdicts(
         found.update({verdict[:2]: verdict for verdict in new})
         waiting.clear()
 
-    for part in responses.parts():
+    for part in responses.parts:
         waiting += [each for each in part if each[:2] not in found]
         if len(waiting) >= _SCORED_AT_ONCE and not (pool.reward and pool.reward.batched):
             score_waiting()
@@ -324,11 +278,8 @@ def _hash(value: Any) -> str:
 
 def _columns(verdicts: Mapping[int, Sequence[Verdict]]) -> dict[str, pa.Array]:
     """The columns `SCORE_COLUMNS` of all rows."""
-    scores, right, answers, why = SCORE_COLUMNS
     problems = [verdicts[row] for row in range(len(verdicts))]
     return {
-        scores: pa.array([[verdict.score for verdict in problem] for problem in problems]),
-        right: pa.array([[verdict.right for verdict in problem] for problem in problems]),
-        answers: pa.array([[v.answer for v in problem] for problem in problems], pa.list_(pa.string())),
-        why: pa.array([[verdict.why for verdict in problem] for problem in problems], pa.list_(pa.string())),
+        column: pa.array([[getattr(verdict, field) for verdict in problem] for problem in problems], kind)
+        for column, (field, kind) in SCORE_COLUMNS.items()
     }

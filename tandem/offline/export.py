@@ -6,11 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tandem.checkpoint.best import Best
 from tandem.checkpoint.hf_export import export
@@ -72,7 +68,10 @@ def _export(
         raise CheckpointError("the folder to write is not empty", field=str(out), remedy="name a new folder")
     run = checkpoint if (checkpoint / "config.yaml").is_file() else checkpoint.parent.parent
     found = _found(run, checkpoint, best=best)
-    model = _model_config(run / "config.yaml")
+    tree = read_config(run / "config.yaml")
+    at = "actor_rollout_ref.model" if "actor_rollout_ref" in tree else "model"  # by the trainer that wrote it
+    given = {name: resolved(tree, f"{at}.{name}") for name in at_key(tree, at)}
+    model = ModelConfig.model_validate(given)
     require_own(run / "config.yaml", model.model_dump())
     scores = (found.path / "reward_model").is_dir()
     tokenizer = tokenizer_of(model)
@@ -82,7 +81,10 @@ def _export(
     config = load_config(model.path, trust_remote_code=model.trust_remote_code)
     if scores:
         config.num_labels = 1
-        config.pad_token_id = _padding(tokenizer)
+        # By it transformers finds the last token of each sequence. One that also ends sequences would miss
+        # their scores: then there is none, and only single sequences can be scored, not wrong ones.
+        padding = tokenizer.pad_token_id
+        config.pad_token_id = None if padding == tokenizer.eos_token_id else padding
 
     def beside(folder: Path) -> None:
         copy_files(model, folder, scores=scores)
@@ -119,13 +121,6 @@ def _found(run: Path, given: Path, *, best: bool) -> Checkpoint:
     return found
 
 
-def _padding(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The padding token, by which transformers finds the last token of each sequence. None where it also ends
-    sequences, whose score would be missed: then only single sequences can be scored, not wrong ones."""
-    padding = tokenizer.pad_token_id
-    return None if padding is None or padding == tokenizer.eos_token_id else int(padding)
-
-
 def _best(manager: CheckpointManager, run: Path, given: Path) -> Checkpoint:
     """The best checkpoint of a run.
 
@@ -152,10 +147,3 @@ def _best(manager: CheckpointManager, run: Path, given: Path) -> Checkpoint:
             remedy="export its newest checkpoint, or name one",
         )
     return found
-
-
-def _model_config(path: Path) -> ModelConfig:
-    """The model section of a run's resolved config, whichever trainer wrote it."""
-    tree = read_config(path)
-    at = "actor_rollout_ref.model" if "actor_rollout_ref" in tree else "model"
-    return ModelConfig.model_validate({name: resolved(tree, f"{at}.{name}") for name in at_key(tree, at)})

@@ -49,7 +49,10 @@ def copy_files(model: ModelConfig, out: Path, *, scores: bool = False) -> None:
         if source.samefile(tokenizer) or not _fits(name, _TOKENIZER):
             _copy(source, name, out)
     copy_tokenizer(model, out)
-    stored = _of_type(parse_json((source / _CONFIG).read_text(encoding="utf-8")), written["model_type"])
+    whole = parse_json((source / _CONFIG).read_text(encoding="utf-8"))
+    # Of a model with several parts transformers loads the one for text alone.
+    parts = (whole, whole.get("text_config") or {})
+    stored = next((part for part in parts if part.get("model_type") == written["model_type"]), {})
     changed = _LEARNT + (_OF_A_SCORER if scores else ())
     kept = {name: value for name, value in stored.items() if name not in (*changed, *_NO_MORE)}
     learnt = {name: written[name] for name in changed if name in written}
@@ -113,12 +116,6 @@ def _fits(name: str, patterns: tuple[str, ...]) -> bool:
 def _copy(folder: Path, name: str, out: Path) -> None:
     (out / name).parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(folder / name, out / name)
-
-
-def _of_type(stored: dict[str, Any], kind: str) -> dict[str, Any]:
-    """The config, or the part for text of a model with several, of which transformers loads this alone."""
-    parts = (stored, stored.get("text_config") or {})
-    return next((part for part in parts if part.get("model_type") == kind), {})
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

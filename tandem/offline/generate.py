@@ -10,24 +10,18 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import torch
-from transformers import PreTrainedTokenizerBase
 
-from tandem.config.generate import (
-    EvalModelConfig,
-    GenerateConfig,
-    OfflineRolloutConfig,
-    OfflineTrainerConfig,
-    RowsConfig,
-    SampledModelConfig,
-)
+from tandem.config.generate import EvalConfig, GenerateConfig
+from tandem.data.chat import TEMPLATE_KEY
 from tandem.data.forms import PromptForm
-from tandem.data.reader import PromptRows
+from tandem.data.prompts import PromptDataset
 from tandem.data.rows import check_new_columns, write_rows
 from tandem.device import choose_device
 from tandem.engines.rollout.base import RolloutEngine, SharedModule, WeightStream, finished
@@ -69,25 +63,16 @@ def generate_file(config: GenerateConfig, *, overwrite: bool, say: Callable[[str
     """
     output = Path(config.data.output_path)
     with alone(output, "data.output_path", say):
-        return _generate(config, output, overwrite, say)
-
-
-def _generate(config: GenerateConfig, output: Path, overwrite: bool, say: Callable[[str], None]) -> Path:
-    work = beside(output, "work")
-    check_new_outputs([output], [work], overwrite)
-    tokenizer = tokenizer_of(config.model)
-    rows = read_rows(config.data, tokenizer, say)
-    check_new_columns(rows.table, COLUMNS)
-    if output.suffix == ".jsonl":
-        _check_json(rows.table)
-    offline = Offline(config.data, config.model, config.rollout, config.trainer, tokenizer, rows)
-    journal = Journal(work, offline.settings(), overwrite=overwrite)
-    if journal.entries:
-        say(f"{len(journal.entries)} responses are there already; going on with the others")
-    samples = [sample for part in offline.samples(journal, say) for sample in part]
-    write_rows(output, rows.table, response_columns(samples, tokenizer, config.rollout.n))
-    journal.remove()
-    return output
+        work = beside(output, "work")
+        check_new_outputs([output], [work], overwrite)
+        offline = Offline(config, say)
+        journal = Journal(work, offline.settings(), overwrite=overwrite)
+        if journal.entries:
+            say(f"{len(journal.entries)} responses are there already; going on with the others")
+        samples = [sample for part in offline.samples(journal) for sample in part]
+        write_rows(output, offline.rows.table, offline.columns(samples))
+        journal.remove()
+        return output
 
 
 def alone(output: Path, field: str, say: Callable[[str], None]) -> ProcessLock:
@@ -124,92 +109,79 @@ def beside(output: Path, what: str) -> Path:
     return output.with_name(f"{output.name}.{what}.jsonl")
 
 
-def read_rows(
-    data: RowsConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    say: Callable[[str], None],
-    *,
-    needs: Sequence[str] = (),
-) -> PromptRows:
-    """The rows and their prompts.
+class Offline:
+    """One model's responses to the prompts of some rows, n to each.
 
     Args:
+        config: of the command.
+        say: prints a sentence to the user.
         needs: further columns that must be there.
 
+    Attributes:
+        rows: what to answer.
+
     Raises:
-        DataError: see `PromptRows`.
-    """
-    rows = PromptRows(
-        data.path,
-        tokenizer,
-        form=PromptForm(prompt_key=data.prompt_key, needs=None, beside=tuple(needs)),
-        max_prompt_length=data.max_prompt_length,
-        truncation=data.truncation,
-        filter_overlong_prompts=data.filter_overlong_prompts,
-        max_samples=data.max_samples,
-        chat_template_kwargs=data.apply_chat_template_kwargs,
-        workers=data.filter_overlong_prompts_workers,
-        cache_dir=data.cache_dir,
-    )
-    if rows.dropped:
-        say(f"{rows.dropped} prompts are over the length limit and left out")
-    return rows
-
-
-class Offline:
-    """One model's responses to the prompts of some rows.
-
-    Args:
-        data, model, rollout, trainer: the config's sections.
-        tokenizer: the model's.
-        rows: what to answer; n responses each.
+        DataError: the rows cannot be read, or have a column of a name that the output needs.
     """
 
     def __init__(
-        self,
-        data: RowsConfig,
-        model: SampledModelConfig | EvalModelConfig,
-        rollout: OfflineRolloutConfig,
-        trainer: OfflineTrainerConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        rows: PromptRows,
+        self, config: GenerateConfig | EvalConfig, say: Callable[[str], None], needs: Sequence[str] = ()
     ) -> None:
-        assert model.path is not None
-        fetch_weights(model.path)
-        self._folder = model.path
-        self._model, self._rollout, self._trainer, self._tokenizer = model, rollout, trainer, tokenizer
-        self._longest = int(rows.tokens.lengths.max()) + data.max_response_length
+        data, rollout = config.data, config.rollout
+        assert config.model.path is not None
+        self._config, self._say, self._folder = config, say, config.model.path
+        self._tokenizer = tokenizer_of(config.model)
+        self.rows = PromptDataset(
+            data.path,
+            self._tokenizer,
+            form=PromptForm(prompt_key=data.prompt_key, needs=None, beside=tuple(needs)),
+            optional=None,
+            max_prompt_length=data.max_prompt_length,
+            truncation=data.truncation,
+            filter_overlong_prompts=data.filter_overlong_prompts,
+            max_samples=data.max_samples,
+            chat_template_kwargs=data.apply_chat_template_kwargs,
+            template_key=TEMPLATE_KEY,
+            workers=data.filter_overlong_prompts_workers,
+            cache_dir=data.cache_dir,
+        )
+        if self.rows.dropped:
+            say(f"{self.rows.dropped} prompts are over the length limit and left out")
+        check_new_columns(self.rows.table, COLUMNS)
+        if data.output_path.endswith(".jsonl"):
+            _check_json(self.rows.table)
+        fetch_weights(self._folder)
         self._params = sampling_params(
             rollout,
             rollout,
-            stop_token_ids(model.path, tokenizer),
+            stop_token_ids(self._folder, self._tokenizer),
             temperature=rollout.temperature,
             max_tokens=data.max_response_length,
-            seed=trainer.seed,
+            seed=config.trainer.seed,
         )
         self.requests = [
             Request(str(row), sample, prompt.numpy().astype(np.int64), self._params)
-            for row, prompt in enumerate(rows.tokens)
+            for row, prompt in enumerate(self.rows.tokens)
             for sample in range(rollout.n)
         ]
 
     def settings(self) -> dict[str, Any]:
         """The settings that the responses depend on, plain values by the name of the key. A key that only
         decides how fast they come may change between a run and its continuation."""
-        prompts = hashlib.blake2b(digest_size=8)
-        for request in self.requests[:: self._rollout.n]:
+        rollout, prompts = self._config.rollout, hashlib.blake2b(digest_size=8)
+        for request in self.requests[:: rollout.n]:
             prompts.update(len(request.prompt_ids).to_bytes(8, "little") + request.prompt_ids.tobytes())
         return {
             "data.path (prompts)": prompts.hexdigest(),
             "model.path": [self._folder, *_weight_files(Path(self._folder))],
-            "rollout.name": self._rollout.name,
-            "rollout.dtype": self._rollout.dtype,
-            "rollout.n": self._rollout.n,
-            "rollout.logprobs_mode": self._rollout.logprobs_mode,
+            "rollout.name": rollout.name,
+            "rollout.dtype": rollout.dtype,
+            "rollout.n": rollout.n,
+            "rollout.logprobs_mode": rollout.logprobs_mode,
             "rollout (sampling)": repr(self._params),
         }
 
-    def samples(self, journal: Journal, say: Callable[[str], None]) -> Iterator[list[Sample]]:
+    def samples(self, journal: Journal) -> Iterator[list[Sample]]:
         """All samples: at once those that the journal holds, then the others as they finish, each of
         them in the journal before it is given.
 
@@ -222,11 +194,22 @@ class Offline:
             yield list(kept.values())
         if not left:
             return
-        say(f"{len(left)} responses to write; loading the model")
-        device = choose_device(self._trainer.device)
-        with closing(self._engine(device, say)) as engine:
+        self._say(f"{len(left)} responses to write; loading the model")
+        rollout, device = self._config.rollout, choose_device(self._config.trainer.device)
+        made = make_rollout_engine(
+            rollout.name,
+            rollout,
+            tokenizer=self._tokenizer,
+            device=device,
+            max_length=self.rows.longest + self._config.data.max_response_length,
+            log=self._say,
+            say=self._say,
+            model_path=str(self._folder),
+            dtype=getattr(torch, rollout.dtype),
+        )
+        with closing(made) as engine:
             self._give_weights(engine, device)
-            limit_s = stall_timeout_s(self._rollout)
+            limit_s = stall_timeout_s(rollout)
             with (
                 Progress("generate", len(self.requests), done=len(kept)) as progress,
                 closing(finished(engine, left, stall_timeout_s=limit_s)) as parts,
@@ -235,19 +218,6 @@ class Offline:
                     journal.append(map(_to_entry, part))
                     progress.advance(len(part), sum(len(sample.token_ids) for sample in part))
                     yield part
-
-    def _engine(self, device: torch.device, say: Callable[[str], None]) -> RolloutEngine:
-        return make_rollout_engine(
-            self._rollout.name,
-            self._rollout,
-            tokenizer=self._tokenizer,
-            device=device,
-            max_length=self._longest,
-            log=say,
-            say=say,
-            model_path=str(self._folder),
-            dtype=getattr(torch, self._rollout.dtype),
-        )
 
     def _give_weights(self, engine: RolloutEngine, device: torch.device) -> None:
         """Hands the model's weights to an engine that takes some.
@@ -259,40 +229,39 @@ class Offline:
             return
         model = load_policy(
             self._folder,
-            dtype=getattr(torch, self._rollout.dtype),
+            dtype=getattr(torch, self._config.rollout.dtype),
             device=device,
-            trust_remote_code=self._model.trust_remote_code,
+            trust_remote_code=self._config.model.trust_remote_code,
         )
         model.train(False)
         shares = SharedModule in engine.takes
         source = SharedModule(model) if shares else WeightStream(model.named_parameters())
         sent = Sent(0, digest(model.named_parameters()))
-        check_arrival(sent, engine.update_weights(source, 0), engine=self._rollout.name)
+        check_arrival(sent, engine.update_weights(source, 0), engine=self._config.rollout.name)
 
+    def text(self, sample: Sample) -> str:
+        """What a response says."""
+        return str(self._tokenizer.decode(sample.token_ids.tolist(), skip_special_tokens=True))
 
-def response_columns(
-    samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase, n: int
-) -> dict[str, pa.Array]:
-    """`COLUMNS`, one list per row.
+    def columns(self, samples: Sequence[Sample]) -> dict[str, pa.Array]:
+        """`COLUMNS`, one list per row.
 
-    Args:
-        samples: n of each row, in any order.
-    """
-    ordered = sorted(samples, key=lambda sample: (int(sample.uid), sample.sample))
-    groups = [ordered[start : start + n] for start in range(0, len(ordered), n)]
-    texts, ids, log_probs, reasons = COLUMNS
-    return {
-        texts: pa.array([[response_text(tokenizer, s) for s in group] for group in groups]),
-        ids: pa.array([[s.token_ids for s in group] for group in groups], pa.list_(pa.list_(pa.int64()))),
-        log_probs: pa.array(
-            [[s.log_probs for s in group] for group in groups], pa.list_(pa.list_(pa.float32()))
-        ),
-        reasons: pa.array([[s.finish_reason for s in group] for group in groups]),
-    }
-
-
-def response_text(tokenizer: PreTrainedTokenizerBase, sample: Sample) -> str:
-    return str(tokenizer.decode(sample.token_ids.tolist(), skip_special_tokens=True))
+        Args:
+            samples: all, in any order.
+        """
+        n = self._config.rollout.n
+        ordered = sorted(samples, key=lambda sample: (int(sample.uid), sample.sample))
+        groups = [ordered[start : start + n] for start in range(0, len(ordered), n)]
+        reads: list[tuple[Callable[[Sample], Any], pa.DataType]] = [
+            (self.text, pa.string()),
+            (attrgetter("token_ids"), pa.list_(pa.int64())),
+            (attrgetter("log_probs"), pa.list_(pa.float32())),
+            (attrgetter("finish_reason"), pa.string()),
+        ]
+        return {
+            name: pa.array([list(map(read, group)) for group in groups], pa.list_(kind))
+            for name, (read, kind) in zip(COLUMNS, reads, strict=True)
+        }
 
 
 def _weight_files(folder: Path) -> list[list[Any]]:
@@ -330,8 +299,7 @@ def _check_json(table: pa.Table) -> None:
         DataError: a column that JSON cannot hold.
     """
     for column in table.schema:
-        unfit = _unfit_for_json(column.type)
-        if unfit is not None:
+        if (unfit := _unfit_for_json(column.type)) is not None:
             raise DataError(
                 f"{unfit} cannot be written as JSON",
                 field=column.name,

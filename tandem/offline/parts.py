@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 import zlib
 from array import array
@@ -12,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from tandem.data.cache import number_of
 from tandem.data.files import DataFiles
 from tandem.errors import DataError
 
@@ -47,10 +47,8 @@ class Texts:
     def __init__(self, rows: DataFiles, *, prompt: bool) -> None:
         there = [name for name in ROW_COLUMNS if name in rows.columns]
         if not there:
-            expected = " or ".join(ROW_COLUMNS)
-            raise DataError(
-                "no such column", field=rows.names, got=", ".join(rows.columns), expected=expected
-            )
+            got, expected = ", ".join(rows.columns), " or ".join(ROW_COLUMNS)
+            raise DataError("no such column", field=rows.names, got=got, expected=expected)
         self.rows, self._columns = rows, there[:1] if prompt else there
         self._prompt = prompt and there[0] != "prompt"
 
@@ -69,7 +67,7 @@ class Texts:
 
 def split(rows: DataFiles, share: float, seed: int) -> np.ndarray:
     """(B) bool: a share of the rows of each data source, in which rows of one prompt are all or none."""
-    hashes = np.fromiter(map(_hash, Texts(rows, prompt=True)), np.uint64, len(rows))
+    hashes = np.fromiter(map(number_of, Texts(rows, prompt=True)), np.uint64, len(rows))
     _, first, group, sizes = np.unique(hashes, return_index=True, return_inverse=True, return_counts=True)
     named = "data_source" in rows.columns
     sources = np.array(rows.table["data_source"].to_pylist() if named else [""] * len(rows), dtype=object)
@@ -96,7 +94,7 @@ def alike(texts: Sequence[Texts], ngram: int, overlap: float) -> Iterator[tuple[
     """
     exact, hashes, rows = array("Q"), array("L"), array("q")
     for row, text in enumerate(text for each in texts for text in each):
-        exact.append(_hash(text))
+        exact.append(number_of(text))
         least = sorted({zlib.crc32(gram.encode()) for gram in _ngrams(text, ngram)})[:SKETCH] if ngram else []
         hashes.extend(least)
         rows.extend([row] * len(least))
@@ -139,7 +137,3 @@ def _shared(one: str, other: str, ngram: int) -> float:
 def _ngrams(text: str, size: int) -> set[str]:
     words = re.findall(r"\w+", text)
     return {" ".join(words[at : at + size]) for at in range(max(1, len(words) - size + 1))}
-
-
-def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from array import array
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -24,13 +23,14 @@ from transformers import PreTrainedTokenizerBase
 from tandem.config.data import DataConfig
 from tandem.config.root import TrainConfig
 from tandem.config.supervised import RMConfig, SFTConfig, SupervisedDataConfig
+from tandem.data.cache import number_of
 from tandem.data.chat import ChatTemplate
 from tandem.data.encoder import Form
 from tandem.data.examples import PreferenceForm
 from tandem.data.files import CHUNK_ROWS, DataFiles, read_files
 from tandem.data.lines import line_numbers, scan
 from tandem.data.preferences import prompt_of
-from tandem.data.reader import holds_ids
+from tandem.data.prompts import holds_ids
 from tandem.data.sft import Columns, are_text
 from tandem.data.tokens import Piece, encoded
 from tandem.errors import DataError
@@ -59,7 +59,7 @@ class Shape:
     columns: Sequence[tuple[str, ...]]
     optional: tuple[str, ...] | None
     form: Callable[[DataFiles], Form]
-    further: Callable[[Mapping[str, Any]], Found] = lambda row: iter(())
+    further: Callable[[Mapping[str, Any]], Found]
 
 
 def prompts_shape(config: TrainConfig, sources: set[str]) -> Shape:
@@ -201,11 +201,8 @@ class Prompts:
 
     def __init__(self, config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self._data, self._tokenizer = config.data, tokenizer
-        self._template = ChatTemplate(
-            tokenizer,
-            config.data.apply_chat_template_kwargs,
-            "actor_rollout_ref.model.custom_chat_template",
-        )
+        key = "actor_rollout_ref.model.custom_chat_template"
+        self._template = ChatTemplate(tokenizer, config.data.apply_chat_template_kwargs, key)
         self._longer = self._kept = 0
 
     def look(self, rows: Sequence[tuple[int, Any]], form: Form, report: Report) -> None:
@@ -278,21 +275,22 @@ def _look(
                 for kind, problem in shape.further(record):
                     report.row(row, problem, kind)
             numbers.extend(row for row, _ in good)
-            hashes.extend(_hash(record.get(name) for name in identity) for _, record in good)
+            told = ([record.get(name) for name in identity] for _, record in good)
+            hashes.extend(number_of(json.dumps(each, default=str, sort_keys=True)) for each in told)
             if prompts is not None:
                 with report.catching():
                     prompts.look(good, chunk[0][2], report)
     if prompts is not None:
         with report.catching():
             prompts.require_any(files)
-    for row, first in _repeated(np.array(hashes), np.array(numbers)):
-        report.row(row, f"the same as {report.place(first)}", DUPLICATE)
+    _, first, inverse = np.unique(np.array(hashes), return_index=True, return_inverse=True)
+    for place in np.flatnonzero(first[inverse] != np.arange(len(numbers))).tolist():
+        before = report.place(numbers[first[inverse[place]]])
+        report.row(numbers[place], f"the same as {before}", DUPLICATE)
     report.flush()
     if len(files) > 1 and not report.kinds.keys() - {DUPLICATE}:
-        with report.catching():
-            read_files(
-                files, *shape.columns, optional=shape.optional, cache_dir=data.cache_dir
-            )  # as training
+        with report.catching():  # as training
+            read_files(files, *shape.columns, optional=shape.optional, cache_dir=data.cache_dir)
 
 
 def _sound(row: int, problem: str | None, report: Report) -> bool:
@@ -333,15 +331,3 @@ def _rescued(
             yield row, record, form
     if not broken:
         report.file(error)
-
-
-def _hash(values: Iterable[Any]) -> int:
-    text = json.dumps(list(values), default=str, sort_keys=True)
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
-
-
-def _repeated(hashes: np.ndarray, rows: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Rows that were there before, each with the first that is the same."""
-    _, first, inverse = np.unique(hashes, return_index=True, return_inverse=True)
-    for place in np.flatnonzero(first[inverse] != np.arange(len(rows))).tolist():
-        yield int(rows[place]), int(rows[first[inverse[place]]])

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +28,9 @@ class RunInfo:
     config: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """A response, as people read it.
-
-    Attributes:
-        prompt: the messages, each after its role; empty for a prompt that is no conversation.
-        response: the text.
-        score: what it was worth.
-    """
+class Generation(NamedTuple):
+    """A response, as people read it: `prompt` holds the messages, each after its role, and is empty for a
+    prompt that is no conversation; `score` says what the response was worth."""
 
     prompt: str
     response: str
@@ -59,3 +53,25 @@ class Sink(Protocol):
     def close(self) -> None:
         """Sends what is still buffered."""
         ...
+
+
+class TrackedRun:
+    """A sink whose library has runs that take numbers and tables by step, as that of Weights & Biases has.
+
+    Args:
+        run: as the library began it.
+        table: makes the library's table of `columns`, their names, and `data`, the rows.
+    """
+
+    def __init__(self, run: Any, table: Callable[..., Any]) -> None:
+        self._run, self._table = run, table
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def log_generations(self, step: int, generations: Sequence[Generation]) -> None:
+        table = self._table(columns=list(Generation._fields), data=list(map(list, generations)))
+        self._run.log({GENERATIONS: table}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()

@@ -35,9 +35,8 @@ class ClearMLSink:
                 logger.report_scalar(title, series or title, value, iteration=step)
 
     def log_generations(self, step: int, generations: Sequence[Generation]) -> None:
-        rows = [[each.prompt, each.response, each.score] for each in generations]
         title, _, series = GENERATIONS.partition("/")
-        table = [["prompt", "response", "score"], *rows]
+        table = [list(Generation._fields), *map(list, generations)]
         self._task.get_logger().report_table(title, series, iteration=step, table_plot=table)
 
     def close(self) -> None:

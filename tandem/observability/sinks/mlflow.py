@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from mlflow.entities import Metric, Param
 from mlflow.tracking import MlflowClient
 
+from tandem.observability.config_file import flat
 from tandem.observability.sinks.base import GENERATIONS, Generation, RunInfo
 
 _BATCH = 100  # parameters that one request may carry
-_COLUMNS = ("prompt", "response", "score")
 _VALUE_LENGTH = 500  # characters of a parameter's value that every version of the server takes
 
 
@@ -30,7 +29,8 @@ class MLflowSink:
         files = {} if server else {"artifact_location": (folder / "artifacts").resolve().as_uri()}
         experiment = known.experiment_id if known else self._client.create_experiment(info.project, **files)
         self._run_id = self._client.create_run(experiment, run_name=info.experiment).info.run_id
-        params = [Param(name, value[:_VALUE_LENGTH]) for name, value in _flat(info.config)]
+        given = [(name, value) for name, value in flat(info.config) if value != {}]
+        params = [Param(name, str(value)[:_VALUE_LENGTH]) for name, value in given]
         for start in range(0, len(params), _BATCH):
             self._client.log_batch(self._run_id, params=params[start : start + _BATCH])
 
@@ -40,17 +40,9 @@ class MLflowSink:
         self._client.log_batch(self._run_id, metrics=rows)
 
     def log_generations(self, step: int, generations: Sequence[Generation]) -> None:
-        columns = {name: [getattr(each, name) for each in generations] for name in _COLUMNS}
+        columns = {name: [getattr(each, name) for each in generations] for name in Generation._fields}
         table = {"step": [step] * len(generations), **columns}
         self._client.log_table(self._run_id, table, f"{GENERATIONS}.json")  # adds to the table there
 
     def close(self) -> None:
         self._client.set_terminated(self._run_id)
-
-
-def _flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for key, value in section.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", str(value)

@@ -107,7 +107,6 @@ def absent_sinks(names: Sequence[str]) -> dict[str, ConfigError]:
 
 def _load(name: str) -> Callable[[RunInfo], Sink]:
     module, attribute = SINKS[name][0].split(":")
-    factory: Callable[[RunInfo], Sink] = getattr(
-        import_module(f"tandem.observability.sinks.{module}"), attribute
-    )
+    found = import_module(f"tandem.observability.sinks.{module}")
+    factory: Callable[[RunInfo], Sink] = getattr(found, attribute)
     return factory

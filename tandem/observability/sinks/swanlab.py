@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from typing import Any
 
 import swanlab
 
-from tandem.observability.sinks.base import GENERATIONS, Generation, RunInfo
+from tandem.observability.sinks.base import RunInfo, TrackedRun
 
 
-class SwanLabSink:
+class SwanLabSink(TrackedRun):
     def __init__(self, info: RunInfo) -> None:
         folder = info.folder / "swanlab"
         folder.mkdir(exist_ok=True)
-        self._run = swanlab.init(
-            project=info.project,
-            experiment_name=info.experiment,
-            config=dict(info.config),
-            logdir=str(folder),
-        )
+        named = {"project": info.project, "experiment_name": info.experiment, "logdir": str(folder)}
+        super().__init__(swanlab.init(**named, config=dict(info.config)), _table)
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
 
-    def log_generations(self, step: int, generations: Sequence[Generation]) -> None:
-        table = swanlab.echarts.Table()
-        table.add(
-            ["prompt", "response", "score"],
-            [[each.prompt, each.response, each.score] for each in generations],
-        )
-        self._run.log({GENERATIONS: table}, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+def _table(columns: list[str], data: list[list[Any]]) -> Any:
+    table = swanlab.echarts.Table()
+    table.add(columns, data)
+    return table
