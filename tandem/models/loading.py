@@ -87,8 +87,9 @@ def load_policy(
     """
     config = load_config(path, trust_remote_code=trust_remote_code)
     options = {"dtype": dtype, "attn_implementation": attention, "trust_remote_code": trust_remote_code}
-    policy: PreTrainedModel = _made(path, config, options, scorer=False, weights=weights)
-    return (policy.to(device) if weights else policy).train()
+    model = _made(path, config, options, scorer=False, weights=weights)
+    policy: PreTrainedModel = (model.to(device) if weights else model).train()
+    return policy
 
 
 def load_scorer(
@@ -123,16 +124,16 @@ def load_scorer(
         require_scorer(path, config)
     options = {"dtype": dtype, "attn_implementation": attention, "trust_remote_code": trust_remote_code}
     absent: Collection[str] = {"score.weight"} if new_head else ()
-    scorer: PreTrainedModel = _made(path, config, options, scorer=True, weights=weights, absent=absent)
+    model = _made(path, config, options, scorer=True, weights=weights, absent=absent)
     if new_head and weights:
         # As in Stiennon et al. 2020 (arXiv 2009.01325): the first rewards are of order one. Drawn in fp32
         # and with a generator of its own, so that it is the same in every precision.
-        head: Any = scorer.score
-        drawn = torch.empty(head.weight.shape, dtype=torch.float32)
+        drawn = torch.empty(model.score.weight.shape, dtype=torch.float32)
         std = (config.get_text_config().hidden_size + 1) ** -0.5
         nn.init.normal_(drawn, std=std, generator=torch.Generator().manual_seed(torch.initial_seed()))
-        head.weight.detach().copy_(drawn)
-    return scorer.eval()
+        model.score.weight.detach().copy_(drawn)
+    scorer: PreTrainedModel = model.eval()
+    return scorer
 
 
 def require_scorer(

@@ -129,7 +129,7 @@ class Pipeline:
         if not self.last:
             decoder.norm = nn.Identity()
             _empty(head)
-            module.forward = partial(_passed_on, module)  # type: ignore[method-assign]
+            module.forward = partial(_passed_on, module)
         shapes = {name: parameter.shape for name, parameter in named.items()}
         return shapes, {name: stages.get(p, self.size - 1) for name, p in named.items()}, tied
 

@@ -5,6 +5,7 @@ Shapes: N input tokens, K predicted tokens, T entries of the micro-batch's token
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -45,9 +46,9 @@ class PackedModel(nn.Module):
         return self.model.model
 
     @property
+    @abstractmethod
     def output_layer(self) -> Any:
         """The layer that makes outputs of a hidden state."""
-        raise NotImplementedError
 
     def check_outputs(self, asked: Iterable[str]) -> None:
         """

@@ -115,7 +115,7 @@ class Pipelined(Execution):
             part = parts[index]
             if hidden is not None:
                 pipeline.meter.count(hidden.nbytes)
-            out = self._module(replace(part.inputs, hidden=hidden), wanted)
+            out: Mapping[str, Tensor] = self._module(replace(part.inputs, hidden=hidden), wanted)
             if not pipeline.last:
                 return out[HIDDEN]
             if share_of is not None:
