@@ -39,6 +39,7 @@ from tandem.rewards.serving import serve
 
 CALL_BYTES = 64 * 2**10  # how much of what one call prints is kept
 LOG_BYTES = 64 * 2**20  # the size at which a log takes no more
+START_SECONDS = 120.0  # the longest that a server may take until it answers
 END_SECONDS = 5.0  # how long a keeper tries to end what its process started
 NO_MAIN = "import sys; sys.path[:] = {path!r}; from tandem.rewards.forkserver import run; run({end})"
 
@@ -63,10 +64,13 @@ def fork(ends: Sequence[int]) -> None:
             process, line = _servers[own]
             try:
                 socket.send_fds(line, [b"f"], ends)
-                return
-            except OSError:  # it is ending
-                line.close()
-                process.wait(END_SECONDS)
+                if line.recv(1):
+                    return
+            except OSError:  # it is ending, or does not answer
+                pass
+            line.close()
+            process.kill()
+            process.wait(END_SECONDS)
     raise RewardError("the server of scoring processes does not start", got="its last words stand above")
 
 
@@ -81,6 +85,7 @@ def _started() -> tuple[subprocess.Popen[bytes], socket.socket]:
             pass_fds=[theirs.fileno()],
             start_new_session=True,
         )
+    ours.settimeout(START_SECONDS)
     return process, ours
 
 
@@ -156,6 +161,8 @@ def run(end: int) -> NoReturn:
             message, ends, _, _ = socket.recv_fds(line, 1, 3)
             if not message:
                 break
+            with suppress(OSError):  # who asked has ended
+                line.send(b"f")  # taken: a server that is killed before this is replaced, and asked again
             keeper = fork_alone()
             if not keeper:
                 line.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 import time
 from pathlib import Path
 
@@ -361,6 +362,21 @@ def test_a_server_that_was_killed_costs_no_batch(tmp_path: Path) -> None:
     (server,) = [p for p in psutil.Process().children() if "forkserver" in "".join(p.cmdline())]
     server.kill()
     assert [s.score for s in pool.score(texts("attack", "2"))] == [0.0, 2.0]
+    pool.close()
+
+
+def test_a_request_that_a_server_did_not_take_is_made_again(tmp_path: Path) -> None:
+    pool = Pool(
+        load_custom(written(tmp_path, "os.kill(os.getpid(), 9)")),
+        RewardConfig(num_workers=1, on_error="zero"),
+    )
+    pool.score(texts("1"))
+    (server,) = [p for p in psutil.Process().children() if "forkserver" in "".join(p.cmdline())]
+    server.suspend()
+    end = threading.Timer(2.0, server.kill)
+    end.start()
+    assert [s.score for s in pool.score(texts("attack", "2"))] == [0.0, 2.0]
+    end.join()
     pool.close()
 
 
