@@ -110,7 +110,7 @@ class NativeEngine:
         )
         make = partial(make_runner, runner, max_length=max_length, split=split)
         self._steps = Steps(make, graphs, max_num_seqs, self._scheduler.tables.shape[1])
-        self._say = say if cuda else None
+        self._say = say
         self._finished: list[Sample] = []
         self._known: dict[tuple[str, int], int] = {}  # blocks that each pending request can fill
         self._demand_changed = False
@@ -165,7 +165,7 @@ class NativeEngine:
         room = self._store.room
         wanted = None if room.fixed else self._store.meant_for(runner)
         copies = room.copies_pay(runner.weight_bytes, wanted, returned=source.release is not None)
-        if self._say is not None:
+        if self._say is not None and self._device.type == "cuda":
             self._say(weights_statement(runner.weight_bytes, copies=copies))
         return copies
 
@@ -270,7 +270,7 @@ class NativeEngine:
                 self._scheduler.blocks.grow(store.blocks)
             else:
                 self._scheduler.use_cache(store.blocks)
-            if self._say is not None:  # once
+            if self._say is not None and self._device.type == "cuda":  # once
                 self._say(store.statement(runner))
                 self._say = None
         self._demand_changed = False
