@@ -69,6 +69,10 @@ def messages() -> tuple[Message, ...]:
 
 def _in(file: str, tree: ast.Module) -> Iterator[Message]:
     for function in ast.walk(tree):
+        if isinstance(function, ast.Call) and _name(function.func) == "Check" and len(function.args) > 1:
+            named = ((word.arg, words(word.value)) for word in function.keywords if word.arg in _SHOWN)
+            parts = tuple((name, text) for name, text in named if name and text.strip("… "))
+            yield Message("ConfigError", words(function.args[1]), parts, file)
         if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         for node in _own(function):

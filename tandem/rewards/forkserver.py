@@ -158,7 +158,10 @@ def run(end: int) -> NoReturn:
             # What is left belonged to a keeper that was killed.
             _kill([pid for pid in children_of(os.getpid()) if pid not in keepers])
         if line in ready:
-            message, ends, _, _ = socket.recv_fds(line, 1, 3)
+            try:
+                message, ends, _, _ = socket.recv_fds(line, 1, 3)
+            except ConnectionResetError:  # who asked ended before the answer was read
+                break
             if not message:
                 break
             with suppress(OSError):  # who asked has ended

@@ -29,7 +29,7 @@ def quiet(config: TrainConfig, folder: Path, steps: int | None, changes: Mapping
         "trainer.resume_mode": "disable",
         "trainer.resume_from_path": None,
         "trainer.logger": (),
-        "trainer.save_freq": 0,
+        "trainer.save_freq": -1,
         "trainer.async_save": False,
         "trainer.keep_best": None,
         "trainer.test_freq": -1,

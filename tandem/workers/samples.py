@@ -23,7 +23,9 @@ def requests_of(prompts: DataProto, n: int, params: SamplingParams, longest: int
     requests = []
     for uid, row in zip(prompts.non_tensor_batch["uid"], prompts.ragged("prompts"), strict=True):
         most = min(params.max_tokens, longest - len(row))
-        fitting = replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most))
+        fitting = params
+        if most < params.max_tokens:
+            fitting = replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most))
         requests += [Request(uid, sample, row.numpy(), fitting) for sample in range(n)]
     return requests
 

@@ -10,7 +10,6 @@ import torch
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
 from tandem.engines.train.fsdp import FSDPEngine
-from tandem.engines.train.state import TrainState
 from tandem.models.packing import PackedInputs
 from tandem.models.policy import PolicyModel
 
@@ -49,7 +48,8 @@ class Watched:
 def watch(patch: pytest.MonkeyPatch) -> Watched:
     """Records everything from here to the end of the patch, but for the first forwards of a new engine."""
     seen, warms_up = Watched(), False
-    forward, layer, move = PolicyModel.forward, Qwen2DecoderLayer.forward, TrainState.move
+    forward, layer = PolicyModel.forward, Qwen2DecoderLayer.forward
+    offload, onload = FSDPEngine.offload, FSDPEngine.onload
     warm_up = FSDPEngine._warm_up
 
     def watched_warm_up(self: FSDPEngine, *model):
@@ -69,14 +69,22 @@ def watch(patch: pytest.MonkeyPatch) -> Watched:
         seen.layer_forwards += torch.is_grad_enabled()
         return layer(self, *args, **kwargs)
 
-    def watched_move(self: TrainState, device, *, parameters: bool, optimizer: bool):
-        owner = "actor" if self.optimizers else "ref"
-        seen.moved[f"{owner} parameters"] += parameters
-        seen.moved[f"{owner} optimizer"] += optimizer
-        return move(self, device, parameters=parameters, optimizer=optimizer)
+    def moved(engine: FSDPEngine, optimizer: bool) -> None:
+        owner = "actor" if engine._state.optimizers else "ref"
+        seen.moved[f"{owner} parameters"] += engine._fsdp.param_offload
+        seen.moved[f"{owner} optimizer"] += optimizer and engine._fsdp.optimizer_offload
+
+    def watched_offload(self: FSDPEngine) -> None:
+        moved(self, optimizer=True)
+        offload(self)
+
+    def watched_onload(self: FSDPEngine, *, optimizer: bool) -> None:
+        moved(self, optimizer)
+        onload(self, optimizer=optimizer)
 
     patch.setattr(FSDPEngine, "_warm_up", watched_warm_up)
     patch.setattr(PolicyModel, "forward", watched_forward)
     patch.setattr(Qwen2DecoderLayer, "forward", watched_layer)
-    patch.setattr(TrainState, "move", watched_move)
+    patch.setattr(FSDPEngine, "offload", watched_offload)
+    patch.setattr(FSDPEngine, "onload", watched_onload)
     return seen

@@ -26,7 +26,7 @@ def generators() -> list[Any]:
 
 def state(engine: Any) -> dict[str, Any]:
     """Everything of an engine that training changes."""
-    moments = [t.clone() for t in engine._state._moments()]
+    moments = [t.clone() for slots in engine._state._slots.values() for t in slots.values()]
     return {
         "weights": {name: value.clone() for name, value in engine.weights()},
         "moments": moments,
