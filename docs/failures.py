@@ -67,7 +67,19 @@ def messages() -> tuple[Message, ...]:
     return tuple(sorted(found, key=lambda each: (each.kind, each.text, each.file, each.parts)))
 
 
+def _short(tree: ast.Module) -> dict[str, str]:
+    """The names by which a module raises a class of errors: its own, and those of a partial."""
+    found = {kind: kind for kind in kinds()}
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and node.value.args:
+            of = _name(node.value.args[0])
+            if _name(node.value.func) == "partial" and of in found:
+                found |= {_name(target): of for target in node.targets}
+    return found
+
+
 def _in(file: str, tree: ast.Module) -> Iterator[Message]:
+    short = _short(tree)
     for function in ast.walk(tree):
         if isinstance(function, ast.Call) and _name(function.func) == "Check" and len(function.args) > 1:
             named = ((word.arg, words(word.value)) for word in function.keywords if word.arg in _SHOWN)
@@ -76,11 +88,11 @@ def _in(file: str, tree: ast.Module) -> Iterator[Message]:
         if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         for node in _own(function):
-            if isinstance(node, ast.Call) and _name(node.func) in kinds() and node.args:
+            if isinstance(node, ast.Call) and (kind := short.get(_name(node.func), "")) and node.args:
                 named = ((word.arg, words(word.value)) for word in node.keywords if word.arg in _SHOWN)
                 parts = tuple((name, text) for name, text in named if name and text.strip("… "))
                 for text in _texts(node.args[0], function, tree):
-                    yield Message(_name(node.func), text, parts, file)
+                    yield Message(kind, text, parts, file)
 
 
 def _own(function: ast.AST) -> Iterator[ast.AST]:
