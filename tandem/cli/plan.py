@@ -32,7 +32,7 @@ from tandem.memory.host import host_total
 from tandem.memory.levers import Lever, levers
 from tandem.memory.peaks import CLASSES
 from tandem.memory.plan import GIB, Phase, Plan, gib
-from tandem.memory.schedules import chosen, refuse_apart
+from tandem.memory.schedules import Schedule, chosen, refuse_apart
 from tandem.memory.shapes import shape_of
 from tandem.memory.timing import Clock
 from tandem.observability.terminal import say
@@ -73,8 +73,7 @@ def plan_memory(arguments: list[str]) -> int:
                         for the fastest config that fits so many devices, and writes it; all else stays
       --out FILE        where to; fit-NxSIZE.yaml where this is not said
       SIZE may be a kind, whose factors and peaks then count: A10, A100-40, A100, H100, H200
-      --lengths, --prompt-lengths  tokens as of tandem bench, for the seconds; the greatest where this is not
-                        said
+      --lengths, --prompt-lengths  tokens as of tandem bench, for the seconds; the greatest where not said
       --probe [N]       answers and scores N prompts (32), drawn from the data, with the model, the engine and
                         the reward: what share of groups will teach anything, how long responses are, what
                         rewards cost, and the seconds with these. Nothing is left in the run folder
@@ -96,11 +95,7 @@ def plan_memory(arguments: list[str]) -> int:
     probing = Probing(*split_arguments(words), options) if "--probe" in options else None
     if probing is not None:
         config, lengths = probing.placed(config), probing.lengths(config)
-    cuda = config.trainer.device != "cpu"
-    device = _DEFAULT * GIB if cuda else float(host_total())
-    if size is not None:
-        device = size * GIB
-    clock = Clock.of(read_devices(default_path()), kind, size or _DEFAULT, cuda=cuda)
+    device, clock = _device(config, size, kind)
     task = Task(path, overrides, device, clock, shape_of, lengths)
     changed: list[str] = []
     if "--fit" in options:
@@ -112,21 +107,36 @@ def plan_memory(arguments: list[str]) -> int:
     timed = time_of(config, made, task, probing)
     schedules = compare_schedules(config, task) if "--schedule" in options else []
     if "--json" in options:
-        whole = _as_json(made, found) | {"time": timed, "changed": changed}
-        if schedules:
-            whole |= {"schedules": [asdict(each) for each in schedules], "choose": chosen(schedules).name}
+        whole = _as_json(made, found) | {"time": timed, "changed": changed} | _of_schedules(schedules)
         whole |= {"probe": probing.report} if probing else {}
         print(json.dumps(whole, indent=1))
         return 0 if made.fits else 1
     _print(config, made, found)
-    if probing and timed:
-        probing.print(timed["phases"])
     if timed:
-        print_time(timed, config.trainer.world_size)
+        _print_time(timed, config, probing)
     print_schedules(schedules)
     if "--fit" in options:
         say(f"\nwritten to {out}; changed:\n  " + "\n  ".join(changed or ["nothing"]))
     return 0 if made.fits else 1
+
+
+def _device(config: TrainConfig, size: float | None, kind: str | None) -> tuple[float, Clock | None]:
+    """Return a device's memory in bytes, and the rates of its kind."""
+    cuda = config.trainer.device != "cpu"
+    memory = size * GIB if size is not None else _DEFAULT * GIB if cuda else float(host_total())
+    return memory, Clock.of(read_devices(default_path()), kind, size or _DEFAULT, cuda=cuda)
+
+
+def _print_time(timed: dict[str, Any], config: TrainConfig, probing: Probing | None) -> None:
+    if probing is not None:
+        probing.print(timed["phases"])
+    print_time(timed, config.trainer.world_size)
+
+
+def _of_schedules(schedules: list[Schedule]) -> dict[str, Any]:
+    if not schedules:
+        return {}
+    return {"schedules": [asdict(each) for each in schedules], "choose": chosen(schedules).name}
 
 
 def _options(arguments: list[str]) -> tuple[list[str], dict[str, str]]:

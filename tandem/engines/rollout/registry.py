@@ -83,14 +83,9 @@ def make_rollout_engine(
         raise ConfigError("unknown rollout engine", field=_NAME, got=name, expected=known)
     options = _native_options(rollout) | {"split": split, "say": say} if name == "native" else {}
     own = None if model_path is None else OwnWeights(model_path, device, trust_remote_code=trust_remote_code)
-    return _ENGINES[name](
-        device=device,
-        max_num_batched_tokens=rollout.max_num_batched_tokens,
-        logprobs_mode=rollout.logprobs_mode,
-        own=own,
-        **common,
-        **options,
-    )
+    common["max_num_batched_tokens"] = rollout.max_num_batched_tokens
+    common["logprobs_mode"] = rollout.logprobs_mode
+    return _ENGINES[name](device=device, own=own, **common, **options)
 
 
 def stall_timeout_s(rollout: EngineConfig) -> float:

@@ -24,6 +24,28 @@ _MEMORY_SHARE = 0.5  # of a device that training shares
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+def _require_precision(dtype: torch.dtype) -> None:
+    if dtype not in _DTYPES:
+        raise ConfigError(
+            "vLLM has no such precision",
+            field="actor_rollout_ref.actor.fsdp_config.dtype",
+            got=str(dtype).removeprefix("torch."),
+            expected="fp32 or bf16",
+            remedy="set it, or actor_rollout_ref.rollout.name=native",
+        )
+
+
+def _require_processed(logprobs_mode: str) -> None:
+    if logprobs_mode != "processed_logprobs":
+        raise ConfigError(
+            "a server is asked for the log-probs of the distribution sampled from",
+            field="actor_rollout_ref.rollout.logprobs_mode",
+            got=logprobs_mode,
+            expected="processed_logprobs",
+            remedy="remove this key, or set actor_rollout_ref.rollout.mode=colocate",
+        )
+
+
 def make_vllm_engine(
     rollout: EngineConfig,
     common: dict[str, Any],
@@ -52,14 +74,7 @@ def make_vllm_engine(
         ConfigError: vLLM is not installed, or has not what is asked for; see also `on_servers`.
         EngineError: vLLM cannot run the model.
     """
-    if dtype not in _DTYPES:
-        raise ConfigError(
-            "vLLM has no such precision",
-            field="actor_rollout_ref.actor.fsdp_config.dtype",
-            got=str(dtype).removeprefix("torch."),
-            expected="fp32 or bf16",
-            remedy="set it, or actor_rollout_ref.rollout.name=native",
-        )
+    _require_precision(dtype)
     server, on_server = rollout.server, rollout.mode == "server"
     if on_server and server.urls:
         chosen = server.weights_backend
@@ -67,14 +82,8 @@ def make_vllm_engine(
         config = AutoConfig.from_pretrained(model_path)
         make = partial(VLLMServerEngine, config=config, network=network, **common)
         return on_servers(rollout, make, log=log, share=share)
-    if on_server and rollout.logprobs_mode != "processed_logprobs":
-        raise ConfigError(
-            "a server is asked for the log-probs of the distribution sampled from",
-            field="actor_rollout_ref.rollout.logprobs_mode",
-            got=rollout.logprobs_mode,
-            expected="processed_logprobs",
-            remedy="remove this key, or set actor_rollout_ref.rollout.mode=colocate",
-        )
+    if on_server:
+        _require_processed(rollout.logprobs_mode)
     check_installed()
     config = AutoConfig.from_pretrained(model_path)
     options: dict[str, Any] = {
