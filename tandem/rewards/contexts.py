@@ -25,6 +25,7 @@ def _one_of(*words: str) -> str:
 COUNTED = _one_of(
     *set(UNITS) - {"in", "am", "pm"}, "dollar", "euro", "cent", "percent", "quart", "pint", "cup"
 )
+TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety", "hundred", "thousand")
 ATTACHED = _one_of(*UNITS, "kw", "kwh", "mw", "gb", "mb", "kb", "hp", "hz", "ha", "cc")
 """Units of one or two letters, or more, that may stand right after a number."""
 PARTS = r"(?:half|halves|thirds?|quarters?|fourths?|fifths?|sixths?|eighths?|tenths?|hundredths?)"
@@ -44,7 +45,7 @@ GOES_ON = re.compile(
         | -?(?:{_one_of(*FUNCTIONS)}|pi|sqrt)(?:\b|[0-9])
         | (?:or|through|thru|plus|minus|divided|multiplied|squared|cubed|factorial|mod(?:ulo)?
             |lakh|crore|score|gross|base|{PARTS})\b
-        | (?:to|and|x|times|versus|vs\.?|by|(?:out{B})?of|over|remainder|rem\.?|[rR]){MORE}{NEXT}
+        | (?:to|and|x|times|versus|vs\.?|by|(?:out{B})?of|over|per|remainder|rem\.?|[rR]){MORE}{NEXT}
         | and{B}(?:a|an|one|two|three|up|above|over|below|under)\b
         | (?:more|less|fewer|greater|smaller){B}than\b
         | [b-fi-kn-rt-zXYZ](?![A-Za-z.'’])
@@ -62,10 +63,12 @@ LEADS_IN = re.compile(
     rf"""(?:
     [0-9] | [A-Za-z)\]}}][-/] | [)\]}}]{B}[-+/^×÷·] | (?<![A-Za-z])[A-Za-z]{B}[+/^×÷·]
     | [0-9][%]?(?::|[ ]+:) | [0-9][%*_`$)}}\]]*{B}(?:[-–—+/^×÷·x~≤≥<>≈≠&,;]|\.\.+)
-    | [0-9][%*_`$)}}\]]*{B}(?:(?:{COUNTED})(?:e?s)?{B})?(?:to|through|thru|(?:out{B})?of|over|x
+    | [0-9][%*_`$)}}\]]*{B}(?:(?:{COUNTED})(?:e?s)?{B})?(?:to|through|thru|(?:out{B})?of|over|per|x
         |remainder|rem\.?|[rR])
     | [0-9][%*_`$)}}\]]*{B}-?(?:{COUNTED})(?:e?s)?[.,]?
     | [0-9][’'′"″√∛] | [√∛] | (?<![A-Za-z])-?(?:{_one_of(*FUNCTIONS)}|sqrt)
+    | [0-9]% | \b(?i:1|one){B}in | [0-9][%*_`$)}}\]]*,?{B}or{B}[A-Za-z]{B}=
+    | \b(?i:step|example|exercise|equation|figure|{_one_of(*TENS)})
     | [0-9][%*_`$)}}\]]*{B}(?i:times|plus|(?:divided|multiplied){B}by)
     | \b(?i:twice|thrice|doubled?|triple|(?:{PARTS}|root|square|cube|log(?:arithm)?|factorial|reciprocal
         |inverse|opposite|multiple|percent|power|negative){B}of)

@@ -45,7 +45,9 @@ ANNOUNCED = re.compile(
     rf"(?:[\s*_]*[:=]|[\s*_]+[-–—]\s|[\s*_]+{WILL_BE}[\s*_]*:?)"
     rf"|\b(?:option|choice|letter)(?:[\s*_]+{WILL_BE}:?|[\s*_]*:))"
     rf"|(?<!not )\b(?:correct|right)(?:\s+(?:one|option|choice|answer|letter))?\s+{WILL_BE}:?"
-    r"|\bI(?:\s+would|['’]d|\s+will|['’]ll)?\s+(?:choose|chose|pick|select|say|go\s+with|opt\s+for)|答案\s*(?:是|为|[:：])|选[择项]?(?:是|为|[:：])?)"
+    r"|\bI(?:\s+would|['’]d|\s+will|['’]ll)?\s+(?:choose|chose|pick|select|say|go\s+with|opt\s+for)"
+    r"|\bI(?:['’]m|\s+am)\s+going\s+with|\bI\s+(?:think|believe)(?:\s+it(?:['’]s|\s+is))?(?=[\s*_(]+[A-HJ-Z](?![\w'’]))"
+    r"|\bnot\s+[A-Z],?\s+but(?:\s+rather)?|答案\s*(?:是|为|[:：])|选[择项]?(?:是|为|[:：])?)"
     rf"{MARKS}(?:the\s+)?{NAMED}"
 )
 CALLED_RIGHT = re.compile(
@@ -55,7 +57,7 @@ CALLED_RIGHT = re.compile(
 )
 CONCLUDED = re.compile(
     r"(?:\A|[\n.!?;:])[\s*_]*+(?i:(?:so|thus|hence|therefore)\b,?\s+(?:it(?:['’]s|\s+(?:is|must\s+be))\s+)?"
-    rf"|it(?:['’]s|\s+(?:is|must\s+be))\s+){MARKS}([A-Z])[\s)\].*_$]*\Z"
+    rf"|it(?:['’]s|\s+(?:is|must\s+be))\s+){MARKS}([A-Z])[\s)\].!*_$]*\Z"
 )
 """A last sentence of no more than a letter."""
 OPTION = re.compile(r"(?i:\b(?:option|choice))[\s*_(\[]+([A-Z])(?![\w'])")
