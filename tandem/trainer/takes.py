@@ -147,6 +147,13 @@ class Unread:
         raise AssertionError("a replay takes the recorded samples")
 
 
+def _unread(count: int) -> Read:
+    """Return what the data worker of a replay holds. It is made there: a loader does not travel to another
+    process."""
+    rows = Unread(count)
+    return Read(rows, BatchLoader(rows, count, EpochOrder(shuffle=False, seed=0)), None)
+
+
 class Replayer(PPOTrainer):
     """Takes steps whose samples are there already; see `Recorded`. Keeps the last one's batch."""
 
@@ -324,13 +331,12 @@ class Stage:
             values |= {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": str(checkpoint)}
         if watched:
             values["trainer.worker_classes"] = {"actor_rollout": _WATCHED}
-        rows = Unread(max(config.data.train_batch_size, 1))
         trainer = build_ppo(
             quiet(config, self._scratch / f"take_{self._takes}", self._total, values),
             say=lambda sentence: None,
             trainer=Replayer,
             schedule=Recorded(self._run, self._step, changes),
-            data=partial(Read, rows, BatchLoader(rows, len(rows), EpochOrder(shuffle=False, seed=0)), None),
+            data=partial(_unread, max(config.data.train_batch_size, 1)),
         )
         assert isinstance(trainer, Replayer)
         before = checkpoint

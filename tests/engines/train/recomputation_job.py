@@ -11,6 +11,7 @@ import torch.distributed as dist
 from tandem.engines.train import recomputation
 from tandem.engines.train.base import MicroBatching
 from tandem.memory.activations import kept_bytes
+from tandem.memory.shapes import model_shape
 from tandem.models.parallel import leave_distributed
 
 WIDE = {"hidden_size": 96, "intermediate_size": 256, "num_attention_heads": 6, "num_key_value_heads": 2}
@@ -36,7 +37,8 @@ def kept(folder, **options):
     if not options:  # over both ranks
         tokens = torch.tensor(tokens)
         dist.all_reduce(tokens)
-    return counted / int(tokens), kept_bytes(own._decoder(), own._setup(parts), "none")
+    decoder = model_shape(engine.module.decoder.config.to_dict()).decoder
+    return counted / int(tokens), kept_bytes(decoder, own._setup(parts), "none")
 
 
 def main():
