@@ -55,7 +55,7 @@ GYMS = {  # of many different answers: one that all problems share would be lear
     "spell_backward": Gym("min_word_len=4&max_word_len=4", 6, 6),
     "spiral_matrix": Gym("min_n=2&max_n=2", 9, 8),
     "string_insertion": Gym("min_string_length=5&max_string_length=6", 10, 9),
-    "word_sequence_reversal": Gym("min_words=2&max_words=2", 32, 31, warm_up=400),
+    "word_sequence_reversal": Gym("min_words=2&max_words=2", 32, 31, warm_up=400, steps=45),
 }
 LONG = 12
 """Characters that a text between a question's own parts needs, to be a token."""
