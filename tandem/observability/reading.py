@@ -30,6 +30,8 @@ METRICS: Mapping[str, Literal["max", "min"]] = {
     "sft/loss": "min",
 }
 """What a kind of run is judged by, and which way is better."""
+SHOWN = (*METRICS, "val/accuracy", "val/loss")
+"""What people are told of a run first."""
 PHASES = {
     **dict.fromkeys(("generate_sequences", "reshard", "gen", "reward", "old_log_prob", "ref"), "seconds"),
     **dict.fromkeys(("values", "adv", "update_critic", "update_actor", "step"), "seconds"),

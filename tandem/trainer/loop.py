@@ -130,7 +130,7 @@ class Loop(ABC, Generic[E]):
         self.prompts = prompts
         self.session = session
         self.backend = backend
-        self.schedule = Schedule() if schedule is None else schedule
+        self.schedule: Schedule[E] = Schedule() if schedule is None else schedule
         self.listeners: list[Listener] = []
         self.profiler = StepProfiler(session.run.config.profile, session.folder, session.say)
         self.done = Step(0, {}, interrupted=False)

@@ -270,15 +270,7 @@ class Session:
             {event["name"]: event["text"] for event in before.events if event["event"] == "warning"},
         )
         self.folder.event("start", step=step, total_steps=self.total_steps, format=FORMAT)
-        project, experiment = self.run.names
-        info = RunInfo(
-            project=project,
-            experiment=experiment,
-            folder=self.folder.path,
-            total_steps=self.total_steps,
-            config=resolved,
-            start_step=step,
-        )
+        info = RunInfo(*self.run.names, self.folder.path, self.total_steps, start_step=step, config=resolved)
         self._sinks = Sinks(config.logger, info, report=self.say)
         if checkpoint is not None:
             if step in rows:

@@ -35,7 +35,8 @@ def test_a_resumed_run_warns_as_one_that_was_not_ended() -> None:
         def tell(name: str, sentence: str, number: int, told: Any = told) -> None:
             told.append((name, number))
 
-        watch, rows = Watch(8, tell), []
+        watch = Watch(8, tell)
+        rows: list[dict[str, float]] = []
         for number in range(1, 15):
             rows.append(watch.judge_samples(number, step(number), FACTS))
             watch.judge_learning(number, rows[-1])
