@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from tandem.checkpoint.best import Best
 from tandem.checkpoint.hf_export import export
-from tandem.checkpoint.manager import Checkpoint, CheckpointManager
+from tandem.checkpoint.manager import Checkpoint, CheckpointManager, open_checkpoint
 from tandem.checkpoint.weights import read_weights
 from tandem.config.model import ModelConfig
 from tandem.config.own_code import require_own
@@ -111,7 +111,7 @@ def _found(run: Path, given: Path, *, best: bool) -> Checkpoint:
     elif run == given:
         found = manager.latest()
     else:
-        found = manager.open(given) if (given / "manifest.json").is_file() else None
+        found = open_checkpoint(given) if (given / "manifest.json").is_file() else None
     if found is None or not (run / "config.yaml").is_file():
         raise CheckpointError(
             "no checkpoint of a run",

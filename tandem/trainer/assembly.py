@@ -24,12 +24,11 @@ from tandem.trainer.casting import CONTROLLER_POOL, pools_of
 from tandem.trainer.checks import models_of, say_idle_offload
 from tandem.trainer.gathering import Evaluator, Gathered, Gatherer
 from tandem.trainer.launch import Launcher, make_backend, plain_errors
-from tandem.trainer.loop import Listener, Rhythm
+from tandem.trainer.loop import Listener, Rhythm, Schedule
 from tandem.trainer.planning import predicted, run_worst_batches, tell_plan
 from tandem.trainer.ppo import PPOTrainer
 from tandem.trainer.prompts import Prompts
 from tandem.trainer.sampling_params import sampling
-from tandem.trainer.schedule import Schedule
 from tandem.trainer.scoring import Scoring
 from tandem.trainer.session import OpenRun, RunsConfig, Session, open_run
 from tandem.trainer.supervised import SupervisedTrainer

@@ -22,7 +22,7 @@ from tandem.trainer.casting import Tenant, kind_of, pools_of, tenants
 from tandem.trainer.roles import Roles
 from tandem.trainer.scoring import Scoring
 from tandem.trainer.steps import Plan, updates_per_step
-from tandem.workers.integrity import SpecialTokens, certain
+from tandem.watch.batches import SpecialTokens, certain
 
 RAY = "tandem.runtime.ray_backend:RayBackend"
 

@@ -13,11 +13,11 @@ from tandem.engines.weight_sync import Digest, Sent, WeightBucket, buckets
 from tandem.observability.metrics import Metrics
 from tandem.protocol import DataProto
 from tandem.runtime import Dispatch, register
+from tandem.watch.gap import add_evidence, add_rollout_gap, difference_limit, gap_columns
 from tandem.workers.base import EngineWorker, micro_batching
 from tandem.workers.correction import KEPT, without_rejected
 from tandem.workers.experiments import add_experiments
 from tandem.workers.losses import ActorLoss
-from tandem.workers.probes import add_evidence, add_rollout_gap, difference_limit, gap_columns
 from tandem.workers.worst_batch import WorstBatch, run_worst_batch
 
 

@@ -21,11 +21,11 @@ from tandem.observability.metrics import Metrics
 from tandem.observability.run import RunFolder
 from tandem.protocol import DataProto, Ragged
 from tandem.runtime import Dispatch, register
+from tandem.watch.batches import CERTAIN, SpecialTokens, add_checks
 from tandem.workers.advantage_inputs import refuse_non_finite, reward_components
 from tandem.workers.base import TimedWorker
 from tandem.workers.combining import CombiningPart
 from tandem.workers.correction import KEPT, WEIGHTS, Correction, correction_columns
-from tandem.workers.integrity import CERTAIN, SpecialTokens, add_checks
 from tandem.workers.loss_terms import configured_loss
 from tandem.workers.parts import offers
 from tandem.workers.shaping import ShapingPart
@@ -39,7 +39,7 @@ class BatchWorker(TimedWorker):
         config: the resolved algorithm section.
         run: the run folder.
         actor: the policy's section, whose loss may choose tokens over the whole batch.
-        special, certain: what a batch is checked by, see `tandem.workers.integrity`.
+        special, certain: what a batch is checked by, see `tandem.watch.batches`.
         references: the weight of each reference's KL, by the column of its log-probs.
     """
 

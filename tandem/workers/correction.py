@@ -36,7 +36,7 @@ from tandem.engines.train.base import Counts
 from tandem.errors import EngineError
 from tandem.observability.metrics import Metrics, Spread
 from tandem.protocol import DataProto, Ragged
-from tandem.workers.probes import SAMPLED
+from tandem.watch.gap import SAMPLED
 
 KEPT = "kept_mask"
 """Response tokens that were not rejected, ragged bool."""

@@ -7,7 +7,6 @@ Shapes: T tokens of all samples, flat.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,11 +15,7 @@ from torch import Tensor
 from tandem.engines.train.base import MicroBatching, TrainEngine
 from tandem.observability.metrics import Metrics
 from tandem.protocol import DataProto, Ragged
-from tandem.workers.probes import compared, gap_columns
-
-EXPERIMENT = "rollout/experiment/"
-"""Prefix of mean differences under a fault, nats; they are no metrics of their own."""
-AS_IT_IS = "as_it_is"
+from tandem.watch.gap import AS_IT_IS, EXPERIMENT, compared, gap_columns
 
 
 def add_experiments(
@@ -78,10 +73,3 @@ def _add(metrics: Metrics, name: str, gap_T: Tensor, mask_T: Tensor) -> None:
     metrics.add_mean(
         f"{EXPERIMENT}{name}", torch.where(mask_T, gap_T, 0.0).double().abs().sum(), mask_T.sum()
     )
-
-
-def experiments_of(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The differences by experiment, of a step's metrics."""
-    return {
-        name.removeprefix(EXPERIMENT): value for name, value in metrics.items() if name.startswith(EXPERIMENT)
-    }

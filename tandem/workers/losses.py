@@ -21,9 +21,9 @@ from tandem.config.critic import CriticConfig
 from tandem.config.rollout_correction import RolloutCorrectionConfig
 from tandem.engines.train.base import Counts
 from tandem.observability.metrics import Metrics
+from tandem.watch.gap import SAMPLED, add_rollout_gap
 from tandem.workers.correction import WEIGHTS, Correction, bypassing, count_kept, recounted
 from tandem.workers.loss_terms import EntropyTerm, Term, configured_terms
-from tandem.workers.probes import SAMPLED, add_rollout_gap
 
 Named = Mapping[str, Tensor]
 TOKEN_SHARE = "trust/token_share"

@@ -15,8 +15,8 @@ from tandem.observability.run import RunFolder
 from tandem.protocol import DataProto, Ragged
 from tandem.rewards import Item, Pool, Scored, Scorer
 from tandem.runtime import Dispatch, register
+from tandem.watch.gap import FINGERPRINT, SCORED, fingerprint
 from tandem.workers.base import TimedWorker, response_texts
-from tandem.workers.probes import FINGERPRINT, SCORED, fingerprint
 
 
 class RewardWorker(TimedWorker):

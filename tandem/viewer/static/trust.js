@@ -9,7 +9,7 @@ const CURVES = [
   "rollout/log_prob_diff_max", "rollout/prob_pearson", "rollout/version_lag", "rollout/changed_samples", "reward/failed",
 ];
 const NAMES = ["rollout/log_prob_diff_mean", "rollout/log_prob_diff_limit", ...CURVES];
-// Of warnings that name why rollout and training differ: those of tandem.trainer.trust.Cause.
+// Of warnings that name why rollout and training differ: those of tandem.watch.trust.Cause.
 const CAUSES = [
   "retokenised", "stale", "reshaped", "unrepeatable", "leaked", "unadapted", "unscaled", "headless", "early", "late",
   "leftover", "numerics",
