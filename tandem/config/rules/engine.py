@@ -4,30 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from tandem.config.facts import engines
 from tandem.config.fsdp import FSDPConfig
 from tandem.config.model import BackboneConfig
 from tandem.config.root import TrainConfig
 from tandem.config.supervised import SupervisedConfig
 from tandem.errors import ConfigError
 
-_POLICY = "actor_rollout_ref"
 
-
-def train_engines(config: TrainConfig) -> Iterator[ConfigError]:
-    """`conflicts` of all models of `tandem train`."""
-    policy, critic, scorer = config.actor_rollout_ref, config.critic, config.reward_model
-    for at, model_at, fsdp, model, trains in (
-        (f"{_POLICY}.actor", f"{_POLICY}.model", policy.actor.fsdp_config, policy.model, True),
-        (f"{_POLICY}.ref", f"{_POLICY}.model", policy.ref.fsdp_config, policy.model, False),
-        ("critic", "critic.model", critic.fsdp_config, critic.model, True),
-        ("reward_model", "reward_model.model", scorer.fsdp_config, scorer.model, False),
-    ):
-        yield from conflicts(fsdp, model, trains=trains, fsdp_at=f"{at}.fsdp_config", model_at=model_at)
-
-
-def supervised_engine(config: SupervisedConfig) -> Iterator[ConfigError]:
-    """`conflicts` of the only model of a supervised run."""
-    return conflicts(config.fsdp_config, config.model, trains=True)
+def of_all_engines(config: TrainConfig | SupervisedConfig) -> Iterator[ConfigError]:
+    """`conflicts` of all engines of a config."""
+    for at, section, model_at, model in engines(config).values():
+        fsdp_at = f"{at}.fsdp_config".removeprefix(".")
+        trains = hasattr(section, "optim")
+        yield from conflicts(section.fsdp_config, model, trains=trains, fsdp_at=fsdp_at, model_at=model_at)
 
 
 def conflicts(
@@ -78,17 +68,10 @@ def conflicts(
                 expected="auto, bf16 or fp32",
                 remedy=f"set {at}={other}, or {fsdp_at}.dtype=fp32",
             )
-    if trains and fsdp.pipeline_parallel_size > 1:
-        yield from _stages(model, f"{fsdp_at}.pipeline_parallel_size={fsdp.pipeline_parallel_size}", model_at)
-
-
-def _stages(model: BackboneConfig, given: str, model_at: str) -> Iterator[ConfigError]:
-    """
-    Args:
-        given: the size of the pipeline, as it was asked for.
-    """
+    given = f"{fsdp_at}.pipeline_parallel_size={fsdp.pipeline_parallel_size}"
+    staged = trains and fsdp.pipeline_parallel_size > 1
     offload, rank = f"{model_at}.enable_activation_offload", f"{model_at}.lora_rank"
-    if model.enable_activation_offload:
+    if staged and model.enable_activation_offload:
         yield ConfigError(
             "a stage keeps the activations of several micro-batches, which cannot wait in host memory",
             field=offload,
@@ -96,7 +79,7 @@ def _stages(model: BackboneConfig, given: str, model_at: str) -> Iterator[Config
             expected="false",
             remedy=f"set {offload}=false and {model_at}.enable_gradient_checkpointing=true",
         )
-    if model.lora_rank:
+    if staged and model.lora_rank:
         yield ConfigError(
             "a model in stages has no adapters",
             field=rank,
