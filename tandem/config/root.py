@@ -76,7 +76,12 @@ class TrainConfig(Section):
         return policy.model.lora_rank > 0 and together and not policy.ref.models
 
     @property
-    def exact_kl(self) -> frozenset[str]:
+    def exact_kl(self) -> bool:
+        """Whether a KL term is exact over the vocabulary, from the reference's hidden states."""
+        return bool(self.exact_kl_terms)
+
+    @property
+    def exact_kl_terms(self) -> frozenset[str]:
         """Where the KL to the reference is exact over the vocabulary, of "reward" and "loss"."""
         algorithm, actor = self.algorithm, self.actor_rollout_ref.actor
         exact = {

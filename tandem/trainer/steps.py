@@ -98,7 +98,7 @@ def plan_run(config: TrainConfig, spec: AdvantageSpec, steps_per_epoch: int) -> 
     read = {*spec.columns, *(selection.columns if selection else ())}
     reads_old = algorithm.use_kl_in_reward or bool({"old_log_probs", "rollout_is_weights"} & read)
     before = correction.rollout_is_batch_normalize or (bool(correction.rollout_rs) and spec.needs_critic)
-    of_reward = {"ref_kl"} if "reward" in config.exact_kl else set()
+    of_reward = {"ref_kl"} if "reward" in config.exact_kl_terms else set()
     old_outputs = {"sum_pi_squared"} & set(spec.columns) | of_reward
     if correction.bypass_mode and old_outputs:
         raise ConfigError(
@@ -119,7 +119,7 @@ def plan_run(config: TrainConfig, spec: AdvantageSpec, steps_per_epoch: int) -> 
         bypasses=correction.bypass_mode,
         old_outputs=frozenset(old_outputs | ({"entropy"} if config.trainer.samples_freq > 0 else set())),
         greedy_baselines="reward_baselines" in spec.columns,
-        exact_kl=config.exact_kl,
+        exact_kl=config.exact_kl_terms,
         n=n,
         group_sizes=rollout.group_sizes if rollout.n_schedule else {},
     )

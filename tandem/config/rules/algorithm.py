@@ -83,7 +83,7 @@ def options(config: TrainConfig) -> Iterator[ConfigError]:
 
 def exact_kl(config: TrainConfig) -> Iterator[ConfigError]:
     """The last hidden states and the output head are one stage's alone."""
-    field = f"{ACTOR}.kl_loss_type" if "loss" in config.exact_kl else "algorithm.kl_penalty"
+    field = f"{ACTOR}.kl_loss_type" if "loss" in config.exact_kl_terms else "algorithm.kl_penalty"
     for role in ("actor", "ref") if config.exact_kl else ():
         stages = f"actor_rollout_ref.{role}.fsdp_config.pipeline_parallel_size"
         if value_at(config, stages) > 1:
