@@ -71,12 +71,12 @@ def models(config: TrainConfig | SupervisedConfig) -> Iterator[Model]:
         return
     policy = config.actor_rollout_ref
     yield Model("actor", every["actor"], policy.model.path)
-    for role, term in policy.ref.references.items() if config.needs_reference else ():
-        yield Model(role, every["ref"], term.path or policy.model.path)
     if config.needs_critic:
         yield Model("critic", every["critic"], config.critic.model.path)
     for role, scorer in config.reward_model.scorers.items():
         yield Model(role, every["reward_model"], scorer.path)
+    for role, term in policy.ref.references.items() if config.needs_reference else ():
+        yield Model(role, every["ref"], term.path or policy.model.path)
 
 
 def size_of(path: str, name: str) -> int | None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from tandem.config.actor import ActorConfig
-from tandem.config.cluster import kind_of
 from tandem.config.critic import CriticConfig
-from tandem.config.facts import models
 from tandem.config.root import TrainConfig
 from tandem.memory.cache import DeviceMemory
 from tandem.memory.roles import Held, Load
@@ -143,28 +142,28 @@ class _Planner:
 
     def _models(self, shapes: Callable[[str], ModelShape]) -> Iterator[Held]:
         """The roles' models. A rollout apart from the actor has a frozen copy."""
-        trainer, actor = self.config.trainer, self.config.actor_rollout_ref.actor
-        entropy = actor.entropy_coeff != 0 or actor.adaptive_entropy.enabled
-        for role, engine, path in models(self.config):
-            section, kind, shape = engine.section, kind_of(role), shapes(path)
-            fsdp, sequence = section.fsdp_config, section.ulysses_sequence_parallel_size
-            frozen = engine.model.without_adapters
-            if kind != "ref" or not self.config.reference_is_the_actor:
-                yield Held(
-                    role,
-                    shape,
-                    trainer.devices_of(role),
-                    frozen if kind == "ref" else engine.model,
-                    fsdp,
-                    sequence,
-                    getattr(section, "optim", None),
-                    self.cuda,
-                    head=kind in ("actor", "ref"),
-                    entropy=entropy and kind == "actor",
-                )
-            if kind == "actor" and trainer.placed("rollout") != trainer.placed("actor"):
-                devices = trainer.devices_of("rollout")
-                yield Held("rollout", shape, devices, frozen, fsdp, sequence, None, self.cuda)
+        config, policy = self.config, self.config.actor_rollout_ref
+        devices = config.trainer.devices_of
+
+        def held(
+            name: str, section: Any, model: Any, optim: Any = None, path: str | None = None, **more: Any
+        ) -> Held:
+            shape, fsdp = shapes(path or model.path), section.fsdp_config
+            sequence = section.ulysses_sequence_parallel_size
+            return Held(name, shape, devices(name), model, fsdp, sequence, optim, self.cuda, **more)
+
+        entropy = policy.actor.entropy_coeff != 0 or policy.actor.adaptive_entropy.enabled
+        yield held("actor", policy.actor, policy.model, policy.actor.optim, entropy=entropy)
+        if config.trainer.placed("rollout") != config.trainer.placed("actor"):
+            yield held("rollout", policy.actor, policy.model.without_adapters)
+        if config.needs_reference and not config.reference_is_the_actor:
+            for role, reference in policy.ref.references.items():
+                yield held(role, policy.ref, policy.model.without_adapters, path=reference.path)
+        if config.needs_critic:
+            yield held("critic", config.critic, config.critic.model, config.critic.optim, head=False)
+        models = config.reward_model
+        for role, scorer in models.scorers.items():
+            yield held(role, models, models.model, path=scorer.path, head=False)
 
     def made(self) -> Plan:
         phases = [*self._loads(), *self._rollout(), *self._forwards(), *self._updates()]

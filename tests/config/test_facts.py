@@ -19,7 +19,7 @@ def test_the_models_are_those_that_the_run_has(load, model):
     config = load(*GRPO).config
     assert found(config) == [("actor", A, model)]
     config = load("algorithm.adv_estimator=gae", f"{A}.use_kl_loss=true").config
-    assert found(config) == [("actor", A, model), ("ref", REF, model), ("critic", "critic", model)]
+    assert found(config) == [("actor", A, model), ("critic", "critic", model), ("ref", REF, model)]
     assert list(engines(config)) == ["actor", "ref", "critic", "reward_model"]
 
 
