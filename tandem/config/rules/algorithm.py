@@ -73,12 +73,12 @@ def options(config: TrainConfig) -> Iterator[ConfigError]:
         for name, given in kwargs.items():
             at = f"{field}.{name}"
             if name in own:
-                remedy = f"set {own[name]} instead"
-                yield ConfigError("has a key of its own", field=at, got=given, remedy=remedy)
+                instead = f"set {own[name]} instead"
+                yield ConfigError("has a key of its own", field=at, got=given, remedy=instead)
             elif options is not None and name not in free:
                 expected = "one of " + ", ".join(free) if free else "no options"
-                remedy = nearest_remedy(name, free)
-                yield ConfigError("unknown option", field=at, got=given, expected=expected, remedy=remedy)
+                near = nearest_remedy(name, free)
+                yield ConfigError("unknown option", field=at, got=given, expected=expected, remedy=near)
 
 
 def exact_kl(config: TrainConfig) -> Iterator[ConfigError]:
