@@ -68,10 +68,17 @@ def conflicts(
                 expected="auto, bf16 or fp32",
                 remedy=f"set {at}={other}, or {fsdp_at}.dtype=fp32",
             )
-    given = f"{fsdp_at}.pipeline_parallel_size={fsdp.pipeline_parallel_size}"
-    staged = trains and fsdp.pipeline_parallel_size > 1
+    if trains and fsdp.pipeline_parallel_size > 1:
+        yield from _stages(model, f"{fsdp_at}.pipeline_parallel_size={fsdp.pipeline_parallel_size}", model_at)
+
+
+def _stages(model: BackboneConfig, given: str, model_at: str) -> Iterator[ConfigError]:
+    """
+    Args:
+        given: the size of the pipeline, as it was asked for.
+    """
     offload, rank = f"{model_at}.enable_activation_offload", f"{model_at}.lora_rank"
-    if staged and model.enable_activation_offload:
+    if model.enable_activation_offload:
         yield ConfigError(
             "a stage keeps the activations of several micro-batches, which cannot wait in host memory",
             field=offload,
@@ -79,7 +86,7 @@ def conflicts(
             expected="false",
             remedy=f"set {offload}=false and {model_at}.enable_gradient_checkpointing=true",
         )
-    if staged and model.lora_rank:
+    if model.lora_rank:
         yield ConfigError(
             "a model in stages has no adapters",
             field=rank,
