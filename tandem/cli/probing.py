@@ -46,12 +46,12 @@ class Probing:
         config = load_train_config(path, overrides, count_rows=count_rows).config
         refuse(lacking(config))
         warn(f"samples {groups} prompts in a temporary folder, for about {limit} s at most")
-        module, checks = map(import_module, ("tandem.trainer.probe", "tandem.trainer.checks"))
+        module, planning = map(import_module, ("tandem.trainer.probe", "tandem.trainer.planning"))
         with redirect_stdout(sys.stderr):  # what workers tell is no part of the plan
             self._seen: Seen = module.run_probe(config, groups=groups, limit_s=limit, say=warn)
         self.report: dict[str, Any] = {"asked": groups, **module.report(self._seen, config)}
         self._here = not {"--device", "--devices", "--fit"} & set(options)
-        self._device = "cpu" if checks.on_cpu(config.trainer) else "cuda"
+        self._device = "cpu" if planning.on_cpu(config.trainer) else "cuda"
 
     def placed(self, config: TrainConfig) -> TrainConfig:
         """The config on the devices of this machine, where they are the run's."""

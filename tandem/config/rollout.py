@@ -268,8 +268,7 @@ class RolloutConfig(EngineConfig, LogProbSection):
 
     def longest(self, data: DataConfig) -> int:
         """Tokens of a prompt and its response together, at most."""
-        both = data.max_prompt_length + data.max_response_length
-        return min(both, self.max_model_len or both)
+        return min(data.longest, self.max_model_len or data.longest)
 
     @property
     def group_sizes(self) -> dict[int, int]:

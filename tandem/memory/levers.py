@@ -4,21 +4,12 @@ changed."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from operator import attrgetter
 from typing import Any, NamedTuple
 
+from tandem.config.facts import Engine, engines
 from tandem.config.root import TrainConfig
 from tandem.config.section import Section
 from tandem.memory.plan import Plan
-
-_ACTOR = "actor_rollout_ref.actor"
-_SECTIONS = {
-    "actor": _ACTOR,
-    "ref": "actor_rollout_ref.ref",
-    "critic": "critic",
-    "reward_model": "reward_model",
-}
-_MODELS = {"actor": "actor_rollout_ref.model", "critic": "critic.model"}
 
 
 class Lever(NamedTuple):
@@ -59,11 +50,12 @@ def _needed(made: Plan, phase: str | None) -> float:
 
 
 def _changes(config: TrainConfig) -> Iterator[dict[str, Any]]:
+    every = engines(config)
     for role in config.roles:
-        if role in _SECTIONS:
-            yield from _of_section(config, role, _SECTIONS[role])
-    for role, at in _MODELS.items():
-        model: Any = attrgetter(at)(config)
+        if role in every:
+            yield from _of_engine(config, role, every[role])
+    for role in ("actor", "critic"):
+        _, _, at, model = every[role]
         if role in config.roles:
             full = {f"{at}.enable_gradient_checkpointing": True, f"{at}.gradient_checkpointing_mode": "full"}
             yield full
@@ -79,8 +71,8 @@ def _changes(config: TrainConfig) -> Iterator[dict[str, Any]]:
         yield {f"{at}.log_prob_max_token_len_per_gpu": rollout.log_prob_max_token_len_per_gpu // 2}
 
 
-def _of_section(config: TrainConfig, role: str, at: str) -> Iterator[dict[str, Any]]:
-    own: Any = attrgetter(at)(config)
+def _of_engine(config: TrainConfig, role: str, engine: Engine) -> Iterator[dict[str, Any]]:
+    at, own = engine.at, engine.section
     fsdp = own.fsdp_config
     if not fsdp.param_offload:
         yield {f"{at}.fsdp_config.param_offload": True}

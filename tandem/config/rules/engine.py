@@ -4,30 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from tandem.config.facts import engines
 from tandem.config.fsdp import FSDPConfig
 from tandem.config.model import BackboneConfig
 from tandem.config.root import TrainConfig
 from tandem.config.supervised import SupervisedConfig
 from tandem.errors import ConfigError
 
-_POLICY = "actor_rollout_ref"
 
-
-def train_engines(config: TrainConfig) -> Iterator[ConfigError]:
-    """`conflicts` of all models of `tandem train`."""
-    policy, critic, scorer = config.actor_rollout_ref, config.critic, config.reward_model
-    for at, model_at, fsdp, model, trains in (
-        (f"{_POLICY}.actor", f"{_POLICY}.model", policy.actor.fsdp_config, policy.model, True),
-        (f"{_POLICY}.ref", f"{_POLICY}.model", policy.ref.fsdp_config, policy.model, False),
-        ("critic", "critic.model", critic.fsdp_config, critic.model, True),
-        ("reward_model", "reward_model.model", scorer.fsdp_config, scorer.model, False),
-    ):
-        yield from conflicts(fsdp, model, trains=trains, fsdp_at=f"{at}.fsdp_config", model_at=model_at)
-
-
-def supervised_engine(config: SupervisedConfig) -> Iterator[ConfigError]:
-    """`conflicts` of the only model of a supervised run."""
-    return conflicts(config.fsdp_config, config.model, trains=True)
+def of_all_engines(config: TrainConfig | SupervisedConfig) -> Iterator[ConfigError]:
+    """`conflicts` of all engines of a config."""
+    for at, section, model_at, model in engines(config).values():
+        fsdp_at = f"{at}.fsdp_config".removeprefix(".")
+        trains = hasattr(section, "optim")
+        yield from conflicts(section.fsdp_config, model, trains=trains, fsdp_at=fsdp_at, model_at=model_at)
 
 
 def conflicts(
