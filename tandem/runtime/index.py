@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -13,13 +13,11 @@ from torch import Tensor
 from tandem.errors import DataError
 from tandem.protocol import DataProto, Ragged
 from tandem.protocol.data import object_array
-from tandem.protocol.equality import same
 from tandem.protocol.ragged import RowIndex, row_index
-from tandem.runtime.table import Table
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Index(Table):
+class Index:
     """The shape of a batch of B samples without its values; a few tens of bytes per sample.
 
     Attributes:
@@ -43,44 +41,19 @@ class Index(Table):
             DataError: something else than a batch.
         """
         require_batch(batch, "only a batch has an index")
-        lengths = _shared((name, c.lengths) for name, c in batch.batch.items() if isinstance(c, Ragged))
+        lengths = shared((name, c.lengths) for name, c in batch.batch.items() if isinstance(c, Ragged))
         return cls(batch.non_tensor_batch.get("uid"), torch.arange(len(batch)), lengths, batch.columns)
 
     def __len__(self) -> int:
         return len(self.row_ids)
 
     def __getitem__(self, rows: RowIndex) -> Self:
+        """The named rows in the given order; a boolean mask filters."""
         pick = row_index(rows, len(self))
         uids = None if self.uids is None else self.uids[pick.numpy()]
         picked = {id(lengths): lengths[pick] for lengths in self.lengths.values()}
         lengths = {name: picked[id(column)] for name, column in self.lengths.items()}
         return replace(self, uids=uids, row_ids=self.row_ids[pick], lengths=lengths)
-
-    def _only(self, columns: Sequence[str]) -> Self:
-        lengths = {name: self.lengths[name] for name in columns if name in self.lengths}
-        return replace(self, lengths=lengths, columns=tuple(columns))
-
-    def _beside(self, others: Sequence[Self]) -> Self:
-        """Uids and row ids are of the first that has them."""
-        uids, columns, lengths = self.uids, dict.fromkeys(self.columns), dict(self.lengths)
-        for other in others:
-            if uids is not None and other.uids is not None and not same(uids, other.uids):
-                raise DataError(
-                    "batches of different samples", field="uid", got=other.uids[:4], expected=uids[:4]
-                )
-            uids = other.uids if uids is None else uids
-            columns.update(dict.fromkeys(other.columns))
-            for name, column in other.lengths.items():
-                if not torch.equal(lengths.setdefault(name, column), column):
-                    raise DataError("one column with different lengths", field=name)
-        return replace(self, uids=uids, lengths=_shared(lengths.items()), columns=tuple(columns))
-
-    def _below(self, others: Sequence[Self]) -> Self:
-        parts = (self, *others)
-        given = [part.uids for part in parts if part.uids is not None]
-        uids = np.concatenate(given) if len(given) == len(parts) else None
-        lengths = _shared((n, torch.cat([part.lengths[n] for part in parts])) for n in self.lengths)
-        return replace(self, uids=uids, row_ids=torch.arange(sum(map(len, parts))), lengths=lengths)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Built-in types only, which pickle small: each family of lengths once, integers in as few bytes
@@ -141,7 +114,7 @@ def _unpacked(
     return Index(None if uids is None else object_array(uids), rows, places, columns)
 
 
-def _shared(lengths: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+def shared(lengths: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     """Gives all columns of equal lengths one tensor object, so that an index holds and sends it only once."""
     families: list[Tensor] = []
     out: dict[str, Tensor] = {}

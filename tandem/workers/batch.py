@@ -28,6 +28,7 @@ from tandem.workers.correction import KEPT, WEIGHTS, Correction, correction_colu
 from tandem.workers.integrity import CERTAIN, SpecialTokens, add_checks
 from tandem.workers.loss_terms import configured_loss
 from tandem.workers.parts import offers
+from tandem.workers.reward import failed
 from tandem.workers.shaping import ShapingPart
 
 
@@ -110,9 +111,7 @@ class BatchWorker(TimedWorker):
     def _untaught(self, batch: DataProto) -> Tensor:
         """(B) bool: samples that teach nothing, as their score failed, or as the estimator compares the
         samples of a prompt and those of all others failed."""
-        if "reward_failed" not in batch:
-            return torch.zeros(len(batch), dtype=torch.bool)
-        failed_B = batch.dense("reward_failed")
+        failed_B = failed(batch)
         if "group" not in self.spec.columns:
             return failed_B
         group_B = group_ids(batch.non_tensor_batch["uid"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,9 +13,7 @@ from tandem.protocol import DataProto, Ragged
 from tandem.rewards.combination import Combination, Part, Running
 from tandem.runtime import Dispatch, register
 from tandem.workers.base import TimedWorker
-from tandem.workers.reward import at_last_token
-
-FAILED = "reward_failed"
+from tandem.workers.reward import FAILED, at_last_token, failed
 
 
 class CombiningPart:
@@ -36,7 +34,7 @@ class CombiningPart:
         """
         return {
             part.name: before.get(part.name, Running()).after(
-                scored.dense("scores")[~_failed(scored)].tolist()
+                scored.dense("scores")[~failed(scored)].tolist()
             )
             for part, scored in zip(combination.parts, said, strict=True)
             if part.normalize
@@ -74,16 +72,12 @@ class CombiningPart:
                 counted_B, counted = self._counted(worker, part, scored, running, mask)
                 scores_B += part.weight * counted_B
                 tokens_T += part.weight * counted.values
-                whys = scored.non_tensor_batch.get("reward_why", [""] * len(mask))
-                numbers = zip(scored.dense("scores").tolist(), counted_B.tolist(), strict=True)
-                extras = scored.non_tensor_batch["reward_extra"]
-                for row, (score, counts), extra, why in zip(rows, numbers, extras, whys, strict=True):
-                    row.take(part, score, counts, extra, why, combination)
+                _tell(rows, part, scored, counted_B, combination)
             if combination.function is not None:
                 index = batch.non_tensor_batch["index"]
                 made = [
-                    0.0 if failed else combination.made(row.by_name, f"row {number} of the data")
-                    for row, failed, number in zip(rows, failed_B.tolist(), index, strict=True)
+                    0.0 if lost else combination.made(row.by_name, f"row {number} of the data")
+                    for row, lost, number in zip(rows, failed_B.tolist(), index, strict=True)
                 ]
                 scores_B = torch.tensor(made, dtype=torch.float32)
                 tokens_T = at_last_token(scores_B, mask).values
@@ -113,7 +107,7 @@ class CombiningPart:
         worker.observed.add_mean(f"reward/running_mean/{part.name}", statistics.mean, 1.0)
         worker.observed.add_mean(f"reward/running_std/{part.name}", statistics.deviation, 1.0)
         counted_B = torch.tensor([statistics.normalised(score) for score in scores_B.tolist()])
-        counted_B = torch.where(_failed(scored), 0.0, counted_B)
+        counted_B = torch.where(failed(scored), 0.0, counted_B)
         return counted_B, at_last_token(counted_B, mask)
 
     def _failures(
@@ -124,7 +118,7 @@ class CombiningPart:
         Raises:
             RewardError: a model's score has failed, and `reward.on_error` is raise.
         """
-        failed_B = _failed(scored)
+        failed_B = failed(scored)
         if part.functions is not None:  # theirs are told by their own worker
             return failed_B
         if on_error != "raise":
@@ -158,29 +152,21 @@ class _Told:
     extra: dict[str, float] = field(default_factory=dict)
     whys: list[str] = field(default_factory=list)
 
-    def take(
-        self,
-        part: Part,
-        score: float,
-        counts: float,
-        extra: Mapping[str, float],
-        why: str,
-        combination: Combination,
-    ) -> None:
-        """Takes what a part says: its score, as it is and as it counts, its numbers, and why."""
+
+def _tell(
+    rows: Sequence[_Told], part: Part, scored: DataProto, counted_B: Tensor, combination: Combination
+) -> None:
+    """Adds what a part says of each sample: its score, as it is and as it counts, its numbers, and why."""
+    arrays = scored.non_tensor_batch
+    whys = arrays.get("reward_why", [""] * len(rows))
+    numbers = scored.dense("scores").tolist(), counted_B.tolist()
+    for row, score, counts, extra, why in zip(rows, *numbers, arrays["reward_extra"], whys, strict=True):
         apart = {name: extra[name] for name in part.functions or () if name in extra}
-        self.by_name |= apart or {part.name: counts}
-        self.extra |= {(f"{part.name}/{k}" if k in combination.models else k): v for k, v in extra.items()}
+        row.by_name |= apart or {part.name: counts}
+        row.extra |= {(f"{part.name}/{k}" if k in combination.models else k): v for k, v in extra.items()}
         if combination.tells and not part.functions:
-            self.extra[part.name] = score
+            row.extra[part.name] = score
             if part.normalize:
-                self.extra[f"{part.name}/normalized"] = counts
+                row.extra[f"{part.name}/normalized"] = counts
             why = f"{part.name}: {score:.4g}" + (f", {why}" if why else "")
-        self.whys += [why] if why else []
-
-
-def _failed(scored: DataProto) -> Tensor:
-    """(B) bool."""
-    if FAILED in scored:
-        return scored.dense(FAILED)
-    return torch.zeros(len(scored), dtype=torch.bool)
+        row.whys += [why] if why else []

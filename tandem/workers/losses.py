@@ -22,7 +22,7 @@ from tandem.config.rollout_correction import RolloutCorrectionConfig
 from tandem.engines.train.base import Counts
 from tandem.observability.metrics import Metrics
 from tandem.workers.correction import WEIGHTS, Correction, bypassing, count_kept, recounted
-from tandem.workers.loss_terms import EntropyTerm, Term, configured_terms
+from tandem.workers.loss_terms import ENTROPY, OutputTerm, Term, configured_terms
 from tandem.workers.probes import SAMPLED, add_rollout_gap
 
 Named = Mapping[str, Tensor]
@@ -99,13 +99,13 @@ class ActorLoss:
 
     def with_entropy_coeff(self, coefficient: float) -> ActorLoss:
         """The same loss with another weight of the entropy bonus."""
-        return replace(
-            self,
-            terms=tuple(
-                replace(term, coefficient=-coefficient) if isinstance(term, EntropyTerm) else term
-                for term in self.terms
-            ),
+        terms = tuple(
+            replace(term, coefficient=-coefficient)
+            if isinstance(term, OutputTerm) and term.output == ENTROPY
+            else term
+            for term in self.terms
         )
+        return replace(self, terms=terms)
 
     def __call__(self, out: Named, columns: Named, offsets: Tensor, counts: Counts) -> tuple[Tensor, Metrics]:
         metrics = Metrics()
@@ -126,8 +126,7 @@ class ActorLoss:
                 shares.append(term.coefficient * share)
                 if term.share is not None:
                     metrics.add_sum(term.share, share)
-            for name, observed_T in observed.items():
-                metrics.add_mean(name, _total(observed_T, mask), mask.sum())
+            _add_means(metrics, observed, mask)
         loss = functools.reduce(torch.add, shares)
         metrics.add_sum("loss", loss)
         if self.compared:
@@ -179,9 +178,7 @@ class CriticLoss:
         loss = _aggregated(self, losses_T, mask, offsets, counts)
         metrics = Metrics()
         metrics.add_sum("loss", loss)
-        metrics.add_mean("new_values", _total(out["values"], mask), mask.sum())
-        for name, values_T in observed.items():
-            metrics.add_mean(name, _total(values_T, mask), mask.sum())
+        _add_means(metrics, {"new_values": out["values"], **observed}, mask)
         return loss, metrics
 
 
@@ -247,6 +244,11 @@ def _aggregated(
         sequences=counts.sequences,
         norm_length=loss.norm_length,
     )
+
+
+def _add_means(metrics: Metrics, observed: Named, mask: Tensor) -> None:
+    for name, values_T in observed.items():
+        metrics.add_mean(name, _total(values_T, mask), mask.sum())
 
 
 def _total(values_T: Tensor, mask: Tensor) -> Tensor:

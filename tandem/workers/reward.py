@@ -18,6 +18,9 @@ from tandem.runtime import Dispatch, register
 from tandem.workers.base import TimedWorker, response_texts
 from tandem.workers.probes import FINGERPRINT, SCORED, fingerprint
 
+FAILED = "reward_failed"
+"""The column of the samples that could not be scored."""
+
 
 class RewardWorker(TimedWorker):
     """The worker that scores responses with reward functions.
@@ -71,7 +74,7 @@ class RewardWorker(TimedWorker):
             if FINGERPRINT in batch:
                 found[SCORED] = fingerprint(batch.ragged("tokens"))
             if self.pool.config.on_error == "drop":
-                found["reward_failed"] = torch.tensor([s.failed for s in scored], dtype=torch.bool)
+                found[FAILED] = torch.tensor([s.failed for s in scored], dtype=torch.bool)
             extras, whys = [s.extra for s in scored], [s.why for s in scored]
             return DataProto(found, {"reward_extra": extras, "reward_why": whys, "response_text": texts})
 
@@ -103,6 +106,11 @@ class RewardWorker(TimedWorker):
 
     def close(self) -> None:
         self.pool.close()
+
+
+def failed(batch: DataProto) -> torch.Tensor:
+    """(B) bool: the samples that could not be scored; none where nobody says so."""
+    return batch.dense(FAILED) if FAILED in batch else torch.zeros(len(batch), dtype=torch.bool)
 
 
 def at_last_token(scores_B: torch.Tensor, mask: Ragged) -> Ragged:

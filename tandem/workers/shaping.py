@@ -13,7 +13,7 @@ from tandem.errors import RewardError
 from tandem.protocol import DataProto
 from tandem.runtime import Dispatch, register
 from tandem.workers.base import TimedWorker
-from tandem.workers.reward import at_last_token
+from tandem.workers.reward import at_last_token, failed
 
 SCORE = "score"
 """In `reward_extra`: what the reward said before the punishment of long responses."""
@@ -45,7 +45,7 @@ class ShapingPart:
         Returns:
             `scores`, `token_level_scores`.
         """
-        failed_B, scores_B = batch.dense("reward_failed"), batch.dense("scores").clone()
+        failed_B, scores_B = failed(batch), batch.dense("scores").clone()
         mask, scored = batch.ragged("response_mask"), batch.ragged("token_level_scores")
         uids = batch.non_tensor_batch["uid"]
         for row in failed_B.nonzero().flatten().tolist():
@@ -109,9 +109,7 @@ class ShapingPart:
             RewardError: the reward function does not return that number, or it is not finite.
         """
         scores_B = batch.dense("scores")
-        counts_B = torch.ones(len(batch), dtype=torch.bool)
-        if "reward_failed" in batch:
-            counts_B = ~batch.dense("reward_failed")
+        counts_B = ~failed(batch)
         values_B = torch.full((len(batch),), -torch.inf, dtype=torch.float64)
         values_B[counts_B] = metric_values(batch[counts_B], metric)
         bad_B = counts_B & ~torch.isfinite(values_B)
