@@ -6,7 +6,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -43,27 +43,6 @@ def response_texts(tokenizer: PreTrainedTokenizerBase, batch: DataProto) -> list
     rows = zip(batch.ragged("tokens"), batch.ragged("response_mask"), strict=True)
     # One by one: `batch_decode` takes an empty list for one empty response.
     return [str(tokenizer.decode(row[keep].tolist(), skip_special_tokens=True)) for row, keep in rows]
-
-
-@contextmanager
-def closed_after(
-    held: ExitStack, during: Callable[[], AbstractContextManager[object]]
-) -> Iterator[ExitStack]:
-    """Closes what is held at the end. After an error, an EngineError of the closing is left out: it comes of
-    the first, which is the one to see.
-
-    Args:
-        during: a context to close it in.
-    """
-    try:
-        yield held
-    except (Exception, KeyboardInterrupt):
-        with during(), suppress(EngineError):
-            held.close()
-        raise
-    finally:
-        with during():
-            held.close()
 
 
 @contextmanager
