@@ -119,7 +119,7 @@ def shared(lengths: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     families: list[Tensor] = []
     out: dict[str, Tensor] = {}
     for name, column in lengths:
-        family = next((known for known in families if torch.equal(known, column)), None)
+        family = next((known for known in families if known is column or torch.equal(known, column)), None)
         if family is None:
             families.append(column)
             family = column

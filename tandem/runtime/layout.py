@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from tandem.balance import even
 from tandem.errors import DataError
 from tandem.protocol import DataProto
 from tandem.protocol.equality import same
-from tandem.protocol.gather import Picks
+from tandem.protocol.gather import Gather, Picks
 from tandem.protocol.ragged import RowIndex, picks
 from tandem.runtime.handle import Source
 from tandem.runtime.index import Index, shared
@@ -45,6 +46,8 @@ class Strip:
 
     def needed(self) -> Strip:
         """Leaves out the results that hold none of the rows; of no rows, all but the smallest result."""
+        if len(self.sources) == 1 and isinstance(self.picks, range):
+            return self
         sizes = np.asarray(self.sizes)
         ends = np.cumsum(sizes)
         if len(self.picks) == 0:
@@ -62,16 +65,13 @@ class Strip:
         )
 
     def take(self, names: Sequence[str], fetch: Callable[[Source], DataProto]) -> DataProto:
-        """The named columns, as far as the sources' tables have them, on memory of their own where a source's
-        is borrowed."""
+        """The values of the named columns, on memory of their own where a source's is borrowed."""
         strip = self.needed()
         tables = []
         for source in strip.sources:
             table = fetch(source)
             arrays = [name for name in names if name in table.non_tensor_batch]
-            tables.append(table.select([name for name in names if name in table.batch], arrays))
-        if not tables[0].columns:
-            return DataProto()
+            tables.append(table.select([name for name in names if name not in arrays], arrays))
         taken = DataProto.gather(tables, strip.picks)
         view = len(strip.sources) == 1 and isinstance(strip.picks, range)
         return taken.clone() if view and strip.sources[0].handle.borrowed else taken
@@ -231,21 +231,33 @@ class Layout:
             DataError: different samples, or a column with different lengths, on two sides of a union.
         """
 
-        def known(source: Source) -> DataProto:
-            index = source.index(left())
-            return DataProto(index.lengths, {} if index.uids is None else {"uid": index.uids})
+        @functools.cache
+        def known(strip: Strip) -> tuple[Gather, list[Index]]:
+            needed = strip.needed()
+            return Gather(needed.sizes, needed.picks), [source.index(left()) for source in needed.sources]
 
-        uids = [strip.take(["uid"], known).non_tensor_batch["uid"] for strip in self.samples]
-        for other in uids[1:]:
-            if not same(uids[0], other):
-                raise DataError(
-                    "batches of different samples", field="uid", got=other[:4], expected=uids[0][:4]
-                )
-        sides = [strip.take(names, known) for strip, names in self.strips().items()]
-        found = DataProto().union(*sides).batch
-        lengths = shared((name, found[name]) for name in self.columns if name in found)
+        uids: np.ndarray | None = None
+        for strip in self.samples:
+            plan, indices = known(strip)
+            found = plan.array([index.uids for index in indices if index.uids is not None])
+            if uids is not None and not same(uids, found):
+                raise DataError("batches of different samples", field="uid", got=found[:4], expected=uids[:4])
+            uids = found if uids is None else uids
+        lengths: dict[str, Tensor] = {}
+        for strip, names in self.strips().items():
+            plan, indices = known(strip)
+            gathered: dict[tuple[int, ...], Tensor] = {}  # once for columns of equal lengths
+            for name in names:
+                if name in indices[0].lengths:
+                    parts = [index.lengths[name] for index in indices]
+                    family = tuple(map(id, parts))
+                    if family not in gathered:
+                        gathered[family] = plan.dense(parts)
+                    if not torch.equal(lengths.setdefault(name, gathered[family]), gathered[family]):
+                        raise DataError("one column with different lengths", field=name)
+        ordered = shared((name, lengths[name]) for name in self.columns if name in lengths)
         row_ids = torch.from_numpy(np.asarray(self.row_ids, dtype=np.int64))
-        return Index(uids[0] if uids else None, row_ids, lengths, tuple(self.columns))
+        return Index(uids, row_ids, ordered, tuple(self.columns))
 
 
 def compact(rows: RowIndex) -> slice | np.ndarray:
