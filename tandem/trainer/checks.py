@@ -51,7 +51,7 @@ def check_algorithms(config: TrainConfig) -> AdvantageSpec:
     policy_loss(actor.policy_loss.loss_mode).select_options({}, actor.policy_loss.kwargs)
     for kind in kinds - {FULL}:
         kl_estimator(kind.removesuffix("+"))
-    Correction.from_config(algorithm.rollout_correction)
+    Correction(algorithm.rollout_correction)
     return spec
 
 

@@ -67,7 +67,7 @@ class BatchWorker(TimedWorker):
             "gdpo_reward_weights": config.gdpo_reward_weights,
         }
         self.options = self.spec.select_options(shared, config.adv_kwargs)
-        self.correction = Correction.from_config(config.rollout_correction)
+        self.correction = Correction(config.rollout_correction)
         self._loss, self._loss_options = configured_loss(actor or ActorConfig())
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)

@@ -40,7 +40,7 @@ class CriticWorker(EngineWorker):
     ) -> None:
         super().__init__(run, "critic", device, collective_timeout_s)
         self.config = config
-        self.loss = CriticLoss.from_config(config, norm_length=norm_length)
+        self.loss = CriticLoss(config.cliprange_value, config.aggregation, norm_length)
         with seeded(seed):
             engine = FSDPEngine(
                 config.model.path,

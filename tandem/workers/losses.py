@@ -17,7 +17,6 @@ from tandem.algorithms.aggregation import aggregate
 from tandem.algorithms.bradley_terry import bradley_terry_loss
 from tandem.algorithms.value_loss import clipped_value_loss
 from tandem.config.actor import ONE_REFERENCE, ActorConfig
-from tandem.config.critic import CriticConfig
 from tandem.config.rollout_correction import RolloutCorrectionConfig
 from tandem.engines.train.base import Counts
 from tandem.observability.metrics import Metrics
@@ -94,7 +93,7 @@ class ActorLoss:
             norm_length=actor.loss_scale_factor,
             recomputed=recomputed or bypasses,
             weighted=correction.rollout_is is not None and recomputed,
-            correction=Correction.from_config(correction) if here else None,
+            correction=Correction(correction) if here else None,
         )
 
     def with_entropy_coeff(self, coefficient: float) -> ActorLoss:
@@ -165,10 +164,6 @@ class CriticLoss:
     norm_length: float
     outputs: frozenset[str] = frozenset({"values"})
     columns: frozenset[str] = frozenset({"values", "returns", "response_mask"})
-
-    @classmethod
-    def from_config(cls, critic: CriticConfig, *, norm_length: float) -> CriticLoss:
-        return cls(critic.cliprange_value, critic.aggregation, norm_length)
 
     def __call__(self, out: Named, columns: Named, offsets: Tensor, counts: Counts) -> tuple[Tensor, Metrics]:
         mask = columns["response_mask"]
