@@ -13,7 +13,7 @@ from tandem.protocol import DataProto, Ragged
 from tandem.rewards.combination import Combination, Part, Running
 from tandem.runtime import Dispatch, register
 from tandem.workers.base import TimedWorker
-from tandem.workers.reward import FAILED, at_last_token, failed
+from tandem.workers.reward import at_last_token, failed, scored_batch
 
 
 class CombiningPart:
@@ -81,20 +81,10 @@ class CombiningPart:
                 ]
                 scores_B = torch.tensor(made, dtype=torch.float32)
                 tokens_T = at_last_token(scores_B, mask).values
-            found: dict[str, Tensor | Ragged] = {
-                "scores": scores_B,
-                "token_level_scores": mask.with_values(tokens_T),
-            }
-            if combination.on_error == "drop":
-                found[FAILED] = failed_B
-            return DataProto(
-                found,
-                {
-                    "reward_extra": [row.extra for row in rows],
-                    "reward_why": ["; ".join(row.whys) for row in rows],
-                    "response_text": said[0].non_tensor_batch["response_text"],
-                },
-            )
+            asked_B = failed_B if combination.on_error == "drop" else None
+            extras, whys = [row.extra for row in rows], ["; ".join(row.whys) for row in rows]
+            texts = said[0].non_tensor_batch["response_text"]
+            return scored_batch(scores_B, mask.with_values(tokens_T), asked_B, extras, whys, texts)
 
     def _counted(
         self, worker: TimedWorker, part: Part, scored: DataProto, running: Mapping[str, Running], mask: Ragged

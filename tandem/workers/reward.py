@@ -4,7 +4,7 @@ last token."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -67,16 +67,14 @@ class RewardWorker(TimedWorker):
             scored = self.pool.score(items)
             self._observe(scored)
             scores_B = torch.tensor([s.score for s in scored], dtype=torch.float32)
-            found: dict[str, torch.Tensor | Ragged] = {
-                "scores": scores_B,
-                "token_level_scores": at_last_token(scores_B, batch.ragged("response_mask")),
-            }
-            if FINGERPRINT in batch:
-                found[SCORED] = fingerprint(batch.ragged("tokens"))
+            placed, failed_B = at_last_token(scores_B, batch.ragged("response_mask")), None
             if self.pool.config.on_error == "drop":
-                found[FAILED] = torch.tensor([s.failed for s in scored], dtype=torch.bool)
+                failed_B = torch.tensor([s.failed for s in scored], dtype=torch.bool)
             extras, whys = [s.extra for s in scored], [s.why for s in scored]
-            return DataProto(found, {"reward_extra": extras, "reward_why": whys, "response_text": texts})
+            found = scored_batch(scores_B, placed, failed_B, extras, whys, texts)
+            if FINGERPRINT in batch:
+                found.batch[SCORED] = fingerprint(batch.ragged("tokens"))
+            return found
 
     compute_scores = compute_rewards
 
@@ -106,6 +104,26 @@ class RewardWorker(TimedWorker):
 
     def close(self) -> None:
         self.pool.close()
+
+
+def scored_batch(
+    scores_B: torch.Tensor,
+    placed: Ragged,
+    failed_B: torch.Tensor | None,
+    extras: Sequence[Mapping[str, float]],
+    whys: Sequence[str],
+    texts: Sequence[str],
+) -> DataProto:
+    """What a reward worker returns; see `RewardWorker.compute_rewards`.
+
+    Args:
+        placed: the scores where they stand in the responses.
+        failed_B: the samples that could not be scored, where somebody asks.
+    """
+    found: dict[str, torch.Tensor | Ragged] = {"scores": scores_B, "token_level_scores": placed}
+    if failed_B is not None:
+        found[FAILED] = failed_B
+    return DataProto(found, {"reward_extra": extras, "reward_why": whys, "response_text": texts})
 
 
 def failed(batch: DataProto) -> torch.Tensor:
