@@ -75,12 +75,19 @@ class TimedWorker(Worker):
             ranges=torch.cuda.nvtx.range if on_cuda else None,
         )
         self.observed = Metrics()
+        self._told: set[str] = set()
 
     def say(self, sentence: str) -> None:
         """To the user and to the run's log. Of several ranks the user hears the first, the log all."""
         self.run.log(sentence if self.world_size == 1 else f"[{self._track}] {sentence}")
         if self.rank == 0:
             self.tell(sentence)
+
+    def say_once(self, about: str, sentence: str) -> None:
+        """Say a sentence, unless one about the same thing was said before."""
+        if about not in self._told:
+            self._told.add(about)
+            self.say(sentence)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def take_observed(self) -> Metrics:

@@ -21,18 +21,15 @@ from tandem.observability.metrics import Metrics
 from tandem.observability.run import RunFolder
 from tandem.protocol import DataProto, Ragged
 from tandem.runtime import Dispatch, register
+from tandem.workers import combining, shaping
 from tandem.workers.advantage_inputs import refuse_non_finite, reward_components
 from tandem.workers.base import TimedWorker
-from tandem.workers.combining import CombiningPart
 from tandem.workers.correction import KEPT, WEIGHTS, Correction, correction_columns
 from tandem.workers.integrity import CERTAIN, SpecialTokens, add_checks
 from tandem.workers.loss_terms import configured_loss
-from tandem.workers.parts import offers
 from tandem.workers.reward import failed
-from tandem.workers.shaping import ShapingPart
 
 
-@offers(shaping=ShapingPart, combining=CombiningPart)
 class BatchWorker(TimedWorker):
     """The worker that computes advantages, measures whole batches and writes sample files.
 
@@ -44,6 +41,12 @@ class BatchWorker(TimedWorker):
         references: the weight of each reference's KL, by the column of its log-probs.
     """
 
+    stand_in = shaping.stand_in
+    punish_overlong = shaping.punish_overlong
+    group_spread = shaping.group_spread
+    running_scores = combining.running_scores
+    combine_scores = combining.combine_scores
+
     def __init__(
         self,
         config: AlgorithmConfig,
@@ -54,7 +57,6 @@ class BatchWorker(TimedWorker):
         references: Mapping[str, float] = ONE_REFERENCE,
     ) -> None:
         super().__init__(run, "batch")
-        self.parts = {"shaping": ShapingPart(), "combining": CombiningPart()}
         assert self.world_size == 1, "groups must not be split"
         self.config = config
         self.special, self.certain = special or SpecialTokens(), certain

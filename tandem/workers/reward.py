@@ -40,7 +40,6 @@ class RewardWorker(TimedWorker):
         super().__init__(run, "reward")
         self.tokenizer = tokenizer
         self.pool = Pool(reward, config, run.logs / f"rewards-{self.rank}.log", self.say)
-        self._told = False
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def compute_rewards(self, batch: DataProto) -> DataProto:
@@ -87,12 +86,12 @@ class RewardWorker(TimedWorker):
         failures = self.pool.failures
         if self.pool.config.on_error != "raise":
             self.observed.add_mean("reward/failed", len(failures), len(scored))
-        if failures and not self._told:
-            self._told = True
+        if failures:
             became = {"zero": "counts as 0", "drop": "leaves its sample out of training"}
-            self.say(
+            self.say_once(
+                "failed",
                 f"a score failed, and {became[self.pool.config.on_error]} (reward.on_error; reward/failed is "
-                f"the share of such scores):\n{next(iter(failures.values()))}"
+                f"the share of such scores):\n{next(iter(failures.values()))}",
             )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
