@@ -27,7 +27,7 @@ from tandem.workers.base import TimedWorker
 from tandem.workers.correction import KEPT, WEIGHTS, Correction, correction_columns
 from tandem.workers.integrity import CERTAIN, SpecialTokens, add_checks
 from tandem.workers.loss_terms import configured_loss
-from tandem.workers.reward import failed
+from tandem.workers.reward import FAILED, failed
 
 
 class BatchWorker(TimedWorker):
@@ -114,7 +114,7 @@ class BatchWorker(TimedWorker):
         """(B) bool: samples that teach nothing, as their score failed, or as the estimator compares the
         samples of a prompt and those of all others failed."""
         failed_B = failed(batch)
-        if "group" not in self.spec.columns:
+        if FAILED not in batch or "group" not in self.spec.columns:
             return failed_B
         group_B = group_ids(batch.non_tensor_batch["uid"])
         left_B = group_B.bincount(weights=(~failed_B).double())[group_B]
