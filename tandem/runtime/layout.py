@@ -5,7 +5,6 @@ from the results, or what their indices say."""
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -49,20 +48,15 @@ class Strip:
         if len(self.sources) == 1 and isinstance(self.picks, range):
             return self
         sizes = np.asarray(self.sizes)
-        ends = np.cumsum(sizes)
         if len(self.picks) == 0:
             smallest = int(sizes.argmin())
             return Strip((self.sources[smallest],), (self.sizes[smallest],), range(0))
-        wanted = np.asarray(self.picks)
+        ends = np.cumsum(sizes)
+        wanted = _array(self.picks)
         used, place = np.unique(np.searchsorted(ends, wanted, side="right"), return_inverse=True)
         shifts = (ends - sizes)[used] - (np.cumsum(sizes[used]) - sizes[used])
-        rows = wanted - shifts[place]
-        successive = bool((np.diff(rows) == 1).all())
-        return Strip(
-            tuple(self.sources[i] for i in used),
-            tuple(self.sizes[i] for i in used),
-            range(int(rows[0]), int(rows[-1]) + 1) if successive else rows,
-        )
+        rows = _numbered(wanted - shifts[place])
+        return Strip(tuple(self.sources[i] for i in used), tuple(self.sizes[i] for i in used), rows)
 
     def take(self, names: Sequence[str], fetch: Callable[[Source], DataProto]) -> DataProto:
         """The values of the named columns, on memory of their own where a source's is borrowed."""
@@ -256,7 +250,7 @@ class Layout:
                     if not torch.equal(lengths.setdefault(name, gathered[family]), gathered[family]):
                         raise DataError("one column with different lengths", field=name)
         ordered = shared((name, lengths[name]) for name in self.columns if name in lengths)
-        row_ids = torch.from_numpy(np.asarray(self.row_ids, dtype=np.int64))
+        row_ids = torch.from_numpy(_array(self.row_ids))
         return Index(uids, row_ids, ordered, tuple(self.columns))
 
 
@@ -281,6 +275,20 @@ def _check_size(got: int, expected: int, what: str) -> None:
         )
 
 
+def _array(picks: Picks) -> np.ndarray:
+    """(n) int64."""
+    if isinstance(picks, range):
+        return np.arange(picks.start, picks.stop)
+    return picks.astype(np.int64, copy=False)
+
+
+def _numbered(rows: np.ndarray) -> Picks:
+    """Rows by number, successive ones as a range."""
+    if (np.diff(rows) == 1).all():
+        return range(int(rows[0]), int(rows[-1]) + 1) if len(rows) else range(0)
+    return rows
+
+
 def _composed(outer: Picks, inner: Picks) -> Picks:
     """outer[inner]."""
     if isinstance(outer, range):
@@ -300,19 +308,11 @@ def _joined(strips: Strips) -> Strip:
     sources: list[Source] = []
     sizes: list[int] = []
     starts: dict[tuple[Source, ...], int] = {}
-    rows: list[Picks] = []
+    rows: list[np.ndarray] = []
     for strip in strips:
         if strip.sources not in starts:
             starts[strip.sources] = sum(sizes)
             sources += strip.sources
             sizes += strip.sizes
-        start = starts[strip.sources]
-        rows.append(_composed(range(start, start + sum(strip.sizes)), strip.picks))
-    successive = all(
-        isinstance(a, range) and isinstance(b, range) and a.stop == b.start
-        for a, b in itertools.pairwise(rows)
-    )
-    first, last = rows[0], rows[-1]
-    if successive and isinstance(first, range) and isinstance(last, range):
-        return Strip(tuple(sources), tuple(sizes), range(first.start, last.stop))
-    return Strip(tuple(sources), tuple(sizes), np.concatenate([np.asarray(r, dtype=np.int64) for r in rows]))
+        rows.append(starts[strip.sources] + _array(strip.picks))
+    return Strip(tuple(sources), tuple(sizes), _numbered(np.concatenate(rows)))
