@@ -56,8 +56,8 @@ class Index:
         return replace(self, uids=uids, row_ids=self.row_ids[pick], lengths=lengths)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Built-in types only, which pickle small: each family of lengths once, integers in as few bytes
-        as they need, row numbers that count through by their number alone."""
+        """Pickle little: each family of lengths once, integers in as few bytes as they need, row numbers that
+        count through by their number alone."""
         families = list({id(column): column for column in self.lengths.values()}.values())
         place = {id(column): number for number, column in enumerate(families)}
         counted = torch.equal(self.row_ids, torch.arange(len(self)))
@@ -86,29 +86,24 @@ def require_batch(value: Any, message: str) -> DataProto:
     )
 
 
-Packed = tuple[str, bytes]
-"""Integers: NumPy's name of their type, and their bytes."""
-
-
-def _packed(numbers: Tensor) -> Packed:
+def _packed(numbers: Tensor) -> np.ndarray:
+    """Integers in as few bytes as the largest needs."""
     largest = int(numbers.max()) if len(numbers) else 0
-    kind = next((kind for kind in ("<u2", "<i4") if largest <= np.iinfo(kind).max), "<i8")
-    return kind, numbers.numpy().astype(kind).tobytes()
+    return numbers.numpy().astype(np.min_scalar_type(largest))
 
 
-def _integers(packed: Packed) -> Tensor:
-    kind, data = packed
-    return torch.from_numpy(np.frombuffer(data, kind).astype(np.int64))
+def _integers(packed: np.ndarray) -> Tensor:
+    return torch.from_numpy(packed.astype(np.int64))
 
 
 def _unpacked(
     uids: list[Any] | None,
-    row_ids: int | Packed,
-    families: list[Packed],
+    row_ids: int | np.ndarray,
+    families: list[np.ndarray],
     lengths: list[tuple[str, int]],
     columns: tuple[str, ...],
 ) -> Index:
-    tensors = [_integers(family) for family in families]
+    tensors = list(map(_integers, families))
     rows = torch.arange(row_ids) if isinstance(row_ids, int) else _integers(row_ids)
     places = {name: tensors[place] for name, place in lengths}
     return Index(None if uids is None else object_array(uids), rows, places, columns)

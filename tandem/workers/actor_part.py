@@ -157,10 +157,8 @@ class ActorPart:
                 self._export.enter_context(worker.on_device(engine))
             tensors = {}
             for name, value in engine.weights(dtype=engine.compute_dtype, names=packed[number]):
-                if worker.rank == 0:
-                    tensors[name] = value.to(
-                        "cpu", copy=worker.world_size == 1
-                    )  # where it may be the actor's
+                if worker.rank == 0:  # of one process it may be the actor's own
+                    tensors[name] = value.to("cpu", copy=worker.world_size == 1)
             sent = Sent(engine.version, engine.digest()) if last else None
             if last:
                 self._export.close()
