@@ -88,8 +88,7 @@ class BatchWorker(TimedWorker):
             RewardError, NonFiniteError: one of these columns is not finite where it counts.
         """
         with self.timeline.phase("adv"):
-            correction = self.config.rollout_correction
-            corrected = correction_columns(correction, self.correction, batch, self.observed)
+            corrected = correction_columns(self.correction, batch, self.observed)
             batch = batch.union(DataProto(corrected))
             mask = batch.ragged("response_mask")
             of_kl = {"old_log_probs", "ref_kl", *self.references} if kl_coef else set()

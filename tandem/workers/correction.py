@@ -70,7 +70,7 @@ class Correction:
     """
 
     def __init__(self, config: RolloutCorrectionConfig) -> None:
-        self._config = config
+        self.config = config
         weight, bounds = config.applied_weight, config.rejection_bounds if config.rollout_rs else ()
         self.weight = None if weight is None else importance_weight(weight)
         self.rejections = tuple(zip(map(rejection, config.rollout_rs), bounds, strict=True))
@@ -102,12 +102,12 @@ class Correction:
         if self.weight is None:
             return None
         mask, offsets, shared = columns["response_mask"], columns["offsets"], self.weight.by_sequence
-        lower, upper = self._config.weight_bounds.lower, self._config.weight_bounds.upper
+        lower, upper = self.config.weight_bounds.lower, self.config.weight_bounds.upper
         raw = torch.where(mask, self.weight(columns).double(), 0)
         weights = bounded_weights(raw, lower=lower, upper=upper)
         seen = weight_observations(raw, weights, mask, offsets, lower=lower, upper=upper, by_sequence=shared)
         add_observations(metrics, seen)
-        if self._config.rollout_is_batch_normalize:
+        if self.config.rollout_is_batch_normalize:
             weights, factor = normalised_weights(weights, mask, offsets, by_sequence=shared)
             metrics.add_mean(f"{PREFIX}rollout_is_batch_norm_factor", factor, 1.0)
         return weights
@@ -149,9 +149,7 @@ def add_observations(metrics: Metrics, found: Mapping[str, Observation]) -> None
             metrics.add_spread(name, spread, inside.sum(), inside.square().sum(), counted.sum())
 
 
-def correction_columns(
-    config: RolloutCorrectionConfig, correction: Correction, batch: DataProto, metrics: Metrics
-) -> dict[str, Ragged]:
+def correction_columns(correction: Correction, batch: DataProto, metrics: Metrics) -> dict[str, Ragged]:
     """The columns that are known before the updates: in bypass mode `old_log_probs`, the rollout's; else,
     where they were recomputed, `rollout_is_weights` and `kept_mask` by what is asked for.
 
@@ -161,10 +159,10 @@ def correction_columns(
     Raises:
         EngineError: the rollout gave no log-probs.
     """
-    if not (config.corrects or config.bypass_mode):
+    if not (correction.config.corrects or correction.config.bypass_mode):
         return {}
     check_rollout_log_probs(batch)
-    if config.bypass_mode:
+    if correction.config.bypass_mode:
         return {"old_log_probs": batch.ragged(SAMPLED)}
     if "old_log_probs" not in batch:
         return {}
