@@ -230,13 +230,16 @@ class Layout:
             needed = strip.needed()
             return Gather(needed.sizes, needed.picks), [source.index(left()) for source in needed.sources]
 
-        uids: np.ndarray | None = None
+        uids: list[np.ndarray] = []
         for strip in self.samples:
             plan, indices = known(strip)
-            found = plan.array([index.uids for index in indices if index.uids is not None])
-            if uids is not None and not same(uids, found):
-                raise DataError("batches of different samples", field="uid", got=found[:4], expected=uids[:4])
-            uids = found if uids is None else uids
+            given = [index.uids for index in indices if index.uids is not None]
+            uids += [plan.array(given)] if len(given) == len(indices) else []
+        for other in uids[1:]:
+            if not same(uids[0], other):
+                raise DataError(
+                    "batches of different samples", field="uid", got=other[:4], expected=uids[0][:4]
+                )
         lengths: dict[str, Tensor] = {}
         for strip, names in self.strips().items():
             plan, indices = known(strip)
@@ -251,7 +254,7 @@ class Layout:
                         raise DataError("one column with different lengths", field=name)
         ordered = shared((name, lengths[name]) for name in self.columns if name in lengths)
         row_ids = torch.from_numpy(_array(self.row_ids))
-        return Index(uids, row_ids, ordered, tuple(self.columns))
+        return Index(uids[0] if uids else None, row_ids, ordered, tuple(self.columns))
 
 
 def compact(rows: RowIndex) -> slice | np.ndarray:
