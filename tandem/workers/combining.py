@@ -75,7 +75,7 @@ def combine_scores(
             tokens_T = at_last_token(scores_B, mask).values
         asked_B = failed_B if combination.on_error == "drop" else None
         extras, whys = [row.extra for row in rows], ["; ".join(row.whys) for row in rows]
-        texts = said[0].non_tensor_batch["response_text"]
+        texts = said[0].non_tensor_batch["response_text"].tolist()
         return scored_batch(scores_B, mask.with_values(tokens_T), asked_B, extras, whys, texts)
 
 
