@@ -115,7 +115,7 @@ def check_algorithms(config: TrainConfig) -> AdvantageSpec:
         ConfigError: one is not, or does not.
     """
     algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
-    Correction.from_config(algorithm.rollout_correction)
+    Correction(algorithm.rollout_correction)
     kinds = {algorithm.kl_penalty} if algorithm.use_kl_in_reward else set()
     kinds |= {actor.kl_loss_type} if actor.use_kl_loss else set()
     spec = advantage_estimator(algorithm.adv_estimator)

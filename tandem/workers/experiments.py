@@ -52,21 +52,13 @@ def add_experiments(
     for name, p_T in found.items():
         _add(metrics, name, p_T - sampled_T, mask.values)
     _add(metrics, "again", log_probs().values - as_it_is.values, mask.values)
-    headless = batch_without_first(batch)
-    kept_T = mask.positions() > 0
+    kept_T, lengths_B = mask.positions() > 0, (mask.lengths - 1).clamp(min=0)
+    kept = {name: batch.ragged(name).values[kept_T] for name in ("tokens", "response_mask")}
+    headless = DataProto({name: Ragged.from_lengths(value, lengths_B) for name, value in kept.items()})
     _add(metrics, "headless", log_probs(headless).values - sampled_T[kept_T], mask.values[kept_T])
     for name, places in {"early": 1, "late": -1}.items():
         both_T = mask.values & mask.values.roll(-places)
         _add(metrics, name, as_it_is.values.roll(-places) - sampled_T, both_T)
-
-
-def batch_without_first(batch: DataProto) -> DataProto:
-    """The samples' tokens and masks without their first entries."""
-    tokens = batch.ragged("tokens")
-    kept_T = tokens.positions() > 0
-    columns = {name: batch.ragged(name).values[kept_T] for name in ("tokens", "response_mask")}
-    lengths_B = (tokens.lengths - 1).clamp(min=0)
-    return DataProto({name: Ragged.from_lengths(value, lengths_B) for name, value in columns.items()})
 
 
 def _add(metrics: Metrics, name: str, gap_T: Tensor, mask_T: Tensor) -> None:

@@ -178,7 +178,7 @@ def test_a_clipped_ratio_to_the_rollout_takes_no_weight_beside_it() -> None:
     """verl's command lines may ask for one, which is passed over with a notice."""
     for loss_type, weighs in (("ppo_clip", False), ("reinforce", True)):
         config = RolloutCorrectionConfig(bypass_mode=True, loss_type=loss_type, rollout_is="token")
-        assert (Correction.from_config(config).weight is not None) == weighs
+        assert (Correction(config).weight is not None) == weighs
         assert config.corrects == weighs
 
 
