@@ -85,8 +85,7 @@ def make_rollout_engine(
     options = _native_options(rollout) | {"split": split, "say": say} if name == "native" else {}
     own = None if model_path is None else OwnWeights(model_path, device, trust_remote_code=trust_remote_code)
     common["max_num_batched_tokens"] = rollout.max_num_batched_tokens
-    common["logprobs_mode"] = rollout.logprobs_mode
-    return _ENGINES[name](device=device, own=own, **common, **options)
+    return _ENGINES[name](device=device, own=own, logprobs_mode=rollout.logprobs_mode, **common, **options)
 
 
 def stall_timeout_s(rollout: EngineConfig) -> float:

@@ -114,10 +114,10 @@ class NativeEngine(ModuleEngine):
         self._check(requests, self._known)
         lengths = {request.id: len(request.prompt_ids) + request.params.max_tokens for request in requests}
         blocks = {id: self._scheduler.blocks_for(length) for id, length in lengths.items()}
-        if blocks:
-            runner = self._steps.runner
-            per_block = None if runner is None else self._store.per_block(runner)
-            self._store.room.check_longest(max(blocks.values()), per_block)
+        store, runner = self._store, self._steps.runner
+        if blocks and (runner is not None or store.room.fixed is not None):
+            per_block = 0 if runner is None else store.per_block(runner)
+            store.room.check_longest(max(blocks.values()), per_block)
         self._scheduler.waiting.extend(requests)
         self._known |= blocks
         self._demand_changed = True
