@@ -298,7 +298,7 @@ def sampling(request: Request) -> dict[str, Any]:
     """Return how vLLM is to sample a request, by the names of its `SamplingParams`. Stop strings are looked
     for here, and end-of-sequence tokens of the model folder end nothing."""
     params = request.params
-    biased = {"logit_bias": dict(params.logit_bias)} if params.logit_bias else {}
+    biased: dict[str, Any] = {"logit_bias": dict(params.logit_bias)} if params.logit_bias else {}
     return biased | {
         "temperature": params.temperature,
         "top_k": max(params.top_k, 0),
