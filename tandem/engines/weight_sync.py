@@ -98,14 +98,9 @@ def check_arrival(sent: Sent, held: Digest, *, engine: str, before: Sent | None 
     Raises:
         WeightSyncError: names the weights that are missing, stale, exchanged, damaged, or were never sent.
     """
-    _check(
-        sent,
-        held,
-        f"rollout engine {engine}",
-        before,
-        "nothing was sampled from them; start again from the last checkpoint. If it comes again, set "
-        "actor_rollout_ref.rollout.name=native, which samples from the trainer's own weights",
-    )
+    remedy = "nothing was sampled from them; start again from the last checkpoint. If it comes again, set "
+    remedy += "actor_rollout_ref.rollout.name=native, which samples from the trainer's own weights"
+    _check(sent, held, f"rollout engine {engine}", before, remedy)
 
 
 def check_copy(sent: Sent, held: Digest, *, holder: str) -> None:

@@ -97,7 +97,7 @@ def _ray(config: RunsConfig) -> None:
 def _vllm(config: TrainConfig) -> None:
     rollout = config.actor_rollout_ref.rollout
     if rollout.name == "vllm" and not rollout.server.urls and find_spec("vllm") is None:
-        raise import_module("tandem.engines.rollout.vllm.process").absent()
+        import_module("tandem.engines.rollout.vllm.process").check_installed()
 
 
 def _reward(config: TrainConfig) -> None:
