@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 
 from tandem import hub
 from tandem.bench.lengths import lengths
@@ -24,6 +23,7 @@ from tandem.config.root import TrainConfig
 from tandem.config.sources import read_sources, split_arguments
 from tandem.config.written import to_dict
 from tandem.errors import ConfigError, ModelError
+from tandem.memory.seconds import Lengths
 from tandem.memory.shapes import published
 from tandem.trainer.quiet import quiet
 
@@ -53,23 +53,6 @@ class Asked:
     warm_up: int
     saves: bool
     folder: Path
-
-
-@dataclass(frozen=True, slots=True)
-class Lengths:
-    """The lengths of a step's sequences, the same in each step.
-
-    Attributes:
-        prompts: (B) tokens.
-        responses: (B, n) tokens.
-    """
-
-    prompts: NDArray[np.int64]
-    responses: NDArray[np.int64]
-
-    @property
-    def total(self) -> int:
-        return int(self.prompts.sum() * self.responses.shape[1] + self.responses.sum())
 
 
 def load(words: Sequence[str], folder: Path, *, dummy: bool) -> tuple[TrainConfig, dict[str, Any]]:

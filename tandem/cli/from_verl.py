@@ -13,7 +13,7 @@ from tandem.config.root import TrainConfig
 from tandem.config.sources import split_arguments
 from tandem.errors import ConfigError, ConfigErrors
 from tandem.migrate import environment
-from tandem.migrate.script import Call, Script
+from tandem.migrate.script import Script
 from tandem.migrate.table import print_table
 from tandem.migrate.verl_call import VerlCall, understood
 from tandem.observability.terminal import warn
@@ -78,9 +78,16 @@ def asked_by(request: Request) -> VerlCall:
     Raises:
         ConfigError: no such call, or not of the trainer of policies.
     """
-    with Script(request.script, request.arguments, call=request.call, limit_s=request.limit_s) as script:
-        call = script.reach()
-        _tell(script, call)
+    script = Script.read(request.script, request.arguments, limit_s=request.limit_s)
+    call = script.call(request.call)
+    for command in script.others:
+        warn(f"not run: {command}")
+    for other in script.calls if len(script.calls) > 1 else ():
+        if other.number == call.number:
+            warn(f"call {other.number} (taken): {' '.join(other.words)}")
+        else:
+            words = " ".join(word for word in other.words if word not in call.words)
+            warn(f"call {other.number} ({CALL} {other.number} takes it), words that are others: {words}")
     asked = understood(call)
     print_table("environment of the call", environment.readings(asked.variables))
     for sentence in asked.around:
@@ -95,18 +102,6 @@ def asked_by(request: Request) -> VerlCall:
 def words_of(request: Request, asked: VerlCall) -> list[str]:
     """The words of `tandem train` that stand for a call of verl."""
     return [*VERLS_DEFAULTS, *asked.arguments, *request.words]
-
-
-def _tell(script: Script, call: Call) -> None:
-    for command in script.others:
-        warn(f"not run: {command}")
-    calls = script.calls
-    for other in calls if len(calls) > 1 else ():
-        if other.number == call.number:
-            warn(f"call {other.number} (taken): {' '.join(other.words)}")
-        else:
-            words = " ".join(word for word in other.words if word not in call.words)
-            warn(f"call {other.number} ({CALL} {other.number} takes it), words that are others: {words}")
 
 
 def load_with_table(words: Sequence[str]) -> Loaded[TrainConfig]:
