@@ -62,8 +62,7 @@ def check(arguments: list[str]) -> int:
         return _said(loaded, command, given)
     if {"--sft", "--rm"} & set(given):
         raise ConfigError("--from-verl is of `tandem train`", got=" ".join(given), remedy="leave one out")
-    asked = from_verl.asked_by(request)
-    return _said(from_verl.load_with_table(from_verl.words_of(request, asked)), "train", given)
+    return _said(from_verl.load(request), "train", given)
 
 
 def _said(loaded: Loaded[Any], command: str, given: list[str]) -> int:

@@ -40,8 +40,7 @@ def train(arguments: list[str]) -> int:
         for notice in loaded.said:
             warn(f"note: {notice}")
         return _train(loaded, dry=dry)
-    asked = from_verl.asked_by(request)
-    return _train(from_verl.load_with_table(from_verl.words_of(request, asked)), dry=dry)
+    return _train(from_verl.load(request), dry=dry)
 
 
 def _train(loaded: Loaded[TrainConfig], *, dry: bool) -> int:

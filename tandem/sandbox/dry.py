@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tandem.errors import ConfigError
 from tandem.lifetime import scratch_folder
-from tandem.sandbox.protections import Bubblewrap, Sandlock
+from tandem.sandbox.protections import Bubblewrap, Protection, Sandlock
 
 Way = Callable[[Sequence[str], Mapping[str, str], Path, float], int | None]
 _TRIAL_S = 30.0
@@ -96,7 +96,8 @@ def _gpus() -> list[str]:
 @functools.cache
 def _way() -> Way:
     problems = []
-    for kind, way in ((Sandlock, _under_sandlock), (Bubblewrap, _under_bubblewrap)):
+    ways: dict[type[Protection], Way] = {Sandlock: _under_sandlock, Bubblewrap: _under_bubblewrap}
+    for kind, way in ways.items():
         name, true = kind.__name__.lower(), shutil.which("true") or "true"
         if not kind.version():
             problems.append(f"{name} is not installed")
