@@ -62,7 +62,7 @@ def _under_sandlock(
             return None
         written = Path(box.upper_dir, folder.relative_to("/"))
         if written.exists():
-            shutil.copytree(written, folder, dirs_exist_ok=True)
+            shutil.copytree(written, folder, symlinks=True, dirs_exist_ok=True)
         box.abort()
     return int(ended.exit_code)
 
@@ -72,6 +72,7 @@ def _under_bubblewrap(
 ) -> int | None:
     options = ["--die-with-parent", "--new-session", "--unshare-all", "--cap-drop", "ALL"]
     options += ["--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc"]
+    options += ["--ro-bind", "/proc/sys", "/proc/sys"]  # which root may write to without any capability
     options += ["--tmpfs", "/run"]  # where services listen that would write for a program
     for path in _gpus():
         options += ["--dev-bind", path, path]

@@ -196,21 +196,28 @@ def test_a_script_writes_nothing_and_reaches_nobody(kind: type, write: Write, tm
     """Also not by redirections, builtins, absolute paths and programs that start others."""
     (tmp_path / "kept").write_text("kept")
     python = f"env {sys.executable} -I -S -c"
-    with socket.create_server(("127.0.0.1", 0)) as server, subprocess.Popen(["sleep", "600"]) as sleeper:
-        port = server.getsockname()[1]
-        path = write(
-            f"cd {tmp_path}\necho x > redirected\n: >> appended\necho x > kept\nexec 5>opened\n"
-            'env /usr/bin/touch touched\n"$(echo /usr/bin/touch)" touched\nenv rm -f kept\n'
-            f"echo x > /dev/tcp/127.0.0.1/{port}\nenv curl -s -m 2 http://127.0.0.1:{port}\n"
-            f"{python} 'import socket; socket.create_connection((\"127.0.0.1\", {port}), 2)' && REACHED=1\n"
-            f'{python} \'open("by_python", "w")\'\nkill -9 {sleeper.pid}\n{MAIN} reached=$REACHED\n'
-        )
-        assert Script.read(path, limit_s=240).call().words[-1] == "reached="
-        server.settimeout(0)
-        with pytest.raises(BlockingIOError):
-            server.accept()
+    sleeper = subprocess.Popen(["sleep", "600"])
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+            path = write(
+                f"cd {tmp_path}\necho x > redirected\n: >> appended\necho x > kept\n(exec 5>opened)\n"
+                'env /usr/bin/touch touched\n"$(echo /usr/bin/touch)" touched\nenv rm -f kept\n'
+                f"echo x > /dev/tcp/127.0.0.1/{port}\nenv curl -s -m 2 http://127.0.0.1:{port}\n"
+                f"{python} 'import socket; socket.create_connection((\"127.0.0.1\", {port}), 2)' "
+                "&& REACHED=1\n"
+                f'{python} \'open("by_python", "w")\'\nkill -9 {sleeper.pid}\n'
+                f": > /proc/sys/vm/stat_interval && COPIED=1\n{MAIN} reached=$REACHED copied=$COPIED\n"
+            )
+            words = Script.read(path, limit_s=240).call().words
+            server.settimeout(0)
+            with pytest.raises(BlockingIOError):
+                server.accept()
         assert sleeper.poll() is None
+    finally:
         sleeper.kill()
+        sleeper.wait()
+    assert words[-2:] == ("reached=", "copied=1" if kind is Sandlock else "copied=")
     assert sorted(os.listdir(tmp_path)) == ["kept", "run.sh"]
     assert (tmp_path / "kept").read_text() == "kept"
 
@@ -233,7 +240,6 @@ def test_without_protection_no_script_is_read(
     assert "bubblewrap is not installed" in str(caught.value.got)
     assert "install bubblewrap" in str(caught.value.remedy)
     assert os.listdir(tmp_path) == ["run.sh"]
-    dry._way.cache_clear()
 
 
 def test_a_later_call_is_taken(write: Write, tmp_path: Path) -> None:
