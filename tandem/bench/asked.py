@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from tandem.config.load import load_train_config
 from tandem.config.rewards import CustomRewardConfig
 from tandem.config.root import TrainConfig
 from tandem.config.sources import read_sources, split_arguments
-from tandem.config.written import to_dict
+from tandem.config.written import at_key, to_dict
 from tandem.errors import ConfigError, ModelError
 from tandem.memory.seconds import Lengths
 from tandem.memory.shapes import published
@@ -71,7 +71,7 @@ def load(words: Sequence[str], folder: Path, *, dummy: bool) -> tuple[TrainConfi
     prompts = folder / "prompts.parquet"
     pq.write_table(pa.table({"prompt": ["a"]}), prompts)
     tree, *_ = read_sources(path, overrides)
-    sources = {key: source for key in MODEL_KEYS if dummy and (source := _at(tree, key)) is not None}
+    sources = {key: source for key in MODEL_KEYS if dummy and (source := at_key(tree, key)) is not None}
     made = [
         f"{key}={_described(str(source), folder / key.partition('.')[0])}" for key, source in sources.items()
     ]
@@ -79,15 +79,8 @@ def load(words: Sequence[str], folder: Path, *, dummy: bool) -> tuple[TrainConfi
         path, [*overrides, f"data.train_files={prompts}", "data.val_files=null", *made]
     )
     whole = to_dict(loaded.config)
-    given = {key: _at(whole, key) for key in sorted(loaded.given) if key not in _FILES}
+    given = {key: at_key(whole, key) for key in sorted(loaded.given) if key not in _FILES}
     return loaded.config, given | {key: str(source) for key, source in sources.items()}
-
-
-def _at(tree: Mapping[str, Any], key: str) -> Any:
-    found: Any = tree
-    for part in key.split("."):
-        found = found.get(part) if isinstance(found, Mapping) else None
-    return found
 
 
 def _described(source: str, folder: Path) -> Path:
