@@ -18,7 +18,7 @@ from tandem.config.schema import value_at
 from tandem.config.sources import read_sources
 from tandem.data.files import count_rows
 from tandem.errors import ConfigError, ConfigErrors, TandemError
-from tandem.memory.fit import Found, search
+from tandem.memory.fit import search
 from tandem.memory.levers import with_value
 from tandem.memory.plan import GIB, Plan
 from tandem.memory.schedules import Schedule, chosen
@@ -87,7 +87,11 @@ def _steps(config: TrainConfig) -> int | None:
     return config.trainer.steps(rows // config.data.train_batch_size) or None
 
 
-def print_time(found: Mapping[str, Any], devices: int) -> None:
+def print_time(found: Mapping[str, Any] | None, devices: int, probing: Probing | None) -> None:
+    if found is None:
+        return
+    if probing is not None:
+        probing.print(found["phases"])
     say(f"\nseconds of a step, by {found['by']}:")
     parts = {phase: seconds for phase, seconds in found["phases"].items() if seconds}
     say("  " + ", ".join(f"{phase} {seconds:.3g}" for phase, seconds in parts.items()))
@@ -130,8 +134,16 @@ def write_fit(
         ConfigError: nothing fits, or the file cannot be written.
     """
     found = search(config, judge)
+    if not found.changes:
+        raise ConfigError("no sizes that are searched divide devices and heads", field="--fit")
     if found.seconds is None:
-        raise refuse(found)
+        raise ConfigError(
+            "nothing that was tried fits with a twentieth of the device left",
+            field="--fit",
+            expected=f"{found.lacking / GIB:.1f} GiB more, of the nearest",
+            got=" ".join(as_words(found.changes)),
+            remedy="take more or larger devices, or shorter sequences",
+        )
     changed = {key: value for key, value in found.changes.items() if value_at(config, key) != value}
     *_, given = read_sources(path, [*overrides, *as_words(found.changes)])
     try:
@@ -141,16 +153,3 @@ def write_fit(
     return [
         f"{key}: {json.dumps(value_at(config, key))} -> {json.dumps(each)}" for key, each in changed.items()
     ]
-
-
-def refuse(found: Found) -> ConfigError:
-    """What lacks where nothing fits."""
-    if not found.changes:
-        return ConfigError("no sizes that are searched divide devices and heads", field="--fit")
-    return ConfigError(
-        "nothing that was tried fits with a twentieth of the device left",
-        field="--fit",
-        expected=f"{found.lacking / GIB:.1f} GiB more, of the nearest",
-        got=" ".join(as_words(found.changes)),
-        remedy="take more or larger devices, or shorter sequences",
-    )
