@@ -100,7 +100,7 @@ def plan_memory(arguments: list[str]) -> int:
     if "--json" in options:
         whole = _as_json(made, found) | {"time": timed, "changed": changed}
         if schedules:
-            whole |= {"schedules": list(map(asdict, schedules)), "choose": chosen(schedules).name}
+            whole |= {"schedules": [asdict(each) for each in schedules], "choose": chosen(schedules).name}
         whole |= {"probe": probing.report} if probing else {}
         print(json.dumps(whole, indent=1))
         return 0 if made.fits else 1

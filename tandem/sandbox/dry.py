@@ -43,27 +43,29 @@ def _under_sandlock(
     command: Sequence[str], variables: Mapping[str, str], folder: Path, limit_s: float
 ) -> int | None:
     library = import_module("sandlock")
-    box = library.Sandbox(
-        fs_readable=["/"],
-        fs_writable=["/dev/null", *_gpus()],
-        workdir="/",  # whose files are copied before they are changed
-        on_exit=library.BranchAction.DEFER,
-        on_error=library.BranchAction.DEFER,
-        cwd=os.getcwd(),
-        clean_env=True,  # else also what libraries have set since this process began
-        env={**os.environ, **variables},
-    )
-    with box:
+    with scratch_folder("copies") as copies:
+        box = library.Sandbox(
+            fs_readable=["/"],
+            fs_writable=["/dev/null", *_gpus()],
+            workdir="/",  # whose files are copied before they are changed
+            fs_storage=str(copies),
+            on_exit=library.BranchAction.DEFER,
+            on_error=library.BranchAction.DEFER,
+            cwd=os.getcwd(),
+            clean_env=True,  # else also what libraries have set since this process began
+            env={**os.environ, **variables},
+        )
         try:
-            ended = box.popen(command, stdin=library.StdioMode.NULL).wait(limit_s)
+            with box:
+                ended = box.popen(command, stdin=library.StdioMode.NULL).wait(limit_s)
+                if not box.pending:
+                    return None
+                written = Path(box.upper_dir, folder.relative_to("/"))
+                if written.exists():
+                    shutil.copytree(written, folder, symlinks=True, dirs_exist_ok=True)
+                box.abort()
         except library.SandlockError as error:
             raise RuntimeError(str(error)) from error
-        if not box.pending:
-            return None
-        written = Path(box.upper_dir, folder.relative_to("/"))
-        if written.exists():
-            shutil.copytree(written, folder, symlinks=True, dirs_exist_ok=True)
-        box.abort()
     return int(ended.exit_code)
 
 
@@ -103,10 +105,10 @@ def _way() -> Way:
         if not kind.version():
             problems.append(f"{name} is not installed")
             continue
-        with scratch_folder("dry") as folder:
+        with scratch_folder("trial") as folder:
             try:
                 status = way([true], {}, folder, _TRIAL_S)
-            except (OSError, RuntimeError) as error:
+            except (ImportError, OSError, RuntimeError) as error:
                 problems.append(f"{name} does not work here: {type(error).__name__}: {error}")
                 continue
         if status == 0:
