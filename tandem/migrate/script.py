@@ -68,7 +68,8 @@ class Script:
 
     @classmethod
     def read(cls, path: str, arguments: Sequence[str] = (), *, limit_s: float | None = None) -> Script:
-        """Read a script. Programs that do not print are listed, not run.
+        """Read a script. Programs that do not print are listed, not run. What the others print is on standard
+        error once it has ended.
 
         Args:
             path: the script.
@@ -88,8 +89,11 @@ class Script:
         with scratch_folder("script") as temporary:
             root = temporary.resolve()
             variables = _lay_out(root, bash)
-            prints = 'exec "$@" >&2' if _has_descriptor() else 'exec "$@" >/dev/null 2>&1'
-            status = run_dry([shell, "-c", prints, "sh", bash, path, *arguments], variables, root, limit_s)
+            printed = root / "printed"
+            redirected = [shell, "-c", 'exec "$@" >"$0" 2>&1', str(printed), bash, path, *arguments]
+            status = run_dry(redirected, variables, root, limit_s)
+            if printed.exists():
+                sys.stderr.write(printed.read_text(encoding="utf-8", errors="replace"))
             if status is None:
                 raise TandemError(
                     f"the script has not ended within {limit_s:g} s",
@@ -158,12 +162,3 @@ def _read(path: Path, number: int) -> Call:
         name: value for name, value in variables.items() if name not in _OWN and os.environ.get(name) != value
     }
     return Call(number, tuple(parts[2:end]), parts[0], changed)
-
-
-def _has_descriptor() -> bool:
-    """Whether standard error is a file of the system, as it is not under every notebook or test."""
-    try:
-        sys.stderr.fileno()
-    except (OSError, ValueError, AttributeError):
-        return False
-    return True
