@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from tandem.config.facts import Engine, engines
 from tandem.config.root import TrainConfig
+from tandem.config.schema import nested
 from tandem.config.section import Section
 from tandem.memory.plan import Plan
 
@@ -106,14 +107,10 @@ def with_value(section: Any, key: str, value: Any) -> Any:
 
 def with_values(section: Any, values: Mapping[str, Any]) -> Any:
     """The section with other values at dotted keys, which are not checked."""
-    assert isinstance(section, Section)
-    update: dict[str, Any] = {}
-    below: dict[str, dict[str, Any]] = {}
-    for key, value in values.items():
-        name, _, rest = key.partition(".")
-        if rest:
-            below.setdefault(name, {})[rest] = value
-        else:
-            update[name] = value
-    inner = {name: with_values(getattr(section, name), each) for name, each in below.items()}
-    return section.model_copy(update=update | inner)
+
+    def changed(part: Section, tree: Mapping[str, Any]) -> Section:
+        own = {name: getattr(part, name) for name in tree}
+        within = [name for name in tree if isinstance(own[name], Section) and isinstance(tree[name], dict)]
+        return part.model_copy(update={**tree, **{name: changed(own[name], tree[name]) for name in within}})
+
+    return changed(section, nested(values))
