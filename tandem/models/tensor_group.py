@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from tandem.models.collectives import CollectiveMeter, exchanged
@@ -55,6 +58,22 @@ class TensorGroup:
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor; the same memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def joined(part: Tensor, spec: DTensorSpec) -> DTensor:
+    """Return the tensor of which this rank has that part, and other ranks theirs."""
+    return DTensor(part, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def take(value: Tensor, whole: Any) -> None:
+    """Overwrite this rank's part of a tensor.
+
+    Args:
+        whole: the values of the whole tensor, or a slice of a safetensors file.
+    """
+    part = local(value)
+    if part.numel():
+        part.copy_(whole[place(value)])
 
 
 def place(value: Tensor) -> tuple[slice, ...]:

@@ -8,7 +8,6 @@ waits for them by events.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transform_subclass
 
+from tandem.models.activation_offload import SameStream, SideStream
 from tandem.models.collectives import Meter
+from tandem.models.tensor_group import joined
 
 _BUFFER_BYTES = 1 << 30  # of a buffer, unless one tensor needs more: one whole would be hard to find room for
 _ALIGNMENT = 256  # bytes; of a tensor within its buffer
@@ -36,8 +37,7 @@ def leaves(value: Any) -> list[Tensor]:
 def remade(value: Any, parts: Iterator[Tensor]) -> Tensor:
     """The same tensor made of the next of other plain tensors, as many as `leaves` gives of it."""
     if isinstance(value, DTensor):
-        local = remade(value._local_tensor, parts)
-        return DTensor(local, value._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+        return joined(remade(value._local_tensor, parts), value._spec)
     if not is_traceable_wrapper_subclass(value):
         return next(parts)
     made: Any = transform_subclass
@@ -125,7 +125,7 @@ class HostStore:
         self._device, self._limit = device, limit
         self._layout: _Layout | None = None
         self._cuda = device.type == "cuda"
-        self._stream: Any = torch.cuda.Stream(device) if self._cuda else None  # type: ignore[no-untyped-call]
+        self._lane = SideStream(device) if self._cuda else SameStream()
         self._taken = {"offload": Meter(), "onload": Meter()}
 
     def offload(self, values: Sequence[Tensor]) -> list[Tensor]:
@@ -143,16 +143,11 @@ class HostStore:
         if not there:
             buffers = [torch.empty(size, dtype=dtype, device=self._device) for dtype, size in layout.buffers]
         pairs, taken = layout.pairs(buffers, tensors), self._taken["offload" if there else "onload"]
-        if self._cuda:  # after what was issued so far, and before what comes next
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        stream = torch.cuda.stream(self._stream) if self._cuda else nullcontext()
-        with stream, taken.measure(self._device, sum(source.nbytes for _, source in pairs)):
-            for target, source in pairs:
-                target.copy_(source, non_blocking=True)
-        if self._cuda:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        nbytes = sum(source.nbytes for _, source in pairs)
+        mark = self._lane.start(pairs, taken.measure(self._device, nbytes))
+        self._lane.wait(mark)
         if there and self._cuda:
-            self._stream.synchronize()  # the host may read them
+            mark.synchronize()  # the host may read them
         self.holds = there
         parts = iter(layout.views(buffers))
         return [remade(value, parts) for value in values]

@@ -17,7 +17,7 @@ from tandem.errors import CheckpointError, EngineError
 from tandem.models.collectives import CollectiveMeter
 from tandem.models.lora import adapted_layers, factors, is_adapter, merged, scaling_of
 from tandem.models.parallel import Grid
-from tandem.models.tensor_group import local, place
+from tandem.models.tensor_group import joined, local, place
 
 BASE, SCALING = "base", "lora_scaling"
 """Keys of a checkpoint: checksums of the frozen weights in `BASE_TYPE`, by name; lora_alpha / lora_rank."""
@@ -56,7 +56,7 @@ class Adapters:
         rows, columns = place(weight)
         part = merged(local(weight.detach()).to(a.dtype), a[:, columns], b[rows], scaling_of(layer))
         assert isinstance(weight, DTensor), "no shard: the model is unsharded"
-        return DTensor(part, weight._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+        return joined(part, weight._spec)
 
     def check_whole(self) -> None:
         """
