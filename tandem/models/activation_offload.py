@@ -238,7 +238,12 @@ class ActivationOffload:
             out = forward(*args, **kwargs)
         if self.lane is not None:
             if index < self._last:
-                saved.send(self.lane, self._host_memory(saved))
+                needed = sum(_aligned(storage.nbytes) for storage in saved.saved.values())
+                memory = self._memory.get(index)
+                if memory is None or len(memory) < needed:
+                    memory = torch.empty(needed, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+                    self._memory[index] = memory
+                saved.send(self.lane, memory)
             if self._ahead <= index < self._last + self._ahead:
                 self._layers[index - self._ahead].leave(self.lane)
         return out
@@ -279,16 +284,6 @@ class ActivationOffload:
             if self._ahead and layer.index > 0:
                 self._layers[layer.index - 1].fetch(lane, self._device)
         return packed.tensor()
-
-    def _host_memory(self, layer: _Layer) -> Tensor:
-        """Bytes for all that the layer saved, pinned where there is a GPU; larger ones take their place when
-        they are too few."""
-        needed = sum(_aligned(saved.nbytes) for saved in layer.saved.values())
-        memory = self._memory.get(layer.index)
-        if memory is None or len(memory) < needed:
-            memory = torch.empty(needed, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
-            self._memory[layer.index] = memory
-        return memory
 
     def _end(self) -> None:
         for layer in self._layers:

@@ -87,7 +87,7 @@ class Recomputation:
         if self._switch is None:
             return
         budget = None if self._device.type == "cpu" else micro.max_tokens  # there they are cut further
-        tokens = self._most(parts, budget)
+        tokens = most_of_ranks(max(budget or 0, *(len(part.inputs.input_ids) for part in parts)))
         if tokens <= self._tokens:
             return
         self._tokens = int(tokens * _GROWTH) if budget is None else tokens
@@ -134,13 +134,6 @@ class Recomputation:
         if self._model.enable_activation_offload:
             return "activations wait on the host, and the inputs of layers are the least to copy"
         return None
-
-    def _most(self, parts: Sequence[MicroBatch], budget: int | None) -> int:
-        """Tokens of the largest micro-batch, or that the budget allows, on the rank that has most."""
-        tokens = max(len(part.inputs.input_ids) for part in parts)
-        if budget is not None:
-            tokens = max(tokens, budget)
-        return most_of_ranks(tokens)
 
     def _choose(self, parts: Sequence[MicroBatch], micro: MicroBatching) -> None:
         assert self._switch is not None

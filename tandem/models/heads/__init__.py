@@ -69,15 +69,8 @@ def make_head(name: str, device: torch.device) -> Head:
         ConfigError: a head that cannot run there, or whose package is not installed.
     """
     name = head_name(name, device)
-    if HEADS[name].packages:
-        _check(name, device)
-    module = "tiled" if name == "torch" else name  # loaded by name: the others are not installed everywhere
-    head: Head = import_module(f"{__name__}.{module}").token_log_probs
-    return head
-
-
-def _check(name: str, device: torch.device) -> None:
-    if device.type != "cuda":
+    needed = [*HEADS[name].packages]
+    if needed and device.type != "cuda":
         raise ConfigError(
             "these kernels run on CUDA devices alone",
             field=_FIELD,
@@ -85,10 +78,12 @@ def _check(name: str, device: torch.device) -> None:
             expected="auto or torch",
             remedy=f"set {_FIELD}=auto, which is PyTorch's here",
         )
-    needed = [*HEADS[name].packages]
     if name == "liger" and torch.cuda.get_device_capability(device) == (9, 0):
         needed.append("cutlass")
     missing = [package for package in needed if find_spec(package) is None]
     if missing:
         problem = f"not installed: {', '.join(missing)}"
         raise ConfigError(problem, field=_FIELD, got=name, remedy=HEADS[name].install)
+    module = "tiled" if name == "torch" else name  # loaded by name: the others are not installed everywhere
+    head: Head = import_module(f"{__name__}.{module}").token_log_probs
+    return head
