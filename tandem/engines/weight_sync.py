@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from tandem.protocol.shipping import Shipped
 
 Digest = dict[str, int]
 """Hugging Face name → `checksum` of the whole tensor, a signed 64-bit number."""
+
+Key = TypeVar("Key")
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SHOWN = 3
@@ -199,14 +201,14 @@ class Packing:
         return begins, start
 
 
-def buckets(sizes: Mapping[str, int], limit: int) -> list[tuple[str, ...]]:
-    """Names in their order, bucket by bucket; see `Packing`.
+def buckets(sizes: Mapping[Key, int], limit: int) -> list[tuple[Key, ...]]:
+    """Return names in their order, bucket by bucket; see `Packing`.
 
     Args:
-        sizes: bytes by name.
-        limit: bytes of a bucket, at most.
+        sizes: by name, in bytes or what else is counted.
+        limit: of a bucket, at most.
     """
-    packing, packed = Packing(limit), list[list[str]]()
+    packing, packed = Packing(limit), list[list[Key]]()
     for name, size in sizes.items():
         if packing.place(size)[0]:
             packed.append([])

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transform_subclass
 
+from tandem.engines.weight_sync import Packing
 from tandem.models.activation_offload import SameStream, SideStream
 from tandem.models.collectives import Meter
 from tandem.models.tensor_group import joined
@@ -63,17 +64,17 @@ class _Layout:
     def of(cls, tensors: Sequence[Tensor], limit: int) -> _Layout:
         places: list[tuple[int, int]] = []
         buffers: list[tuple[torch.dtype, int]] = []
+        packings: dict[torch.dtype, Packing] = {}
         last: dict[torch.dtype, int] = {}  # the buffer that fills up
         for tensor in tensors:
-            dtype, step = tensor.dtype, max(1, _ALIGNMENT // tensor.itemsize)
-            size = -(-tensor.numel() // step) * step
-            number = last.get(dtype)
-            if number is None or (buffers[number][1] + size) * tensor.itemsize > limit:
-                number = last[dtype] = len(buffers)
+            dtype = tensor.dtype
+            size = -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+            begins, start = packings.setdefault(dtype, Packing(limit)).place(size)
+            if begins:
+                last[dtype] = len(buffers)
                 buffers.append((dtype, 0))
-            start = buffers[number][1]
-            places.append((number, start))
-            buffers[number] = dtype, start + size
+            places.append((last[dtype], start // tensor.itemsize))
+            buffers[last[dtype]] = dtype, (start + size) // tensor.itemsize
         return cls([(tensor.dtype, tensor.shape) for tensor in tensors], places, buffers)
 
     def views(self, buffers: Sequence[Tensor]) -> list[Tensor]:
