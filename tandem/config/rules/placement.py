@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from tandem.config.cluster import CLASS_ROLES, HELPER_POOLS, PLACED_ROLES, ROLES
-from tandem.config.model import stored_config
+from tandem.config.model import SHARED_OUT, stored_config
 from tandem.config.needs import code_file
 from tandem.config.root import TrainConfig
 from tandem.config.rules.rollout import splitting
@@ -157,8 +157,7 @@ def _uneven(path: str, parts: int, *, copies_heads: bool = False) -> str:
     Args:
         copies_heads: whether several devices may hold the same head of keys and values.
     """
-    names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-    sizes = {name: count for name in names if (count := _number(path, name)) is not None}
+    sizes = {name: count for name in SHARED_OUT if (count := _number(path, name)) is not None}
     if copies_heads and not parts % sizes.get("num_key_value_heads", 1):
         sizes.pop("num_key_value_heads", None)
     return ", ".join(f"{name} {count}" for name, count in sizes.items() if count % parts)

@@ -125,9 +125,8 @@ class FSDPEngine:
         if fsdp.use_torch_compile:
             compile_model(self.module)
         layers: Any = self.module.decoder.layers
-        managed = Managed()
-        if self._optim is not None:
-            managed = manage_activations(layers, settings.model, self.device)
+        trains = self._optim is not None
+        managed = manage_activations(layers, settings.model, self.device) if trains else Managed()
         self.activation_offload = managed.offload
         sharded = shard(
             self.module,
