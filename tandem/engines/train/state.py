@@ -87,9 +87,6 @@ class TrainState:
             set_learning_rate(optimizer, lr)
             optimizer.step()
 
-    def zero_grad(self) -> None:
-        self.module.zero_grad(set_to_none=True)
-
     def offload(self, *, parameters: bool, optimizer: bool) -> None:
         """Moves what is asked for to the host, if it is on the device."""
         if parameters and not self._parameters_host.holds:
