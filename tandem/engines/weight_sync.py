@@ -51,7 +51,11 @@ def checksum(
     width = flat.element_size()
     wide = (columns or rows_RC.shape[1]) * width % 8 == 0
     if wide and (first_column * width % 8 or rows_RC.shape[1] * width % 8):
-        words = _parts_of_words(rows_RC, first_column)
+        # Rows cut words apart: each element where it stands in its word of 8 bytes.
+        bits = 8 * width
+        elements = rows_RC.view(_BITS[width]).long() & (2**bits - 1)
+        columns_C = torch.arange(first_column, first_column + rows_RC.shape[1], device=flat.device)
+        words = elements << (columns_C * bits % 64)
     else:
         if wide and rows_RC.storage_offset() * width % 8:
             rows_RC = rows_RC.clone()
@@ -59,15 +63,6 @@ def checksum(
         words = rows_RC.view(torch.int64) if wide else rows_RC.view(_BITS[width]).long()
     numbers = torch.arange(first_row, first_row + len(words), device=flat.device)
     return (words.sum(1) * (2 * numbers + 1)).sum()
-
-
-def _parts_of_words(rows_RC: Tensor, first_column: int) -> Tensor:
-    """Each element where it stands in its word of 8 bytes, for rows that cut words apart."""
-    bits = 8 * rows_RC.element_size()
-    elements = rows_RC.view(_BITS[rows_RC.element_size()]).long() & (2**bits - 1)
-    columns = torch.arange(first_column, first_column + rows_RC.shape[1], device=rows_RC.device)
-    words: Tensor = elements << (columns * bits % 64)
-    return words
 
 
 def digest(tensors: Iterable[tuple[str, Tensor]]) -> Digest:
