@@ -6,13 +6,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from tandem.config.model import BackboneConfig, stored_config
+from tandem.config.model import SHARED_OUT, BackboneConfig, stored_config
 from tandem.config.root import TrainConfig
 from tandem.config.supervised import SupervisedConfig
 
 POLICY = "actor_rollout_ref"
-SHARED_SIZES = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-"""What devices that split the layers share out."""
 
 
 class Engine(NamedTuple):
@@ -88,7 +86,7 @@ def size_of(path: str, name: str) -> int | None:
 
 def uneven(path: str, parts: int, *, leave_out: Collection[str] = ()) -> str:
     """Return in words the sizes of a model that so many devices cannot share; empty if there are none."""
-    sizes = {name: size_of(path, name) for name in SHARED_SIZES if name not in leave_out}
+    sizes = {name: size_of(path, name) for name in SHARED_OUT if name not in leave_out}
     return ", ".join(
         f"{name} {count}" for name, count in sizes.items() if count is not None and count % parts
     )
