@@ -196,8 +196,7 @@ def _evenly(values: np.ndarray, most: int) -> np.ndarray:
     """Return so many of some values at most, evenly chosen, the first and the last among them."""
     if len(values) <= most:
         return values
-    chosen: np.ndarray = values[np.linspace(0, len(values) - 1, most).astype(int)]
-    return chosen
+    return values.take(np.linspace(0, len(values) - 1, most).astype(int))
 
 
 def _listed(index: SampleIndex, rows: np.ndarray, longest: int) -> list[dict[str, Any]]:

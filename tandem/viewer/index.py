@@ -21,7 +21,7 @@ TEXT_BYTES = 1 << 30  # of responses kept in memory. Those of later files are re
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, pa.ArrowException)
 """What reading a damaged file raises, beside a `TandemError`."""
 BINS = 40  # of a histogram
-FILE = re.compile(r"step_(\d{1,9})(_val\d*)?\.parquet")
+FILE = re.compile(r"step_\d{1,9}(_val\d*)?\.parquet")
 _READ = (*NEEDED, "messages", "uid", "data_source", "finish_reason")
 Columns = Mapping[str, np.ndarray]
 
@@ -121,8 +121,6 @@ class SampleIndex:
         table.validate(full=True)
         for name in set(_READ) - set(there):
             table = table.append_column(name, pa.nulls(len(table), pa.string()))
-        match = FILE.fullmatch(path.name)
-        assert match is not None
         rows = np.arange(len(table), dtype=np.int32)
         uid = self._coded("uid", table["uid"])
         _, first, number = np.unique(uid if "uid" in there else rows, return_index=True, return_inverse=True)
@@ -130,8 +128,8 @@ class SampleIndex:
         prompts = np.array([self.codes["prompt"].of(conversation(each)) for each in messages], np.int32)
         texts = table["response_text"].cast(pa.large_string()).combine_chunks()
         columns = {
-            "step": np.full(len(rows), int(match[1]), np.int32),
-            "val": np.full(len(rows), match[2] is not None),
+            "step": np.full(len(rows), int(path.stem.split("_")[1]), np.int32),
+            "val": np.full(len(rows), "_val" in path.stem),
             "row": rows,
             "score": table["scores"].cast(pa.float32()).to_numpy(),
             "length": _lengths(table["response_mask"].combine_chunks()),
@@ -145,8 +143,7 @@ class SampleIndex:
     def _coded(self, code: str, column: pa.ChunkedArray) -> np.ndarray:
         coded = column.cast(pa.string()).fill_null("").combine_chunks().dictionary_encode()
         numbers = np.array([self.codes[code].of(text) for text in coded.dictionary.to_pylist()], np.int32)
-        found: np.ndarray = numbers[coded.indices.to_numpy(zero_copy_only=False)]
-        return found
+        return np.asarray(numbers[coded.indices.to_numpy(zero_copy_only=False)])
 
     @property
     def table(self) -> Columns:
@@ -177,7 +174,7 @@ class SampleIndex:
         """
         stem, _, row = name.partition(":")
         stems = [part.path.stem for part in self.parts]
-        rows = (self.table["part"] == stems.index(stem)).nonzero()[0] if stem in stems else np.zeros(0, int)
+        rows = np.flatnonzero(self.table["part"] == stems.index(stem)) if stem in stems else np.zeros(0, int)
         if row not in map(str, range(len(rows))):
             raise DataError("no such sample", field="id", got=name[:100], expected="step_000012:34")
         return int(rows[int(row)])
@@ -187,8 +184,7 @@ class SampleIndex:
         part, uid = self.table["part"], self.table["uid"]
         if not self.codes["uid"].texts[uid[row]]:
             return np.array([row])
-        mates: np.ndarray = ((part == part[row]) & (uid == uid[row])).nonzero()[0]
-        return mates
+        return np.flatnonzero((part == part[row]) & (uid == uid[row]))
 
     def bins(self, name: str) -> tuple[list[float], np.ndarray]:
         """The edges of a histogram of a column over all samples, and for each sample its bin; one more, the
@@ -217,8 +213,7 @@ class SampleIndex:
             if part.path.name not in known:
                 known[part.path.name] = _contain(self.responses(part), text)
         responses = np.concatenate([np.zeros(0, bool), *(known[part.path.name] for part in self.parts)])
-        either: np.ndarray = responses | prompts[self.table["prompt"]]
-        return either
+        return np.asarray(responses | prompts[self.table["prompt"]])
 
     def responses(self, part: Part) -> pa.Array:
         """The responses of a file."""
@@ -250,11 +245,9 @@ def _stamp(path: Path) -> tuple[int, int]:
 def _lengths(mask: pa.Array) -> np.ndarray:
     """Return how many tokens of each sample the policy wrote."""
     written = np.concatenate([[0], np.cumsum(mask.values.to_numpy(zero_copy_only=False).astype(np.int64))])
-    lengths: np.ndarray = np.diff(written[mask.offsets.to_numpy()]).astype(np.int32)
-    return lengths
+    return np.asarray(np.diff(written[mask.offsets.to_numpy()]), np.int32)
 
 
 def _contain(texts: pa.Array, text: str) -> np.ndarray:
     matches = pc.match_substring(texts, text, ignore_case=True).fill_null(False)
-    found: np.ndarray = matches.to_numpy(zero_copy_only=False)
-    return found
+    return np.asarray(matches.to_numpy(zero_copy_only=False))

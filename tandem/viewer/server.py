@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from mimetypes import MimeTypes
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,7 @@ HEAD_S = 10.0  # seconds for the head of a request, and for which a connection m
 SEND_S = 60.0  # seconds for an answer to be taken; for each piece of a download
 ANSWER_BYTES = 16 << 20  # of an answer, other than a download, which is sent while it is made
 _HOSTS = (LOOPBACK, "localhost", "[::1]")
-_KINDS = {
-    "html": "text/html",
-    "css": "text/css",
-    "js": "text/javascript",
-    "mjs": "text/javascript",
-    "svg": "image/svg+xml",
-}
+_KINDS = MimeTypes()
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -148,7 +143,7 @@ class Handler(BaseHTTPRequestHandler):
         elif (route := self.server.routes.get(name)) is not None:
             self._answer(name, route, query)
         elif (content := self.server.files.get(name or "index.html")) is not None:
-            kind = _KINDS.get((name or ".html").rpartition(".")[2], "text/plain")
+            kind = _KINDS.guess_type(name or "index.html")[0] or "text/plain"
             self._send(HTTPStatus.OK, f"{kind}; charset=utf-8", content)
         else:
             self._refuse(HTTPStatus.NOT_FOUND, "no such page")
