@@ -21,7 +21,7 @@ from typing import IO, Any
 import numpy as np
 import pyarrow as pa
 
-from tandem.data.cache import Cache, digest
+from tandem.data.cache import digest, entry
 from tandem.data.encoder import EMPTY, FAILED, SHAPE, TEMPLATE, UNLEARNT, Encoder, Part
 from tandem.data.files import CHUNK_ROWS, DataFiles, read_part
 from tandem.data.validate import RowProblems
@@ -86,7 +86,7 @@ def encode(files: DataFiles, encoder: Encoder, *, workers: int | None, cache_dir
             np.save(folder / f"{name}.npy", values)
 
     name = f"tokens-{digest(files.digest, encoder.digest)}"
-    folder = Cache(Path(cache_dir).expanduser()).entry(name, f"the tokens of {files.names}", keep)
+    folder = entry(Path(cache_dir).expanduser(), name, f"the tokens of {files.names}", keep)
     ids, masks = _map(folder / "ids", np.int32), _map(folder / "masks", bool)
     return _within_limit(files, encoder, ids, masks, [np.load(folder / f"{each}.npy") for each in _TOLD])
 
