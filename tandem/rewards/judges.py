@@ -14,7 +14,7 @@ import regex
 from tandem.errors import RewardError
 from tandem.rewards.base import register_reward
 from tandem.rewards.items import WHY_CHARACTERS
-from tandem.rewards.judge_server import Question, Server
+from tandem.rewards.judge_server import Server, ask
 from tandem.rewards.truths import truths
 
 TEMPLATE = """You judge how good a response to a prompt is.
@@ -104,8 +104,7 @@ async def judge(
     told = {"prompt": _text(prompt), "response": response, "rubric": rubric, "low": low, "high": high}
     told["answer"] = None if gold is None else " or ".join(truths(gold))
     message = filled(template, told).encode(errors="replace").decode()  # no half of a surrogate pair
-    question = Question(Server.of(server), [{"role": "user", "content": message}])
-    reply = await question.ask()
+    reply = await ask(Server.of(server), [{"role": "user", "content": message}])
     found = _in_json(reply.text, json_field) if json_field else _in_text(reply.text, pattern)
     if found is None or not low <= found <= high:
         raise RewardError(
@@ -115,7 +114,7 @@ async def judge(
             "server.options.max_tokens",
         )
     if not reply.cached:
-        question.keep(reply)
+        reply.keep()
     return {
         "score": (found - low) / (high - low),
         "why": reply.text.strip()[-WHY_CHARACTERS:],

@@ -29,7 +29,7 @@ from tandem.rewards.calling import SLOW_SECONDS, load_seconds
 from tandem.rewards.items import Item, Scored
 from tandem.rewards.programs import place_programs
 from tandem.rewards.scoring import Call, Scoring
-from tandem.rewards.serving import TOKEN_BYTES, Garbled, Inbox, Setup, answer, send
+from tandem.rewards.serving import TOKEN_BYTES, Answer, Garbled, Inbox, Setup, answer, send
 
 SEND_SECONDS = 10.0  # how long a process that waits for calls may take to read some
 CLOSE_SECONDS = 10.0  # how long a thread that scores may take to see that the pool is closed
@@ -58,15 +58,6 @@ class Child:
     calls: deque[tuple[int, Call]] = field(default_factory=deque)
     ready: bool = False
     kept_by: int = 0
-
-    @property
-    def spoke(self) -> bool:
-        """Whether there is something to read of it, or it has ended."""
-        for end in (self.line, self.keeper):
-            with suppress(BlockingIOError):
-                end.recv(1, socket.MSG_PEEK)
-                return True
-        return False
 
     def signal(self) -> None:
         """Tell its keeper to end it and what it started."""
@@ -179,13 +170,13 @@ class Pool:
             items = scoring.of(call)
             if not call.reward.bounded:  # a user's function may change what it is given
                 items = copy.deepcopy(items)
-            scores, error, spent = answer(scoring.rewards(call), items)
-            self._timed(call, spent)
-            scoring.take(call, scores, error)
+            self._take(scoring, call, answer(0, scoring.rewards(call), items))
         scoring.waiting.extend(elsewhere)
 
-    def _timed(self, call: Call, seconds: float) -> None:
-        self.seconds.extend([seconds / len(call.places)] * len(call.places))
+    def _take(self, scoring: Scoring, call: Call, said: Answer) -> None:
+        if said.seconds:
+            self.seconds.extend([said.seconds / len(call.places)] * len(call.places))
+        scoring.take(call, said)
 
     def _start(self) -> Child:
         if self._closed:
@@ -219,11 +210,12 @@ class Pool:
     def _feed(self, scoring: Scoring) -> None:
         """Sends calls to the processes that have none; one that died or spoke idle is replaced first."""
         for place, child in enumerate(self._children):
-            if child.ready and not child.calls and child.spoke:
+            idle = child.ready and not child.calls
+            if idle and wait([child.line, child.keeper], 0):
                 child.kill()
                 self.counts["died"] += 1
                 self._children[place] = self._start()
-            elif scoring.waiting and child.ready and not child.calls:
+            elif idle and scoring.waiting:
                 share = max(1, min(CHUNK, len(scoring.waiting) // (2 * len(self._children))))
                 calls = [scoring.waiting.popleft() for _ in range(share)]
                 child.calls.extend(zip(self._numbers, calls, strict=False))
@@ -260,9 +252,8 @@ class Pool:
                     child.ready, child.kept_by = True, said.keeper
                 elif child.calls and child.calls[0][0] == said.number:
                     _, call = child.calls.popleft()
-                    self._timed(call, said.seconds)
                     child.deadline = time.monotonic() + self.config.timeout
-                    scoring.take(call, said.scores, said.error)
+                    self._take(scoring, call, said)
                     if said.grown:
                         return "recycled"
                 else:
@@ -302,9 +293,8 @@ class Pool:
             place = call.places[0]
             error = call.reward.error(words[problem], place, scoring.items[place])
             if late:
-                self._timed(call, limit)
                 error.remedy = f"{error.remedy}; {LONGER}"
-            scoring.take(call, [], error)
+            self._take(scoring, call, Answer(0, error=error, seconds=limit if late else 0.0))
         scoring.waiting.extendleft(call for _, call in reversed(child.calls))
         self._children[self._children.index(child)] = self._start()
 
