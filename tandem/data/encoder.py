@@ -30,7 +30,7 @@ Form = PromptForm | ExampleForm
 
 
 @dataclass
-class Part:
+class EncodedRows:
     """What some rows became.
 
     Attributes:
@@ -82,7 +82,7 @@ class Encoder:
         told = (FORMAT, self.form, self.limit, self.ended, self.learnt, self.template.options)
         return digest(told, tokenizer_digest(self.tokenizer))
 
-    def part(self, records: Sequence[dict[str, Any]], numbers: Sequence[int]) -> Part:
+    def part(self, records: Sequence[dict[str, Any]], numbers: Sequence[int]) -> EncodedRows:
         """What rows become; they have these numbers."""
         problems: Problems = defaultdict(list)
         digests = np.zeros(len(records), np.uint64)
@@ -110,7 +110,7 @@ class Encoder:
         made = self._joined([pieces for row in rows for pieces in row], owners, problems)
         return replace(made, digests=np.repeat(digests, counts), formed=formed, error=error)
 
-    def _joined(self, rows: Sequence[list[Piece]], owners: np.ndarray, problems: Problems) -> Part:
+    def _joined(self, rows: Sequence[list[Piece]], owners: np.ndarray, problems: Problems) -> EncodedRows:
         """The tokens of sequences, of their pieces, within the limit."""
         end = _eos(self.tokenizer) if self.ended else None
         lengths = np.zeros(len(rows), np.int64)
@@ -136,7 +136,9 @@ class Encoder:
                 masks.append(mask)
                 if not mask.any():
                     problems[UNLEARNT].append((number, f"none of its {len(mask)} tokens is learnt"))
-        return Part(np.concatenate(values), np.concatenate(masks), lengths, owners, np.zeros(0), problems)
+        return EncodedRows(
+            np.concatenate(values), np.concatenate(masks), lengths, owners, np.zeros(0), problems
+        )
 
     def _tokenized(
         self, rows: Sequence[list[Piece]], owners: np.ndarray, problems: Problems

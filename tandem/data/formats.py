@@ -36,7 +36,7 @@ _PACKED = 5
 """About how many bytes gzip makes of one."""
 
 
-class Part(NamedTuple):
+class FileRows(NamedTuple):
     """The rows of a file, the Arrow file they are mapped from, if any, and what tells them from others."""
 
     table: pa.Table
@@ -50,7 +50,7 @@ class File(NamedTuple):
     path: Path
     schema: pa.Schema
     rows: int
-    read: Callable[[list[str]], Part]
+    read: Callable[[list[str]], FileRows]
 
     @property
     def columns(self) -> list[str]:
@@ -67,7 +67,7 @@ def open_file(path: Path, cache: Path | None) -> File:
         DataError: it is missing, unreadable or empty.
     """
     if is_task(str(path)):
-        return _held(path, Part(pa.Table.from_pylist(parse(str(path)).rows()), None, digest(str(path))))
+        return _held(path, FileRows(pa.Table.from_pylist(parse(str(path)).rows()), None, digest(str(path))))
     if not path.is_file():
         raise DataError(
             "is a folder" if path.is_dir() else "no such data file",
@@ -90,22 +90,22 @@ def _looked_into(path: Path, cache: Path | None) -> File:
     kind = format_of(path)
     if kind != PARQUET:
         if cache is None:
-            return _held(path, Part(whole_table(path)))
+            return _held(path, FileRows(whole_table(path)))
         if kind == ARROW and lies_in_file(table := mapped(path)):
-            return _held(path, Part(table, path, file_digest(path)))
+            return _held(path, FileRows(table, path, file_digest(path)))
         return _held(path, _kept(path, cache, partial(_blocks, path)))
     parquet = pa_parquet.ParquetFile(path)
 
-    def read(names: list[str]) -> Part:
+    def read(names: list[str]) -> FileRows:
         if cache is None:
-            return Part(parquet.read(columns=names))
+            return FileRows(parquet.read(columns=names))
         batches = partial(parquet.iter_batches, BATCH_ROWS, columns=names)
         return _kept(path, cache, lambda: map(pa.Table.from_batches, zip(batches())), names)
 
     return File(path, parquet.schema_arrow, parquet.metadata.num_rows, read)
 
 
-def _held(path: Path, part: Part) -> File:
+def _held(path: Path, part: FileRows) -> File:
     """A file whose rows are there already."""
     table = part.table
     return File(path, table.schema, len(table), lambda names: part._replace(table=table.select(names)))
@@ -113,7 +113,7 @@ def _held(path: Path, part: Part) -> File:
 
 def _kept(
     path: Path, cache: Path, tables: Callable[[], Iterator[pa.Table]], names: Sequence[str] = ()
-) -> Part:
+) -> FileRows:
     """The rows of a file, from an entry of the cache.
 
     Args:
@@ -122,10 +122,10 @@ def _kept(
     """
     told = digest(_READING, file_digest(path), names)
     place = entry(cache, f"rows-{told}.arrow", f"the rows of {path}", lambda to: write_arrow(to, tables))
-    return Part(mapped(place), place, told)
+    return FileRows(mapped(place), place, told)
 
 
-def as_one(parts: list[Part], cache: Path) -> list[Part]:
+def as_one(parts: list[FileRows], cache: Path) -> list[FileRows]:
     """Tables of the same types, all mapped: where these are not, one from an entry of the cache."""
     if (
         all(part.place for part in parts)
@@ -139,7 +139,7 @@ def as_one(parts: list[Part], cache: Path) -> list[Part]:
             yield from (pa.Table.from_batches([batch]) for batch in part.table.to_batches(BATCH_ROWS))
 
     place = entry(cache, f"rows-{told}.arrow", "the rows of all files", lambda to: write_arrow(to, tables))
-    return [Part(mapped(place), place, told)]
+    return [FileRows(mapped(place), place, told)]
 
 
 def bytes_of(path: Path) -> int:
@@ -240,7 +240,7 @@ def _open_csv(path: Path) -> pa_csv.CSVStreamingReader:
     return pa_csv.open_csv(path, read_options=options, convert_options=texts)
 
 
-def read_columns(file: File, columns: list[str]) -> Part:
+def read_columns(file: File, columns: list[str]) -> FileRows:
     try:
         part = file.read([name for name in columns if name in file.columns])
         if part.place is None:

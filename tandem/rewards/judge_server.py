@@ -37,7 +37,7 @@ PASSING = (408, 409, 425, 429)  # refusals that may pass, beside all from 500 on
 
 
 @checked_dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid", strict=True))
-class Server:
+class JudgeServer:
     """Where a judge is, and how it may be asked.
 
     Attributes:
@@ -63,7 +63,7 @@ class Server:
     cache: str | Path | None = None
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Server:
+    def of(cls, given: Mapping[str, Any]) -> JudgeServer:
         """Return the server of a mapping of these names.
 
         Raises:
@@ -145,7 +145,7 @@ class _Refused(Exception):
         self.after, self.final = after, final
 
 
-async def ask(server: Server, messages: list[dict[str, str]]) -> Reply:
+async def ask(server: JudgeServer, messages: list[dict[str, str]]) -> Reply:
     """Return the judge's answer to a chat: as kept, else of the server.
 
     Raises:
@@ -174,7 +174,7 @@ async def ask(server: Server, messages: list[dict[str, str]]) -> Reply:
             await asyncio.sleep(_pause(server, refused, tried))
 
 
-def _pause(server: Server, refused: _Refused, tried: int) -> float:
+def _pause(server: JudgeServer, refused: _Refused, tried: int) -> float:
     """Return the seconds to the next try.
 
     Raises:
@@ -194,7 +194,9 @@ def _pause(server: Server, refused: _Refused, tried: int) -> float:
     return pause
 
 
-async def _try(server: Server, body: dict[str, Any], client: httpx2.AsyncClient, key: str) -> tuple[str, int]:
+async def _try(
+    server: JudgeServer, body: dict[str, Any], client: httpx2.AsyncClient, key: str
+) -> tuple[str, int]:
     """Ask once; return the words and the tokens."""
     headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {key}"} if key else {})
     address = f"{server.url.rstrip('/')}/chat/completions"
@@ -256,7 +258,7 @@ def _client() -> httpx2.AsyncClient:
 
 
 @asynccontextmanager
-async def _turn(server: Server) -> AsyncIterator[None]:
+async def _turn(server: JudgeServer) -> AsyncIterator[None]:
     """Waits until one more request is within the limits."""
     server.answers.mkdir(parents=True, exist_ok=True, mode=0o700)
     while True:
@@ -269,7 +271,7 @@ async def _turn(server: Server) -> AsyncIterator[None]:
         await asyncio.sleep(POLL_SECONDS * random.uniform(0.5, 1.5))
 
 
-def _delay(server: Server) -> float:
+def _delay(server: JudgeServer) -> float:
     """Seconds to the next request that `per_minute` allows, which is taken."""
     if server.per_minute is None:
         return 0.0

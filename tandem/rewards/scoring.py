@@ -16,7 +16,7 @@ ASIDE = 64  # asynchronous calls of one process that wait side by side
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class RewardCall:
     """One call of a function.
 
     Attributes:
@@ -31,14 +31,14 @@ class Call:
     places: tuple[int, ...]
     tries: int = 0
 
-    def divided(self) -> list[Call]:
+    def divided(self) -> list[RewardCall]:
         """Calls for less that do the same: for each sample, then for each function; none where it is one."""
         if len(self.places) > 1 and not self.reward.batched:
             return [replace(self, places=(place,)) for place in self.places]
         return [replace(self, parts=(part,)) for part in self.parts] if len(self.parts) > 1 else []
 
 
-def calls_of(items: Sequence[Item], scorers: Sequence[Scorer]) -> Iterator[Call]:
+def calls_of(items: Sequence[Item], scorers: Sequence[Scorer]) -> Iterator[RewardCall]:
     """Yield the calls that score some items, each by its scorer: a function for one response is called for
     each, asynchronous calls go together, of several functions too, a batched function takes all, one for
     groups takes the responses to one prompt."""
@@ -59,10 +59,10 @@ def calls_of(items: Sequence[Item], scorers: Sequence[Scorer]) -> Iterator[Call]
                 size = len(places) if reward.batched else ASIDE if reward.asynchronous else 1
                 divided = [places[at : at + size] for at in range(0, len(places), size)]
             parts = aside if part in aside else (part,)
-            yield from (Call(reward, parts, tuple(some)) for some in divided)
+            yield from (RewardCall(reward, parts, tuple(some)) for some in divided)
 
 
-class Scoring:
+class BatchScores:
     """The scores of a batch, as far as they are known: calls that wait, scores, and failures by place."""
 
     def __init__(self, items: Sequence[Item], own: Scorer | None, config: RewardConfig) -> None:
@@ -78,15 +78,15 @@ class Scoring:
     def done(self) -> bool:
         return len(self._found) == self._left
 
-    def of(self, call: Call) -> dict[int, Item]:
+    def of(self, call: RewardCall) -> dict[int, Item]:
         """The items of a call, by their place."""
         return {place: self.items[place] for place in call.places}
 
-    def rewards(self, call: Call) -> list[Reward]:
+    def rewards(self, call: RewardCall) -> list[Reward]:
         """The functions of a call."""
         return [self._scorers[call.places[0]].parts[part] for part in call.parts]
 
-    def take(self, call: Call, said: Answer) -> None:
+    def take(self, call: RewardCall, said: Answer) -> None:
         """Take the scores by each of a call's functions. Where it has failed, it is divided, tried again, or
         its samples have no score.
 
