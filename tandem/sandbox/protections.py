@@ -217,7 +217,7 @@ def _starter(_: int) -> ThreadPoolExecutor:
 
 
 @contextmanager
-def holding(kind: type[Protection]) -> Iterator[Protection]:
+def holding(kind: Callable[[], Protection]) -> Iterator[Protection]:
     """One of a kind that holds no program now, which is kept for the next one."""
     kept = kept_for(kind, os.getpid())
     held = kept.pop() if kept else None
@@ -235,7 +235,7 @@ def holding(kind: type[Protection]) -> Iterator[Protection]:
 
 
 @functools.cache
-def kept_for(_: type[Protection], process: int) -> list[Protection]:
+def kept_for(_: Callable[[], Protection], process: int) -> list[Protection]:
     """Those of a kind that wait in a process, which ends them at its end."""
     kept: list[Protection] = []
 
