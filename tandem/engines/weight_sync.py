@@ -62,7 +62,8 @@ def checksum(
         # Sums of 64-bit integers run at the memory's speed; those of narrower ones are many times slower.
         words = rows_RC.view(torch.int64) if wide else rows_RC.view(_BITS[width]).long()
     numbers = torch.arange(first_row, first_row + len(words), device=flat.device)
-    return (words.sum(1) * (2 * numbers + 1)).sum()
+    total: Tensor = (words.sum(1) * (2 * numbers + 1)).sum()
+    return total
 
 
 def digest(tensors: Iterable[tuple[str, Tensor]]) -> Digest:
