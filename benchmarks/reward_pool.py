@@ -11,6 +11,7 @@ import json
 import random
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -62,7 +63,10 @@ def main() -> None:
         pool.close()
     ideal = ((n - kinds.count("hang")) * given.work + kinds.count("hang") * given.limit) / given.workers
     wrong = sum(s.score != (kind in ("ok", "leak")) for s, kind in zip(scored, kinds, strict=True))
-    left = [p for p in psutil.Process().children(recursive=True) if "forkserver" not in "".join(p.cmdline())]
+    left = []
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            left += [] if "forkserver" in "".join(child.cmdline()) else [child]
     alive = [p.pid for p in psutil.Process().children(recursive=True)]
     facts = {"seconds": seconds, "ideal": ideal, "ratio": seconds / ideal, "wrong": wrong}
     print(

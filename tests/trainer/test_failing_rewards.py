@@ -61,7 +61,11 @@ def test_a_failed_score_counts_as_nothing(lab: Lab, words: list[str], capfd) -> 
     assert "of the data, data_source 'arithmetic'" in printed
     assert "scored in" in (finished.folder / "log" / "rewards-0.log").read_text()
     assert "scored in" not in printed
-    servers = [p for p in psutil.Process().children(recursive=True) if "tandem.rewards" in str(p.cmdline())]
+    servers = [
+        p
+        for p in psutil.Process().children(recursive=True)
+        if "tandem.rewards" in str(p.as_dict(["cmdline"], ad_value=""))
+    ]
     assert len(servers) <= 1  # from which processes are made; they have ended
 
 
